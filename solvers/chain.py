@@ -1,0 +1,166 @@
+"""The chain problem: what the stages of a training step cost in bytes and seconds, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+FORMAT = "planner-chain"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way to run a stage so that its backward can follow.
+
+    Peaks are the most bytes above those alive when the phase starts (so they
+    include what the phase itself keeps and returns).
+
+    Attributes:
+        name: what a person calls it, for example ``"keep"``.
+        forward_seconds: one forward that keeps ``kept_bytes``.
+        backward_seconds: its backward, inner recomputation included.
+        kept_bytes: bytes alive from the end of the forward to the end of the
+            backward, beside the boundaries before and after the stage. Negative
+            where the stage frees more of its input than it keeps.
+        kept_output_bytes: the part of the boundary after the stage that the
+            stage itself holds, so that it outlives the next stage's backward.
+        forward_peak_bytes: peak of the forward.
+        backward_peak_bytes: peak of the backward.
+        recompute_seconds: the forward when it is run again directly before its
+            backward (may stop early: the output itself is not needed).
+        recompute_peak_bytes: peak of that forward.
+    """
+
+    name: str = "keep"
+    forward_seconds: float
+    backward_seconds: float
+    kept_bytes: int
+    kept_output_bytes: int = 0
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    recompute_seconds: float
+    recompute_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage of the chain, with its menu of options.
+
+    Attributes:
+        name: the stage's name in the model.
+        options: the menu; option 0 keeps everything and is what the unplanned model does.
+        boundary_bytes: bytes handed to the next stage that live only because
+            the next stage needs them.
+        forward_seconds: one forward that keeps nothing.
+        forward_peak_bytes: its peak above the bytes alive at its start.
+        residue_bytes: bytes that stay alive after a forward without keeping,
+            beside the boundary, until the stage is run again or goes backward.
+        parameter_gradient_bytes: gradients that appear in its backward and stay.
+        gradient_bytes: bytes alive at the start of its backward beside
+            everything kept and the parameter gradients: the boundary's gradient.
+        recomputable: False where the forward must run once only (then option
+            0 or another option has to keep it).
+        linked: True where its input is the previous stage's output unchanged,
+            so that the boundary between them may be dropped.
+    """
+
+    name: str
+    options: tuple[Option, ...]
+    boundary_bytes: int
+    forward_seconds: float
+    forward_peak_bytes: int
+    residue_bytes: int = 0
+    parameter_gradient_bytes: int = 0
+    gradient_bytes: int = 0
+    recomputable: bool = True
+    linked: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """Stages in forward order, the bytes that are always there, and the optimizer's own peak.
+
+    Attributes:
+        stages: at least one stage.
+        resident_bytes: parameters, buffers, optimizer state, batch, existing gradients.
+        other_peak_bytes: the most bytes alive at once outside forward and
+            backward (the optimizer step); no plan changes it.
+    """
+
+    stages: tuple[Stage, ...]
+    resident_bytes: int = 0
+    other_peak_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("a chain: expected at least one stage, got none; add stages")
+        for stage in self.stages:
+            _check_stage(stage)
+        _check_number("chain", "resident_bytes", self.resident_bytes)
+        _check_number("chain", "other_peak_bytes", self.other_peak_bytes)
+
+    @property
+    def unplanned_seconds(self) -> float:
+        """Seconds of the step that keeps everything (option 0 of every stage)."""
+        return sum(s.options[0].forward_seconds + s.options[0].backward_seconds for s in self.stages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a problem file (``"format": "planner-chain"``, version 1)."""
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Chain:
+        """Read what ``to_dict`` wrote; raises ValueError with what is wrong and where."""
+        if data.get("format") != FORMAT or data.get("version") != VERSION:
+            raise ValueError(
+                f"a chain problem: expected format {FORMAT!r} version {VERSION}, "
+                f"got {data.get('format')!r} version {data.get('version')!r}; "
+                "write it with Chain.to_dict"
+            )
+        stages = data.get("stages")
+        if not isinstance(stages, (list, tuple)):
+            raise ValueError("a chain problem: expected a list 'stages', got none; add it")
+        return cls(
+            stages=tuple(_stage_from(s, i) for i, s in enumerate(stages)),
+            resident_bytes=data.get("resident_bytes", 0),
+            other_peak_bytes=data.get("other_peak_bytes", 0),
+        )
+
+
+def _stage_from(data: Mapping[str, Any], index: int) -> Stage:
+    options = tuple(_build(Option, o, f"stage {index} option {i}") for i, o in enumerate(data.get("options", ())))
+    return _build(Stage, {**data, "options": options}, f"stage {index}")
+
+
+def _build(kind: type, data: Mapping[str, Any], where: str) -> Any:
+    known = {f.name for f in fields(kind)}
+    unknown = sorted(set(data) - known)
+    if unknown:
+        raise ValueError(f"{where}: expected fields {sorted(known)}, got also {unknown}; remove them")
+    try:
+        return kind(**data)
+    except TypeError as error:
+        raise ValueError(f"{where}: expected fields {sorted(known)}, got {sorted(data)}; {error}") from error
+
+
+_MAY_BE_NEGATIVE = {"kept_bytes"}
+
+
+def _check_stage(stage: Stage) -> None:
+    if not stage.options:
+        raise ValueError(f"stage {stage.name!r}: expected at least one option, got none; add one that keeps everything")
+    for item in (stage, *stage.options):
+        for field in fields(item):
+            if field.name.endswith(("_bytes", "_seconds")):
+                _check_number(f"stage {stage.name!r}", field.name, getattr(item, field.name))
+
+
+def _check_number(where: str, name: str, value: Any) -> None:
+    integral = name.endswith("_bytes")
+    number = isinstance(value, int if integral else (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or (value < 0 and name not in _MAY_BE_NEGATIVE):
+        kind = "an integer number of bytes" if integral else "a number of seconds"
+        raise ValueError(f"{where}: expected {name} to be {kind}, not negative, got {value!r}; correct the record")

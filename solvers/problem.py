@@ -1,0 +1,88 @@
+"""Problems and answers: a chain with a budget in, a schedule with its certificate out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from solvers.chain import Chain
+from solvers.schedule import Schedule
+
+Status = Literal["optimal", "feasible", "infeasible"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A chain and the most bytes that may be alive at once (``None``: no limit)."""
+
+    chain: Chain
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """Why a budget is too small.
+
+    Attributes:
+        minimum_budget_bytes: the smallest budget for which the method finds a schedule.
+        stage: name of the stage that forces it.
+        moment: ``"forward"``, ``"recompute"``, ``"backward"`` or ``"optimizer"``.
+    """
+
+    minimum_budget_bytes: int
+    stage: str
+    moment: str
+
+    @property
+    def reason(self) -> str:
+        """One sentence for a person."""
+        if self.moment == "optimizer":
+            return f"the optimizer step alone needs {self.minimum_budget_bytes} bytes"
+        return f"the {self.moment} of stage {self.stage!r} needs {self.minimum_budget_bytes} bytes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A solver's answer, replayed in exact bytes before anyone sees it.
+
+    Attributes:
+        solver: the method that made the schedule.
+        status: ``optimal`` (no schedule of the chain is faster within the
+            budget), ``feasible`` (within the budget, with a bound) or ``infeasible``.
+        schedule: None when infeasible.
+        peak_bytes: the replay's peak, the optimizer's included; None when infeasible.
+        seconds: the replay's seconds; None when infeasible.
+        lower_bound_seconds: no schedule within the budget is faster than this.
+        solve_seconds: wall-clock seconds spent.
+        shortage: when infeasible, the smallest feasible budget and what forces it.
+    """
+
+    solver: str
+    status: Status
+    schedule: Schedule | None
+    peak_bytes: int | None
+    seconds: float | None
+    lower_bound_seconds: float
+    solve_seconds: float
+    shortage: Shortage | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """Relative distance of ``seconds`` from the lower bound; None when infeasible."""
+        if self.seconds is None:
+            return None
+        if self.seconds <= 0:
+            return 0.0
+        return max(0.0, (self.seconds - self.lower_bound_seconds) / self.seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What one method returns: a schedule (or None) and a lower bound that it proved.
+
+    ``lower_bound_seconds`` holds for every schedule of the chain within the
+    budget, not only for those the method looks at; 0 where it proves nothing.
+    """
+
+    schedule: Schedule | None
+    lower_bound_seconds: float = 0.0

@@ -1,0 +1,185 @@
+"""The replay simulator: runs a schedule through a chain in exact bytes; shares no code with any solver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from solvers.chain import Chain, Option
+from solvers.schedule import Action, Schedule
+
+
+class ReplayError(ValueError):
+    """A schedule does something impossible; the message says at which action and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """One action of the timeline: bytes alive before, at its peak, and after it."""
+
+    action: Action
+    before_bytes: int
+    peak_bytes: int
+    after_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What a schedule costs.
+
+    Attributes:
+        timeline: one entry per action.
+        peak_bytes: most bytes alive at once, resident and optimizer included.
+        seconds: sum over the actions.
+    """
+
+    timeline: tuple[Moment, ...]
+    peak_bytes: int
+    seconds: float
+
+    @property
+    def peak_moment(self) -> Moment:
+        """The action at which the forward-backward peak stands."""
+        return max(self.timeline, key=lambda moment: moment.peak_bytes)
+
+
+def replay(chain: Chain, schedule: Schedule) -> Replay:
+    """Run ``schedule`` through ``chain``.
+
+    Returns:
+        The timeline, the peak in bytes and the seconds.
+
+    Raises:
+        ReplayError: an action needs something that is not alive, a stage goes
+            backward out of order or twice, or the step does not finish.
+    """
+    state = _State(chain)
+    timeline = tuple(state.run(position, action) for position, action in enumerate(schedule.actions))
+    if state.pending >= 0:
+        raise ReplayError(f"the schedule ends before the backward of stage {state.pending}")
+    peak = max(moment.peak_bytes for moment in timeline)
+    return Replay(
+        timeline=timeline,
+        peak_bytes=max(peak, chain.other_peak_bytes),
+        seconds=sum(moment.seconds for moment in timeline),
+    )
+
+
+class _State:
+    """What is alive while a schedule runs. Boundary k is the output of stage k; the chain's input is resident."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.boundaries: set[int] = set()
+        self.kept: dict[int, Option] = {}
+        self.residues: set[int] = set()
+        self.reached = -1  # last stage whose first forward has run
+        self.pending = len(chain.stages) - 1  # next stage to go backward
+        self.position = 0
+
+    def live_bytes(self) -> int:
+        stages = self.chain.stages
+        total = self.chain.resident_bytes
+        total += sum(stages[k].boundary_bytes for k in self.boundaries)
+        total += sum(stages[k].residue_bytes for k in self.residues)
+        for k, option in self.kept.items():
+            total += option.kept_bytes + (0 if k in self.boundaries else option.kept_output_bytes)
+        total += sum(stage.parameter_gradient_bytes for stage in stages[self.pending + 1 :])
+        if self.reached == len(stages) - 1 and self.pending >= 0:
+            total += stages[self.pending].gradient_bytes
+        return total
+
+    def run(self, position: int, action: Action) -> Moment:
+        self.position = position
+        if not 0 <= action.stage < len(self.chain.stages):
+            self._fail(f"stage {action.stage} does not exist")
+        if action.kind == "recompute":
+            self.residues.discard(action.stage)
+        before = self.live_bytes()
+        peak, seconds = getattr(self, f"_{action.kind}")(action)
+        after = self.live_bytes()
+        return Moment(
+            action=action,
+            before_bytes=before,
+            peak_bytes=max(before + peak, before, after),
+            after_bytes=after,
+            seconds=seconds,
+        )
+
+    def _forward(self, action: Action) -> tuple[int, float]:
+        k, stage = action.stage, self.chain.stages[action.stage]
+        self._need_input(k)
+        if k > self.reached + 1:
+            self._fail(f"stage {k} runs before stage {k - 1}")
+        first = k == self.reached + 1
+        self._check_runnable(action, first)
+        if first:
+            self.reached = k
+        self.boundaries.add(k)
+        if action.option is None:
+            if first:
+                self.residues.add(k)
+            return stage.forward_peak_bytes, stage.forward_seconds
+        self.residues.discard(k)
+        option = self._option(action)
+        self.kept[k] = option
+        return option.forward_peak_bytes, option.forward_seconds
+
+    def _recompute(self, action: Action) -> tuple[int, float]:
+        k = action.stage
+        self._need_input(k)
+        if k > self.reached or k != self.pending or self.reached < len(self.chain.stages) - 1:
+            self._fail(f"stage {k} is recomputed, but it is not the next to go backward")
+        self._check_runnable(action, first=False)
+        option = self._option(action)
+        self.kept[k] = option
+        return option.recompute_peak_bytes, option.recompute_seconds
+
+    def _backward(self, action: Action) -> tuple[int, float]:
+        k = action.stage
+        if self.reached < len(self.chain.stages) - 1 or k != self.pending:
+            self._fail(f"stage {k} goes backward out of order; stage {self.pending} is next")
+        if k not in self.kept:
+            self._fail(f"stage {k} goes backward, but nothing of it is kept")
+        self._need_input(k)
+        option = self.kept.pop(k)
+        self.pending = k - 1
+        return option.backward_peak_bytes, option.backward_seconds
+
+    def _free(self, action: Action) -> tuple[int, float]:
+        k = action.stage
+        if k not in self.boundaries:
+            self._fail(f"boundary {k} is freed, but it is not alive")
+        reader = k + 1
+        if reader < len(self.chain.stages) and reader <= self.pending:
+            if reader in self.kept:
+                self._fail(f"boundary {k} is freed while stage {reader}, which is kept, still needs it")
+            if not self.chain.stages[reader].linked:
+                self._fail(f"boundary {k} is freed, but stage {reader} cannot get it back: they are not linked")
+            if reader > self.reached:
+                self._fail(f"boundary {k} is freed before stage {reader} has run")
+        self.boundaries.discard(k)
+        return 0, 0.0
+
+    def _check_runnable(self, action: Action, first: bool) -> None:
+        k, stage = action.stage, self.chain.stages[action.stage]
+        if k in self.kept:
+            self._fail(f"stage {k} is run again while it is kept")
+        if k > self.pending:
+            self._fail(f"stage {k} is run after its backward")
+        if not stage.recomputable and (not first or action.option is None):
+            self._fail(f"stage {k} ({stage.name}) must run once and be kept")
+
+    def _need_input(self, k: int) -> None:
+        if k > 0 and (k - 1) not in self.boundaries:
+            self._fail(f"stage {k} needs boundary {k - 1}, which is not alive")
+
+    def _option(self, action: Action) -> Option:
+        options = self.chain.stages[action.stage].options
+        if action.option is None or not 0 <= action.option < len(options):
+            self._fail(f"stage {action.stage} has no option {action.option}")
+            raise AssertionError
+        return options[action.option]
+
+    def _fail(self, why: str) -> None:
+        raise ReplayError(f"action {self.position}: {why}")

@@ -1,0 +1,57 @@
+"""Schedules: the ordered actions that a solver returns and the applier carries out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["forward", "recompute", "backward", "free"]
+KINDS: tuple[Kind, ...] = ("forward", "recompute", "backward", "free")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step of a schedule.
+
+    ``forward`` with ``option`` None runs the stage and keeps only the boundary
+    after it; with an option it also keeps what the option keeps. ``recompute``
+    runs the stage again directly before its backward and makes no boundary.
+    ``backward`` consumes what was kept. ``free`` drops the boundary after the stage.
+    """
+
+    kind: Kind
+    stage: int
+    option: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Actions in order; one whole forward and backward of a chain."""
+
+    actions: tuple[Action, ...]
+
+    def forward_runs(self) -> int:
+        """How many stage forwards run in all, first runs included."""
+        return sum(a.kind in ("forward", "recompute") for a in self.actions)
+
+    def to_list(self) -> list[list[Any]]:
+        """Plain data: one ``[kind, stage, option]`` per action."""
+        return [[a.kind, a.stage, a.option] for a in self.actions]
+
+    @classmethod
+    def from_list(cls, rows: Sequence[Sequence[Any]]) -> Schedule:
+        """Read what ``to_list`` wrote; raises ValueError on anything else."""
+        return cls(actions=tuple(_action(row) for row in rows))
+
+
+def _action(row: Sequence[Any]) -> Action:
+    if isinstance(row, (str, Mapping)) or len(row) != 3:
+        raise ValueError(f"a schedule's action: expected [kind, stage, option], got {row!r}; save the plan again")
+    kind, stage, option = row
+    whole = isinstance(stage, int) and not isinstance(stage, bool) and (option is None or isinstance(option, int))
+    if kind not in KINDS or not whole:
+        raise ValueError(
+            f"a schedule's action: expected one of {KINDS} with whole numbers, got {row!r}; save the plan again"
+        )
+    return Action(kind, stage, option)
