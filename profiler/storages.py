@@ -1,0 +1,49 @@
+"""Storages: which bytes a tensor really holds, counted once however many tensors view them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class StorageTable:
+    """Numbers every storage it meets; a number is never given twice, also when memory is used again."""
+
+    def __init__(self) -> None:
+        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.bytes_of: dict[int, int] = {}
+
+    def number(self, tensor: Tensor) -> int | None:
+        """The number of the tensor's storage; None where it has none (sparse tensors)."""
+        if tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        number = self._numbers.get(storage)
+        if number is None:
+            number = len(self.bytes_of)
+            self._numbers[storage] = number
+            self.bytes_of[number] = storage.nbytes()
+        return number
+
+    def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
+        """The numbers of all the storages under ``tensors``."""
+        return {number for tensor in tensors if (number := self.number(tensor)) is not None}
+
+    def total_bytes(self, numbers: Iterable[int]) -> int:
+        """Bytes of distinct storages."""
+        return sum(self.bytes_of[number] for number in set(numbers))
+
+
+def distinct_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes under ``tensors``, every storage counted once."""
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            seen[storage._cdata] = storage.nbytes()
+        else:
+            seen[id(tensor)] = tensor.element_size() * tensor._nnz()
+    return sum(seen.values())

@@ -1,0 +1,157 @@
+"""The workload: one training step of a model, as everything else here runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from profiler.trees import map_tensors, tensors_in
+
+LossFunction = Callable[[Any], Tensor]
+_AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
+
+
+class Workload:
+    """One training step: forward, loss, backward and, with an optimizer, its step.
+
+    Args:
+        model: the module to train; planned in place.
+        inputs: one batch: a tensor, a tuple of positional arguments, or a dict
+            of keyword arguments.
+        loss: a callable on the model's output that returns a scalar tensor;
+            None takes the output's own ``.loss`` (or ``["loss"]``, or the output
+            itself where it is a scalar).
+        optimizer: stepped after backward; None leaves parameters alone.
+        autocast: None, a dtype (``torch.bfloat16``) or its name; the forward
+            and the loss then run under ``torch.autocast``.
+
+    Raises:
+        ValueError: an argument is of another kind than stated.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
+        loss: LossFunction | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        autocast: torch.dtype | str | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"Workload: expected model to be a torch.nn.Module, got {type(model).__name__}; pass one")
+        if not isinstance(inputs, (Tensor, tuple, list, Mapping)):
+            raise ValueError(
+                "Workload: expected inputs to be a tensor, a tuple of arguments or a dict of keyword arguments, "
+                f"got {type(inputs).__name__}; wrap it in a tuple"
+            )
+        if loss is not None and not callable(loss):
+            raise ValueError(f"Workload: expected loss to be callable or None, got {type(loss).__name__}; pass one")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"Workload: expected a torch.optim.Optimizer or None, got {type(optimizer).__name__}; pass an instance"
+            )
+        self.model = model
+        self.inputs = inputs
+        self.loss = loss
+        self.optimizer = optimizer
+        self.autocast = _autocast_dtype(autocast)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's parameters are, or the inputs where it has none."""
+        for tensor in (*self.model.parameters(), *self.model.buffers(), *tensors_in(self.inputs)):
+            return tensor.device
+        return torch.device("cpu")
+
+    def to(self, device: torch.device | str) -> Workload:
+        """Move the model (in place) and the inputs; returns self.
+
+        Raises:
+            ValueError: the device does not exist here, or the optimizer
+                already holds states on another device.
+        """
+        target = torch.device(device)
+        if target == self.device or (target.index is None and target.type == self.device.type):
+            return self
+        if target.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device: expected one that this machine has, got {str(device)!r}; use cpu")
+        if self.optimizer is not None and self.optimizer.state:
+            raise ValueError("device: expected an optimizer without states, got a used one; move the model first")
+        self.model.to(target)
+        self.inputs = map_tensors(lambda tensor: tensor.to(target), self.inputs)
+        return self
+
+    def forward(self) -> Tensor:
+        """Run the forward and return the loss; the output is let go, as a training loop does.
+
+        Raises:
+            ValueError: the output carries no usable loss.
+        """
+        with self._autocast_context():
+            return self._loss_of(self._call_model())
+
+    def zero_grad(self) -> None:
+        """Set every gradient to None, as ``zero_grad(set_to_none=True)``."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def step(self) -> float:
+        """One whole training step; returns the loss as a number."""
+        self.zero_grad()
+        loss = self.forward()
+        loss.backward()
+        value = loss.detach()
+        del loss
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return float(value)
+
+    def with_inputs(self, inputs: Any) -> Workload:
+        """The same workload on another batch."""
+        other = copy.copy(self)
+        other.inputs = inputs
+        return other
+
+    def _call_model(self) -> Any:
+        if isinstance(self.inputs, Mapping):
+            return self.model(**self.inputs)
+        if isinstance(self.inputs, (tuple, list)):
+            return self.model(*self.inputs)
+        return self.model(self.inputs)
+
+    def _autocast_context(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast)
+
+    def _loss_of(self, output: Any) -> Tensor:
+        loss = self.loss(output) if self.loss is not None else _own_loss(output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"Workload: expected a scalar loss that requires grad, got {got}; "
+                "pass loss=, a callable on the model's output, or labels in the inputs"
+            )
+        return loss
+
+
+def _own_loss(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    return getattr(output, "loss", None)
+
+
+def _autocast_dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
+    if autocast is None or autocast in (torch.bfloat16, torch.float16):
+        return autocast  # type: ignore[return-value]
+    if isinstance(autocast, str) and autocast in _AUTOCAST_DTYPES:
+        return _AUTOCAST_DTYPES[autocast]
+    raise ValueError(f"Workload: expected autocast to be None, bfloat16 or float16, got {autocast!r}; use one of them")
