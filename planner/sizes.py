@@ -1,0 +1,126 @@
+"""Owns the text forms of bytes and seconds: sizes as people write them, and numbers as people read them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from operator import index
+
+_BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS = {"b": 1, **_BINARY, **_DECIMAL}
+
+# Up to 30 digits: enough for any size, few enough that Python reads them at once.
+_SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*([a-z]*|%)", re.IGNORECASE)
+
+_EXPECTED = "expected a size such as 8GiB, 8GB, 512MiB, 1234567 (bytes) or 70% (of the unplanned peak)"
+
+
+def parse_bytes(text: str | int, *, whole_bytes: int | None = None) -> int:
+    """Read a size; fractions of a byte are dropped, so a budget never grows.
+
+    ``KiB MiB GiB TiB`` are powers of 1024, ``KB MB GB TB`` powers of 1000; a
+    bare whole number is bytes; ``70%`` is a part of ``whole_bytes``.
+
+    >>> parse_bytes("1.5 GiB"), parse_bytes("70%", whole_bytes=1000)
+    (1610612736, 700)
+
+    Args:
+        text: the size; an ``int`` is bytes already and is only checked.
+        whole_bytes: what 100% means, usually the unplanned peak.
+
+    Returns:
+        Bytes, at least 1.
+
+    Raises:
+        ValueError: with what was expected, what came, and what to write instead.
+    """
+    size = _from_text(text, whole_bytes) if isinstance(text, str) else _from_number(text)
+    if size < 1:
+        raise ValueError(f"size: {_EXPECTED}, got {text!r}, which is less than one byte; give a larger one")
+    return size
+
+
+def _from_number(number: int) -> int:
+    if isinstance(number, bool):
+        raise ValueError(f"size: {_EXPECTED}, got {number!r}; pass bytes as an int or a text with a unit")
+    try:
+        return index(number)
+    except TypeError as error:
+        raise ValueError(
+            f"size: {_EXPECTED}, got {number!r}; pass bytes as an int or a text with a unit"
+        ) from error
+
+
+def _from_text(text: str, whole_bytes: int | None) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"size: {_EXPECTED}, got {text!r}; write a positive number and a unit")
+    number, unit = Fraction(match[1]), match[2].lower()
+    if unit == "%":
+        return int(number * _whole(text, whole_bytes) / 100)
+    if not unit:
+        return _bare(text, number)
+    if unit not in _UNITS:
+        raise ValueError(f"size: {_EXPECTED}, got {text!r} with the unknown unit {match[2]!r}; use one of {_names()}")
+    return int(number * _UNITS[unit])
+
+
+def _bare(text: str, number: Fraction) -> int:
+    if number.denominator != 1:
+        raise ValueError(f"size: {_EXPECTED}, got {text!r} without a unit; add one, for example {text.strip()}GiB")
+    return int(number)
+
+
+def _whole(text: str, whole_bytes: int | None) -> int:
+    if whole_bytes is None:
+        raise ValueError(
+            f"size: expected bytes, got {text!r} where no unplanned peak is known to take a part of; "
+            "give the size in bytes, for example 8GiB"
+        )
+    return whole_bytes
+
+
+def _names() -> str:
+    return "B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
+
+
+def format_bytes(size: int) -> str:
+    """Three digits and a binary unit; a negative size keeps its sign.
+
+    >>> format_bytes(512), format_bytes(1610612736)
+    ('512 B', '1.50 GiB')
+    """
+    sign, amount = ("-" if size < 0 else ""), float(abs(size))
+    if amount < 1024:
+        return f"{sign}{int(amount)} B"
+    names = ["KiB", "MiB", "GiB", "TiB"]
+    amount /= 1024
+    while amount >= 1023.5 and len(names) > 1:  # 1023.5 KiB would print as 1024 KiB
+        amount /= 1024
+        names.pop(0)
+    return f"{sign}{_three_digits(amount)} {names[0]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits and a unit from µs to s; longer than a minute in minutes and seconds.
+
+    >>> format_seconds(0.01234), format_seconds(1.5), format_seconds(125)
+    ('12.3 ms', '1.50 s', '2 min 5 s')
+    """
+    sign, amount = ("-" if seconds < 0 else ""), abs(seconds)
+    if amount == 0:
+        return "0 s"
+    if 59.95 <= amount < float("inf"):  # 59.95 s would print as 60.0 s
+        minutes, rest = divmod(round(amount), 60)
+        return f"{sign}{minutes} min {rest} s"
+    for unit, scale in (("µs", 1e6), ("ms", 1e3)):
+        if amount * scale < 999.5:
+            return f"{sign}{_three_digits(amount * scale)} {unit}"
+    return f"{sign}{_three_digits(amount)} s"
+
+
+def _three_digits(amount: float) -> str:
+    if amount < 9.995:
+        return f"{amount:.2f}"
+    return f"{amount:.1f}" if amount < 99.95 else f"{amount:.0f}"
