@@ -33,7 +33,7 @@ def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
         return kind(map_tensors(change, item) for item in tree)
     if kind is dict:
         return {key: map_tensors(change, item) for key, item in tree.items()}
-    if kind in pytree.SUPPORTED_NODES or pytree._is_namedtuple_instance(tree):
+    if kind in pytree.SUPPORTED_NODES or pytree.is_namedtuple_instance(tree):
         leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
         return pytree.tree_unflatten([map_tensors(change, leaf) for leaf in leaves], spec)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, Mapping)):

@@ -1,0 +1,121 @@
+"""Preservation: whatever profiling and measuring do to a workload is undone, also after an exception."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from profiler.workload import Workload
+
+
+@contextmanager
+def preserved(workload: Workload) -> Iterator[None]:
+    """Restore parameters, buffers, gradients, flags, optimizer states and random states on leaving.
+
+    Copies lie in host memory. Gradients are set aside, so the step inside
+    starts without any.
+    """
+    model = _ModelState(workload.model)
+    optimizer = _OptimizerState(workload.optimizer) if workload.optimizer is not None else None
+    randomness = RandomState.capture()
+    try:
+        yield
+    finally:
+        model.restore()
+        if optimizer is not None:
+            optimizer.restore()
+        randomness.restore()
+
+
+class RandomState:
+    """The random states of torch (every device in use), numpy and Python."""
+
+    def __init__(self, cpu: Tensor, cuda: list[Tensor], numpy: Any, python: Any) -> None:
+        self._cpu, self._cuda, self._numpy, self._python = cpu, cuda, numpy, python
+
+    @classmethod
+    def capture(cls) -> RandomState:
+        """Read the states as they are now."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
+
+    def differs(self) -> bool:
+        """True where a torch generator has advanced since."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        moved = any(not torch.equal(a, b) for a, b in zip(self._cuda, cuda, strict=False))
+        return moved or not torch.equal(self._cpu, torch.get_rng_state())
+
+    def restore(self) -> None:
+        """Put the states back; may be called any number of times."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+
+
+class _ModelState:
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [(p, _host_copy(p), p.grad) for p in model.parameters()]
+        self._buffers = [
+            (module, name, buffer, None if buffer is None else _host_copy(buffer))
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+        self._training = [(module, module.training) for module in model.modules()]
+        for parameter, _, _ in self._parameters:
+            parameter.grad = None
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for parameter, value, gradient in self._parameters:
+                _put_back(parameter, value)
+                parameter.grad = gradient
+            for module, name, buffer, value in self._buffers:
+                if buffer is not None and value is not None:
+                    _put_back(buffer, value)
+                module._buffers[name] = buffer
+        for module, training in self._training:
+            module.training = training
+
+
+class _OptimizerState:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._states = {
+            key: {name: (value, _host_copy(value) if isinstance(value, Tensor) else None) for name, value in state.items()}
+            for key, state in optimizer.state.items()
+        }
+        self._groups = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+
+    def restore(self) -> None:
+        state = self._optimizer.state
+        for key in [key for key in state if key not in self._states]:
+            del state[key]
+        with torch.no_grad():
+            for key, values in self._states.items():
+                state[key].clear()
+                for name, (value, copied) in values.items():
+                    if copied is not None:
+                        _put_back(value, copied)
+                    state[key][name] = value
+        for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(values)
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _put_back(tensor: Tensor, value: Tensor) -> None:
+    # Through .data: the version counter of an untouched tensor stays as it was.
+    if not torch.equal(tensor.detach().cpu(), value) or tensor.dtype != value.dtype:
+        tensor.data.copy_(value)

@@ -1,0 +1,206 @@
+"""Running a module call a second time so that it computes exactly what it computed the first time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from profiler.trees import map_tensors
+
+
+class _AllSaved(BaseException):
+    """Raised inside a rerun once everything that backward needs has been made; no user code should catch it."""
+
+
+class RerunError(RuntimeError):
+    """A second run did not do what the first one did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTraits:
+    """What a call touches beside its arguments, as the profile saw it.
+
+    Attributes:
+        draws_random: it advanced a random generator.
+        mutated_buffers: names (relative to the module) of buffers it changed.
+    """
+
+    draws_random: bool = False
+    mutated_buffers: tuple[str, ...] = ()
+
+
+class CallState:
+    """The surroundings of one call, captured before its first run: autocast, random state, buffers.
+
+    Random states and buffers are copied to host memory, outside the device's budget.
+    """
+
+    __slots__ = ("_autocast", "_buffers", "_cpu_random", "_cuda_random", "_device", "_module", "_names")
+
+    def __init__(self, module: nn.Module, traits: CallTraits, device: torch.device) -> None:
+        self._module = module
+        self._device = device
+        self._names = traits.mutated_buffers
+        self._autocast = _autocast_state(device)
+        self._cpu_random: Any = None
+        self._cuda_random: Tensor | None = None
+        if traits.draws_random:
+            self._cpu_random = torch.get_rng_state().numpy().copy()
+            if device.type == "cuda":
+                self._cuda_random = torch.cuda.get_rng_state(device)
+        self._buffers = {name: _value_needed(module, name) for name in traits.mutated_buffers}
+
+    @contextmanager
+    def reinstated(self) -> Iterator[None]:
+        """Inside, the surroundings are those of the first run; on leaving, those of before are back."""
+        with _random_state(self), _own_buffers(self._module, self._buffers), _autocast_as(self._autocast):
+            yield
+
+
+def rerun_dropping(call: Callable[..., Any], state: CallState, args: Any, kwargs: Any) -> Any:
+    """Run again, keep nothing for backward, return the output cut off from the graph."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _not_to_be_unpacked)
+    with state.reinstated(), torch.enable_grad(), hooks:
+        return detached(call(*args, **kwargs))
+
+
+def rerun_keeping(call: Callable[..., Any], state: CallState, args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
+    """Run again to the end; returns what autograd saved, in order, and the output cut off from the graph."""
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> None:
+        saved.append(tensor.detach())
+
+    with state.reinstated(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _not_to_be_unpacked):
+        output = detached(call(*args, **kwargs))
+    return saved, output
+
+
+def rerun_until_saved(
+    call: Callable[..., Any], state: CallState, args: Any, kwargs: Any, expected: int
+) -> list[Tensor]:
+    """Run again only until ``expected`` tensors have been saved; returns them in order.
+
+    Raises:
+        RerunError: the call ended before.
+    """
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> None:
+        saved.append(tensor.detach())
+        if len(saved) == expected:
+            raise _AllSaved
+
+    if expected == 0:
+        return saved
+    with state.reinstated(), torch.enable_grad():
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, _not_to_be_unpacked):
+                call(*args, **kwargs)
+        except _AllSaved:
+            return saved
+    raise RerunError(
+        f"expected {expected} tensors saved for backward as in the first run, got {len(saved)}; "
+        "the call depends on something that changed in between (a cache, a counter, other inputs)"
+    )
+
+
+def detached(tree: Any) -> Any:
+    """The same tensors without their history; what required grad still does."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        if tensor.grad_fn is None:
+            return tensor
+        return tensor.detach().requires_grad_(True)
+
+    return map_tensors(cut, tree)
+
+
+def _not_to_be_unpacked(_: Any) -> Tensor:
+    raise AssertionError("a rerun's graph is never walked")
+
+
+def _value_needed(module: nn.Module, name: str) -> Any:
+    """The buffer's value before the first run, in host memory; None where the result does not depend on it."""
+    owner, _, leaf = name.rpartition(".")
+    holder = module.get_submodule(owner)
+    # A BatchNorm that updates its statistics normalises by the batch's own: their old values are not needed.
+    if isinstance(holder, _BatchNorm) and holder.training:
+        return None
+    buffer = holder._buffers[leaf]
+    # As bytes: numpy has no bfloat16, and host memory outside torch's allocator is no part of the budget.
+    return None if buffer is None else buffer.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _own_copy(buffer: Tensor, value: bytes | None) -> Tensor:
+    if value is None:
+        return buffer.clone()
+    flat = torch.frombuffer(bytearray(value), dtype=buffer.dtype)
+    return flat.reshape(buffer.shape).to(buffer.device, copy=True)
+
+
+@contextmanager
+def _own_buffers(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
+    """Let the rerun update copies of the buffers; the model's own are updated once, by the first run."""
+    replaced: list[tuple[nn.Module, str, Tensor | None]] = []
+    try:
+        for name, value in values.items():
+            owner, _, leaf = name.rpartition(".")
+            holder = module.get_submodule(owner)
+            buffer = holder._buffers[leaf]
+            replaced.append((holder, leaf, buffer))
+            if buffer is not None:
+                holder._buffers[leaf] = _own_copy(buffer, value)
+        yield
+    finally:
+        for holder, leaf, buffer in replaced:
+            holder._buffers[leaf] = buffer
+
+
+@contextmanager
+def _random_state(state: CallState) -> Iterator[None]:
+    if state._cpu_random is None:
+        yield
+        return
+    now = torch.get_rng_state().numpy().copy()
+    cuda_now = torch.cuda.get_rng_state(state._device) if state._cuda_random is not None else None
+    torch.set_rng_state(torch.from_numpy(state._cpu_random))
+    if state._cuda_random is not None:
+        torch.cuda.set_rng_state(state._cuda_random, state._device)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch.from_numpy(now))
+        if cuda_now is not None:
+            torch.cuda.set_rng_state(cuda_now, state._device)
+
+
+_Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+
+
+def _autocast_state(device: torch.device) -> tuple[_Autocast, bool]:
+    kinds = dict.fromkeys((device.type, "cpu"))
+    states = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    return states, torch.is_autocast_cache_enabled()
+
+
+@contextmanager
+def _autocast_as(state: tuple[_Autocast, bool]) -> Iterator[None]:
+    kinds, cache = state
+    if not any(on or torch.is_autocast_enabled(kind) for kind, on, _ in kinds):
+        yield  # Nothing to change; entering the contexts would cost time on small stages.
+        return
+    contexts = [torch.autocast(kind, enabled=on, dtype=dtype, cache_enabled=cache) for kind, on, dtype in kinds]
+    for context in contexts:
+        context.__enter__()
+    try:
+        yield
+    finally:
+        for context in reversed(contexts):
+            context.__exit__(None, None, None)

@@ -1,0 +1,255 @@
+"""Stages: the cut of a traced step into a chain of module calls and what lies outside them."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from profiler.tracing import Call, Trace
+
+StagePattern = str | type[nn.Module]
+
+# A finer cut must pay: with fewer, larger stages there is less to patch and more to choose inside them.
+# A cut is taken if its memory is at most this factor above the best cut's.
+COARSER_WITHIN = 1.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenStage:
+    """A module call that becomes a stage.
+
+    Attributes:
+        name: the module's name, with ``#n`` for the n-th further call of the same module.
+        call: its record in the trace.
+        linked: positions of input tensors that are, unchanged, outputs of the
+            stage before: pairs (input leaf, output leaf); empty where it is not linked.
+        boundary_storages: storages that live only for such a link.
+    """
+
+    name: str
+    call: Call
+    links: tuple[tuple[int, int], ...] = ()
+    boundary_storages: frozenset[int] = frozenset()
+
+
+def choose_stages(trace: Trace, patterns: Sequence[StagePattern] | None = None) -> tuple[ChosenStage, ...]:
+    """The stages of a traced step, in forward order.
+
+    Args:
+        trace: one traced step.
+        patterns: None to find them automatically (the cut of the call tree
+            whose recomputation, each stage on its own, needs the least memory);
+            otherwise module names, glob patterns or module classes.
+
+    Raises:
+        ValueError: a pattern matches no module that ran.
+    """
+    if patterns is None:
+        chosen = _best_cut(trace)
+    else:
+        chosen = _matching(trace, patterns)
+    calls = sorted(chosen, key=lambda i: trace.calls[i].first_node)
+    return _linked(trace, [trace.calls[i] for i in calls])
+
+
+def is_recomputable(call: Call) -> bool:
+    """A call may be run again if it leaves its inputs as they were."""
+    return not call.mutates_input
+
+
+def _has_backward(call: Call) -> bool:
+    return call.end_node > call.first_node and call.end_save > call.first_save
+
+
+def _usable(call: Call) -> bool:
+    return call.parent >= 0 and _has_backward(call) and is_recomputable(call)
+
+
+def _saved(trace: Trace, first: int, end: int) -> set[int]:
+    return {s.storage for s in trace.saves[first:end] if s.storage is not None} - trace.always_alive
+
+
+def _input_storages(call: Call) -> set[int]:
+    return {leaf.storage for leaf in call.inputs if leaf.storage is not None}
+
+
+def _output_storages(call: Call) -> set[int]:
+    return {leaf.storage for leaf in call.outputs if leaf.storage is not None}
+
+
+def _best_cut(trace: Trace) -> list[int]:
+    """Minimise the memory that recomputation can reach (see ``_memory_of``), preferring coarse cuts."""
+    children = _children(trace.calls)
+    weights = [
+        trace.storages.total_bytes(_saved(trace, c.first_save, c.end_save) - _input_storages(c)) for c in trace.calls
+    ]
+    cuts = []
+    for largest in sorted({weights[i] for i, call in enumerate(trace.calls) if _usable(call)}):
+        cut = _cut_below(trace, children, weights, largest)
+        if cut:
+            cuts.append((_memory_of(trace, cut, weights), len(cut), cut))
+    if not cuts:
+        return []
+    limit = COARSER_WITHIN * min(memory for memory, _, _ in cuts)
+    cut = _opened(trace, children, min((count, memory, cut) for memory, count, cut in cuts if memory <= limit)[2])
+    runs = _runs(trace, cut)
+    return [i for run in runs for i in run if len(run) > 1 or weights[i] > 0]
+
+
+def _opened(trace: Trace, children: dict[int, list[int]], cut: list[int]) -> list[int]:
+    """Replace stages that are nothing but a chain of smaller modules: segments can put them together again."""
+    opened: list[int] = []
+    waiting = list(cut)
+    while waiting:
+        index = waiting.pop()
+        inner = children.get(index, [])
+        if _is_pure_chain(trace, index, inner) and all(children.get(i) for i in inner):
+            waiting.extend(inner)
+        else:
+            opened.append(index)
+    return sorted(opened)
+
+
+def _is_pure_chain(trace: Trace, index: int, inner: list[int]) -> bool:
+    if len(inner) < 2 or not all(_usable(trace.calls[i]) for i in inner):
+        return False
+    whole, first, last = trace.calls[index], trace.calls[inner[0]], trace.calls[inner[-1]]
+    return len(_runs(trace, inner)) == 1 and whole.first_node == first.first_node and whole.end_node == last.end_node
+
+
+def _children(calls: Sequence[Call]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for position, call in enumerate(calls):
+        found.setdefault(call.parent, []).append(position)
+    return found
+
+
+def _cut_below(trace: Trace, children: dict[int, list[int]], weights: Sequence[int], largest: int) -> list[int]:
+    """The outermost usable calls that keep at most ``largest`` bytes."""
+    cut: list[int] = []
+    waiting = list(children.get(-1, ()))
+    while waiting:
+        position = waiting.pop()
+        if _usable(trace.calls[position]) and weights[position] <= largest:
+            cut.append(position)
+        else:
+            waiting.extend(children.get(position, ()))
+    return sorted(cut)
+
+
+def _memory_of(trace: Trace, cut: list[int], weights: Sequence[int]) -> int:
+    """Bytes kept when every stage is recomputed, plus the largest stage.
+
+    Boundaries inside a run of n linked stages can be dropped too: they count
+    as the sqrt(n) that the square-root rule keeps (Chen et al. 2016, section 4.1).
+    """
+    inner: set[int] = set()
+    reduced = 0
+    for run in _runs(trace, cut):
+        links = [_input_storages(trace.calls[i]) & _output_storages(trace.calls[j]) for j, i in itertools.pairwise(run)]
+        sizes = [trace.storages.total_bytes(link - trace.always_alive) for link in links]
+        kept = math.ceil(math.sqrt(len(run))) * max(sizes, default=0)
+        if kept < sum(sizes):
+            inner.update(*links)
+            reduced += kept
+    outside = _outside(trace, cut) - inner
+    return trace.storages.total_bytes(outside) + reduced + max(weights[i] for i in cut)
+
+
+def _outside(trace: Trace, cut: list[int]) -> set[int]:
+    """Storages that stay alive when every stage of the cut is recomputed on its own."""
+    outside: set[int] = set()
+    position = 0
+    for call in (trace.calls[index] for index in cut):
+        outside |= _saved(trace, position, call.first_save) | (_input_storages(call) - trace.always_alive)
+        position = call.end_save
+    return outside | _saved(trace, position, len(trace.saves))
+
+
+def _runs(trace: Trace, cut: list[int]) -> list[list[int]]:
+    """The cut in forward order, split where a stage is not linked to the one before."""
+    runs: list[list[int]] = []
+    for index in sorted(cut, key=lambda i: trace.calls[i].first_node):
+        call = trace.calls[index]
+        before = trace.calls[runs[-1][-1]] if runs else None
+        if before is not None and _nothing_between(before, call) and _links(before, call):
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return runs
+
+
+def _matching(trace: Trace, patterns: Sequence[StagePattern]) -> list[int]:
+    matched: list[int] = []
+    for pattern in patterns:
+        hits = [i for i, call in enumerate(trace.calls) if call.parent >= 0 and _matches(call, pattern)]
+        if not hits:
+            raise ValueError(_no_match(trace, pattern))
+        matched.extend(hits)
+    outermost = [i for i in sorted(set(matched)) if not any(j in set(matched) for j in _ancestors(trace, i))]
+    return [i for i in outermost if _has_backward(trace.calls[i])]
+
+
+def _matches(call: Call, pattern: StagePattern) -> bool:
+    if isinstance(pattern, str):
+        return fnmatch.fnmatchcase(call.name, pattern) or type(call.module).__name__ == pattern
+    return isinstance(call.module, pattern)
+
+
+def _ancestors(trace: Trace, position: int) -> Iterable[int]:
+    parent = trace.calls[position].parent
+    while parent >= 0:
+        yield parent
+        parent = trace.calls[parent].parent
+
+
+def _no_match(trace: Trace, pattern: StagePattern) -> str:
+    text = pattern if isinstance(pattern, str) else pattern.__name__
+    names = list(dict.fromkeys(call.name for call in trace.calls if call.name))
+    classes = list(dict.fromkeys(type(call.module).__name__ for call in trace.calls))
+    near = difflib.get_close_matches(text, names + classes, n=5, cutoff=0.3) or names[:5]
+    return f"stages: expected a module name, glob pattern or class that ran, got {text!r}; nearest: {', '.join(near)}"
+
+
+def _linked(trace: Trace, calls: list[Call]) -> tuple[ChosenStage, ...]:
+    called: dict[str, int] = {}
+    for call in calls:
+        called[call.name] = called.get(call.name, 0) + 1
+    stages = []
+    for k, call in enumerate(calls):
+        name = call.name if call.index == 0 else f"{call.name}#{call.index}"
+        stages.append(ChosenStage(name=name, call=call))
+    for k in range(1, len(calls)):
+        links = _links(calls[k - 1], calls[k])
+        if links and _nothing_between(calls[k - 1], calls[k]):
+            stages[k] = replace(stages[k], links=links, boundary_storages=_exclusive(trace, calls, k, links))
+    return tuple(stages)
+
+
+def _links(before: Call, after: Call) -> tuple[tuple[int, int], ...]:
+    outputs = {leaf.identity: position for position, leaf in enumerate(before.outputs)}
+    return tuple((i, outputs[leaf.identity]) for i, leaf in enumerate(after.inputs) if leaf.identity in outputs)
+
+
+def _nothing_between(before: Call, after: Call) -> bool:
+    return before.end_node == after.first_node and before.end_save == after.first_save
+
+
+def _exclusive(trace: Trace, calls: list[Call], k: int, links: tuple[tuple[int, int], ...]) -> frozenset[int]:
+    """Storages of a link that nothing but the stages on both sides needs."""
+    storages = {calls[k].inputs[i].storage for i, _ in links}
+    found = {number for number in storages if number is not None} - trace.always_alive - _input_storages(calls[k - 1])
+    for j, call in enumerate(calls):
+        if j != k:
+            found -= _input_storages(call)
+    return frozenset(found - _saved_elsewhere(trace, calls[k - 1], calls[k]))
+
+
+def _saved_elsewhere(trace: Trace, before: Call, after: Call) -> set[int]:
+    return _saved(trace, 0, before.first_save) | _saved(trace, after.end_save, len(trace.saves))

@@ -1,0 +1,289 @@
+"""The trace of one real step: which module calls ran, what they took, returned and saved, and every op."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from profiler.patching import Forward, ForwardPatches
+from profiler.preservation import RandomState
+from profiler.storages import StorageTable
+from profiler.trees import tensors_in
+from profiler.workload import Workload
+
+
+@dataclass(slots=True)
+class Leaf:
+    """A tensor that goes into or comes out of a call: its storage number, and the object's own identity."""
+
+    storage: int | None
+    identity: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One call of one module. Positions count ops and saved tensors of the forward, in order.
+
+    Attributes:
+        name: the module's name in the model.
+        index: how many calls of the same module came before.
+        parent: position of the enclosing call in ``Trace.calls``; -1 for the model itself.
+        first_op, end_op: its ops are ``Trace.ops[first_op:end_op]``.
+        first_save, end_save: its saved tensors are ``Trace.saves[first_save:end_save]``.
+        versions: of the input tensors, before and after the call.
+    """
+
+    name: str
+    module: nn.Module
+    index: int
+    parent: int
+    inputs: list[Leaf]
+    first_op: int
+    first_save: int
+    first_node: int
+    end_op: int = 0
+    end_save: int = 0
+    end_node: int = 0
+    outputs: list[Leaf] = field(default_factory=list)
+    mutates_input: bool = False
+    draws_random: bool = False
+    mutated_buffers: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Save:
+    """A tensor that autograd saved: its storage, and how many ops had run before."""
+
+    storage: int | None
+    op: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Op:
+    """One aten op as it was dispatched."""
+
+    name: str
+    module: str
+    side: str
+    seconds: float
+    output_bytes: int
+    storages: tuple[int, ...]
+    node: int
+    kept: bool = False
+
+
+@dataclass(slots=True)
+class Trace:
+    """One traced step."""
+
+    calls: list[Call] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    backward_ops: list[Op] = field(default_factory=list)
+    storages: StorageTable = field(default_factory=StorageTable)
+    always_alive: set[int] = field(default_factory=set)
+
+
+def trace_step(workload: Workload) -> Trace:
+    """Run one step (no optimizer) and record it.
+
+    The step is run with gradients cleared; the caller preserves the workload.
+    """
+    recorder = _Recorder(workload)
+    patches = ForwardPatches()
+    try:
+        for name, module in workload.model.named_modules():
+            patches.wrap(module, lambda forward, n=name, m=module: recorder.recorded(forward, n, m))
+        workload.zero_grad()
+        with recorder.mode:
+            with recorder.saving():
+                loss = workload.forward()
+            recorder.side = "backward"
+            loss.backward()
+        del loss
+    finally:
+        patches.remove()
+        workload.zero_grad()
+    return recorder.finish()
+
+
+class _Recorder:
+    def __init__(self, workload: Workload) -> None:
+        self.trace = Trace()
+        self.side = "forward"
+        self.mode = _OpMode(self)
+        self.paused = False
+        self._open: list[int] = []
+        self._counts: dict[int, int] = {}
+        self._alive: list[Tensor] = []
+        table = self.trace.storages
+        persistent = [*workload.model.parameters(), *workload.model.buffers(), *tensors_in(workload.inputs)]
+        self.trace.always_alive = table.numbers(persistent)
+        self._device = workload.device
+
+    @property
+    def module(self) -> str:
+        return self.trace.calls[self._open[-1]].name if self._open else ""
+
+    def recorded(self, forward: Forward, name: str, module: nn.Module) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.paused or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            with self._off():
+                call, watch = self._enter(name, module, (args, kwargs))
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                self._open.pop()
+            with self._off():
+                self._leave(call, watch, output)
+            return output
+
+        return run
+
+    @contextmanager
+    def _off(self) -> Iterator[None]:
+        """Our own tensor work is no op of the model."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    def _enter(self, name: str, module: nn.Module, arguments: Any) -> tuple[Call, _Watch]:
+        tensors = tensors_in(arguments)
+        call = Call(
+            name=name,
+            module=module,
+            index=self._counts.get(id(module), 0),
+            parent=self._open[-1] if self._open else -1,
+            inputs=[self._leaf(t) for t in tensors],
+            first_op=len(self.trace.ops),
+            first_save=len(self.trace.saves),
+            first_node=_next_node(),
+        )
+        self._counts[id(module)] = call.index + 1
+        self._open.append(len(self.trace.calls))
+        self.trace.calls.append(call)
+        return call, _Watch(module, tensors, self._device)
+
+    def _leave(self, call: Call, watch: _Watch, output: Any) -> None:
+        call.end_op, call.end_save = len(self.trace.ops), len(self.trace.saves)
+        call.end_node = _next_node()
+        call.outputs = [self._leaf(t) for t in tensors_in(output)]
+        call.mutates_input = watch.inputs_changed()
+        call.draws_random = watch.random_advanced()
+        call.mutated_buffers = watch.changed_buffers()
+
+    def _leaf(self, tensor: Tensor) -> Leaf:
+        # Identities are compared later, so the objects must not be freed in between.
+        self._alive.append(tensor)
+        return Leaf(self.trace.storages.number(tensor), id(tensor), tuple(tensor.shape), str(tensor.dtype))
+
+    def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
+        def pack(tensor: Tensor) -> Tensor:
+            with self._off():
+                self.trace.saves.append(Save(self.trace.storages.number(tensor), len(self.trace.ops)))
+                return tensor.detach()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    def record(self, name: str, seconds: float, outputs: list[Tensor], known: set[int]) -> None:
+        table = self.trace.storages
+        numbers = tuple(sorted(table.numbers(outputs) - known))
+        current = torch._C._current_autograd_node() if self.side == "backward" else None
+        op = Op(
+            name=name,
+            module=self.module,
+            side=self.side,
+            seconds=seconds,
+            output_bytes=table.total_bytes(numbers),
+            storages=numbers,
+            node=_sequence(current) if current is not None else _next_node() - 1,
+        )
+        (self.trace.ops if self.side == "forward" else self.trace.backward_ops).append(op)
+
+    def finish(self) -> Trace:
+        trace = self.trace
+        saved = {save.storage for save in trace.saves} - trace.always_alive
+        for op in trace.ops:
+            op.kept = any(number in saved for number in op.storages)
+        module_of = {op.node: op.module for op in trace.ops}
+        for op in trace.backward_ops:
+            op.module = module_of.get(op.node, "")
+        self._alive.clear()
+        return trace
+
+
+class _OpMode(TorchDispatchMode):
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        recorder = self._recorder
+        kwargs = kwargs or {}
+        if recorder.paused:
+            return func(*args, **kwargs)
+        known = recorder.trace.storages.numbers(tensors_in((args, kwargs)))
+        seconds, output = _timed(lambda: func(*args, **kwargs), recorder._device)
+        recorder.record(str(func), seconds, tensors_in(output), known)
+        return output
+
+
+def _timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        output = run()
+        return time.perf_counter() - begin, output
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record(torch.cuda.current_stream(device))
+    output = run()
+    end.record(torch.cuda.current_stream(device))
+    end.synchronize()
+    return start.elapsed_time(end) / 1000.0, output
+
+
+class _Watch:
+    """What a call changes beside its output: its inputs, the random generators, its module's buffers."""
+
+    def __init__(self, module: nn.Module, inputs: list[Tensor], device: torch.device) -> None:
+        self._module = module
+        self._inputs = [(tensor, tensor._version) for tensor in inputs]
+        self._device = device
+        self._random = RandomState.capture()
+        self._buffers = {name: (b, b.clone()) for name, b in module.named_buffers()}
+
+    def inputs_changed(self) -> bool:
+        return any(tensor._version != version for tensor, version in self._inputs)
+
+    def random_advanced(self) -> bool:
+        return self._random.differs()
+
+    def changed_buffers(self) -> tuple[str, ...]:
+        now = dict(self._module.named_buffers())
+        return tuple(
+            name
+            for name, (buffer, value) in self._buffers.items()
+            if now.get(name) is not buffer or not torch.equal(buffer, value)
+        )
+
+
+def _next_node() -> int:
+    """The sequence number that the next autograd node will get."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def _sequence(node: Any) -> int:
+    return node._sequence_nr()
