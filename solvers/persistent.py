@@ -1,0 +1,151 @@
+"""What the persistent recursion knows about a chain: bytes each choice needs and shifts, and the actions it means.
+
+A persistent schedule answers a range of stages ``s..t`` by one of three choices: ``keep`` (run s with an option,
+answer s+1..t, backward of s), ``recompute`` (s == t: run s again directly before its backward), ``drop`` (run
+s..q-1 keeping nothing but the boundary before q, answer q..t, then answer s..q-1 again). The first pass over the
+whole chain is the range that ends at ``t == stage_count``, a stage without cost that stands for the loss.
+
+Levels are bytes above the resident ones and above everything held for stages before s, with the residues of all
+stages before s counted as if they were there. With this offset a stage that is dropped shifts nothing but its
+boundary, and one that is kept shifts ``kept_bytes - residue_bytes``, in first passes and repeated ones alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.chain import Chain
+from solvers.schedule import Action, Schedule
+
+Bytes = NDArray[np.int64]
+
+
+class Choice(NamedTuple):
+    """One decision: ``keep`` or ``recompute`` with an option's index, or ``drop`` with the end of the dropped run."""
+
+    kind: Literal["keep", "recompute", "drop"]
+    value: int
+
+
+class ChainBytes:
+    """Needs and shifts of every choice, in exact bytes, consistent with the simulator action by action.
+
+    Attributes:
+        stage_count: stages of the chain; also the end index of the first pass.
+        run_end: for each s the largest q such that s..q-1 may be dropped together.
+    """
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.stages = chain.stages
+        self.stage_count = len(chain.stages)
+        self.residues_before = [0, *accumulate(s.residue_bytes for s in self.stages)]
+        total = sum(s.parameter_gradient_bytes for s in self.stages)
+        done = [0, *accumulate(s.parameter_gradient_bytes for s in self.stages)]
+        self._gradients = [total - done[t + 1] + self.stages[t].gradient_bytes for t in range(self.stage_count)]
+        self._gradients.append(total)  # index -1: every stage has gone backward
+        self.run_end = self._run_ends()
+        self._first_needs = [self._drop_steps(s, first=True) for s in range(self.stage_count)]
+        self._again_needs = [self._drop_steps(s, first=False) for s in range(self.stage_count)]
+
+    def gradients_at(self, stage: int) -> int:
+        """Gradient bytes at the start of the backward of ``stage`` (-1: after the last backward)."""
+        return self._gradients[stage]
+
+    def empty_stage(self, end: int) -> int:
+        """The stage index at which the range that ends at ``end`` has nothing left to run."""
+        return min(end, self.stage_count - 1) + 1
+
+    def entry(self, start: int, end: int) -> int:
+        """Level that the range needs before anything of it runs."""
+        stop = self.empty_stage(end)
+        if end == self.stage_count and start < stop:
+            return self.residues_before[start]
+        return self.residues_before[stop] + self._gradients[stop - 1]
+
+    def keep(self, start: int, end: int, option: int) -> tuple[int, int]:
+        """Level that keeping ``start`` needs, and by how much it shifts the rest of the range."""
+        stage, way = self.stages[start], self.stages[start].options[option]
+        need = max(self.entry(start, end) + way.forward_peak_bytes, self._backward(start, option))
+        return need, way.kept_bytes - stage.residue_bytes + stage.boundary_bytes
+
+    def recompute(self, start: int, option: int) -> int:
+        """Level that running ``start`` again directly before its backward needs."""
+        way = self.stages[start].options[option]
+        run = self.residues_before[start] + self._gradients[start] + way.recompute_peak_bytes
+        return max(self.entry(start, start), run, self._backward(start, option))
+
+    def drop(self, start: int, end: int) -> Bytes:
+        """Level that dropping ``start..q-1`` needs, for q = start + 1, start + 2, ..."""
+        if end == self.stage_count:
+            return self._first_needs[start]
+        return self._again_needs[start][: end - start] + self.entry(start, end)
+
+    def boundary(self, stage: int) -> int:
+        """Bytes between ``stage`` and the next: by how much dropping up to and with ``stage`` shifts the rest."""
+        return self.stages[stage].boundary_bytes
+
+    def _backward(self, s: int, option: int) -> int:
+        way, base = self.stages[s].options[option], self.residues_before[s]
+        held = way.kept_bytes + way.kept_output_bytes
+        return base + max(self._gradients[s] + held + way.backward_peak_bytes, self._gradients[s - 1])
+
+    def _run_ends(self) -> list[int]:
+        ends = [0] * self.stage_count
+        for s in reversed(range(self.stage_count)):
+            follows = s + 1 < self.stage_count and self.stages[s + 1].linked and self.stages[s + 1].recomputable
+            ends[s] = s if not self.stages[s].recomputable else ends[s + 1] if follows else s + 1
+        return ends
+
+    def _drop_steps(self, start: int, first: bool) -> Bytes:
+        needs = [self._drop_step(start, k, first) for k in range(start, self.run_end[start])]
+        return np.maximum.accumulate(np.array(needs, dtype=np.int64)) if needs else np.zeros(0, dtype=np.int64)
+
+    def _drop_step(self, start: int, k: int, first: bool) -> int:
+        stage = self.stages[k]
+        carried = self.stages[k - 1].boundary_bytes if k > start else 0
+        if not first:
+            return carried + max(stage.forward_peak_bytes, stage.boundary_bytes)
+        after = stage.boundary_bytes + stage.residue_bytes
+        if k == self.stage_count - 1:
+            after += stage.gradient_bytes  # the loss has run: its gradient is there
+        return self.residues_before[k] + carried + max(stage.forward_peak_bytes, after)
+
+
+def persistent_schedule(stage_count: int, choose: Callable[[int, int, int], tuple[Choice, int, int]]) -> Schedule:
+    """Write out the actions of a persistent schedule.
+
+    Args:
+        stage_count: stages of the chain.
+        choose: the choice for a range ``start, end`` and a solver's own token for it, with the tokens
+            for what remains (the shifted range, then the range that is run again).
+    """
+    actions: list[Action] = []
+    todo: list[tuple[int, int, int] | Action] = [(0, stage_count, -1)]
+    while todo:  # a stack rather than recursion: chains may be longer than Python's recursion limit
+        task = todo.pop()
+        if isinstance(task, Action):
+            actions.append(task)
+        elif task[0] <= min(task[1], stage_count - 1):
+            start, end, token = task
+            choice, rest, again = choose(start, end, token)
+            todo.extend(reversed(_steps(start, end, choice, rest, again)))
+    return Schedule(actions=tuple(actions))
+
+
+def _steps(start: int, end: int, choice: Choice, rest: int, again: int) -> list[tuple[int, int, int] | Action]:
+    if choice.kind == "recompute":
+        return [Action("recompute", start, choice.value), Action("backward", start)]
+    if choice.kind == "keep":
+        run = Action("forward", start, choice.value)
+        return [run, (start + 1, end, rest), Action("free", start), Action("backward", start)]
+    q = choice.value
+    steps: list[tuple[int, int, int] | Action] = [Action("forward", start)]
+    for k in range(start + 1, q):
+        steps += [Action("forward", k), Action("free", k - 1)]
+    return [*steps, (q, end, rest), Action("free", q - 1), (start, q - 1, again)]
