@@ -1,0 +1,77 @@
+"""Files: JSON documents with a format and a version, written whole or not at all, and read with clear errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Write a file so that a reader sees the old one or the whole new one, never a half.
+
+    Raises:
+        ValueError: the folder does not exist or cannot be written to.
+    """
+    target = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
+    except OSError as error:
+        raise ValueError(
+            f"{target}: expected a folder that can be written to, got {error.strerror}; create it or choose another"
+        ) from error
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def write_document(path: str | Path, document: dict[str, Any]) -> None:
+    """Write a JSON document whole."""
+    write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def read_document(path: str | Path, formats: dict[str, int]) -> dict[str, Any]:
+    """Read a JSON document and check what it is.
+
+    Args:
+        path: the file.
+        formats: accepted format names with the version this release reads.
+
+    Raises:
+        ValueError: no such file, no JSON (truncated), another format or version, or NaN in it.
+    """
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected a readable JSON file, got {error}; check the path") from error
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: expected a whole JSON document, got one that breaks off: {error}; make it again") from error
+    kind = document.get("format") if isinstance(document, dict) else None
+    if kind not in formats:
+        raise ValueError(f"{path}: expected a file of format {' or '.join(formats)}, got {kind!r}; pass another file")
+    if document.get("version") != formats[kind]:
+        raise ValueError(
+            f"{path}: expected {kind} version {formats[kind]}, got {document.get('version')!r}; "
+            "make it again with this release"
+        )
+    _refuse_nan(document, str(path), "")
+    return document
+
+
+def _refuse_nan(value: Any, path: str, where: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{path}: expected finite numbers, got {value} at {where.lstrip('.')}; profile again")
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        _refuse_nan(item, path, f"{where}.{key}")

@@ -1,0 +1,303 @@
+"""The probe: runs one real step with marks at every stage boundary, forward and backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from profiler.meter import Interval, Meter
+from profiler.patching import Forward, ForwardPatches
+from profiler.rerun import CallState, CallTraits, detached
+from profiler.stages import ChosenStage
+from profiler.trees import tensors_in
+from profiler.workload import Workload
+
+FORWARD, BACKWARD, OPTIMIZER, END = "forward", "backward", "optimizer", "end"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a step is: in stage k, or outside of them directly before stage k (k = number of stages: after the last)."""
+
+    kind: str
+    index: int
+
+    def label(self, phase: str) -> str:
+        return f"{phase}:{self.kind}:{self.index}"
+
+
+def stage_place(index: int) -> Place:
+    """The k-th stage."""
+    return Place("stage", index)
+
+
+def outside_place(index: int) -> Place:
+    """What runs between stage k-1 and stage k."""
+    return Place("outside", index)
+
+
+@dataclass(slots=True, kw_only=True)
+class FirstRun:
+    """One stage call as the probe saw it run without keeping anything."""
+
+    call: Forward
+    state: CallState
+    arguments: Any
+    output: Any
+    saved: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
+
+
+class StepProbe:
+    """Patches the chosen stages of a workload's model and runs steps under a meter.
+
+    Use as a context manager; on leaving, the model's forwards are its own again.
+    """
+
+    def __init__(self, workload: Workload, stages: tuple[ChosenStage, ...]) -> None:
+        self._workload = workload
+        self._stages = stages
+        self._patches = ForwardPatches()
+        self._position = {(id(s.call.module), s.call.index): k for k, s in enumerate(stages)}
+        self._counts: dict[int, int] = {}
+        self._run: _Run | None = None
+
+    def __enter__(self) -> StepProbe:
+        for module in {id(s.call.module): s.call.module for s in self._stages}.values():
+            self._patches.wrap(module, lambda forward, m=module: self._marked(forward, m))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.remove()
+
+    def step(self, meter: Meter, *, mark_saves: bool = False) -> list[Interval]:
+        """One plain step: forward, backward, optimizer.
+
+        Args:
+            meter: seconds or memory.
+            mark_saves: also mark each tensor saved inside a stage, so that a
+                stage's last interval begins after its last saved tensor.
+        """
+        self._workload.zero_grad()
+        run = _Run(meter, "save" if mark_saves else "plain", len(self._stages))
+        with self._running(run):
+            meter.start(outside_place(0).label(FORWARD))
+            try:
+                loss = self._forward(run)
+                loss.backward()
+                del loss
+                if self._workload.optimizer is not None:
+                    meter.mark(OPTIMIZER)
+                    self._workload.optimizer.step()
+                meter.mark(END)
+            finally:
+                found = meter.stop()
+        return found
+
+    def dropping_forward(
+        self, meter: Meter, traits: list[CallTraits], *, hold_all: bool
+    ) -> tuple[list[Interval], list[FirstRun], list[bool]]:
+        """One forward in which no stage keeps anything.
+
+        Args:
+            meter: seconds or memory.
+            traits: of each stage.
+            hold_all: hold every stage's input and output (to rerun it); else only
+                inputs that are no output of the stage before, as a plan would.
+
+        Returns:
+            The intervals, the runs, and for each stage whether the boundary
+            before it was freed once nothing held it.
+        """
+        self._workload.zero_grad()
+        run = _Run(meter, "drop", len(self._stages), traits=traits, hold_all=hold_all)
+        with self._running(run):
+            meter.start(outside_place(0).label(FORWARD))
+            try:
+                loss = self._workload.forward()
+                run.check_freed()
+                del loss
+            finally:
+                found = meter.stop()
+        return found, run.first_runs, run.freed
+
+    @contextmanager
+    def _running(self, run: _Run) -> Iterator[None]:
+        self._counts.clear()
+        self._run = run
+        try:
+            yield
+        finally:
+            self._run = None
+
+    def _forward(self, run: _Run) -> Tensor:
+        loss = self._workload.forward()
+        run.nodes.append((outside_place(len(self._stages)), _next_node()))
+        _mark_backward(loss, run.nodes, run.meter)
+        return loss
+
+    def _marked(self, forward: Forward, module: nn.Module) -> Forward:
+        def run_marked(*args: Any, **kwargs: Any) -> Any:
+            run = self._run
+            if run is None or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            count = self._counts.get(id(module), 0)
+            self._counts[id(module)] = count + 1
+            position = self._position.get((id(module), count))
+            if position is None or run.inside:
+                return forward(*args, **kwargs)
+            run.enter(position)
+            try:
+                with run.hooks(position):
+                    output = run.first_run(self._stages[position], position, module, forward, args, kwargs)
+            finally:
+                run.leave(position)
+            return output
+
+        return run_marked
+
+
+class _Run:
+    """The state of one probed step."""
+
+    def __init__(
+        self, meter: Meter, mode: str, count: int, *, traits: list[CallTraits] | None = None, hold_all: bool = False
+    ) -> None:
+        self.meter = meter
+        self.mode = mode
+        self.traits = traits or []
+        self.hold_all = hold_all
+        self.inside = False
+        self.nodes: list[tuple[Place, int]] = []
+        self.held: list[Any] = []
+        self.first_runs: list[FirstRun] = []
+        self.freed = [True] * count
+        self._saved: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self._watched: list[tuple[int, weakref.ref[Any]]] = []
+
+    def enter(self, position: int) -> None:
+        self.inside = True
+        self.check_freed()
+        self.nodes.append((outside_place(position), _next_node()))
+        self.meter.mark(stage_place(position).label(FORWARD))
+
+    def leave(self, position: int) -> None:
+        self.inside = False
+        self.nodes.append((stage_place(position), _next_node()))
+        self.meter.mark(outside_place(position + 1).label(FORWARD))
+
+    def hooks(self, position: int) -> torch.autograd.graph.saved_tensors_hooks | _NoHooks:
+        if self.mode == "plain":
+            return _NoHooks()
+        label = stage_place(position).label(FORWARD)
+
+        def pack_marked(tensor: Tensor) -> Tensor:
+            self.meter.mark(label)
+            return tensor.detach()
+
+        def pack_dropped(tensor: Tensor) -> None:
+            self._saved.append((tuple(tensor.shape), tensor.dtype))
+
+        pack = pack_marked if self.mode == "save" else pack_dropped
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    def first_run(
+        self, stage: ChosenStage, position: int, module: nn.Module, forward: Forward, args: Any, kwargs: Any
+    ) -> Any:
+        if self.mode != "drop":
+            return forward(*args, **kwargs)
+        state = CallState(module, self.traits[position], _device_of(args, kwargs))
+        self._hold(stage, position, args, kwargs)
+        self._saved = []
+        output = forward(*args, **kwargs)
+        if self.hold_all:
+            self.first_runs.append(
+                FirstRun(
+                    call=forward,
+                    state=state,
+                    arguments=detached((args, kwargs)),
+                    output=detached(output),
+                    saved=self._saved,
+                )
+            )
+        return output
+
+    def _hold(self, stage: ChosenStage, position: int, args: Any, kwargs: Any) -> None:
+        linked = {leaf for leaf, _ in stage.links}
+        for leaf, tensor in enumerate(tensors_in((args, kwargs))):
+            if leaf not in linked:
+                self.held.append(tensor.detach())
+            elif not self.hold_all:
+                self._watched.append((position, weakref.ref(tensor.untyped_storage())))
+
+    def check_freed(self) -> None:
+        """Boundaries that the stage behind them has used must be gone by now."""
+        for position, storage in self._watched:
+            if storage() is not None:
+                self.freed[position] = False
+        self._watched.clear()
+
+
+class _NoHooks:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _device_of(args: Any, kwargs: Any) -> torch.device:
+    tensors = tensors_in((args, kwargs))
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _next_node() -> int:
+    return torch._C._autograd._get_sequence_nr()
+
+
+def _mark_backward(loss: Tensor, nodes: list[tuple[Place, int]], meter: Meter) -> None:
+    """Mark the moment at which the first autograd node of each place runs.
+
+    The engine runs ready nodes in falling order of their sequence number, so
+    a place's backward begins with its highest node and ends where another's begins.
+    """
+    highest: dict[Place, tuple[int, Any]] = {}
+    for node in _graph(loss):
+        number = node._sequence_nr()
+        place = _place_of(number, nodes)
+        if place is not None and (place not in highest or highest[place][0] < number):
+            highest[place] = (number, node)
+    for place, (_, node) in highest.items():
+        node.register_prehook(_marker(meter, place.label(BACKWARD)))
+
+
+def _marker(meter: Meter, label: str) -> Callable[[Any], None]:
+    def mark(_: Any) -> None:
+        meter.mark(label)
+
+    return mark
+
+
+def _place_of(number: int, nodes: list[tuple[Place, int]]) -> Place | None:
+    for place, end in nodes:
+        if number < end:
+            return place
+    return None  # AccumulateGrad: its number stands above all others.
+
+
+def _graph(loss: Tensor) -> Iterator[Any]:
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        waiting.extend(following for following, _ in node.next_functions)
+    seen.clear()
+
+

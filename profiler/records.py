@@ -1,0 +1,220 @@
+"""The profile: what one training step of one model cost on one device, as plain records in versioned JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+
+from profiler.files import read_document, write_document
+
+FORMAT = "planner-profile"
+VERSION = 1
+OP_COLUMNS = ("side", "place", "module", "op", "seconds", "output_bytes", "kept")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One phase of the step: bytes alive on the device at its start, peak and end, and its seconds."""
+
+    start_bytes: int = 0
+    peak_bytes: int = 0
+    end_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRecord:
+    """A stage, or what runs outside of stages between two of them.
+
+    Attributes:
+        name: the module's name (``#n``: its n-th further call), or a description.
+        kind: ``stage`` or ``outside``.
+        module_class: class of the module.
+        alike: stages with the same number have the same structure and shapes.
+        forward, backward: phases of the unplanned step.
+        dropped: the forward in which no stage keeps anything.
+        recompute_seconds: the forward again, up to its last saved tensor.
+        recompute_peak_bytes: its peak above the bytes alive at its start.
+        recompute_ops: aten ops it runs; ``forward_ops`` those of a whole forward.
+        boundary_bytes: bytes handed to the next stage that live only for it.
+        kept_output_bytes: the part of them that this stage keeps for its own backward.
+        kept_bytes: bytes saved for backward, each storage once, without
+            parameters, buffers and the stage's own input.
+        saved_tensors: how many tensors autograd saves.
+        links: pairs (input tensor, output tensor of the stage before) that are the same tensor.
+        parameter_bytes, parameter_gradient_bytes: of the module's own parameters.
+        parameter_shapes: names and shapes, to recognise the model.
+        input_shapes: shapes of the tensors that go in.
+        draws_random, mutated_buffers: what a second run has to reinstate.
+        recomputable: whether a second run gives the same result; ``reason`` says why not.
+    """
+
+    name: str
+    kind: Literal["stage", "outside"]
+    module_class: str = ""
+    alike: int = -1
+    forward: Phase
+    backward: Phase
+    dropped: Phase = Phase()
+    recompute_seconds: float = 0.0
+    recompute_peak_bytes: int = 0
+    recompute_ops: int = 0
+    forward_ops: int = 0
+    boundary_bytes: int = 0
+    kept_output_bytes: int = 0
+    kept_bytes: int = 0
+    saved_tensors: int = 0
+    links: tuple[tuple[int, int], ...] = ()
+    parameter_bytes: int = 0
+    parameter_gradient_bytes: int = 0
+    parameter_shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    input_shapes: tuple[tuple[int, ...], ...] = ()
+    draws_random: bool = False
+    mutated_buffers: tuple[str, ...] = ()
+    recomputable: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentBytes:
+    """Bytes that are there before the step begins and after it ends."""
+
+    parameters: int
+    buffers: int
+    optimizer: int
+    inputs: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.parameters + self.buffers + self.optimizer + self.inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRecord:
+    """One aten op: where it ran, how long, the bytes of new storage it returned, and whether backward keeps them."""
+
+    side: Literal["forward", "backward"]
+    place: str
+    module: str
+    op: str
+    seconds: float
+    output_bytes: int
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One profiled training step.
+
+    Attributes:
+        model_class: class of the model.
+        device, device_name, torch_version, precision: where and how it ran.
+        stages: stages and what lies outside of them, in forward order.
+        resident: bytes that are always there.
+        optimizer: the optimizer step; zero seconds and no bytes without one.
+        unplanned_peak_bytes: most bytes alive at once in the whole step.
+        unplanned_seconds: median seconds of a plain step.
+        step_seconds: each plain step that was timed.
+        op_records: every aten op of one step.
+    """
+
+    model_class: str
+    device: str
+    device_name: str
+    torch_version: str
+    precision: str
+    stages: tuple[StageRecord, ...]
+    resident: ResidentBytes
+    optimizer: Phase
+    unplanned_peak_bytes: int
+    unplanned_seconds: float
+    step_seconds: tuple[float, ...]
+    op_records: tuple[OpRecord, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Names, shapes, precision and kind of device: two profiles of the same thing have the same one."""
+        stages = [[s.name, s.module_class, s.parameter_shapes, s.input_shapes] for s in self.stages]
+        text = json.dumps([self.model_class, self.precision, self.device.split(":")[0], stages])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def ops(self) -> pd.DataFrame:
+        """Every aten op of forward and backward in order.
+
+        Columns: ``side``, ``place`` (stage or outside), ``module``, ``op``, ``seconds``,
+        ``output_bytes`` (new storage only: views and in-place ops have 0),
+        ``kept`` (its output is kept for backward).
+        """
+        rows = [[getattr(record, name) for name in OP_COLUMNS] for record in self.op_records]
+        return pd.DataFrame(rows, columns=list(OP_COLUMNS))
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON, whole or not at all."""
+        document = dataclasses.asdict(self)
+        document["op_records"] = [list(dataclasses.astuple(op)) for op in self.op_records]
+        write_document(path, {"format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint, **document})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile.
+
+        Raises:
+            ValueError: the file is missing, truncated, of another format or
+                version, holds NaN, or lacks a field.
+        """
+        return cls.from_document(read_document(path, {FORMAT: VERSION}), str(path))
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any], where: str) -> Profile:
+        """Build a profile from its JSON document; ``where`` names it in errors."""
+        data = {key: value for key, value in document.items() if key not in ("format", "version", "fingerprint")}
+        try:
+            data["stages"] = tuple(_stage(stage) for stage in data["stages"])
+            data["resident"] = ResidentBytes(**data["resident"])
+            data["optimizer"] = Phase(**data["optimizer"])
+            data["step_seconds"] = tuple(data["step_seconds"])
+            names = [field.name for field in dataclasses.fields(OpRecord)]
+            data["op_records"] = tuple(OpRecord(**dict(zip(names, row, strict=True))) for row in data["op_records"])
+            profile = cls(**data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{where}: expected the fields of a profile, got a mismatch: {error}; profile again") from error
+        if document.get("fingerprint") != profile.fingerprint:
+            raise ValueError(f"{where}: expected its fingerprint to match its contents, it does not; profile again")
+        _check_numbers(profile, where)
+        return profile
+
+
+def _stage(data: Mapping[str, Any]) -> StageRecord:
+    values = dict(data)
+    for name in ("forward", "backward", "dropped"):
+        values[name] = Phase(**values[name])
+    values["links"] = tuple((i, j) for i, j in values["links"])
+    values["parameter_shapes"] = tuple((name, tuple(shape)) for name, shape in values["parameter_shapes"])
+    values["input_shapes"] = tuple(tuple(shape) for shape in values["input_shapes"])
+    values["mutated_buffers"] = tuple(values["mutated_buffers"])
+    return StageRecord(**values)
+
+
+def _check_numbers(record: Any, where: str) -> None:
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if field.name.endswith(("_bytes", "_seconds", "seconds")) and isinstance(value, (int, float, str, type(None))):
+            kind = (int,) if field.name.endswith("_bytes") else (int, float)
+            if not isinstance(value, kind) or isinstance(value, bool) or value < 0:
+                raise ValueError(
+                    f"{where}: expected {field.name} to be a number, not negative, got {value!r}; profile again"
+                )
+        elif dataclasses.is_dataclass(value):
+            _check_numbers(value, f"{where} {field.name}")
+        elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+            for item in value:
+                _check_numbers(item, f"{where} {getattr(item, 'name', field.name)}")
