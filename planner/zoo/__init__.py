@@ -1,0 +1,55 @@
+"""Owns the registry of built-in models: real architectures at sizes whose step takes about a second on two cores.
+
+All are built offline from configs with random weights, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from planner.zoo.language import build_bert, build_gpt2, build_llama, build_t5
+from planner.zoo.mlp import build_mlp
+from planner.zoo.training import check_settings
+from planner.zoo.unet import build_unet
+from planner.zoo.vision import build_resnet50, build_vit
+from profiler.workload import Workload
+
+_BUILDERS: dict[str, Callable[..., Workload]] = {
+    "gpt2": build_gpt2,
+    "bert": build_bert,
+    "llama": build_llama,
+    "vit": build_vit,
+    "t5": build_t5,
+    "resnet50": build_resnet50,
+    "unet": build_unet,
+    "mlp": build_mlp,
+}
+
+__all__ = ["build", "names"]
+
+
+def names() -> tuple[str, ...]:
+    """The models that ``build`` knows."""
+    return tuple(_BUILDERS)
+
+
+def build(name: str, **settings: Any) -> Workload:
+    """One training step of the model ``name``.
+
+    Args:
+        name: one of ``names()``.
+        settings: what differs from the defaults: ``batch``, the model's sizes
+            (``layers``, ``hidden``, ``seq``, ``image``, ...), ``seed`` (weights
+            and batch are the same for the same seed), ``device``, ``optimizer``
+            (``adamw``, ``sgd`` or ``none``).
+
+    Raises:
+        ValueError: an unknown model or setting, or a value that cannot work.
+        ModuleNotFoundError: the model needs transformers and it is not installed.
+    """
+    if name not in _BUILDERS:
+        raise ValueError(f"zoo: expected one of {', '.join(_BUILDERS)}, got {name!r}; use one of them")
+    builder = _BUILDERS[name]
+    check_settings(name, builder, settings)
+    return builder(**settings)

@@ -1,0 +1,136 @@
+"""Owns the zoo's language models: GPT-2, BERT, Llama and T5 from transformers configs, with random weights."""
+
+from __future__ import annotations
+
+import torch
+
+from planner.zoo.training import finish, seeded, transformers
+from profiler.workload import Workload
+
+
+def build_gpt2(
+    *,
+    batch: int = 8,
+    layers: int = 12,
+    hidden: int = 128,
+    heads: int = 4,
+    seq: int = 64,
+    vocab: int = 1000,
+    seed: int = 0,
+    device: str = "cpu",
+    optimizer: str = "adamw",
+) -> Workload:
+    """GPT-2 for next-token prediction; dropout 0.1."""
+    library = transformers()
+    config = library.GPT2Config(
+        n_layer=layers,
+        n_embd=hidden,
+        n_head=heads,
+        n_positions=seq,
+        vocab_size=vocab,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    with seeded(seed):
+        model = library.GPT2LMHeadModel(config)
+        model.loss_type = "ForCausalLM"  # what it falls back to anyway, with a warning: its class name tells it nothing
+        return finish(model, _tokens(batch, seq, vocab), device=device, optimizer=optimizer)
+
+
+def build_bert(
+    *,
+    batch: int = 8,
+    layers: int = 12,
+    hidden: int = 128,
+    heads: int = 4,
+    seq: int = 64,
+    vocab: int = 1000,
+    seed: int = 0,
+    device: str = "cpu",
+    optimizer: str = "adamw",
+) -> Workload:
+    """BERT with its masked-token head; dropout 0.1."""
+    library = transformers()
+    config = library.BertConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        intermediate_size=4 * hidden,
+        max_position_embeddings=seq,
+        vocab_size=vocab,
+        use_cache=False,
+    )
+    with seeded(seed):
+        return finish(library.BertForMaskedLM(config), _tokens(batch, seq, vocab), device=device, optimizer=optimizer)
+
+
+def build_llama(
+    *,
+    batch: int = 8,
+    layers: int = 8,
+    hidden: int = 128,
+    heads: int = 4,
+    seq: int = 64,
+    vocab: int = 1000,
+    seed: int = 0,
+    device: str = "cpu",
+    optimizer: str = "adamw",
+) -> Workload:
+    """Llama for next-token prediction: RMSNorm, rotary positions, gated MLP of 8/3 hidden; no dropout."""
+    if hidden // heads % 2:
+        raise ValueError(
+            f"zoo:llama: expected hidden / heads to be even (rotary positions turn pairs), got {hidden // heads}; "
+            f"write hidden={2 * hidden}"
+        )
+    library = transformers()
+    config = library.LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        intermediate_size=max(1, 8 * hidden // 3),
+        max_position_embeddings=seq,
+        vocab_size=vocab,
+        use_cache=False,
+    )
+    with seeded(seed):
+        return finish(library.LlamaForCausalLM(config), _tokens(batch, seq, vocab), device=device, optimizer=optimizer)
+
+
+def build_t5(
+    *,
+    batch: int = 8,
+    layers: int = 6,
+    hidden: int = 128,
+    heads: int = 4,
+    seq: int = 64,
+    vocab: int = 1000,
+    seed: int = 0,
+    device: str = "cpu",
+    optimizer: str = "adamw",
+) -> Workload:
+    """T5: ``layers`` encoder and ``layers`` decoder blocks, as long a target as a source; dropout 0.1."""
+    library = transformers()
+    config = library.T5Config(
+        num_layers=layers,
+        num_decoder_layers=layers,
+        d_model=hidden,
+        d_kv=hidden // heads,
+        num_heads=heads,
+        d_ff=4 * hidden,
+        vocab_size=vocab,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    with seeded(seed):
+        model = library.T5ForConditionalGeneration(config)
+        return finish(model, _tokens(batch, seq, vocab), device=device, optimizer=optimizer)
+
+
+def _tokens(batch: int, seq: int, vocab: int) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": torch.randint(vocab, (batch, seq)),
+        "labels": torch.randint(vocab, (batch, seq)),
+    }

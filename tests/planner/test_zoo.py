@@ -1,0 +1,144 @@
+"""The zoo: every model does a training step, the seed fixes it, and wrong settings are named."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+
+from planner import zoo
+from profiler.workload import Workload
+
+_TEXT = {"batch": 2, "layers": 2, "hidden": 16, "heads": 2, "seq": 8, "vocab": 32}
+SMALL = {
+    "gpt2": _TEXT,
+    "bert": _TEXT,
+    "llama": _TEXT,
+    "t5": _TEXT,
+    "vit": {"batch": 2, "layers": 2, "hidden": 16, "heads": 2, "image": 16, "patch": 8, "classes": 3},
+    "resnet50": {"batch": 4, "hidden": 4, "image": 32, "classes": 3},
+    "unet": {"batch": 2, "hidden": 4, "image": 32, "classes": 3},
+    "mlp": {"batch": 4, "layers": 3, "hidden": 8},
+}
+
+
+def small(name: str, **settings: object) -> Workload:
+    return zoo.build(name, **{**SMALL[name], **settings})
+
+
+def step(workload: Workload) -> float:
+    """A step whose dropout masks are the same each time."""
+    torch.manual_seed(7)
+    return workload.step()
+
+
+def test_the_small_settings_cover_the_zoo():
+    assert set(SMALL) == set(zoo.names())
+
+
+@pytest.mark.parametrize("name", SMALL)
+class TestEveryModel:
+    def test_trains(self, name):
+        workload = small(name)
+        before = [p.detach().clone() for p in workload.model.parameters()]
+        assert workload.model.training
+        assert math.isfinite(step(workload))
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in workload.model.parameters())
+        assert any(not torch.equal(p, q) for p, q in zip(before, workload.model.parameters(), strict=True))
+
+    def test_the_seed_fixes_weights_batch_and_step(self, name):
+        one, two, other = small(name, seed=3), small(name, seed=3), small(name, seed=4)
+        assert step(one) == step(two)
+        for key, value in one.model.state_dict().items():
+            assert torch.equal(value, two.model.state_dict()[key]), key
+        assert step(one) != step(other)
+
+    def test_building_leaves_the_random_numbers_alone(self, name):
+        state = torch.get_rng_state()
+        small(name)
+        assert torch.equal(state, torch.get_rng_state())
+
+    def test_an_unknown_setting_lists_the_accepted_ones(self, name):
+        with pytest.raises(ValueError, match=rf"zoo:{name}: expected the settings .*batch=\d+.*got 'colour'; use one"):
+            zoo.build(name, colour=1)
+
+    @pytest.mark.gpu
+    def test_trains_on_the_gpu_from_the_same_weights(self, name):
+        here, there = small(name), small(name, device="cuda")
+        for one, two in zip(here.model.parameters(), there.model.parameters(), strict=True):
+            assert torch.equal(one, two.cpu())
+        assert math.isfinite(step(there))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_the_defaults_train(name):
+    assert math.isfinite(zoo.build(name).step())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD), ("none", type(None))]
+)
+def test_the_optimizer_is_a_setting(name, kind):
+    assert type(small("mlp", optimizer=name).optimizer) is kind
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("mlp", {"batch": 0}, "expected batch to be at least 1, got 0; write batch="),
+        ("mlp", {"batch": "many"}, "expected batch to be int, got 'many'; write for example batch="),
+        ("mlp", {"batch": 2.5}, "expected batch to be int, got 2.5"),
+        ("mlp", {"batch": True}, "expected batch to be int, got True"),
+        ("mlp", {"seed": -1}, "expected seed to be at least 0, got -1"),
+        ("mlp", {"optimizer": "adam"}, "expected optimizer to be adamw, sgd, none, got 'adam'; use one"),
+        ("mlp", {"device": "toaster"}, "expected device to be cpu or cuda, got 'toaster'; write device=cpu"),
+        ("mlp", {"device": 3.5}, "expected device to be cpu or cuda, got 3.5; write device=cpu"),
+        ("gpt2", {"hidden": 10, "heads": 4}, "hidden to be a multiple of heads, got hidden=10 and heads=4; change"),
+        ("gpt2", {"seq": 1}, "expected seq to be at least 2, got 1; write seq="),
+        ("llama", {"hidden": 12, "heads": 4}, r"hidden / heads to be even .*, got 3; write hidden=24"),
+        ("vit", {"image": 30}, "image to be a multiple of patch, got image=30 and patch=8; change one"),
+        ("unet", {"image": 40}, "image to be a multiple of 16, got 40; write image=32"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused(name, settings, message):
+    with pytest.raises(ValueError, match=f"zoo:{name}: expected .*{message.removeprefix('expected ')}"):
+        zoo.build(name, **settings)
+
+
+def test_an_unknown_model_lists_the_known_ones():
+    with pytest.raises(ValueError, match="expected one of gpt2, .*mlp, got 'gpt7'; use one of them"):
+        zoo.build("gpt7")
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="got 'cuda' without CUDA; write device=cpu"):
+        zoo.build("mlp", device="cuda")
+
+
+def test_without_transformers_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)  # None makes the import raise ModuleNotFoundError
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'sublinear-planner\[zoo\]'"):
+        zoo.build("gpt2")
+    assert math.isfinite(small("mlp").step())  # needs none
+
+
+def test_the_unet_joins_each_level_once():
+    workload = small("unet")
+    joined: list[int] = []
+    for name in ("up1", "up2", "up3", "up4"):
+        workload.model.get_submodule(name).register_forward_hook(
+            lambda _module, inputs, _output: joined.append(inputs[1].shape[-1])
+        )
+    workload.step()
+    assert joined == [4, 8, 16, 32]  # the deepest level is joined first; 32 is the image
+
+
+def test_settings_reach_the_model():
+    workload = zoo.build("gpt2", **_TEXT)
+    assert isinstance(workload.inputs, dict)
+    assert workload.inputs["input_ids"].shape == (2, 8)
+    assert len(workload.model.get_submodule("transformer.h")) == 2  # type: ignore[arg-type]
