@@ -1,0 +1,183 @@
+"""Owns targets: the text that names a function, and the call that turns it into a workload."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from planner import zoo
+from profiler.workload import Workload
+
+_FORMS = "zoo:NAME, path/to/file.py:function or package.module:function"
+_WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,30}")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
+_SWITCHES = {"true": True, "false": False}
+
+
+class TargetError(ValueError):
+    """A target that gives no workload; the message says what was expected, what came, and what to do."""
+
+
+def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Workload:
+    """Call the function that ``text`` names and return the workload that it builds.
+
+    A file's folder (for a module: the current folder) joins ``sys.path``, as
+    it does for ``python file.py`` and ``python -m module``, so that the target
+    can import what lies beside it.
+
+    Args:
+        text: ``zoo:NAME``, ``path/to/file.py:function`` or ``package.module:function``.
+        settings: keyword arguments, as ``parse_settings`` reads them.
+
+    Raises:
+        TargetError: whatever stands in the way; an exception of the target's own is chained.
+    """
+    place, colon, name = text.strip().rpartition(":")
+    if not (colon and place and name):
+        raise TargetError(f"target: expected {_FORMS}, got {text!r}; write both sides of the colon")
+    if place == "zoo":
+        return _from_zoo(name, settings or {})
+    return _call(text, _function(text, _module(text, place), name), settings or {})
+
+
+def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
+    """Read ``key=value`` texts: whole numbers, numbers, true and false, else text.
+
+    >>> parse_settings(["layers=12", "rate=1e-3", "bias=false", "device=cpu"])
+    {'layers': 12, 'rate': 0.001, 'bias': False, 'device': 'cpu'}
+
+    Raises:
+        TargetError: no ``=``, no name before it, or a name given twice.
+    """
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        key = key.strip()
+        if not equals or not key.isidentifier():
+            raise TargetError(f"--set: expected key=value, got {pair!r}; write for example batch=8")
+        if key in settings:
+            raise TargetError(f"--set: expected each key once, got {key!r} twice; remove one")
+        settings[key] = _parse_value(value.strip())
+    return settings
+
+
+def _parse_value(text: str) -> int | float | bool | str:
+    if _WHOLE_NUMBER.fullmatch(text):
+        return int(text)
+    if _NUMBER.fullmatch(text):
+        return float(text)
+    return _SWITCHES.get(text.lower(), text)
+
+
+def _from_zoo(name: str, settings: Mapping[str, Any]) -> Workload:
+    try:
+        return zoo.build(name, **settings)
+    except (ValueError, ModuleNotFoundError) as error:  # its messages say expected, got, remedy already
+        raise TargetError(str(error)) from error
+    except (RuntimeError, MemoryError, OverflowError) as error:  # torch says so when an allocation fails
+        raise TargetError(
+            f"zoo:{name}: expected sizes that this machine can hold, got {_describe(error)}; make them smaller"
+        ) from error
+
+
+def _module(text: str, place: str) -> ModuleType:
+    if place.endswith(".py"):
+        return _import(text, lambda: _load_file(text, Path(place)))
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise TargetError(f"target: expected {_FORMS}, got {text!r}; end the file's name with .py")
+    _put_on_path(Path.cwd())
+    return _import(text, lambda: importlib.import_module(place))
+
+
+def _import(text: str, load: Callable[[], ModuleType]) -> ModuleType:
+    try:
+        return load()
+    except TargetError:
+        raise
+    # The module is the user's code: it may raise anything, and an exit at import is an error here too.
+    except (Exception, SystemExit) as error:
+        raise TargetError(
+            f"target {text!r}: expected a module that imports, got {_describe(error)}; "
+            "check its name and that it imports on its own"
+        ) from error
+
+
+def _load_file(text: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TargetError(f"target {text!r}: expected a file, got none at {str(path)!r}; check the path")
+    name = f"planner_target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise TargetError(f"target {text!r}: expected a Python file, got {str(path)!r}; name a .py file")
+    module = importlib.util.module_from_spec(spec)
+    _put_on_path(path.resolve().parent)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half a module must not be found by the next import
+        raise
+    return module
+
+
+def _put_on_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _function(text: str, module: ModuleType, name: str) -> Callable[..., Any]:
+    found = getattr(module, name, None)
+    if callable(found):
+        return found
+    functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+    got = "nothing of that name" if found is None else f"a {type(found).__name__}"
+    raise TargetError(
+        f"target {text!r}: expected a function {name!r}, got {got}; "
+        f"use one of those there: {', '.join(sorted(functions)) or 'none yet'}"
+    )
+
+
+def _call(text: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> Workload:
+    _check_settings(text, function, settings)
+    try:
+        workload = function(**settings)
+    # The function is the user's code: it may raise anything.
+    except (Exception, SystemExit) as error:
+        raise TargetError(
+            f"target {text!r}: expected a Workload, got {_describe(error)} from inside it; "
+            "call it on its own to see where"
+        ) from error
+    if not isinstance(workload, Workload):
+        raise TargetError(
+            f"target {text!r}: expected a Workload, got {type(workload).__name__}; "
+            "return planner.Workload(model=..., inputs=...)"
+        )
+    return workload
+
+
+def _check_settings(text: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables written in C have none; the call itself will tell
+        return
+    try:
+        signature.bind(**settings)
+    except TypeError as error:
+        hidden = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+        accepted = ", ".join(str(p) for p in signature.parameters.values() if p.kind not in hidden)
+        given = ", ".join(f"{key}={value}" for key, value in settings.items())
+        raise TargetError(
+            f"target {text!r}: expected the settings ({accepted}), got ({given}): {error}; "
+            "give those with --set key=value"
+        ) from error
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
