@@ -27,5 +27,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002 - libraries under test may draw from the global generator
+    np.random.seed(0)  # libraries under test may draw from the global generator
     torch.manual_seed(0)
