@@ -90,11 +90,13 @@ class StepProbe:
             try:
                 loss = self._forward(run)
                 loss.backward()
+                value = loss.detach()  # As Workload.step: the loss outlives its graph.
                 del loss
                 if self._workload.optimizer is not None:
                     meter.mark(OPTIMIZER)
                     self._workload.optimizer.step()
                 meter.mark(END)
+                del value
             finally:
                 found = meter.stop()
         return found
@@ -120,6 +122,7 @@ class StepProbe:
             meter.start(outside_place(0).label(FORWARD))
             try:
                 loss = self._workload.forward()
+                meter.mark(END)
                 run.check_freed()
                 del loss
             finally:

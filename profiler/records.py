@@ -43,6 +43,7 @@ class StageRecord:
         recompute_seconds: the forward again, up to its last saved tensor.
         recompute_peak_bytes: its peak above the bytes alive at its start.
         recompute_ops: aten ops it runs; ``forward_ops`` those of a whole forward.
+        output_bytes: bytes of new storage that the call returns.
         boundary_bytes: bytes handed to the next stage that live only for it.
         kept_output_bytes: the part of them that this stage keeps for its own backward.
         kept_bytes: bytes saved for backward, each storage once, without
@@ -67,6 +68,7 @@ class StageRecord:
     recompute_peak_bytes: int = 0
     recompute_ops: int = 0
     forward_ops: int = 0
+    output_bytes: int = 0
     boundary_bytes: int = 0
     kept_output_bytes: int = 0
     kept_bytes: int = 0

@@ -1,0 +1,60 @@
+"""Measurement: the true peak and the seconds of a workload's step, planned or not."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from profiler.meter import memory_meter, metered, time_meter
+from profiler.preservation import RandomState, preserved
+from profiler.profiling import _first_step, _resident
+from profiler.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What a step took.
+
+    Attributes:
+        peak_bytes: most bytes alive on the device at once in the whole step.
+        seconds: median over ``step_seconds``.
+        loss: of the first step.
+    """
+
+    peak_bytes: int
+    seconds: float
+    step_seconds: tuple[float, ...]
+    loss: float
+
+
+def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
+    """Measure one training step as it runs now, with whatever plan is applied.
+
+    The workload is left as it was found. Runs one step to warm up, one under
+    the memory meter and ``repeats`` timed ones.
+
+    Raises:
+        ProfileError: the step fails.
+        ValueError: ``repeats`` is below one.
+    """
+    if repeats < 1:
+        raise ValueError(f"measure: expected repeats of at least 1, got {repeats}; pass a whole number")
+    device = workload.device
+    losses: list[float] = []
+    with preserved(workload):
+        randomness = RandomState.capture()
+        _first_step(workload)
+        resident_bytes = _resident(workload).total
+        randomness.restore()
+        intervals = metered(memory_meter(device, resident_bytes), lambda: losses.append(workload.step()))
+        times = []
+        for _ in range(repeats):
+            randomness.restore()
+            workload.zero_grad()
+            times.append(sum(i.seconds for i in metered(time_meter(device), workload.step)))
+    return Measurement(
+        peak_bytes=max(i.peak_bytes for i in intervals),
+        seconds=statistics.median(times),
+        step_seconds=tuple(times),
+        loss=losses[0],
+    )
