@@ -117,23 +117,26 @@ class ChainBytes:
         return self.residues_before[k] + carried + max(stage.forward_peak_bytes, after)
 
 
-def persistent_schedule(stage_count: int, choose: Callable[[int, int, int], tuple[Choice, int, int]]) -> Schedule:
+def persistent_schedule(
+    stage_count: int, choose: Callable[[int, int, int], tuple[Choice, int, int]], token: int = 0
+) -> Schedule:
     """Write out the actions of a persistent schedule.
 
     Args:
         stage_count: stages of the chain.
         choose: the choice for a range ``start, end`` and a solver's own token for it, with the tokens
             for what remains (the shifted range, then the range that is run again).
+        token: the token of the whole chain.
     """
     actions: list[Action] = []
-    todo: list[tuple[int, int, int] | Action] = [(0, stage_count, -1)]
+    todo: list[tuple[int, int, int] | Action] = [(0, stage_count, token)]
     while todo:  # a stack rather than recursion: chains may be longer than Python's recursion limit
         task = todo.pop()
         if isinstance(task, Action):
             actions.append(task)
         elif task[0] <= min(task[1], stage_count - 1):
-            start, end, token = task
-            choice, rest, again = choose(start, end, token)
+            start, end, mark = task
+            choice, rest, again = choose(start, end, mark)
             todo.extend(reversed(_steps(start, end, choice, rest, again)))
     return Schedule(actions=tuple(actions))
 

@@ -76,6 +76,9 @@ class _State:
         self.reached = -1  # last stage whose first forward has run
         self.pending = len(chain.stages) - 1  # next stage to go backward
         self.position = 0
+        self.gradients_from = [0] * (len(chain.stages) + 1)  # parameter gradients of stage k and all later ones
+        for k in reversed(range(len(chain.stages))):
+            self.gradients_from[k] = self.gradients_from[k + 1] + chain.stages[k].parameter_gradient_bytes
 
     def live_bytes(self) -> int:
         stages = self.chain.stages
@@ -84,7 +87,7 @@ class _State:
         total += sum(stages[k].residue_bytes for k in self.residues)
         for k, option in self.kept.items():
             total += option.kept_bytes + (0 if k in self.boundaries else option.kept_output_bytes)
-        total += sum(stage.parameter_gradient_bytes for stage in stages[self.pending + 1 :])
+        total += self.gradients_from[self.pending + 1]
         if self.reached == len(stages) - 1 and self.pending >= 0:
             total += stages[self.pending].gradient_bytes
         return total
@@ -117,7 +120,7 @@ class _State:
             self.reached = k
         self.boundaries.add(k)
         if action.option is None:
-            if first:
+            if first and stage.residue_bytes:
                 self.residues.add(k)
             return stage.forward_peak_bytes, stage.forward_seconds
         self.residues.discard(k)
