@@ -1,0 +1,25 @@
+"""Keep everything: what the model does without a plan.
+
+Formulation: every stage runs once with option 0 and goes backward; nothing is recomputed.
+Guarantee: the reference point, with the peak that every other schedule is held against; not always the fastest,
+since another option of a stage may be faster. Complexity: O(L). Units: bytes and seconds of the chain.
+"""
+
+from __future__ import annotations
+
+from solvers.chain import Chain
+from solvers.schedule import Schedule
+from solvers.segments import Segment, segmented_schedule
+
+
+def schedules(chain: Chain) -> list[Schedule]:
+    """The one schedule that keeps every stage.
+
+    >>> from solvers.chain import Option, Stage
+    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
+    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> schedules(Chain(stages=(stage,) * 3))[0].forward_runs()
+    3
+    """
+    return [segmented_schedule([Segment(0, len(chain.stages), kept=True)])]
