@@ -1,0 +1,162 @@
+"""The oracle for tiny chains: a shortest path over every state that a schedule can be in.
+
+Formulation: a state is the set of boundaries and residues alive, what is kept of each stage, how far the first pass
+has come and which stage goes backward next; every action of the simulator's rules that stays within the budget is an
+edge of its seconds; Dijkstra's algorithm from nothing run to everything backward.
+Guarantee: the fastest of all schedules, persistent or not; no schedule means that there is none.
+Complexity: exponential, about (4 + options)^L states for L stages. Units: bytes and seconds.
+Paper: Dijkstra, "A note on two problems in connexion with graphs" (1959).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from itertools import count
+from typing import NamedTuple
+
+from solvers.chain import Chain
+from solvers.problem import Candidate, Problem
+from solvers.schedule import Action, Schedule
+
+MOST_STAGES = 6
+
+
+class _State(NamedTuple):
+    alive: frozenset[int]  # boundaries
+    kept: tuple[int, ...]  # option of each stage, -1 where nothing is kept
+    residues: frozenset[int]
+    reached: int
+    pending: int
+
+
+class _Edge(NamedTuple):
+    state: _State
+    action: Action
+    seconds: float
+    peak_bytes: int  # while the action runs, above the bytes alive before it
+    before: _State
+
+
+def solve(problem: Problem) -> Candidate:
+    """The fastest schedule within the budget, or none.
+
+    Raises:
+        ValueError: the chain has more stages than can be searched.
+
+    >>> from solvers.chain import Option, Stage
+    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
+    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> chain = Chain(stages=(stage,) * 3)
+    >>> [solve(Problem(chain=chain, budget_bytes=b)).lower_bound_seconds for b in (6, 8, 16)]
+    [13, 11, 9]
+    """
+    chain = problem.chain
+    if len(chain.stages) > MOST_STAGES:
+        raise ValueError(
+            f"exhaustive: expected at most {MOST_STAGES} stages, got {len(chain.stages)}; use rotor or ilp"
+        )
+    if chain.other_peak_bytes > problem.budget_bytes:
+        return Candidate(schedule=None)
+    stages = len(chain.stages)
+    return _search(chain, _State(frozenset(), (-1,) * stages, frozenset(), -1, stages - 1), problem.budget_bytes)
+
+
+def _search(chain: Chain, start: _State, budget_bytes: int) -> Candidate:
+    tie = count()
+    queue: list[tuple[float, int, _State, _State | None, Action | None]] = [(0, next(tie), start, None, None)]
+    came: dict[_State, tuple[_State | None, Action | None]] = {}
+    while queue:
+        seconds, _, state, parent, action = heapq.heappop(queue)
+        if state in came:
+            continue
+        came[state] = (parent, action)
+        if state.pending < 0:
+            return Candidate(schedule=_trace(came, state), lower_bound_seconds=seconds)
+        for edge in _edges(chain, state):
+            if edge.state not in came and _fits(chain, edge, budget_bytes):
+                heapq.heappush(queue, (seconds + edge.seconds, next(tie), edge.state, state, edge.action))
+    return Candidate(schedule=None)
+
+
+def _trace(came: dict[_State, tuple[_State | None, Action | None]], state: _State) -> Schedule:
+    actions: list[Action] = []
+    parent, action = came[state]
+    while parent is not None and action is not None:
+        actions.append(action)
+        parent, action = came[parent]
+    return Schedule(actions=tuple(reversed(actions)))
+
+
+def _fits(chain: Chain, edge: _Edge, budget_bytes: int) -> bool:
+    before = _bytes_of(chain, edge.before)
+    return max(before + edge.peak_bytes, _bytes_of(chain, edge.state)) <= budget_bytes
+
+
+def _bytes_of(chain: Chain, state: _State) -> int:
+    stages = chain.stages
+    held = chain.resident_bytes + sum(stages[k].residue_bytes for k in state.residues)
+    held += sum(stages[k].boundary_bytes for k in state.alive)
+    for k, option in enumerate(state.kept):
+        if option >= 0:
+            way = stages[k].options[option]
+            held += way.kept_bytes + (way.kept_output_bytes if k not in state.alive else 0)
+    held += sum(stages[k].parameter_gradient_bytes for k in range(state.pending + 1, len(stages)))
+    loss_done = state.reached + 1 == len(stages)
+    return held + (stages[state.pending].gradient_bytes if loss_done and state.pending >= 0 else 0)
+
+
+def _edges(chain: Chain, state: _State) -> Iterator[_Edge]:
+    for k in range(min(state.reached + 1, state.pending) + 1):
+        if state.kept[k] < 0 and (k == 0 or k - 1 in state.alive):
+            yield from _forwards(chain, state, k)
+    if state.reached + 1 == len(chain.stages):
+        yield from _turns(chain, state)
+    for k in state.alive:
+        if _may_free(chain, state, k):
+            after = state._replace(alive=state.alive - {k})
+            yield _Edge(after, Action("free", k), 0, 0, state)
+
+
+def _forwards(chain: Chain, state: _State, k: int) -> Iterator[_Edge]:
+    stage, first = chain.stages[k], k == state.reached + 1
+    ran = state._replace(alive=state.alive | {k}, reached=max(state.reached, k))
+    if stage.recomputable:
+        residues = state.residues | {k} if first else state.residues
+        after = ran._replace(residues=residues)
+        yield _Edge(after, Action("forward", k), stage.forward_seconds, stage.forward_peak_bytes, state)
+    if stage.recomputable or first:
+        for option, way in enumerate(stage.options):
+            after = _keeping(ran, k, option)
+            yield _Edge(after, Action("forward", k, option), way.forward_seconds, way.forward_peak_bytes, state)
+
+
+def _turns(chain: Chain, state: _State) -> Iterator[_Edge]:
+    """The next backward, and the recomputation directly before it."""
+    k = state.pending
+    stage = chain.stages[k]
+    if k > 0 and k - 1 not in state.alive:
+        return
+    if state.kept[k] >= 0:
+        way = stage.options[state.kept[k]]
+        after = _keeping(state, k, -1)._replace(pending=k - 1)
+        yield _Edge(after, Action("backward", k), way.backward_seconds, way.backward_peak_bytes, state)
+    elif stage.recomputable:
+        before = state._replace(residues=state.residues - {k})
+        for option, way in enumerate(stage.options):
+            after = _keeping(state, k, option)
+            action = Action("recompute", k, option)
+            yield _Edge(after, action, way.recompute_seconds, way.recompute_peak_bytes, before)
+
+
+def _keeping(state: _State, k: int, option: int) -> _State:
+    kept = (*state.kept[:k], option, *state.kept[k + 1 :])
+    return state._replace(kept=kept, residues=state.residues - {k})
+
+
+def _may_free(chain: Chain, state: _State, k: int) -> bool:
+    reader = k + 1
+    if reader > state.pending:
+        return True
+    return state.kept[reader] < 0 and chain.stages[reader].linked and reader <= state.reached
