@@ -240,9 +240,11 @@ class _Run:
 
     def check_freed(self) -> None:
         """Boundaries that the stage behind them has used must be gone by now."""
-        for position, storage in self._watched:
-            if storage() is not None:
+        for position, reference in self._watched:
+            storage = reference()
+            if storage is not None:
                 self.freed[position] = False
+                self.held.append(storage)  # The model holds it for longer; a plan then holds it as an input.
         self._watched.clear()
 
 

@@ -377,7 +377,8 @@ class _Assembly:
             forward=forward,
             backward=backward,
             dropped=dropped,
-            recompute_seconds=rerun.seconds,
+            # It is a part of that forward; a longer time can only be noise.
+            recompute_seconds=min(rerun.seconds, dropped.seconds),
             recompute_peak_bytes=last_save_peak - forward.start_bytes,
             recompute_ops=saves[-1].op - call.first_op if saves else 0,
             forward_ops=call.end_op - call.first_op,

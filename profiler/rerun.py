@@ -127,40 +127,56 @@ def _not_to_be_unpacked(_: Any) -> Tensor:
 
 
 def _value_needed(module: nn.Module, name: str) -> Any:
-    """The buffer's value before the first run, in host memory; None where the result does not depend on it."""
-    owner, _, leaf = name.rpartition(".")
-    holder = module.get_submodule(owner)
+    """The buffer's value before the first run; None where the result does not depend on it."""
+    holder, leaf = _holder(module, name)
     # A BatchNorm that updates its statistics normalises by the batch's own: their old values are not needed.
     if isinstance(holder, _BatchNorm) and holder.training:
         return None
     buffer = holder._buffers[leaf]
-    # As bytes: numpy has no bfloat16, and host memory outside torch's allocator is no part of the budget.
-    return None if buffer is None else buffer.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return None if buffer is None else _set_aside(buffer)
 
 
-def _own_copy(buffer: Tensor, value: bytes | None) -> Tensor:
-    if value is None:
-        return buffer.clone()
-    flat = torch.frombuffer(bytearray(value), dtype=buffer.dtype)
-    return flat.reshape(buffer.shape).to(buffer.device, copy=True)
+def _holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    owner, _, leaf = name.rpartition(".")
+    return module.get_submodule(owner), leaf
+
+
+def _set_aside(buffer: Tensor) -> Any:
+    """A copy of a buffer's values: on the CPU as bytes outside torch's allocator, so that it needs none of the budget.
+
+    On a GPU it is a clone, because a copy to the host would wait for the device; the cost model counts it.
+    """
+    if buffer.device.type != "cpu":
+        return buffer.detach().clone()
+    # As bytes: numpy has no bfloat16.
+    return buffer.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _put_in(buffer: Tensor, values: Any) -> None:
+    if not isinstance(values, Tensor):
+        values = torch.frombuffer(bytearray(values), dtype=buffer.dtype).reshape(buffer.shape)
+    # Through .data: the version counter, which autograd checks, stays as it was.
+    buffer.data.copy_(values)
 
 
 @contextmanager
 def _own_buffers(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
-    """Let the rerun update copies of the buffers; the model's own are updated once, by the first run."""
-    replaced: list[tuple[nn.Module, str, Tensor | None]] = []
+    """The rerun sees the buffers as the first run did; on leaving, they are as they were: updated once."""
+    before: list[tuple[nn.Module, str, Tensor, Any]] = []
     try:
         for name, value in values.items():
-            owner, _, leaf = name.rpartition(".")
-            holder = module.get_submodule(owner)
+            holder, leaf = _holder(module, name)
             buffer = holder._buffers[leaf]
-            replaced.append((holder, leaf, buffer))
-            if buffer is not None:
-                holder._buffers[leaf] = _own_copy(buffer, value)
+            if buffer is None:
+                continue
+            before.append((holder, leaf, buffer, _set_aside(buffer)))
+            if value is not None:
+                _put_in(buffer, value)
         yield
     finally:
-        for holder, leaf, buffer in replaced:
+        for holder, leaf, buffer, now in before:
             holder._buffers[leaf] = buffer
+            _put_in(buffer, now)
 
 
 @contextmanager

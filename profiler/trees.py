@@ -18,33 +18,33 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
-def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
-    """A copy of ``tree`` in which each tensor is replaced by ``change(tensor)``.
+def map_tensors(change: Callable[[Any], Any], tree: Any, kind: type = Tensor) -> Any:
+    """A copy of ``tree`` in which each tensor (or other ``kind`` of leaf) is replaced by ``change(leaf)``.
 
     Containers are rebuilt with their own type; objects that are no container
     stay the very same objects. The order of calls is that of ``tensors_in``.
     """
-    if isinstance(tree, Tensor):
+    if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, (str, bytes, int, float, bool)) or tree is None:
         return tree
-    kind = type(tree)
-    if kind in (tuple, list):
-        return kind(map_tensors(change, item) for item in tree)
-    if kind is dict:
-        return {key: map_tensors(change, item) for key, item in tree.items()}
-    if kind in pytree.SUPPORTED_NODES or pytree.is_namedtuple_instance(tree):
+    container = type(tree)
+    if container in (tuple, list):
+        return container(map_tensors(change, item, kind) for item in tree)
+    if container is dict:
+        return {key: map_tensors(change, item, kind) for key, item in tree.items()}
+    if container in pytree.SUPPORTED_NODES or pytree.is_namedtuple_instance(tree):
         leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
-        return pytree.tree_unflatten([map_tensors(change, leaf) for leaf in leaves], spec)
+        return pytree.tree_unflatten([map_tensors(change, leaf, kind) for leaf in leaves], spec)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, Mapping)):
-        return _map_dataclass(change, tree)
+        return _map_dataclass(change, tree, kind)
     return tree
 
 
-def _map_dataclass(change: Callable[[Tensor], Any], tree: Any) -> Any:
+def _map_dataclass(change: Callable[[Any], Any], tree: Any, kind: type) -> Any:
     changed = copy.copy(tree)
     for field in dataclasses.fields(tree):
         value = getattr(tree, field.name, None)
         # object.__setattr__: frozen dataclasses are rebuilt too.
-        object.__setattr__(changed, field.name, map_tensors(change, value))
+        object.__setattr__(changed, field.name, map_tensors(change, value, kind))
     return changed

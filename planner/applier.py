@@ -1,0 +1,169 @@
+"""The applier: installs a plan on the real model, and takes it off again."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.plan import Plan, PlannedStage
+from planner.program import program_of
+from planner.runtime import PlannedStep
+from profiler.patching import Forward, ForwardPatches
+
+_PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
+
+
+class PlanMismatch(ValueError):
+    """The model is not the one that the plan was made for; the message says what differs."""
+
+
+class Handle:
+    """An applied plan; ``remove()`` or leaving the ``with`` block puts the model back."""
+
+    def __init__(self, model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
+        self.plan = plan
+        self._model = weakref.ref(model)
+        self._patches = patches
+
+    def remove(self) -> None:
+        """Take the plan off; calling it again does nothing."""
+        self._patches.remove()
+        model = self._model()
+        if model is not None and _PLANNED.get(model) is self:
+            del _PLANNED[model]
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def apply(model: nn.Module, plan: Plan) -> Handle:
+    """Install ``plan`` on ``model``, in place and reversibly.
+
+    Only the ``forward`` of the model and of recomputed stages is wrapped: the
+    module tree, names, state_dict and hooks stay as they are. The plan acts in
+    training mode with gradients enabled; under ``no_grad`` and in eval mode the
+    model runs as without it.
+
+    Args:
+        model: the model that was profiled, or one with the same stages.
+        plan: from ``planner.solve`` or ``Plan.load``.
+
+    Returns:
+        A handle with ``remove()``; also a context manager.
+
+    Raises:
+        PlanMismatch: stage names or parameter shapes differ.
+        UnsupportedPlan: the plan's schedule cannot be carried out.
+        ValueError: another plan is applied already.
+    """
+    if model in _PLANNED:
+        raise ValueError("apply: expected a model without a plan, got one that has one; call its handle's remove() first")
+    _check_model(model, plan)
+    program = program_of(plan.stages, plan.schedule)
+    patches = ForwardPatches()
+    if program.dropped:
+        _install(model, plan, _Planned(plan.stages, program, model), patches)
+    handle = Handle(model, plan, patches)
+    _PLANNED[model] = handle
+    return handle
+
+
+def _install(model: nn.Module, plan: Plan, planned: _Planned, patches: ForwardPatches) -> None:
+    patches.wrap(model, planned.whole)
+    modules = {}
+    for position in planned.dropped:
+        name, _ = split_name(plan.stages[position].name)
+        modules[name] = model.get_submodule(name)
+    for name, module in modules.items():
+        patches.wrap(module, lambda forward, n=name, m=module: planned.stage(forward, n, m))
+
+
+class _Planned:
+    """The wrappers of one applied plan, and the forward that is under way."""
+
+    def __init__(self, stages: tuple[PlannedStage, ...], program: Any, model: nn.Module) -> None:
+        self.dropped = sorted(program.dropped)
+        self._stages = stages
+        self._program = program
+        self._model = weakref.ref(model)
+        self._positions = {split_name(stages[k].name): k for k in self.dropped}
+        self._step: PlannedStep | None = None
+        self._counts: dict[str, int] = {}
+        self._inside = False
+
+    def whole(self, forward: Forward) -> Forward:
+        """The model's own forward: begins and ends a planned step."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            model = self._model()
+            if self._step is not None or model is None or not (model.training and torch.is_grad_enabled()):
+                return forward(*args, **kwargs)
+            self._step = PlannedStep(self._stages, self._program)
+            self._counts.clear()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._step.finish()
+                self._step = None
+
+        return run
+
+    def stage(self, forward: Forward, name: str, module: nn.Module) -> Forward:
+        """A stage's forward: keeps nothing while a planned step is under way."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            step = self._step
+            if step is None or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            count = self._counts.get(name, 0)
+            self._counts[name] = count + 1
+            position = self._positions.get((name, count))
+            if position is None or self._inside:
+                return forward(*args, **kwargs)
+            self._inside = True
+            try:
+                return step.run(position, module, forward, args, kwargs)
+            finally:
+                self._inside = False
+
+        return run
+
+
+def split_name(stage: str) -> tuple[str, int]:
+    """A stage's module name and call number: ``"block#2"`` is the third call of ``block``."""
+    name, _, number = stage.partition("#")
+    return name, int(number) if number else 0
+
+
+def _check_model(model: nn.Module, plan: Plan) -> None:
+    differences = [d for stage in plan.stages if stage.kind == "stage" for d in _differences(model, stage)]
+    if differences:
+        more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
+        raise PlanMismatch(
+            f"apply: expected the {plan.model_class} that was profiled, got a {type(model).__name__} that differs: "
+            f"{'; '.join(differences[:3])}{more}; profile and solve for this model"
+        )
+
+
+def _differences(model: nn.Module, stage: PlannedStage) -> list[str]:
+    name, _ = split_name(stage.name)
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        return [f"it has no module {name!r}"]
+    if type(module).__name__ != stage.module_class:
+        return [f"{name!r} is a {type(module).__name__}, expected {stage.module_class}"]
+    shapes = {key: tuple(p.shape) for key, p in module.named_parameters()}
+    expected = dict(stage.parameter_shapes)
+    if shapes == expected:
+        return []
+    for key in sorted({*shapes, *expected}):
+        if shapes.get(key) != expected.get(key):
+            return [f"{name}.{key} has shape {shapes.get(key)}, expected {expected.get(key)}"]
+    return []

@@ -1,0 +1,130 @@
+"""The plan: a schedule bound to a model's stage names, with its claims; saved as versioned JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from profiler.files import read_document, write_document
+from solvers.schedule import Schedule
+
+FORMAT = "planner-plan"
+VERSION = 1
+Decision = Literal["keep", "recompute", "segment"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStage:
+    """One stage of a plan: what happens to it, and what the applier has to know to do it.
+
+    Attributes:
+        name, kind, module_class: as in the profile; ``outside`` parts are always kept.
+        decision: ``keep``; ``recompute`` (its input is kept, it is run again);
+            ``segment`` (its input is dropped too and comes from the stage before).
+        kept_bytes: bytes kept from its forward to its backward.
+        runs: forwards of it in one step, the first included.
+        extra_seconds: predicted seconds that the plan adds to it.
+        extra_ops: aten ops that the plan adds to it.
+        links, input_shapes, parameter_shapes, saved_tensors, draws_random,
+            mutated_buffers: as in the profile.
+    """
+
+    name: str
+    kind: Literal["stage", "outside"]
+    module_class: str
+    decision: Decision
+    kept_bytes: int
+    runs: int
+    extra_seconds: float
+    extra_ops: int
+    links: tuple[tuple[int, int], ...]
+    input_shapes: tuple[tuple[int, ...], ...]
+    parameter_shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    saved_tensors: int
+    draws_random: bool
+    mutated_buffers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A schedule with names and claims. Bytes and seconds are of one whole training step.
+
+    Attributes:
+        profile_fingerprint: of the profile it was made from.
+        budget_bytes: the most bytes that may be alive at once.
+        predicted_peak_bytes, predicted_seconds: by exact replay of the schedule.
+        unplanned_peak_bytes, unplanned_seconds: of the model without a plan.
+        recomputed_seconds: predicted seconds spent on running stages again.
+        recomputed_ops: forward ops run again; exact.
+        lower_bound_seconds: no plan of these stages within the budget is faster.
+        gap: relative distance of the prediction from that bound.
+        solve_seconds: time that the solver took.
+    """
+
+    model_class: str
+    profile_fingerprint: str
+    device: str
+    precision: str
+    solver: str
+    status: Literal["optimal", "feasible"]
+    budget_bytes: int
+    predicted_peak_bytes: int
+    predicted_seconds: float
+    unplanned_peak_bytes: int
+    unplanned_seconds: float
+    resident_bytes: int
+    recomputed_seconds: float
+    recomputed_ops: int
+    lower_bound_seconds: float
+    gap: float
+    solve_seconds: float
+    stages: tuple[PlannedStage, ...]
+    schedule: Schedule
+
+    @property
+    def slowdown(self) -> float:
+        """Predicted seconds over unplanned seconds."""
+        return self.predicted_seconds / self.unplanned_seconds if self.unplanned_seconds > 0 else 1.0
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain data, as it stands in the file."""
+        document = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        document["stages"] = [dataclasses.asdict(stage) for stage in self.stages]
+        document["schedule"] = self.schedule.to_list()
+        return {"format": FORMAT, "version": VERSION, **document}
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, whole or not at all."""
+        write_document(path, self.to_document())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan.
+
+        Raises:
+            ValueError: the file is missing, truncated, of another format or
+                version, or lacks a field.
+        """
+        document = read_document(path, {FORMAT: VERSION})
+        data = {key: value for key, value in document.items() if key not in ("format", "version")}
+        try:
+            data["stages"] = tuple(_stage(stage) for stage in data["stages"])
+            data["schedule"] = Schedule.from_list(data["schedule"])
+            plan = cls(**data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: expected the fields of a plan, got a mismatch: {error}; solve again") from error
+        if any(not 0 <= action.stage < len(plan.stages) for action in plan.schedule.actions):
+            raise ValueError(f"{path}: expected a schedule of its own stages, got others; solve again")
+        return plan
+
+
+def _stage(data: Mapping[str, Any]) -> PlannedStage:
+    values = dict(data)
+    values["links"] = tuple((i, j) for i, j in values["links"])
+    values["input_shapes"] = tuple(tuple(shape) for shape in values["input_shapes"])
+    values["parameter_shapes"] = tuple((name, tuple(shape)) for name, shape in values["parameter_shapes"])
+    values["mutated_buffers"] = tuple(values["mutated_buffers"])
+    return PlannedStage(**values)

@@ -1,0 +1,176 @@
+"""Planning: a profile and a budget in, a certified plan out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from planner.cost_model import chain_of
+from planner.plan import Decision, Plan, PlannedStage
+from planner.program import program_of
+from planner.sizes import format_bytes, parse_bytes
+from profiler.records import Profile, StageRecord
+from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
+from solvers.simulator import Replay
+
+
+class Infeasible(ValueError):
+    """No schedule fits the budget.
+
+    Attributes:
+        minimum_budget_bytes: the smallest budget that the solver can meet.
+        reason: the stage and moment that force it.
+        solver: the method that was asked.
+        budget_bytes: what was asked for.
+    """
+
+    def __init__(self, *, minimum_budget_bytes: int, reason: str, solver: str, budget_bytes: int) -> None:
+        self.minimum_budget_bytes = minimum_budget_bytes
+        self.reason = reason
+        self.solver = solver
+        self.budget_bytes = budget_bytes
+        super().__init__(
+            f"budget: expected at least {minimum_budget_bytes} bytes ({format_bytes(minimum_budget_bytes)}) for solver "
+            f"{solver!r}, got {budget_bytes} ({format_bytes(budget_bytes)}): {reason}; "
+            "raise the budget, make the batch smaller or try solver 'auto'"
+        )
+
+
+def solve(
+    profile: Profile | str | Path,
+    budget: str | int,
+    *,
+    solver: str = "auto",
+    time_limit_seconds: float | None = None,
+) -> Plan:
+    """Choose what to keep and what to recompute so that the step's true peak stays within ``budget``.
+
+    Args:
+        profile: a Profile or the path of its file.
+        budget: bytes, ``"8GiB"``, ``"512MiB"`` or ``"70%"`` of the unplanned peak.
+        solver: a name of ``solvers.solver_names()``.
+        time_limit_seconds: for solvers that search (``ilp``, ``auto``).
+
+    Returns:
+        The plan, replayed in exact bytes, with its bound.
+
+    Raises:
+        Infeasible: nothing fits; carries the smallest feasible budget.
+        ValueError: unknown solver, or a budget that does not parse.
+    """
+    if not isinstance(profile, Profile):
+        profile = Profile.load(profile)
+    budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
+    chain = chain_of(profile)
+    problem = Problem(chain=chain, budget_bytes=budget_bytes)
+    solution = solve_chain(problem, solver=solver, time_limit_seconds=time_limit_seconds)
+    if solution.schedule is None:
+        assert solution.shortage is not None
+        raise Infeasible(
+            minimum_budget_bytes=solution.shortage.minimum_budget_bytes,
+            reason=solution.shortage.reason,
+            solver=solver,
+            budget_bytes=budget_bytes,
+        )
+    return plan_of(profile, chain, solution, budget_bytes)
+
+
+def plan_of(profile: Profile, chain: Chain, solution: Solution, budget_bytes: int) -> Plan:
+    """Bind a feasible solution to the profile's stage names and state its claims."""
+    assert solution.schedule is not None and solution.status != "infeasible" and solution.gap is not None
+    replayed = replay(chain, solution.schedule)
+    stages = _planned_stages(profile, chain, solution.schedule, replayed)
+    # Seconds outside forward and backward (optimizer) are those of the unplanned step.
+    beside = profile.unplanned_seconds - chain.unplanned_seconds
+    program_of(stages, solution.schedule)  # Refuses here what could not be applied.
+    seconds = replayed.seconds + beside
+    bound = min(seconds, solution.lower_bound_seconds + beside)
+    return Plan(
+        model_class=profile.model_class,
+        profile_fingerprint=profile.fingerprint,
+        device=profile.device,
+        precision=profile.precision,
+        solver=solution.solver,
+        status=solution.status,
+        budget_bytes=budget_bytes,
+        predicted_peak_bytes=replayed.peak_bytes,
+        predicted_seconds=seconds,
+        unplanned_peak_bytes=profile.unplanned_peak_bytes,
+        unplanned_seconds=profile.unplanned_seconds,
+        resident_bytes=profile.resident.total,
+        recomputed_seconds=sum(stage.extra_seconds for stage in stages),
+        recomputed_ops=sum(stage.extra_ops for stage in stages),
+        lower_bound_seconds=bound,
+        gap=max(0.0, (seconds - bound) / seconds) if seconds > 0 else 0.0,
+        solve_seconds=solution.solve_seconds,
+        stages=stages,
+        schedule=solution.schedule,
+    )
+
+
+def _planned_stages(
+    profile: Profile, chain: Chain, schedule: Schedule, replayed: Replay
+) -> tuple[PlannedStage, ...]:
+    runs = Counter(a.stage for a in schedule.actions if a.kind in ("forward", "recompute"))
+    again: Counter[int] = Counter()
+    extra_ops: Counter[int] = Counter()
+    seen: set[int] = set()
+    for moment in replayed.timeline:
+        action, record = moment.action, profile.stages[moment.action.stage]
+        if action.kind not in ("forward", "recompute"):
+            continue
+        if action.stage in seen:
+            again[action.stage] += moment.seconds  # type: ignore[assignment]  # Counter adds floats as well.
+            extra_ops[action.stage] += record.recompute_ops if action.kind == "recompute" else record.forward_ops
+        seen.add(action.stage)
+    decisions = _decisions(profile.stages, schedule)
+    return tuple(
+        PlannedStage(
+            name=record.name,
+            kind=record.kind,
+            module_class=record.module_class,
+            decision=decisions[k],
+            kept_bytes=_kept_bytes(record, decisions[k], profile, k),
+            runs=runs[k],
+            extra_seconds=float(again[k]),
+            extra_ops=extra_ops[k],
+            links=record.links,
+            input_shapes=record.input_shapes,
+            parameter_shapes=record.parameter_shapes,
+            saved_tensors=record.saved_tensors,
+            draws_random=record.draws_random,
+            mutated_buffers=record.mutated_buffers,
+        )
+        for k, record in enumerate(profile.stages)
+    )
+
+
+def _decisions(records: tuple[StageRecord, ...], schedule: Schedule) -> list[Decision]:
+    """Keep, recompute from a kept input, or (in a segment) from the stage before."""
+    first: dict[int, int | None] = {}
+    freed: set[int] = set()
+    for action in schedule.actions:
+        if action.kind == "backward" or (action.kind == "forward" and action.stage in first):
+            break
+        if action.kind == "recompute":
+            break
+        if action.kind == "forward":
+            first[action.stage] = action.option
+        elif action.kind == "free":
+            freed.add(action.stage)
+    found: list[Decision] = []
+    for k, record in enumerate(records):
+        if first.get(k, 0) is not None:
+            found.append("keep")
+        else:
+            found.append("segment" if record.links and k - 1 in freed else "recompute")
+    return found
+
+
+def _kept_bytes(record: StageRecord, decision: Decision, profile: Profile, k: int) -> int:
+    """Bytes this stage holds from forward to backward: what it saves, or its input, or nothing."""
+    if decision == "keep":
+        return record.kept_bytes if record.kind == "stage" else max(0, record.forward.end_bytes - record.forward.start_bytes)
+    if decision == "recompute" and record.links and k > 0:
+        return profile.stages[k - 1].boundary_bytes
+    return 0

@@ -1,0 +1,124 @@
+"""Programs: a plan's schedule, turned into what each stage does in forward and before each backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.plan import PlannedStage
+from solvers.schedule import Action, Schedule
+
+Mode = Literal["drop", "keep", "until_saved"]
+
+
+class UnsupportedPlan(ValueError):
+    """A plan that the applier cannot carry out; says at which stage and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """Run a stage again: keep nothing, keep all, or stop once all is saved; ``hold`` its input beyond."""
+
+    stage: int
+    mode: Mode
+    hold: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What to do.
+
+    Attributes:
+        dropped: stages whose first forward keeps nothing.
+        holding: those of them whose linked input is held until they are run again.
+        before_backward: stage -> reruns before its backward, in order.
+        releases: stage -> stages whose held input is let go before that backward.
+    """
+
+    dropped: frozenset[int]
+    holding: frozenset[int]
+    before_backward: dict[int, tuple[Rerun, ...]]
+    releases: dict[int, tuple[int, ...]]
+
+
+def program_of(stages: Sequence[PlannedStage], schedule: Schedule) -> Program:
+    """Translate a schedule.
+
+    Raises:
+        UnsupportedPlan: it reruns what lies outside of stages, or drops a
+            boundary between stages that are not linked.
+    """
+    first, phases = _phases(schedule.actions)
+    alive = _alive_after(set(), first)
+    dropped = {a.stage for a in first if a.kind == "forward" and a.option is None}
+    holding = {k for k in dropped if k - 1 in alive or not stages[k].links}
+    _check(stages, dropped, holding)
+    before: dict[int, tuple[Rerun, ...]] = {}
+    releases: dict[int, tuple[int, ...]] = {}
+    pending = set(dropped)
+    for backward, actions in phases:
+        boundaries = _alive_after(alive, actions)
+        before[backward] = tuple(_rerun(a, boundaries) for a in actions if a.kind != "free")
+        pending -= {rerun.stage for rerun in before[backward] if rerun.mode != "drop"}
+        gone = {k for k in pending if k < backward and stages[k].links and k - 1 in alive and k - 1 not in boundaries}
+        releases[backward] = tuple(sorted(gone))
+        alive = boundaries
+    return Program(
+        dropped=frozenset(dropped), holding=frozenset(holding), before_backward=before, releases=releases
+    )
+
+
+def _phases(actions: Sequence[Action]) -> tuple[list[Action], list[tuple[int, list[Action]]]]:
+    """The first forward, and per backward the actions since the one before."""
+    stretches: list[list[Action]] = [[]]
+    backwards: list[int] = []
+    for action in actions:
+        if action.kind == "backward":
+            backwards.append(action.stage)
+            stretches.append([])
+        else:
+            stretches[-1].append(action)
+    first, again = _split_first(stretches[0])
+    return first, list(zip(backwards, [again, *stretches[1:-1]], strict=True))
+
+
+def _split_first(actions: list[Action]) -> tuple[list[Action], list[Action]]:
+    """Split what comes before the first backward where a stage runs for the second time."""
+    seen: set[int] = set()
+    for position, action in enumerate(actions):
+        if action.kind == "recompute" or (action.kind == "forward" and action.stage in seen):
+            return actions[:position], actions[position:]
+        if action.kind == "forward":
+            seen.add(action.stage)
+    return actions, []
+
+
+def _alive_after(alive: set[int], actions: Sequence[Action]) -> set[int]:
+    now = set(alive)
+    for action in actions:
+        if action.kind == "forward":
+            now.add(action.stage)
+        elif action.kind == "free":
+            now.discard(action.stage)
+    return now
+
+
+def _rerun(action: Action, boundaries: set[int]) -> Rerun:
+    if action.kind == "recompute":
+        return Rerun(action.stage, "until_saved", False)
+    if action.option is None:
+        return Rerun(action.stage, "drop", action.stage - 1 in boundaries)
+    return Rerun(action.stage, "keep", False)
+
+
+def _check(stages: Sequence[PlannedStage], dropped: set[int], holding: set[int]) -> None:
+    for k in sorted(dropped):
+        stage = stages[k]
+        if stage.kind != "stage":
+            raise UnsupportedPlan(f"plan: expected {stage.name!r} to be kept, got a rerun of it; solve again")
+        if k not in holding and (k - 1) not in dropped:
+            raise UnsupportedPlan(
+                f"plan: expected the input of stage {stage.name!r} to be kept or its forerunner to be recomputed, "
+                "got neither; solve again"
+            )

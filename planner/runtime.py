@@ -1,0 +1,232 @@
+"""The runtime of a planned step: frames that drop what a stage saves and make it again when backward asks."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.plan import PlannedStage
+from planner.program import Program, Rerun
+from profiler.rerun import CallState, CallTraits, detached, rerun_dropping, rerun_keeping, rerun_until_saved
+from profiler.trees import map_tensors, tensors_in
+
+
+class PlannedStep:
+    """One forward of a planned model, and what its backward will need."""
+
+    def __init__(self, stages: tuple[PlannedStage, ...], program: Program) -> None:
+        self.stages = stages
+        self.program = program
+        self.frames: dict[int, weakref.ref[Frame]] = {}
+        self._last: tuple[int, Frame, list[weakref.ref[Tensor]]] | None = None
+
+    def run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run stage ``position`` for the first time, keeping nothing but what the program says."""
+        frame = Frame(self, position, module, forward)
+        frame.take((args, kwargs), self._before(position))
+        output = frame.run_first(args, kwargs)
+        self.frames[position] = weakref.ref(frame)
+        self._last = (position, frame, [weakref.ref(tensor) for tensor in tensors_in(output)])
+        return output
+
+    def _before(self, position: int) -> tuple[Frame, list[Tensor | None]] | None:
+        """The frame of the stage directly before, with its outputs as far as they are alive."""
+        if self._last is None or self._last[0] != position - 1:
+            return None
+        return self._last[1], [reference() for reference in self._last[2]]
+
+    def finish(self) -> None:
+        """The forward is over: only the graph holds frames from now on."""
+        self._last = None
+
+
+class Saved:
+    """Stands in the graph for a tensor that a dropped stage would have saved; holds it once it has been made again.
+
+    The autograd node owns it, so what it holds is let go exactly when
+    autograd lets go of a saved tensor: after the node ran, or with the graph.
+    """
+
+    __slots__ = ("__weakref__", "frame", "value")
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.value: Tensor | None = None
+
+
+class Frame:
+    """One dropped stage call: its input as far as it is held, its surroundings, and the places of what it saved."""
+
+    def __init__(self, step: PlannedStep, position: int, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self.step = step
+        self.position = position
+        self.stage = step.stages[position]
+        self._forward = forward
+        self._module = module
+        self._state: CallState | None = None
+        self._tree: Any = None
+        self._leaves: list[Tensor | None] = []
+        self._versions: list[int] = []
+        self._saved: list[weakref.ref[Saved]] = []
+        self._links: dict[int, int] = {}
+        self._previous: Frame | None = None
+        self._done = False
+
+    # Forward -----------------------------------------------------------------
+
+    def take(self, tree: Any, before: tuple[Frame, list[Tensor | None]] | None) -> None:
+        """Take the arguments: hold them, but for linked tensors that the program drops."""
+        hold_linked = self.position in self.step.program.holding
+        outputs = {} if before is None else {id(t): j for j, t in enumerate(before[1]) if t is not None}
+        expected = {i for i, _ in self.stage.links}
+        leaves = tensors_in(tree)
+        for i, tensor in enumerate(leaves):
+            if i in expected and id(tensor) in outputs:
+                self._links[i] = outputs[id(tensor)]
+        if before is not None and self._links:
+            self._previous = before[0]
+        if not hold_linked and set(self._links) != expected:
+            _warn_once(self.stage.name, "its input is not the output of the stage before, as it was when profiled")
+        if self.stage.input_shapes and [tuple(t.shape) for t in leaves] != list(self.stage.input_shapes):
+            _warn_once(self.stage.name, "its input has other shapes than when profiled; the peak is not promised")
+        self._leaves = [
+            None if i in self._links and not hold_linked else detached(tensor) for i, tensor in enumerate(leaves)
+        ]
+        self._versions = [tensor._version for tensor in leaves]
+        numbers = iter(range(len(leaves)))
+        self._tree = map_tensors(lambda _: _Leaf(next(numbers)), tree)
+
+    def run_first(self, args: Any, kwargs: Any) -> Any:
+        """The first forward: autograd gets placeholders in place of what it saves."""
+        device = next((t.device for t in self._leaves if t is not None), torch.device("cpu"))
+        traits = CallTraits(draws_random=self.stage.draws_random, mutated_buffers=self.stage.mutated_buffers)
+        self._state = CallState(self._module, traits, device)
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            return self._forward(*args, **kwargs)
+
+    def _pack(self, tensor: Tensor) -> Tensor | Saved:
+        if tensor.is_leaf and tensor.requires_grad:
+            self._saved.append(_GONE)  # A parameter: there anyway. Its place in the order still counts.
+            return tensor
+        saved = Saved(self)
+        self._saved.append(weakref.ref(saved))
+        return saved
+
+    # Backward ----------------------------------------------------------------
+
+    def materialise(self) -> None:
+        """Make again what this stage saved, and whatever the program makes along with it."""
+        program = self.step.program
+        output: tuple[int, list[Tensor]] | None = None
+        for rerun in program.before_backward.get(self.position, ()):
+            frame = self._sibling(rerun.stage)
+            if frame is not None and not frame._done:
+                output = frame._rerun(rerun, output)
+        if not self._done:
+            # Backward came here in an order the plan does not know (a part of the graph): do what is needed.
+            self._rerun(Rerun(self.position, "until_saved", False), None)
+        for stage in program.releases.get(self.position, ()):
+            frame = self._sibling(stage)
+            if frame is not None:
+                frame._release_linked()
+
+    def _sibling(self, position: int) -> Frame | None:
+        reference = self.step.frames.get(position)
+        return None if reference is None else reference()
+
+    def _rerun(self, rerun: Rerun, output: tuple[int, list[Tensor]] | None) -> tuple[int, list[Tensor]] | None:
+        leaves = self._inputs(output)
+        args, kwargs = map_tensors_back(self._tree, leaves)
+        assert self._state is not None
+        if rerun.mode == "until_saved":
+            self._fill(rerun_until_saved(self._forward, self._state, args, kwargs, len(self._saved)))
+            return None
+        if rerun.mode == "keep":
+            saved, result = rerun_keeping(self._forward, self._state, args, kwargs)
+            self._fill(saved)
+        else:
+            result = rerun_dropping(self._forward, self._state, args, kwargs)
+            if rerun.hold:
+                self._leaves = list(leaves)
+                self._versions = [tensor._version for tensor in leaves]
+        return self.position, tensors_in(result)
+
+    def _inputs(self, output: tuple[int, list[Tensor]] | None) -> list[Tensor]:
+        """Every input tensor: held, or from the stage before, which is run again where need be."""
+        missing = [i for i, tensor in enumerate(self._leaves) if tensor is None]
+        if not missing:
+            self._check_versions()
+            return [tensor for tensor in self._leaves if tensor is not None]
+        assert self._previous is not None
+        if output is None or output[0] != self._previous.position:
+            output = self._previous._rerun(Rerun(self._previous.position, "drop", False), None)
+            assert output is not None
+        return [output[1][self._links[i]] if tensor is None else tensor for i, tensor in enumerate(self._leaves)]
+
+    def _check_versions(self) -> None:
+        for tensor, version in zip(self._leaves, self._versions, strict=True):
+            if tensor is not None and tensor._version != version:
+                raise RuntimeError(
+                    f"stage {self.stage.name!r}: expected its input to be as it was in forward, got one that was "
+                    "changed in place since; leave this stage out of the plan or change a copy"
+                )
+
+    def _fill(self, tensors: list[Tensor]) -> None:
+        if len(tensors) != len(self._saved):
+            raise RuntimeError(
+                f"stage {self.stage.name!r}: expected {len(self._saved)} tensors saved for backward as in forward, "
+                f"got {len(tensors)}; it depends on something that changed in between"
+            )
+        for reference, tensor in zip(self._saved, tensors, strict=True):
+            saved = reference()
+            if saved is not None:
+                saved.value = tensor
+        self._done = True
+        self._leaves = []
+        self._previous = None
+
+    def _release_linked(self) -> None:
+        if not self._done and self._previous is not None:
+            self._leaves = [None if i in self._links else t for i, t in enumerate(self._leaves)]
+
+
+def _unpack(packed: Tensor | Saved) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    if packed.value is None:
+        packed.frame.materialise()
+    assert packed.value is not None
+    return packed.value
+
+
+class _Leaf:
+    """Stands in an argument tree for its n-th tensor."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def map_tensors_back(tree: Any, leaves: list[Tensor]) -> Any:
+    """The argument tree with its tensors in their places again."""
+    return map_tensors(lambda leaf: leaves[leaf.number], tree, kind=_Leaf)
+
+
+def _gone() -> None:
+    return None
+
+
+_GONE: Any = _gone
+_WARNED: set[tuple[str, str]] = set()
+
+
+def _warn_once(stage: str, what: str) -> None:
+    if (stage, what) not in _WARNED:
+        _WARNED.add((stage, what))
+        warnings.warn(f"planned stage {stage!r}: {what}", RuntimeWarning, stacklevel=3)
