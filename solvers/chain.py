@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 FORMAT = "planner-chain"
@@ -80,11 +80,40 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """A tensor that several stages read or keep (a skip connection, a mask): alive while anybody holds it.
+
+    Its bytes are counted here once and in no stage.
+
+    Attributes:
+        size_bytes: of its storage.
+        born: the stage whose first forward makes it.
+        forward_death: the last stage of the first forward before whose end the
+            model itself still holds it.
+        readers: stages that hold it while they are dropped and not yet run again.
+        linked_readers: stages whose boundary before them is this tensor: they
+            hold it only while that boundary is alive.
+        savers: stages that hold it while they are kept.
+        held_until: something else holds it until this stage's backward has
+            run; None where nothing else does.
+    """
+
+    size_bytes: int
+    born: int
+    forward_death: int
+    readers: tuple[int, ...] = ()
+    linked_readers: tuple[int, ...] = ()
+    savers: tuple[int, ...] = ()
+    held_until: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
     """Stages in forward order, the bytes that are always there, and the optimizer's own peak.
 
     Attributes:
         stages: at least one stage.
+        shared: tensors that several stages hold; empty in most chains.
         resident_bytes: parameters, buffers, optimizer state, batch, existing gradients.
         other_peak_bytes: the most bytes alive at once outside forward and
             backward (the optimizer step); no plan changes it.
@@ -93,12 +122,15 @@ class Chain:
     stages: tuple[Stage, ...]
     resident_bytes: int = 0
     other_peak_bytes: int = 0
+    shared: tuple[Shared, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise ValueError("a chain: expected at least one stage, got none; add stages")
         for stage in self.stages:
             _check_stage(stage)
+        for tensor in self.shared:
+            _check_shared(tensor, len(self.stages))
         _check_number("chain", "resident_bytes", self.resident_bytes)
         _check_number("chain", "other_peak_bytes", self.other_peak_bytes)
 
@@ -106,6 +138,19 @@ class Chain:
     def unplanned_seconds(self) -> float:
         """Seconds of the step that keeps everything (option 0 of every stage)."""
         return sum(s.options[0].forward_seconds + s.options[0].backward_seconds for s in self.stages)
+
+    def folded(self) -> Chain:
+        """This chain without shared tensors, each counted as held from its birth to its maker's backward.
+
+        Whatever fits the budget here fits it in the chain itself: a solver
+        that knows no shared tensors can plan with it.
+        """
+        if not self.shared:
+            return self
+        extra = [0] * len(self.stages)
+        for tensor in self.shared:
+            extra[tensor.born] += tensor.size_bytes
+        return replace(self, stages=tuple(_larger(s, e) for s, e in zip(self.stages, extra, strict=True)), shared=())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a problem file (``"format": "planner-chain"``, version 1)."""
@@ -125,6 +170,7 @@ class Chain:
             raise ValueError("a chain problem: expected a list 'stages', got none; add it")
         return cls(
             stages=tuple(_stage_from(s, i) for i, s in enumerate(stages)),
+            shared=tuple(_shared_from(s, i) for i, s in enumerate(data.get("shared", ()))),
             resident_bytes=data.get("resident_bytes", 0),
             other_peak_bytes=data.get("other_peak_bytes", 0),
         )
@@ -133,6 +179,26 @@ class Chain:
 def _stage_from(data: Mapping[str, Any], index: int) -> Stage:
     options = tuple(_build(Option, o, f"stage {index} option {i}") for i, o in enumerate(data.get("options", ())))
     return _build(Stage, {**data, "options": options}, f"stage {index}")
+
+
+def _shared_from(data: Mapping[str, Any], index: int) -> Shared:
+    lists = {key: tuple(data.get(key, ())) for key in ("readers", "linked_readers", "savers")}
+    return _build(Shared, {**data, **lists}, f"shared tensor {index}")
+
+
+def _larger(stage: Stage, extra_bytes: int) -> Stage:
+    if not extra_bytes:
+        return stage
+    options = tuple(replace(option, kept_bytes=option.kept_bytes + extra_bytes) for option in stage.options)
+    return replace(stage, options=options, residue_bytes=stage.residue_bytes + extra_bytes)
+
+
+def _check_shared(tensor: Shared, count: int) -> None:
+    _check_number("shared tensor", "size_bytes", tensor.size_bytes)
+    last = [] if tensor.held_until is None else [tensor.held_until]
+    for k in (tensor.born, tensor.forward_death, *tensor.readers, *tensor.linked_readers, *tensor.savers, *last):
+        if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k < count:
+            raise ValueError(f"shared tensor: expected stage numbers from 0 to {count - 1}, got {k!r}; correct it")
 
 
 def _build(kind: type, data: Mapping[str, Any], where: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from solvers.chain import Chain, Option
+from solvers.chain import Chain, Option, Shared
 from solvers.schedule import Action, Schedule
 
 
@@ -91,6 +91,23 @@ class _State:
         if self.reached == len(stages) - 1 and self.pending >= 0:
             total += stages[self.pending].gradient_bytes
         return total
+
+    def _holds(self, tensor: Shared) -> bool:
+        """Whether anybody holds a shared tensor at this moment."""
+        if self.reached < tensor.born or self.pending < 0:
+            return False
+        forward_over = self.reached == len(self.chain.stages) - 1
+        if self.reached < tensor.forward_death or any(k in self.kept for k in tensor.savers):
+            return True
+        if any(self._waits(k) for k in tensor.readers):
+            return True
+        if any(self._waits(k) and k - 1 in self.boundaries for k in tensor.linked_readers):
+            return True
+        return forward_over and tensor.held_until is not None and self.pending >= tensor.held_until
+
+    def _waits(self, k: int) -> bool:
+        """Stage k has run, keeps nothing, and has its backward still to come."""
+        return k <= self.reached and k <= self.pending and k not in self.kept
 
     def run(self, position: int, action: Action) -> Moment:
         self.position = position
