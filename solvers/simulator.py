@@ -87,6 +87,7 @@ class _State:
         total += sum(stages[k].residue_bytes for k in self.residues)
         for k, option in self.kept.items():
             total += option.kept_bytes + (0 if k in self.boundaries else option.kept_output_bytes)
+        total += sum(tensor.size_bytes for tensor in self.chain.shared if self._holds(tensor))
         total += self.gradients_from[self.pending + 1]
         if self.reached == len(stages) - 1 and self.pending >= 0:
             total += stages[self.pending].gradient_bytes
