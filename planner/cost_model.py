@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from profiler.records import Profile, StageRecord
-from solvers.chain import Chain, Option, Stage
+from profiler.records import Profile, SharedRecord, StageRecord
+from solvers.chain import Chain, Option, Shared, Stage
 
 
 def chain_of(profile: Profile) -> Chain:
@@ -13,32 +11,125 @@ def chain_of(profile: Profile) -> Chain:
 
     Every number is a difference of measured bytes, chosen so that replaying
     the schedule that keeps everything gives the measured timeline exactly, at
-    the start and the peak of every phase. Where a storage's end of life under
-    a plan is not known, the later one is taken, so predictions err upwards.
+    the start and the peak of every phase. Tensors that several stages hold are
+    taken out of the stages and counted once. Where the end of a storage's life
+    under a plan is not known, the later one is taken: predictions err upwards.
 
     Returns:
         One chain stage per profiled stage and per piece outside of stages;
         the latter are kept always and no segment goes across them.
     """
-    base = _backward_base(profile)
-    gradients = _gradient_growth(profile, base)
-    residues = _residues(profile)
-    stages = []
-    for k, record in enumerate(profile.stages):
-        stages.append(_stage(record, base[k], gradients, k, residues[k]))
+    shared = tuple(_shared(record, len(profile.stages)) for record in profile.shared)
+    timeline = _Timeline(profile, shared)
+    stages = tuple(_stage(record, timeline, k) for k, record in enumerate(profile.stages))
     return Chain(
-        stages=tuple(stages),
+        stages=stages,
+        shared=shared,
         resident_bytes=profile.stages[0].forward.start_bytes,
         other_peak_bytes=profile.optimizer.peak_bytes,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Gradients:
-    """Parameter gradients: of each stage, and of all stages behind it."""
+def _shared(record: SharedRecord, count: int) -> Shared:
+    """Who holds the tensor, so that keeping everything frees it when the unplanned step did."""
+    savers = record.savers
+    held_until: int | None = None
+    forward_death = count - 1
+    if record.death_phase == "forward":
+        savers, forward_death = (), record.death
+    elif record.death_phase == "never":
+        held_until = 0
+    else:
+        savers = tuple(k for k in savers if k >= record.death)
+        if record.death not in savers:
+            held_until = record.death  # Held by something that is no saved tensor.
+    return Shared(
+        size_bytes=record.size_bytes,
+        born=record.born,
+        forward_death=max(record.born, forward_death),
+        readers=record.readers,
+        linked_readers=record.linked_readers,
+        savers=savers,
+        held_until=held_until,
+    )
 
-    own: list[int]
-    behind: list[int]
+
+class _Timeline:
+    """The measured timeline without shared tensors: what each stage adds, and what lies beside what is kept."""
+
+    def __init__(self, profile: Profile, shared: tuple[Shared, ...]) -> None:
+        self.profile = profile
+        self.shared = shared
+        last = len(profile.stages) - 1
+        held = [self._held_after_forward(k, last) for k in range(-1, last + 1)]
+        self.growth = [_growth(record) - (held[k + 1] - held[k]) for k, record in enumerate(profile.stages)]
+        self.dropped_growth = [
+            record.dropped.end_bytes - record.dropped.start_bytes - sum(t.size_bytes for t in shared if t.born == k)
+            for k, record in enumerate(profile.stages)
+        ]
+        self.base = self._backward_base()
+        self.behind = self._gradients_behind()
+
+    def _held_after_forward(self, k: int, last: int) -> int:
+        """Shared bytes alive after the forward of stage k when everything is kept."""
+        if k == last:
+            return self._held_before_backward(last)
+        return sum(
+            t.size_bytes
+            for t in self.shared
+            if t.born <= k and (k < t.forward_death or any(saver <= k for saver in t.savers))
+        )
+
+    def _held_before_backward(self, k: int) -> int:
+        """Shared bytes alive before the backward of stage k when everything is kept."""
+        return sum(
+            t.size_bytes
+            for t in self.shared
+            if any(saver <= k for saver in t.savers) or (t.held_until is not None and t.held_until <= k)
+        )
+
+    def _backward_base(self) -> list[int]:
+        """Per stage: bytes alive at the start of its backward beside everything kept (gradients)."""
+        live = self.profile.stages[0].forward.start_bytes
+        base = []
+        for k, record in enumerate(self.profile.stages):
+            live += self.growth[k]
+            kept = live - record.boundary_bytes + record.kept_output_bytes + self._held_before_backward(k)
+            base.append(max(0, record.backward.start_bytes - kept))
+        return base
+
+    def _gradients_behind(self) -> list[int]:
+        """Parameter gradients of the stages behind each one.
+
+        Parameter sizes say how much appears where; a gradient that cannot have
+        been there yet (a tied parameter's, counted twice) is bounded by what was measured.
+        """
+        behind = [0] * len(self.base)
+        total = 0
+        for k in range(len(self.base) - 1, -1, -1):
+            behind[k] = min(total, min(self.base[: k + 1]))
+            total += self.profile.stages[k].parameter_gradient_bytes
+        return behind
+
+    def parameter_gradient(self, k: int) -> int:
+        """Gradient bytes that appear in the backward of stage k and stay."""
+        return self.behind[k - 1] - self.behind[k] if k > 0 else self.profile.stages[0].parameter_gradient_bytes
+
+    def residue(self, k: int) -> int:
+        """Bytes that stay after a forward of stage k without keeping, beside the boundary.
+
+        What is outside the next stage lets go of because nothing was kept (an
+        output that only its own stage saves) counts for the stage before it.
+        """
+        stages = self.profile.stages
+        if stages[k].kind == "outside":
+            return 0
+        stays = self.dropped_growth[k] - stages[k].boundary_bytes
+        if k > 0 and stages[k].links:
+            stays += stages[k - 1].boundary_bytes
+        if k + 1 < len(stages) and stages[k + 1].kind == "outside":
+            stays += self.dropped_growth[k + 1] - self.growth[k + 1]
+        return max(0, stays)
 
 
 def _growth(record: StageRecord) -> int:
@@ -46,64 +137,16 @@ def _growth(record: StageRecord) -> int:
     return record.forward.end_bytes - record.forward.start_bytes
 
 
-def _backward_base(profile: Profile) -> list[int]:
-    """Per stage: bytes alive at the start of its backward beside everything kept (gradients)."""
-    live = profile.stages[0].forward.start_bytes
-    base = []
-    for record in profile.stages:
-        live += _growth(record)
-        kept = live - record.boundary_bytes + record.kept_output_bytes
-        base.append(max(0, record.backward.start_bytes - kept))
-    return base
-
-
-def _gradient_growth(profile: Profile, base: list[int]) -> _Gradients:
-    """Split the base into parameter gradients, which stay, and the boundary's gradient.
-
-    Parameter sizes say how much appears where; a gradient that cannot have been
-    there yet (a tied parameter's, counted twice) is bounded by what was measured.
-    """
-    behind = [0] * len(base)
-    total = 0
-    for k in range(len(base) - 1, -1, -1):
-        behind[k] = min(total, min(base[: k + 1]))
-        total += profile.stages[k].parameter_gradient_bytes
-    own = [behind[0] if k < 0 else 0 for k in range(len(base))]
-    for k in range(1, len(base)):
-        own[k] = behind[k - 1] - behind[k]
-    own[0] = profile.stages[0].parameter_gradient_bytes
-    return _Gradients(own, behind)
-
-
-def _residues(profile: Profile) -> list[int]:
-    """Bytes that stay after a forward without keeping, beside the boundary.
-
-    What is outside the next stage lets go of because nothing was kept (an
-    output that only its own stage saves) counts for the stage before it.
-    """
-    found = []
-    for k, record in enumerate(profile.stages):
-        if record.kind == "outside":
-            found.append(0)
-            continue
-        stays = record.dropped.end_bytes - record.dropped.start_bytes - record.boundary_bytes
-        if k > 0 and record.links:
-            stays += profile.stages[k - 1].boundary_bytes
-        following = profile.stages[k + 1] if k + 1 < len(profile.stages) else None
-        if following is not None and following.kind == "outside":
-            stays += following.dropped.end_bytes - following.dropped.start_bytes - _growth(following)
-        found.append(max(0, stays))
-    return found
-
-
-def _stage(record: StageRecord, base: int, gradients: _Gradients, k: int, residue_bytes: int) -> Stage:
+def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
+    residue = timeline.residue(k)
+    handed_on = record.boundary_bytes + sum(t.size_bytes for t in timeline.shared if t.born == k)
     # Bytes that no saved-tensor hook can drop: the first run's and the second run's live side by side.
-    hidden = max(0, residue_bytes - max(0, record.output_bytes - record.boundary_bytes))
+    hidden = max(0, residue - max(0, record.output_bytes - handed_on))
     keep = Option(
         name="keep",
         forward_seconds=record.forward.seconds,
         backward_seconds=record.backward.seconds,
-        kept_bytes=_growth(record) - record.boundary_bytes,
+        kept_bytes=timeline.growth[k] - record.boundary_bytes,
         kept_output_bytes=record.kept_output_bytes,
         forward_peak_bytes=record.forward.peak_bytes - record.forward.start_bytes,
         backward_peak_bytes=record.backward.peak_bytes - record.backward.start_bytes,
@@ -116,9 +159,9 @@ def _stage(record: StageRecord, base: int, gradients: _Gradients, k: int, residu
         boundary_bytes=record.boundary_bytes,
         forward_seconds=record.dropped.seconds,
         forward_peak_bytes=record.dropped.peak_bytes - record.dropped.start_bytes,
-        residue_bytes=residue_bytes,
-        parameter_gradient_bytes=gradients.own[k],
-        gradient_bytes=base - gradients.behind[k],
+        residue_bytes=residue,
+        parameter_gradient_bytes=timeline.parameter_gradient(k),
+        gradient_bytes=timeline.base[k] - timeline.behind[k],
         recomputable=record.recomputable,
         linked=bool(record.links),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from profiler.meter import memory_meter, metered, time_meter
 from profiler.preservation import RandomState, preserved
-from profiler.profiling import _first_step, _resident
+from profiler.profiling import first_step, resident_bytes_of
 from profiler.workload import Workload
 
 
@@ -43,8 +43,8 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
     losses: list[float] = []
     with preserved(workload):
         randomness = RandomState.capture()
-        _first_step(workload)
-        resident_bytes = _resident(workload).total
+        first_step(workload)
+        resident_bytes = resident_bytes_of(workload).total
         randomness.restore()
         intervals = metered(memory_meter(device, resident_bytes), lambda: losses.append(workload.step()))
         times = []

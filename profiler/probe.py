@@ -66,6 +66,8 @@ class StepProbe:
         self._position = {(id(s.call.module), s.call.index): k for k, s in enumerate(stages)}
         self._counts: dict[int, int] = {}
         self._run: _Run | None = None
+        # Of the last plain step: (stage, input tensor) -> the interval in which its storage was freed.
+        self.deaths: dict[tuple[int, int], str] = {}
 
     def __enter__(self) -> StepProbe:
         for module in {id(s.call.module): s.call.module for s in self._stages}.values():
@@ -93,12 +95,13 @@ class StepProbe:
                 value = loss.detach()  # As Workload.step: the loss outlives its graph.
                 del loss
                 if self._workload.optimizer is not None:
-                    meter.mark(OPTIMIZER)
+                    run.mark(OPTIMIZER)
                     self._workload.optimizer.step()
-                meter.mark(END)
+                run.mark(END)
                 del value
             finally:
                 found = meter.stop()
+        self.deaths = run.deaths
         return found
 
     def dropping_forward(
@@ -141,7 +144,7 @@ class StepProbe:
     def _forward(self, run: _Run) -> Tensor:
         loss = self._workload.forward()
         run.nodes.append((outside_place(len(self._stages)), _next_node()))
-        _mark_backward(loss, run.nodes, run.meter)
+        _mark_backward(loss, run.nodes, run.mark)
         return loss
 
     def _marked(self, forward: Forward, module: nn.Module) -> Forward:
@@ -180,6 +183,9 @@ class _Run:
         self.held: list[Any] = []
         self.first_runs: list[FirstRun] = []
         self.freed = [True] * count
+        self.deaths: dict[tuple[int, int], str] = {}
+        self._label = outside_place(0).label(FORWARD)
+        self._inputs: dict[tuple[int, int], weakref.ref[Any]] = {}
         self._saved: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._watched: list[tuple[int, weakref.ref[Any]]] = []
 
@@ -187,12 +193,20 @@ class _Run:
         self.inside = True
         self.check_freed()
         self.nodes.append((outside_place(position), _next_node()))
-        self.meter.mark(stage_place(position).label(FORWARD))
+        self.mark(stage_place(position).label(FORWARD))
+
+    def mark(self, label: str) -> None:
+        """A mark; input tensors that died since the last one died in what that one began."""
+        for key in [key for key, reference in self._inputs.items() if reference() is None]:
+            self.deaths[key] = self._label
+            del self._inputs[key]
+        self._label = label
+        self.meter.mark(label)
 
     def leave(self, position: int) -> None:
         self.inside = False
         self.nodes.append((stage_place(position), _next_node()))
-        self.meter.mark(outside_place(position + 1).label(FORWARD))
+        self.mark(outside_place(position + 1).label(FORWARD))
 
     def hooks(self, position: int) -> torch.autograd.graph.saved_tensors_hooks | _NoHooks:
         if self.mode == "plain":
@@ -212,6 +226,10 @@ class _Run:
     def first_run(
         self, stage: ChosenStage, position: int, module: nn.Module, forward: Forward, args: Any, kwargs: Any
     ) -> Any:
+        if self.mode == "save":
+            for leaf, tensor in enumerate(tensors_in((args, kwargs))):
+                if tensor.layout is torch.strided:
+                    self._inputs[position, leaf] = weakref.ref(tensor.untyped_storage())
         if self.mode != "drop":
             return forward(*args, **kwargs)
         state = CallState(module, self.traits[position], _device_of(args, kwargs))
@@ -263,7 +281,7 @@ def _next_node() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
-def _mark_backward(loss: Tensor, nodes: list[tuple[Place, int]], meter: Meter) -> None:
+def _mark_backward(loss: Tensor, nodes: list[tuple[Place, int]], mark: Callable[[str], None]) -> None:
     """Mark the moment at which the first autograd node of each place runs.
 
     The engine runs ready nodes in falling order of their sequence number, so
@@ -276,14 +294,14 @@ def _mark_backward(loss: Tensor, nodes: list[tuple[Place, int]], meter: Meter) -
         if place is not None and (place not in highest or highest[place][0] < number):
             highest[place] = (number, node)
     for place, (_, node) in highest.items():
-        node.register_prehook(_marker(meter, place.label(BACKWARD)))
+        node.register_prehook(_marker(mark, place.label(BACKWARD)))
 
 
-def _marker(meter: Meter, label: str) -> Callable[[Any], None]:
-    def mark(_: Any) -> None:
-        meter.mark(label)
+def _marker(mark: Callable[[str], None], label: str) -> Callable[[Any], None]:
+    def run(_: Any) -> None:
+        mark(label)
 
-    return mark
+    return run
 
 
 def _place_of(number: int, nodes: list[tuple[Place, int]]) -> Place | None:

@@ -85,6 +85,28 @@ class StageRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedRecord:
+    """A tensor that stages take as input and that does not live for one link only. Numbers are positions of stages.
+
+    Attributes:
+        size_bytes: of its storage.
+        born: where it was made.
+        readers, linked_readers: stages that take it; linked ones as the unchanged output of the stage before.
+        savers: where autograd saved it.
+        death_phase, death: where it was freed in the unplanned step: ``forward``
+            or ``backward`` of that stage; ``never`` within the step.
+    """
+
+    size_bytes: int
+    born: int
+    readers: tuple[int, ...]
+    linked_readers: tuple[int, ...]
+    savers: tuple[int, ...]
+    death_phase: Literal["forward", "backward", "never"]
+    death: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentBytes:
     """Bytes that are there before the step begins and after it ends."""
 
@@ -120,6 +142,7 @@ class Profile:
         model_class: class of the model.
         device, device_name, torch_version, precision: where and how it ran.
         stages: stages and what lies outside of them, in forward order.
+        shared: tensors that several stages hold.
         resident: bytes that are always there.
         optimizer: the optimizer step; zero seconds and no bytes without one.
         unplanned_peak_bytes: most bytes alive at once in the whole step.
@@ -134,6 +157,7 @@ class Profile:
     torch_version: str
     precision: str
     stages: tuple[StageRecord, ...]
+    shared: tuple[SharedRecord, ...]
     resident: ResidentBytes
     optimizer: Phase
     unplanned_peak_bytes: int
@@ -181,6 +205,7 @@ class Profile:
         data = {key: value for key, value in document.items() if key not in ("format", "version", "fingerprint")}
         try:
             data["stages"] = tuple(_stage(stage) for stage in data["stages"])
+            data["shared"] = tuple(_shared(tensor) for tensor in data["shared"])
             data["resident"] = ResidentBytes(**data["resident"])
             data["optimizer"] = Phase(**data["optimizer"])
             data["step_seconds"] = tuple(data["step_seconds"])
@@ -204,6 +229,11 @@ def _stage(data: Mapping[str, Any]) -> StageRecord:
     values["input_shapes"] = tuple(tuple(shape) for shape in values["input_shapes"])
     values["mutated_buffers"] = tuple(values["mutated_buffers"])
     return StageRecord(**values)
+
+
+def _shared(data: Mapping[str, Any]) -> SharedRecord:
+    lists = {key: tuple(data[key]) for key in ("readers", "linked_readers", "savers")}
+    return SharedRecord(**{**data, **lists})
 
 
 def _check_numbers(record: Any, where: str) -> None:

@@ -1,0 +1,326 @@
+"""Assembly: what was traced and metered of one workload, put together into a Profile."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from profiler.meter import Interval
+from profiler.probe import BACKWARD, FORWARD, OPTIMIZER, Place, outside_place, stage_place
+from profiler.records import OpRecord, Phase, Profile, ResidentBytes, SharedRecord, StageRecord
+from profiler.stages import ChosenStage
+from profiler.storages import distinct_bytes
+from profiler.tracing import Call, Trace
+from profiler.workload import Workload
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """Everything measured about one workload, before it is put together."""
+
+    trace: Trace
+    stages: tuple[ChosenStage, ...]
+    memory: dict[str, list[Interval]]
+    deaths: dict[tuple[int, int], str]
+    seconds: dict[str, float]
+    step_seconds: list[float]
+    dropped_memory: dict[str, list[Interval]]
+    dropped_seconds: dict[str, float]
+    freed: list[bool]
+    reruns: dict[int, RerunTimes]
+
+
+@dataclass(slots=True, kw_only=True)
+class RerunTimes:
+    seconds: float = 0.0
+    failure: str = ""
+
+
+def by_label(intervals: list[Interval]) -> dict[str, list[Interval]]:
+    found: dict[str, list[Interval]] = {}
+    for interval in intervals:
+        found.setdefault(interval.label, []).append(interval)
+    return found
+
+
+def median_seconds(runs: list[list[Interval]]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        for label, intervals in by_label(run).items():
+            found.setdefault(label, []).append(sum(i.seconds for i in intervals))
+    return {label: statistics.median(values) for label, values in found.items()}
+
+
+def alike(stages: Sequence[ChosenStage]) -> list[int]:
+    """A number for each stage; equal where structure and shapes are equal."""
+    numbers: dict[Any, int] = {}
+    found = []
+    for stage in stages:
+        call = stage.call
+        key = (
+            type(call.module),
+            tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in call.module.named_parameters()),
+            tuple((leaf.shape, leaf.dtype) for leaf in call.inputs),
+            call.end_op - call.first_op,
+            call.end_save - call.first_save,
+            call.draws_random,
+        )
+        found.append(numbers.setdefault(key, len(numbers)))
+    return found
+
+
+def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) -> Profile:
+    optimizer = _phase(measured.memory.get(OPTIMIZER), measured.seconds.get(OPTIMIZER, 0.0))
+    device = workload.device
+    assembly = _Assembly(measured, resident.total)
+    return Profile(
+        model_class=type(workload.model).__name__,
+        device=str(device),
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        torch_version=torch.__version__,
+        precision=_precision(workload),
+        stages=assembly.records(),
+        shared=assembly.shared(),
+        resident=resident,
+        optimizer=optimizer,
+        unplanned_peak_bytes=max(i.peak_bytes for found in measured.memory.values() for i in found),
+        unplanned_seconds=statistics.median(measured.step_seconds),
+        step_seconds=tuple(measured.step_seconds),
+        op_records=_op_records(measured),
+    )
+
+
+def _precision(workload: Workload) -> str:
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in workload.model.parameters()})
+    cast = "" if workload.autocast is None else f", autocast {str(workload.autocast).removeprefix('torch.')}"
+    return "+".join(kinds) + cast
+
+
+def _phase(intervals: list[Interval] | None, seconds: float) -> Phase:
+    if not intervals:
+        return Phase(seconds=seconds)
+    return Phase(
+        start_bytes=intervals[0].start_bytes,
+        peak_bytes=max(i.peak_bytes for i in intervals),
+        end_bytes=intervals[-1].end_bytes,
+        seconds=seconds,
+    )
+
+
+def _joined(first: Phase, second: Phase) -> Phase:
+    return Phase(
+        start_bytes=first.start_bytes,
+        peak_bytes=max(first.peak_bytes, second.peak_bytes),
+        end_bytes=second.end_bytes,
+        seconds=first.seconds + second.seconds,
+    )
+
+
+class _Assembly:
+    """Puts the phases of stages, and of what runs outside of them, together in forward order."""
+
+    def __init__(self, measured: Measured, resident_bytes: int) -> None:
+        self._measured = measured
+        self._alike = alike(measured.stages)
+        backward = [i for label, found in measured.memory.items() if label.startswith(BACKWARD) for i in found]
+        self._after_backward = backward[-1].end_bytes if backward else resident_bytes
+        self._records: list[StageRecord] = []
+        self._index: dict[Place, int] = {}
+
+    def records(self) -> tuple[StageRecord, ...]:
+        for k in range(len(self._measured.stages) + 1):
+            self._add_outside(k)
+            self._index[outside_place(k)] = len(self._records) - 1
+            if k < len(self._measured.stages):
+                self._records.append(self._stage(k))
+                self._index[stage_place(k)] = len(self._records) - 1
+        return tuple(self._records)
+
+    def shared(self) -> tuple[SharedRecord, ...]:
+        """The storages that stages take as input, but for boundaries that live for one link only."""
+        trace, stages = self._measured.trace, self._measured.stages
+        leaves: dict[int, list[tuple[int, int]]] = {}
+        for k, stage in enumerate(stages):
+            exclusive = stage.boundary_storages if self._measured.freed[k] else frozenset()
+            for leaf, tensor in enumerate(stage.call.inputs):
+                if tensor.storage is not None and tensor.storage not in exclusive | trace.always_alive:
+                    leaves.setdefault(tensor.storage, []).append((k, leaf))
+        return tuple(self._shared(number, places) for number, places in leaves.items())
+
+    def _shared(self, number: int, leaves: list[tuple[int, int]]) -> SharedRecord:
+        stages, trace = self._measured.stages, self._measured.trace
+        linked = {(k, leaf) for k, leaf in leaves if leaf in {i for i, _ in stages[k].links}}
+        readers = {self._index[stage_place(k)] for k, leaf in leaves if (k, leaf) not in linked}
+        linked_readers = {self._index[stage_place(k)] for k, _ in linked} - readers
+        phase, death = self._death(leaves)
+        return SharedRecord(
+            size_bytes=trace.storages.bytes_of[number],
+            born=self._born(number),
+            readers=tuple(sorted(readers)),
+            linked_readers=tuple(sorted(linked_readers)),
+            savers=tuple(sorted(self._savers(number))),
+            death_phase=phase,
+            death=death,
+        )
+
+    def _death(self, leaves: list[tuple[int, int]]) -> tuple[Literal["forward", "backward", "never"], int]:
+        label = next((self._measured.deaths[key] for key in leaves if key in self._measured.deaths), "")
+        phase, _, place = label.partition(":")
+        if phase not in (FORWARD, BACKWARD):
+            return "never", 0
+        kind, _, index = place.partition(":")
+        return ("forward" if phase == FORWARD else "backward"), self._index[Place(kind, int(index))]
+
+    def _born(self, number: int) -> int:
+        position = next((i for i, op in enumerate(self._measured.trace.ops) if number in op.storages), -1)
+        return self._at(lambda call: call.first_op <= position < call.end_op, lambda call: position < call.first_op)
+
+    def _savers(self, number: int) -> set[int]:
+        found = set()
+        for position, save in enumerate(self._measured.trace.saves):
+            if save.storage == number:
+                found.add(
+                    self._at(
+                        lambda call, p=position: call.first_save <= p < call.end_save,
+                        lambda call, p=position: p < call.first_save,
+                    )
+                )
+        return found
+
+    def _at(self, inside: Callable[[Call], bool], before: Callable[[Call], bool]) -> int:
+        """Position of the record for the stage that something is inside of, or that it comes outside before."""
+        for k, stage in enumerate(self._measured.stages):
+            if inside(stage.call):
+                return self._index[stage_place(k)]
+            if before(stage.call):
+                return max(0, self._index[outside_place(k)])
+        return len(self._records) - 1
+
+    def _phases(self, place: Place) -> tuple[Phase, Phase, Phase]:
+        m = self._measured
+        forward, backward = place.label(FORWARD), place.label(BACKWARD)
+        after = Phase(
+            start_bytes=self._after_backward, peak_bytes=self._after_backward, end_bytes=self._after_backward
+        )
+        return (
+            _phase(m.memory.get(forward), self._pooled(m.seconds, place, FORWARD)),
+            _phase(m.memory[backward], self._pooled(m.seconds, place, BACKWARD)) if backward in m.memory else after,
+            _phase(m.dropped_memory.get(forward), self._pooled(m.dropped_seconds, place, FORWARD)),
+        )
+
+    def _pooled(self, seconds: dict[str, float], place: Place, phase: str) -> float:
+        """A stage's seconds: the median over all stages like it."""
+        if place.kind != "stage":
+            return seconds.get(place.label(phase), 0.0)
+        like = [k for k, number in enumerate(self._alike) if number == self._alike[place.index]]
+        return statistics.median(seconds.get(stage_place(k).label(phase), 0.0) for k in like)
+
+    def _add_outside(self, k: int) -> None:
+        forward, backward, dropped = self._phases(outside_place(k))
+        if self._records and outside_place(k).label(BACKWARD) not in self._measured.memory:
+            last = self._records[-1]  # Nothing but Python letting go of tensors: part of the stage before.
+            self._records[-1] = replace(
+                last, forward=_joined(last.forward, forward), dropped=_joined(last.dropped, dropped)
+            )
+            return
+        stages = self._measured.stages
+        before = f"after {stages[k - 1].name}" if k == len(stages) and k > 0 else ""
+        name = f"outside, {before or f'before {stages[k].name}'}" if stages else "the whole model"
+        self._records.append(
+            StageRecord(name=name, kind="outside", forward=forward, backward=backward, dropped=dropped)
+        )
+
+    def _stage(self, k: int) -> StageRecord:
+        m, stage, place = self._measured, self._measured.stages[k], stage_place(k)
+        call, table = stage.call, m.trace.storages
+        forward, backward, dropped = self._phases(place)
+        rerun = m.reruns.get(self._alike[k], RerunTimes(failure="it was not run a second time"))
+        saves = m.trace.saves[call.first_save : call.end_save]
+        saved = {save.storage for save in saves if save.storage is not None} - m.trace.always_alive
+        boundary = m.stages[k + 1].boundary_storages if k + 1 < len(m.stages) and m.freed[k + 1] else frozenset()
+        inputs = {leaf.storage for leaf in call.inputs if leaf.storage is not None}
+        outputs = {leaf.storage for leaf in call.outputs if leaf.storage is not None}
+        parameters = dict(call.module.named_parameters())
+        reason = self._reason(k, rerun)
+        marks = m.memory.get(place.label(FORWARD), [])
+        last_save_peak = max((i.peak_bytes for i in marks[:-1]), default=forward.start_bytes)
+        return StageRecord(
+            name=stage.name,
+            kind="stage",
+            module_class=type(call.module).__name__,
+            alike=self._alike[k],
+            forward=forward,
+            backward=backward,
+            dropped=dropped,
+            # It is a part of that forward; a longer time can only be noise.
+            recompute_seconds=min(rerun.seconds, dropped.seconds),
+            recompute_peak_bytes=last_save_peak - forward.start_bytes,
+            recompute_ops=saves[-1].op - call.first_op if saves else 0,
+            forward_ops=call.end_op - call.first_op,
+            output_bytes=table.total_bytes(outputs - inputs - m.trace.always_alive),
+            boundary_bytes=table.total_bytes(boundary),
+            kept_output_bytes=table.total_bytes(boundary & saved),
+            kept_bytes=table.total_bytes(saved - inputs),
+            saved_tensors=len(saves),
+            links=stage.links,
+            parameter_bytes=distinct_bytes(parameters.values()),
+            parameter_gradient_bytes=distinct_bytes(p for p in parameters.values() if p.requires_grad),
+            parameter_shapes=tuple((name, tuple(p.shape)) for name, p in parameters.items()),
+            input_shapes=tuple(leaf.shape for leaf in call.inputs),
+            draws_random=call.draws_random,
+            mutated_buffers=call.mutated_buffers,
+            recomputable=not reason,
+            reason=reason,
+        )
+
+    def _reason(self, k: int, rerun: RerunTimes) -> str:
+        if self._measured.stages[k].call.mutates_input:
+            return "it changes its input in place"
+        if stage_place(k).label(BACKWARD) not in self._measured.memory:
+            return "it has no backward"
+        return rerun.failure
+
+
+def _op_records(measured: Measured) -> tuple[OpRecord, ...]:
+    trace = measured.trace
+    spans = [(s.name, s.call.first_node, s.call.end_node) for s in measured.stages]
+
+    def place_of(node: int) -> str:
+        return next((name for name, first, end in spans if first <= node < end), "outside")
+
+    def place_at(position: int) -> str:
+        for stage in measured.stages:
+            if stage.call.first_op <= position < stage.call.end_op:
+                return stage.name
+        return "outside"
+
+    forward = [
+        OpRecord(
+            side="forward",
+            place=place_at(position),
+            module=op.module,
+            op=op.name,
+            seconds=op.seconds,
+            output_bytes=op.output_bytes,
+            kept=op.kept,
+        )
+        for position, op in enumerate(trace.ops)
+    ]
+    backward = [
+        OpRecord(
+            side="backward",
+            place=place_of(op.node),
+            module=op.module,
+            op=op.name,
+            seconds=op.seconds,
+            output_bytes=op.output_bytes,
+            kept=False,
+        )
+        for op in trace.backward_ops
+    ]
+    return tuple(forward + backward)
