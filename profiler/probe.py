@@ -18,7 +18,7 @@ from profiler.stages import ChosenStage
 from profiler.trees import tensors_in
 from profiler.workload import Workload
 
-FORWARD, BACKWARD, OPTIMIZER, END = "forward", "backward", "optimizer", "end"
+FORWARD, LOSS, BACKWARD, OPTIMIZER, END = "forward", "loss", "backward", "optimizer", "end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,7 @@ class StepProbe:
             meter.start(outside_place(0).label(FORWARD))
             try:
                 loss = self._forward(run)
+                run.mark(LOSS)  # What backward allocates first belongs to no forward.
                 loss.backward()
                 value = loss.detach()  # As Workload.step: the loss outlives its graph.
                 del loss
