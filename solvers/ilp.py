@@ -1,0 +1,75 @@
+"""Integer program over the forward-backward graph of a chain: a proven optimum, or an incumbent with its bound.
+
+Formulation: Checkmate's R, S and FREE variables on the graph that a chain implies. Time is cut into a first pass and
+one phase before the backward of each stage t = L-1 .. 0. R: stage k runs in phase t without keeping, keeping an
+option, or (k == t) recomputed directly before its backward. S: which boundaries and which kept options are alive as a
+phase starts. FREE is eliminated: within a phase stages run in rising order and a boundary has one reader, so at the
+run of stage k a boundary j < k - 1 is alive exactly if it is retained into the next phase, k - 1 because it is read,
+and j >= k if it was carried in. Two programs share these variables:
+
+* ``sweep``: exact bytes of every schedule whose phases run stages in rising order, each at most once (Checkmate's
+  frontier-advancing schedules). Contains all persistent schedules and more.
+* ``bound``: only what holds in whatever order and however often stages run in a phase: kept options and boundaries
+  that are there at both ends of the phase, and everything at the starts of phases and at backwards. Every schedule
+  of the chain is feasible in it at no greater cost, so its optimum bounds them all.
+
+Guarantee: ``bound`` is solved first; where its answer, replayed, fits, it is the optimum over all schedules. Otherwise
+the answer is that of ``sweep``, with the bound of ``bound``; only transients that outweigh what they make room for
+tell the two apart. Complexity: O(L^2 K) binaries for menus of K options, exponential time.
+Units: bytes and seconds; inside the program both are scaled, so that HiGHS's tolerances stay below one byte.
+
+Paper: Jain et al., "Checkmate: breaking the memory wall with optimal tensor rematerialization" (2020), section 4.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from solvers.ilp_model import Model
+from solvers.problem import Candidate, Problem
+from solvers.schedule import Schedule
+from solvers.simulator import replay
+
+MOST_STAGES = 100  # rows grow with L^2 and terms with L^3: beyond, building the program takes minutes
+_TOLERANCE = 1e-8  # a bound this close to the schedule's seconds is HiGHS's own rounding
+
+
+def solve(problem: Problem, time_limit_seconds: float = 60.0) -> Candidate:
+    """The fastest schedule found within the time limit, and a bound on every schedule within the budget.
+
+    The bound is infinite where no schedule exists. Tensors that stages share are left out: give a chain
+    ``folded()`` for schedules that fit, or without them for a bound.
+
+    Raises:
+        ValueError: the chain is too long for the program to be built.
+
+    >>> from solvers.chain import Chain, Option, Stage
+    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
+    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> solve(Problem(chain=Chain(stages=(stage,) * 3), budget_bytes=8)).lower_bound_seconds
+    11.0
+    """
+    if len(problem.chain.stages) > MOST_STAGES:
+        raise ValueError(f"ilp: expected at most {MOST_STAGES} stages, got {len(problem.chain.stages)}; use rotor")
+    if problem.budget_bytes < problem.chain.other_peak_bytes or problem.budget_bytes <= 0:
+        return Candidate(schedule=None, lower_bound_seconds=math.inf)
+    deadline = time.monotonic() + time_limit_seconds
+    loose = Model(problem, sweep=False).solve(time_limit_seconds / 2)
+    if loose.bound_seconds == math.inf or _fits(problem, loose.schedule):
+        return _candidate(problem, loose.schedule, loose.bound_seconds)
+    exact = Model(problem, sweep=True).solve(max(0.1, deadline - time.monotonic()))
+    return _candidate(problem, exact.schedule if _fits(problem, exact.schedule) else None, loose.bound_seconds)
+
+
+def _fits(problem: Problem, schedule: Schedule | None) -> bool:
+    return schedule is not None and replay(problem.chain, schedule).peak_bytes <= problem.budget_bytes
+
+
+def _candidate(problem: Problem, schedule: Schedule | None, bound_seconds: float) -> Candidate:
+    if schedule is not None:
+        seconds = replay(problem.chain, schedule).seconds
+        if bound_seconds >= seconds * (1 - _TOLERANCE):
+            bound_seconds = seconds
+    return Candidate(schedule=schedule, lower_bound_seconds=bound_seconds)
