@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import NamedTuple
 
-from solvers.chain import Chain
+from solvers.chain import Chain, Shared
 from solvers.problem import Candidate, Problem
 from solvers.schedule import Action, Schedule
 
@@ -103,8 +103,20 @@ def _bytes_of(chain: Chain, state: _State) -> int:
             way = stages[k].options[option]
             held += way.kept_bytes + (way.kept_output_bytes if k not in state.alive else 0)
     held += sum(stages[k].parameter_gradient_bytes for k in range(state.pending + 1, len(stages)))
+    held += sum(tensor.size_bytes for tensor in chain.shared if _shared(tensor, state))
     loss_done = state.reached + 1 == len(stages)
     return held + (stages[state.pending].gradient_bytes if loss_done and state.pending >= 0 else 0)
+
+
+def _shared(tensor: Shared, state: _State) -> bool:
+    if state.pending < 0 or state.reached < tensor.born:
+        return False
+    waiting = {k for k in range(min(state.reached, state.pending) + 1) if state.kept[k] < 0}
+    held = state.reached < tensor.forward_death or any(state.kept[k] >= 0 for k in tensor.savers)
+    held = held or bool(waiting & set(tensor.readers))
+    held = held or any(k - 1 in state.alive for k in waiting & set(tensor.linked_readers))
+    loss_done = state.reached + 1 == len(state.kept)
+    return held or (loss_done and tensor.held_until is not None and state.pending >= tensor.held_until)
 
 
 def _edges(chain: Chain, state: _State) -> Iterator[_Edge]:

@@ -4,12 +4,15 @@ Formulation: the persistent recursion of ``solvers.persistent`` with bytes in pl
 is the smallest, over its choices, of the largest need of the parts:
 ``need(s, t) = min(keep: max(own, need(s+1, t) + shift), drop: max(own, need(q, t) + a(q-1), need(s, q-1)))``.
 
-Guarantee: exact in bytes among persistent schedules (what is kept stays kept until its backward).
+Guarantee: exact in bytes among persistent schedules (what is kept stays kept until its backward). Where stages share
+tensors the recursion is solved with these counted throughout and not at all, and the smaller replayed peak counts.
 Complexity: O(L^3) for L stages, vectorised over q. Units: bytes.
 Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains" (2019), section 4, on the smallest memory.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
@@ -32,8 +35,13 @@ def smallest_schedule(chain: Chain) -> Schedule:
     >>> replay(Chain(stages=(stage,) * 3), smallest_schedule(Chain(stages=(stage,) * 3))).peak_bytes
     6
     """
-    table = _Needs(ChainBytes(chain))
-    return persistent_schedule(len(chain.stages), table.choose)
+    variants = dict.fromkeys((chain.folded(), replace(chain, shared=())))  # shared tensors: held throughout, or not at all
+    found = [_smallest(variant) for variant in variants]
+    return min(found, key=lambda schedule: replay(chain, schedule).peak_bytes)
+
+
+def _smallest(chain: Chain) -> Schedule:
+    return persistent_schedule(len(chain.stages), _Needs(ChainBytes(chain)).choose)
 
 
 def shortage(chain: Chain) -> Shortage:

@@ -13,10 +13,15 @@ Status = Literal["optimal", "feasible", "infeasible"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A chain and the most bytes that may be alive at once (``None``: no limit)."""
+    """A chain and the most bytes that may be alive at once; ValueError for a budget that is no number of bytes."""
 
     chain: Chain
     budget_bytes: int
+
+    def __post_init__(self) -> None:
+        budget = self.budget_bytes
+        if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
+            raise ValueError(f"a budget: expected an integer number of bytes, not negative, got {budget!r}; correct it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,263 @@
+"""The menu of methods: one call from a problem to a replayed, certified solution, and one to a frontier."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
+
+from solvers import chen_greedy, chen_sqrt, exhaustive, ilp, keep_all, recompute_all
+from solvers.chain import Chain
+from solvers.lower_bound import bound_seconds
+from solvers.minimum_memory import shortage, shortage_of, smallest_schedule
+from solvers.problem import Candidate, Problem, Solution
+from solvers.rotor import Table
+from solvers.schedule import Schedule
+from solvers.simulator import replay
+
+BASELINES: dict[str, Callable[[Chain], list[Schedule]]] = {
+    "keep_all": keep_all.schedules,
+    "recompute_all": recompute_all.schedules,
+    "chen_sqrt": chen_sqrt.schedules,
+    "chen_greedy": chen_greedy.schedules,
+}
+NAMES: tuple[str, ...] = (*BASELINES, "rotor", "ilp", "exhaustive", "auto")
+
+DEFAULT_ILP_SECONDS = 60.0  # proves most chains of 16 stages
+AUTO_ILP_SECONDS = 10.0  # what auto adds at most, unless it is given more
+AUTO_ILP_STAGES = 12  # proven in seconds up to here (tests/solvers and benchmarks)
+FRONTIER_POINTS = 100  # replayed and returned; a curve needs no more
+FRONTIER_BUDGETS = 6  # for methods that solve one budget at a time
+
+_PROVEN = 1e-9  # relative distance from the bound that counts as none
+_TIE = 1e-12  # relative difference of two sums of the same seconds
+_TRUSTED = 1e-6  # a bound this far above a replayed schedule is wrong
+
+
+class _Found(NamedTuple):
+    solver: str
+    schedule: Schedule
+    peak_bytes: int
+    seconds: float
+
+
+_Point = TypeVar("_Point", _Found, Solution)
+
+
+def solver_names() -> tuple[str, ...]:
+    """The methods that ``solve_chain`` and ``frontier`` know."""
+    return NAMES
+
+
+def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: float | None = None) -> Solution:
+    """The fastest schedule that ``solver`` finds within the budget, replayed, with a bound that holds for all.
+
+    Args:
+        problem: the chain and its budget in bytes.
+        solver: one of ``solver_names()``; ``auto`` takes the fastest of all quick methods and, for chains of up
+            to 12 stages that they leave unproven, asks ``ilp``.
+        time_limit_seconds: for ``ilp`` (60 where None) and the part that ``auto`` gives it (10 where None).
+
+    Raises:
+        ValueError: an unknown solver, an impossible time limit, or a chain too large for ``exhaustive``.
+    """
+    _check(solver, time_limit_seconds)
+    start = time.perf_counter()
+    found, proven = _answer(problem, solver, time_limit_seconds)
+    best = _fastest(problem, found)
+    if best is None:
+        return _infeasible(problem, solver, start)
+    if proven > best.seconds * (1 + _TRUSTED):
+        proven = 0.0  # a schedule at hand refutes it: a solver's numerical error must not pass for a proof
+    bound = max(bound_seconds(problem.chain, problem.budget_bytes), proven)
+    return _solution(best, bound, time.perf_counter() - start)
+
+
+def frontier(chain: Chain, solver: str = "auto", time_limit_seconds: float | None = None) -> list[Solution]:
+    """Solutions that no other one of the method beats, by rising peak and falling seconds.
+
+    Each one is the answer to its own peak as a budget. ``rotor`` and ``auto`` return at most 100 of them, ``ilp``
+    a handful, between the smallest and the unplanned peak.
+    """
+    _check(solver, time_limit_seconds)
+    start = time.perf_counter()
+    if solver in ("ilp", "exhaustive"):
+        return _frontier_of_budgets(chain, solver, time_limit_seconds or DEFAULT_ILP_SECONDS)
+    names = (*BASELINES, "rotor") if solver == "auto" else (solver,)
+    found = [entry for name in names for entry in _entries(chain, name)]
+    best = _undominated(found)
+    spent = (time.perf_counter() - start) / max(1, len(best))
+    return [_solution(entry, bound_seconds(chain, entry.peak_bytes), spent) for entry in best]
+
+
+def _check(solver: str, time_limit_seconds: float | None) -> None:
+    if solver not in NAMES:
+        raise ValueError(f"a solver: expected one of {', '.join(NAMES)}, got {solver!r}; choose one of them")
+    if time_limit_seconds is not None and not (time_limit_seconds > 0):
+        raise ValueError(
+            f"a time limit: expected seconds above zero, got {time_limit_seconds!r}; leave it out for the default"
+        )
+
+
+def _undominated(points: Iterable[_Point]) -> list[_Point]:
+    best: list[_Point] = []
+    for point in sorted(points, key=lambda p: (p.peak_bytes or 0, p.seconds or 0.0)):
+        if not best or (point.seconds or 0.0) < (best[-1].seconds or 0.0) * (1 - _PROVEN):
+            best.append(point)
+    return best
+
+
+def _replayed(chain: Chain, solver: str, schedule: Schedule) -> _Found:
+    result = replay(chain, schedule)
+    return _Found(solver, schedule, result.peak_bytes, result.seconds)
+
+
+def _fastest(problem: Problem, found: Iterable[_Found]) -> _Found | None:
+    """The fastest that fits; of equally fast ones that with the fewest runs, so that nothing runs again for nothing."""
+    fitting = [entry for entry in found if entry.peak_bytes <= problem.budget_bytes]
+    if not fitting:
+        return None
+    least = min(entry.seconds for entry in fitting) * (1 + _TIE)
+    ties = [entry for entry in fitting if entry.seconds <= least]
+    return min(ties, key=lambda entry: (entry.schedule.forward_runs(), entry.peak_bytes))
+
+
+def _solution(entry: _Found, bound: float, spent_seconds: float) -> Solution:
+    bound = min(bound, entry.seconds)  # the last digits of sums in another order
+    return Solution(
+        solver=entry.solver,
+        status="optimal" if entry.seconds <= bound * (1 + _PROVEN) else "feasible",
+        schedule=entry.schedule,
+        peak_bytes=entry.peak_bytes,
+        seconds=entry.seconds,
+        lower_bound_seconds=bound,
+        solve_seconds=spent_seconds,
+    )
+
+
+def _infeasible(problem: Problem, solver: str, start: float) -> Solution:
+    chain = problem.chain
+    if solver in BASELINES:
+        lowest = min(_baseline(chain, solver), key=lambda entry: entry.peak_bytes)
+        why = shortage_of(chain, lowest.schedule)
+    else:
+        why = shortage(chain)
+    return Solution(
+        solver=solver,
+        status="infeasible",
+        schedule=None,
+        peak_bytes=None,
+        seconds=None,
+        lower_bound_seconds=bound_seconds(chain, why.minimum_budget_bytes),  # finite; any bound holds for no schedule
+        solve_seconds=time.perf_counter() - start,
+        shortage=why,
+    )
+
+
+def _answer(problem: Problem, solver: str, time_limit_seconds: float | None) -> tuple[list[_Found], float]:
+    """What the method finds, and the bound that it proves itself."""
+    if solver in BASELINES:
+        return _baseline(problem.chain, solver), 0.0
+    if solver == "rotor":
+        return _rotor(problem), 0.0
+    if solver == "auto":
+        return _auto(problem, time_limit_seconds)
+    if solver == "ilp":
+        return _ilp(problem, time_limit_seconds or DEFAULT_ILP_SECONDS)
+    return _proven(problem, solver, exhaustive.solve(problem))
+
+
+def _baseline(chain: Chain, solver: str) -> list[_Found]:
+    return [_replayed(chain, solver, schedule) for schedule in BASELINES[solver](chain)]
+
+
+def _rotor(problem: Problem) -> list[_Found]:
+    """The table's answer, beside the two ends that the grid may miss: nothing recomputed, and the smallest peak.
+
+    Where stages share tensors, the table counts them throughout and true peaks lie lower: then every schedule of the
+    frontier is a candidate too.
+    """
+    chain = problem.chain
+    table = _table(chain.folded())
+    points = [point for point in table.points() if point.peak_bytes <= problem.budget_bytes]
+    schedules = [table.schedule(points[-1])] if points else []
+    found = [_replayed(chain, "rotor", schedule) for schedule in (*schedules, *_ends(chain))]
+    return found + list(_frontier_entries(chain)) if chain.shared else found
+
+
+def _ilp(problem: Problem, time_limit_seconds: float) -> tuple[list[_Found], float]:
+    """The program's answer; the two ends are incumbents, so that a feasible budget is never called infeasible.
+
+    Without shared tensors the program bounds the chain with them; where its answer does not fit beside
+    them, the program with all of them counted throughout gives one that does.
+    """
+    chain, deadline = problem.chain, time.perf_counter() + time_limit_seconds
+    incumbents = [_replayed(chain, "ilp", schedule) for schedule in _ends(chain)]
+    bare = replace(problem, chain=replace(chain, shared=()))
+    share = time_limit_seconds / 2 if chain.shared else time_limit_seconds
+    found, proven = _proven(problem, "ilp", ilp.solve(bare, share))
+    if chain.shared and proven < math.inf and not any(f.peak_bytes <= problem.budget_bytes for f in found):
+        left = max(0.1, deadline - time.perf_counter())
+        found += _proven(problem, "ilp", ilp.solve(replace(problem, chain=chain.folded()), left))[0]
+    return found + incumbents, proven
+
+
+def _ends(chain: Chain) -> list[Schedule]:
+    return [*keep_all.schedules(chain), smallest_schedule(chain)]
+
+
+@lru_cache(maxsize=2)
+def _table(chain: Chain) -> Table:
+    """The last tables are remembered: asking for several budgets of one chain costs one solve."""
+    return Table(chain)
+
+
+def _auto(problem: Problem, time_limit_seconds: float | None) -> tuple[list[_Found], float]:
+    start, chain = time.perf_counter(), problem.chain
+    found = [entry for name in BASELINES for entry in _baseline(chain, name)] + _rotor(problem)
+    best = _fastest(problem, found)
+    bound = bound_seconds(chain, problem.budget_bytes)
+    open_gap = bound < math.inf if best is None else best.seconds > bound * (1 + _PROVEN)
+    limit = AUTO_ILP_SECONDS if time_limit_seconds is None else time_limit_seconds - (time.perf_counter() - start)
+    if not open_gap or limit <= 0 or len(chain.stages) > AUTO_ILP_STAGES:
+        return found, 0.0
+    more, proven = _ilp(problem, limit)
+    return found + more, proven
+
+
+def _proven(problem: Problem, solver: str, candidate: Candidate) -> tuple[list[_Found], float]:
+    schedules = [] if candidate.schedule is None else [candidate.schedule]
+    return [_replayed(problem.chain, solver, schedule) for schedule in schedules], candidate.lower_bound_seconds
+
+
+def _entries(chain: Chain, solver: str) -> list[_Found]:
+    """All schedules of a method that the frontier is chosen from."""
+    if solver in BASELINES:
+        return _baseline(chain, solver)
+    return list(_frontier_entries(chain))
+
+
+@lru_cache(maxsize=1)
+def _frontier_entries(chain: Chain) -> tuple[_Found, ...]:
+    schedules = _ends(chain)
+    for variant in dict.fromkeys((chain.folded(), replace(chain, shared=()))):
+        table = _table(variant)
+        points = table.points()
+        last = len(points) - 1
+        picks = sorted({round(i * last / (FRONTIER_POINTS - 1)) for i in range(FRONTIER_POINTS)}) if points else []
+        schedules += [table.schedule(points[i]) for i in picks]
+    return tuple(_replayed(chain, "rotor", schedule) for schedule in schedules)
+
+
+def _frontier_of_budgets(chain: Chain, solver: str, time_limit_seconds: float) -> list[Solution]:
+    low = shortage(chain).minimum_budget_bytes
+    high = max(low, replay(chain, keep_all.schedules(chain)[0]).peak_bytes)
+    steps = FRONTIER_BUDGETS - 1
+    budgets = [low + (high - low) * i // steps for i in range(steps + 1)]
+    share = time_limit_seconds / len(budgets)
+    solutions = [solve_chain(Problem(chain=chain, budget_bytes=b), solver, share) for b in budgets]
+    feasible = [s for s in solutions if s.seconds is not None and s.peak_bytes is not None]
+    return _undominated(feasible)
