@@ -74,6 +74,11 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
     return handle
 
 
+def handle_of(model: nn.Module) -> Handle | None:
+    """The handle of the plan that is applied to ``model``; None where there is none."""
+    return _PLANNED.get(model)
+
+
 def _install(model: nn.Module, plan: Plan, planned: _Planned, patches: ForwardPatches) -> None:
     patches.wrap(model, planned.whole)
     modules = {}

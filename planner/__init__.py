@@ -1,0 +1,32 @@
+"""The sublinear-memory planner: profile a real PyTorch model, plan under a memory budget, train under the plan."""
+
+from planner.applier import Handle, PlanMismatch, apply, handle_of
+from planner.checkpointing import auto_checkpoint
+from planner.curves import pareto
+from planner.plan import Plan, PlannedStage
+from planner.planning import Infeasible, solve
+from planner.program import UnsupportedPlan
+from profiler.measurement import Measurement, measure
+from profiler.profiling import ProfileError, profile
+from profiler.records import Profile
+from profiler.workload import Workload
+
+__all__ = [
+    "Handle",
+    "Infeasible",
+    "Measurement",
+    "Plan",
+    "PlanMismatch",
+    "PlannedStage",
+    "Profile",
+    "ProfileError",
+    "UnsupportedPlan",
+    "Workload",
+    "apply",
+    "auto_checkpoint",
+    "handle_of",
+    "measure",
+    "pareto",
+    "profile",
+    "solve",
+]
