@@ -105,7 +105,7 @@ class Model:
         self.steady = {(t, j): self._variable("steady", t, j) for t in loose for j in range(t)}
 
     def _variable(self, name: str, *index: int) -> pulp.LpVariable:
-        return pulp.LpVariable("_".join([name, *map(str, index)]), 0, 1, pulp.LpBinary)
+        return self.program.add_variable("_".join([name, *map(str, index)]), 0, 1, pulp.LpBinary)
 
     def _objective(self) -> None:
         stages, n = self.stages, self.count

@@ -35,7 +35,7 @@ def smallest_schedule(chain: Chain) -> Schedule:
     >>> replay(Chain(stages=(stage,) * 3), smallest_schedule(Chain(stages=(stage,) * 3))).peak_bytes
     6
     """
-    variants = dict.fromkeys((chain.folded(), replace(chain, shared=())))  # shared tensors: held throughout, or not at all
+    variants = dict.fromkeys((chain.folded(), replace(chain, shared=())))  # shared tensors: throughout, or not at all
     found = [_smallest(variant) for variant in variants]
     return min(found, key=lambda schedule: replay(chain, schedule).peak_bytes)
 
