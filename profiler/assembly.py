@@ -48,12 +48,13 @@ def by_label(intervals: list[Interval]) -> dict[str, list[Interval]]:
     return found
 
 
-def median_seconds(runs: list[list[Interval]]) -> dict[str, float]:
+def typical_seconds(runs: list[list[Interval]]) -> dict[str, float]:
+    """Seconds per label: the median over the runs, of two runs the smaller (a machine stalls, it never hurries)."""
     found: dict[str, list[float]] = {}
     for run in runs:
         for label, intervals in by_label(run).items():
             found.setdefault(label, []).append(sum(i.seconds for i in intervals))
-    return {label: statistics.median(values) for label, values in found.items()}
+    return {label: statistics.median_low(values) for label, values in found.items()}
 
 
 def alike(stages: Sequence[ChosenStage]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.assembly import Measured, RerunTimes, alike, assemble, by_label, median_seconds
+from profiler.assembly import Measured, RerunTimes, alike, assemble, by_label, typical_seconds
 from profiler.meter import memory_meter, time_meter
 from profiler.preservation import RandomState, preserved
 from profiler.probe import FirstRun, StepProbe
@@ -98,6 +98,7 @@ def resident_bytes_of(workload: Workload) -> ResidentBytes:
         buffers=distinct_bytes(workload.model.buffers()),
         optimizer=distinct_bytes(v for state in states for v in state.values() if isinstance(v, Tensor)),
         inputs=distinct_bytes(tensors_in(workload.inputs)),
+        gradients=distinct_bytes(p.grad for p in workload.model.parameters() if p.grad is not None),
     )
 
 
@@ -133,7 +134,7 @@ def _measure(
         stages=stages,
         memory=by_label(memory),
         deaths=deaths,
-        seconds=median_seconds(steps),
+        seconds=typical_seconds(steps),
         step_seconds=[sum(i.seconds for i in step) for step in steps],
         dropped_memory=by_label(dropped),
         dropped_seconds=dropped_seconds,
@@ -164,7 +165,7 @@ def _time_dropping(
         for position, number in enumerate(numbers):
             if number not in reruns and position < len(first_runs):
                 reruns[number] = _rerun(first_runs[position], workload.device)
-    return median_seconds(runs), reruns
+    return typical_seconds(runs), reruns
 
 
 def _rerun(first: FirstRun, device: torch.device) -> RerunTimes:

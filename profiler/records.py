@@ -114,11 +114,12 @@ class ResidentBytes:
     buffers: int
     optimizer: int
     inputs: int
+    gradients: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.parameters + self.buffers + self.optimizer + self.inputs
+        return self.parameters + self.buffers + self.optimizer + self.inputs + self.gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

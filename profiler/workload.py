@@ -29,6 +29,9 @@ class Workload:
         optimizer: stepped after backward; None leaves parameters alone.
         autocast: None, a dtype (``torch.bfloat16``) or its name; the forward
             and the loss then run under ``torch.autocast``.
+        accumulate: True where gradients are there before the step begins and
+            are added to (gradient accumulation, ``zero_grad(set_to_none=False)``);
+            they are then resident.
 
     Raises:
         ValueError: an argument is of another kind than stated.
@@ -42,6 +45,7 @@ class Workload:
         loss: LossFunction | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         autocast: torch.dtype | str | None = None,
+        accumulate: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"Workload: expected model to be a torch.nn.Module, got {type(model).__name__}; pass one")
@@ -61,6 +65,7 @@ class Workload:
         self.loss = loss
         self.optimizer = optimizer
         self.autocast = _autocast_dtype(autocast)
+        self.accumulate = accumulate
 
     @property
     def device(self) -> torch.device:
@@ -97,9 +102,14 @@ class Workload:
             return self._loss_of(self._call_model())
 
     def zero_grad(self) -> None:
-        """Set every gradient to None, as ``zero_grad(set_to_none=True)``."""
+        """Set every gradient to None, or with ``accumulate`` to zeros."""
         for parameter in self.model.parameters():
-            parameter.grad = None
+            if not self.accumulate:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+            elif parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
 
     def step(self) -> float:
         """One whole training step; returns the loss as a number."""

@@ -1,0 +1,281 @@
+"""Small models with the habits that break checkpointing tools; shared by the tests of profiler and applier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from profiler.workload import Workload
+
+WIDTH = 16
+
+
+def block(width: int = WIDTH) -> nn.Sequential:
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+class Residual(nn.Module):
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inner = block()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.inner(x))
+
+
+class Stack(nn.Module):
+    """Blocks one after another."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.blocks:
+            x = each(x)
+        return self.head(x)
+
+
+class Norm(nn.Module):
+    """A BatchNorm: its statistics must be updated once a step."""
+
+    def __init__(self, *, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 4 * WIDTH)
+        self.norm = nn.BatchNorm1d(4 * WIDTH, momentum=momentum)
+        self.back = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.back(torch.relu(self.norm(self.linear(x))))
+
+
+class MovingScale(nn.Module):
+    """A buffer that the forward reads and changes: a second run must see the old value."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = block()
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x) * self.scale.clone()
+        with torch.no_grad():
+            self.scale.mul_(0.9).add_(y.mean(0).detach() * 0.1)
+        return x + y
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+@dataclass
+class Record:
+    value: Tensor
+    extra: dict[str, Tensor]
+
+
+class TupleBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = block(), block()
+
+    def forward(self, pair: Pair | tuple[Tensor, Tensor]) -> Pair:
+        left, right = pair
+        return Pair(left + self.left(right), right + self.right(left))
+
+
+class TupleModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([TupleBlock() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = Pair(x, x * 0.5)
+        for each in self.blocks:
+            pair = each(pair)
+        return pair.left + pair.right
+
+
+class DataclassBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = block()
+
+    def forward(self, *, record: Record, scale: float = 1.0) -> Record:
+        value = record.value + scale * self.inner(record.value)
+        return Record(value=value, extra={"mean": value.mean(0)})
+
+
+class DataclassModel(nn.Module):
+    """Keyword arguments only, dataclasses in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([DataclassBlock() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        record = Record(value=x, extra={})
+        for each in self.blocks:
+            record = each(record=record, scale=0.5)
+        return {"loss": (record.value**2).mean() + record.extra["mean"].sum()}
+
+
+class SharedModel(nn.Module):
+    """One block called several times: shared weights, calls told apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = Residual(dropout=0.2)
+        self.own = Residual()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.own(self.shared(x))
+        return x
+
+
+class SkipModel(nn.Module):
+    """Long skips: the output of a block is read again much later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([Residual(dropout=0.1) for _ in range(3)])
+        self.up = nn.ModuleList([nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), Residual()) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for each in self.down:
+            x = each(x)
+            skips.append(x)
+        for each in self.up:
+            x = each(torch.cat([x, skips.pop()], -1))
+        return x
+
+
+class InPlace(nn.Module):
+    """An in-place activation inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.act(self.first(x)))
+
+
+class EatsInput(nn.Module):
+    """Changes its input in place: it must never be run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x.clone())
+        return x.add_(y)
+
+
+class EatsModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([EatsInput(), Residual(), EatsInput(), Residual()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for each in self.blocks:
+            x = each(x)
+        return x
+
+
+class Square(torch.autograd.Function):
+    """Keeps a tensor where no saved-tensor hook can see it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.hidden = x.clone()
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * ctx.hidden * grad
+
+
+class HidesTensor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.01 * Square.apply(self.inner(x))
+
+
+class CachingBlock(nn.Module):
+    """Appends to a cache: a second run gives something else, so it must not be recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = block()
+
+    def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+        cache.append(x)
+        return x + self.inner(sum(cache, torch.zeros_like(x)))
+
+
+class CachingModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([CachingBlock() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache: list[Tensor] = []
+        for each in self.blocks:
+            x = each(x, cache)
+        return x
+
+
+def frozen_stack() -> nn.Module:
+    model = Stack([Residual() for _ in range(6)])
+    for each in model.blocks[:2]:
+        each.requires_grad_(False)
+    for each in model.blocks[3].parameters():  # type: ignore[union-attr]
+        each.requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: Stack([Residual() for _ in range(6)]),
+    "dropout": lambda: Stack([Residual(dropout=0.3) for _ in range(6)]),
+    "batchnorm": lambda: Stack([Norm() for _ in range(5)]),
+    "batchnorm_average": lambda: Stack([Norm(momentum=None) for _ in range(4)]),
+    "moving_buffer": lambda: Stack([MovingScale() for _ in range(4)]),
+    "tuple": TupleModel,
+    "dataclass": DataclassModel,
+    "shared": SharedModel,
+    "skip": SkipModel,
+    "in_place": lambda: Stack([InPlace() for _ in range(5)]),
+    "eats_input": EatsModel,
+    "hidden_tensor": lambda: Stack([HidesTensor() for _ in range(4)]),
+    "frozen": frozen_stack,
+    "sequential": lambda: nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]),
+    "cache": CachingModel,
+}
+
+
+def workload(name: str, *, batch: int = 64, autocast: torch.dtype | None = None) -> Workload:
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    inputs = torch.randn(batch, WIDTH)
+    loss = None if name == "dataclass" else (lambda output: (output.float() ** 2).mean())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    return Workload(model=model, inputs=inputs, loss=loss, optimizer=optimizer, autocast=autocast)

@@ -1,0 +1,231 @@
+"""A planned model computes what the unplanned one computes, bit for bit, and takes the bytes that were predicted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import planner
+from planner.cost_model import chain_of
+from profiler.workload import Workload
+from solvers import replay
+from tests.odd_models import MODELS, workload
+
+DEPTHS = (0.0, 0.3, 0.6)
+
+
+class CountOps(TorchDispatchMode):
+    """Counts aten ops; ``detach`` is not counted, since the applier's own bookkeeping uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.detach.default:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def state_after(work: Workload, steps: int = 2) -> dict[str, Any]:
+    """Losses, gradients, parameters, buffers and random state after some steps from a fixed seed."""
+    torch.manual_seed(7)
+    losses = [work.step() for _ in range(steps)]
+    return {
+        "losses": losses,
+        "gradients": {n: None if p.grad is None else p.grad.clone() for n, p in work.model.named_parameters()},
+        "state": copy.deepcopy(work.model.state_dict()),
+        "random": torch.get_rng_state(),
+    }
+
+
+def assert_same(left: Any, right: Any) -> None:
+    assert type(left) is type(right)
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert list(left) == list(right)
+        for key in left:
+            assert_same(left[key], right[key])
+    else:
+        assert left == right
+
+
+def budgets(profile: planner.Profile) -> Iterator[int]:
+    with pytest.raises(planner.Infeasible) as caught:
+        planner.solve(profile, 1)
+    smallest = caught.value.minimum_budget_bytes
+    for depth in DEPTHS:
+        yield int(smallest + depth * (profile.unplanned_peak_bytes - smallest))
+
+
+@contextmanager
+def fresh(name: str, **settings: Any) -> Iterator[Workload]:
+    yield workload(name, **settings)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_plan_is_exact_and_takes_the_predicted_bytes(name: str) -> None:
+    profile = planner.profile(workload(name))
+    expected = state_after(workload(name))
+    for budget in budgets(profile):
+        plan = planner.solve(profile, budget)
+        work = workload(name)
+        with planner.apply(work.model, plan):
+            assert_same(state_after(work), expected)
+            measured = planner.measure(work, repeats=1)
+        assert measured.peak_bytes <= plan.predicted_peak_bytes <= budget
+        assert plan.predicted_peak_bytes - measured.peak_bytes <= 0.02 * measured.peak_bytes
+
+
+@pytest.mark.parametrize("name", ["plain", "dropout", "batchnorm", "skip", "sequential", "tuple", "shared"])
+def test_keeping_everything_replays_the_measured_peak_exactly(name: str) -> None:
+    work = workload(name)
+    profile = planner.profile(work)
+    plan = planner.solve(profile, profile.unplanned_peak_bytes)
+    assert plan.recomputed_ops == 0 and plan.status == "optimal"
+    assert replay(chain_of(profile), plan.schedule).peak_bytes == profile.unplanned_peak_bytes
+    assert planner.measure(work, repeats=1).peak_bytes == profile.unplanned_peak_bytes
+
+
+@pytest.mark.parametrize("name", ["plain", "dropout", "batchnorm", "skip", "tuple", "sequential", "in_place"])
+def test_extra_ops_are_those_of_the_plan(name: str) -> None:
+    work = workload(name)
+    profile = planner.profile(work)
+    plan = planner.solve(profile, next(budgets(profile)))
+    with CountOps() as plain:
+        work.step()
+    with planner.apply(work.model, plan), CountOps() as planned:
+        work.step()
+    assert plan.recomputed_ops > 0
+    assert planned.count - plain.count == plan.recomputed_ops
+
+
+def test_recomputing_under_autocast_casts_as_forward_did() -> None:
+    profile = planner.profile(workload("dropout", autocast=torch.bfloat16))
+    expected = state_after(workload("dropout", autocast=torch.bfloat16))
+    for budget in budgets(profile):
+        work = workload("dropout", autocast=torch.bfloat16)
+        with planner.apply(work.model, planner.solve(profile, budget)):
+            assert_same(state_after(work), expected)
+
+
+def test_gradients_accumulate_over_two_backwards() -> None:
+    def gradients(work: Workload) -> list[torch.Tensor | None]:
+        torch.manual_seed(1)
+        work.zero_grad()
+        first, second = work.forward(), work.forward()
+        second.backward()
+        first.backward()
+        return [p.grad for p in work.model.parameters()]
+
+    work = workload("dropout")
+    profile = planner.profile(work)
+    expected = [g.clone() for g in gradients(work) if g is not None]
+    with planner.apply(work.model, planner.solve(profile, next(budgets(profile)))):
+        planned = [g for g in gradients(work) if g is not None]
+    assert all(torch.equal(a, b) for a, b in zip(expected, planned, strict=True))
+
+
+def test_a_retained_graph_can_go_backward_twice() -> None:
+    work = workload("dropout")
+    profile = planner.profile(work)
+    with planner.apply(work.model, planner.solve(profile, next(budgets(profile)))):
+        loss = work.forward()
+        parameters = [p for p in work.model.parameters() if p.requires_grad]
+        first = torch.autograd.grad(loss, parameters, retain_graph=True)
+        second = torch.autograd.grad(loss, parameters)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_part_of_the_graph_can_be_differentiated() -> None:
+    work = workload("plain")
+    profile = planner.profile(work)
+    wanted = [p for n, p in work.model.named_parameters() if n.startswith("blocks.1.")]
+    expected = torch.autograd.grad(work.forward(), wanted)
+    with planner.apply(work.model, planner.solve(profile, next(budgets(profile)))):
+        planned = torch.autograd.grad(work.forward(), wanted)
+    assert all(torch.equal(a, b) for a, b in zip(expected, planned, strict=True))
+
+
+def test_second_derivatives_are_exact() -> None:
+    def curvature(work: Workload) -> torch.Tensor:
+        parameters = list(work.model.parameters())
+        gradients = torch.autograd.grad(work.forward(), parameters, create_graph=True)
+        return torch.autograd.grad(sum((g**2).sum() for g in gradients), parameters)[0]
+
+    work = workload("plain")
+    profile = planner.profile(work)
+    expected = curvature(work)
+    with planner.apply(work.model, planner.solve(profile, next(budgets(profile)))):
+        assert torch.equal(curvature(work), expected)
+
+
+def test_remove_puts_the_model_back() -> None:
+    work = workload("dropout")
+    profile = planner.profile(work)
+    keys, names = list(work.model.state_dict()), [n for n, _ in work.model.named_modules()]
+    handle = planner.apply(work.model, planner.solve(profile, next(budgets(profile))))
+    assert planner.handle_of(work.model) is handle
+    assert list(work.model.state_dict()) == keys and [n for n, _ in work.model.named_modules()] == names
+    assert planner.measure(work, repeats=1).peak_bytes < profile.unplanned_peak_bytes
+    handle.remove()
+    handle.remove()
+    assert all("forward" not in module.__dict__ for module in work.model.modules())
+    assert planner.measure(work, repeats=1).peak_bytes == profile.unplanned_peak_bytes
+
+
+def test_a_plan_is_inactive_in_eval_mode_and_without_gradients() -> None:
+    work = workload("dropout")
+    profile = planner.profile(work)
+    plan = planner.solve(profile, next(budgets(profile)))
+    with planner.apply(work.model, plan):
+        with torch.no_grad(), CountOps() as ops:
+            work.model(work.inputs)
+        work.model.eval()
+        expected = work.model(work.inputs)
+        loss = work.forward()
+        with CountOps() as backward:
+            loss.backward()
+    with torch.no_grad(), CountOps() as plain:
+        work.model.train()
+        work.model(work.inputs)
+    assert ops.count == plain.count
+    assert torch.equal(work.model.eval()(work.inputs), expected)
+    loss = work.forward()
+    with CountOps() as plain_backward:
+        loss.backward()
+    assert backward.count == plain_backward.count
+
+
+def test_nothing_stays_behind_when_backward_never_comes() -> None:
+    import gc
+    import weakref
+
+    work = workload("dropout")
+    profile = planner.profile(work)
+    with planner.apply(work.model, planner.solve(profile, next(budgets(profile)))):
+        gc.disable()
+        try:
+            loss = work.forward()
+            node = weakref.ref(loss.grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+            del loss
+            assert node() is None
+        finally:
+            gc.enable()
+
+
+def test_an_input_changed_in_place_between_forward_and_backward_is_refused() -> None:
+    work = workload("plain")
+    profile = planner.profile(work, stages=["blocks.*"])
+    with planner.apply(work.model, planner.solve(profile, next(budgets(profile)))):
+        loss = work.forward()
+        work.inputs.add_(1)  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError, match="changed in place"):
+            loss.backward()
