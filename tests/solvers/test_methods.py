@@ -36,7 +36,7 @@ def backward_runs(schedule: Schedule) -> int:
 #   3 + 1 + (1 + 1) + 1 + 6 = 13.
 # Budget 7: one boundary more: stage 2 is kept at once beside boundary 1 (1 + 6 = 7): 3 + 2 + 1 + 6 = 12.
 # Budget 8: boundaries 0 and 1 both stay beside it (2 + 6 = 8): 3 + 1 + 1 + 6 = 11.
-# Budget 12: stage 1 is kept from the first pass on (boundary 0: 1, kept 4 + boundary 4..: 1 + 5 + 6 = 12): 10.
+# Budget 12: stage 1 is kept too, in the first pass (boundary 0: 1, kept and boundary 1: 5, the last forward: 6): 10.
 # Budget 16: all kept: 5 + 5 + 6 = 16, in 9 s.
 @pytest.mark.parametrize("solver", OPTIMAL)
 @pytest.mark.parametrize(("budget", "seconds"), [(6, 13), (7, 12), (8, 11), (11, 11), (12, 10), (15, 10), (16, 9)])
@@ -147,6 +147,23 @@ def test_at_the_unplanned_peak_nothing_is_recomputed(seed: int) -> None:
         assert solution.schedule is not None and solution.status == "optimal"
         assert solution.schedule.forward_runs() == len(chain.stages)
         assert solution.seconds == pytest.approx(chain.unplanned_seconds, rel=1e-12)
+
+
+def test_what_costs_nothing_is_not_recomputed_for_nothing() -> None:
+    way = replace(UNIT.options[0], forward_seconds=0, recompute_seconds=0)
+    chain = Chain(stages=(replace(UNIT, options=(way,), forward_seconds=0),) * 3)
+    for solver in ("rotor", "ilp", "auto"):
+        schedule = solve(chain, 16, solver).schedule
+        assert schedule is not None and schedule.forward_runs() == 3
+
+
+@pytest.mark.parametrize("solver", ["rotor", "auto", "ilp"])
+def test_frontiers_with_shared_tensors_replay_in_the_chain_itself(solver: str) -> None:
+    for seed in range(8):
+        chain = random_chain(seed, shared=True)
+        for point in frontier(chain, solver):
+            assert point.schedule is not None
+            assert replay(chain, point.schedule).peak_bytes == point.peak_bytes
 
 
 @pytest.mark.parametrize("seed", range(6))
