@@ -1,0 +1,147 @@
+"""Chain problem files at the command line: read, solved, and the solution written as a document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from planner.documents import refusal_document
+from planner.planning import Infeasible
+from planner.sizes import parse_bytes
+from solvers import Chain, Problem, Replay, Schedule, Solution, keep_all, replay, solve_chain
+
+SOLUTION_FORMAT = "planner-chain-solution"
+SOLUTION_VERSION = 1
+
+
+def chain_from(document: Mapping[str, Any], where: str) -> Chain:
+    """The chain of a problem file's document; ``where`` names it in errors.
+
+    Raises:
+        ValueError: a field is missing, of another kind, or out of range.
+    """
+    try:
+        return Chain.from_dict(document)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{where}: expected the fields of a chain problem, got a mismatch: {error}; write it with Chain.to_dict"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def keep_all_replay(chain: Chain) -> Replay:
+    """The step that keeps everything: what 100% of a budget and the unplanned seconds mean for a chain."""
+    return replay(chain, keep_all.schedules(chain)[0])
+
+
+def solve_chain_document(
+    chain: Chain, budget: str, *, solver: str, time_limit_seconds: float | None
+) -> tuple[dict[str, Any], Schedule]:
+    """Solve a chain for ``budget``; the document of its solution (the keys of a plan's) and the schedule.
+
+    Raises:
+        Infeasible: nothing fits.
+        ValueError: unknown solver, or a budget that does not parse.
+    """
+    whole = keep_all_replay(chain)
+    budget_bytes = parse_bytes(budget, whole_bytes=whole.peak_bytes)
+    problem = Problem(chain=chain, budget_bytes=budget_bytes)
+    solution = solve_chain(problem, solver=solver, time_limit_seconds=time_limit_seconds)
+    if solution.schedule is None:
+        assert solution.shortage is not None
+        raise Infeasible(
+            minimum_budget_bytes=solution.shortage.minimum_budget_bytes,
+            reason=solution.shortage.reason,
+            solver=solver,
+            budget_bytes=budget_bytes,
+        )
+    return _document(chain, solution, solution.schedule, whole, budget_bytes), solution.schedule
+
+
+def solution_file(document: Mapping[str, Any], schedule: Schedule) -> dict[str, Any]:
+    """What ``solve -o`` writes for a chain: the document and the schedule, one ``[kind, stage, option]`` per action."""
+    return {"format": SOLUTION_FORMAT, "version": SOLUTION_VERSION, **document, "schedule": schedule.to_list()}
+
+
+def chain_refusal(refusal: Infeasible, chain: Chain) -> dict[str, Any]:
+    """The refusal document of a chain problem."""
+    whole = keep_all_replay(chain)
+    return refusal_document(
+        refusal,
+        unplanned_peak_bytes=whole.peak_bytes,
+        unplanned_seconds=whole.seconds,
+        resident_bytes=chain.resident_bytes,
+    )
+
+
+def _document(chain: Chain, solution: Solution, schedule: Schedule, whole: Replay, budget_bytes: int) -> dict[str, Any]:
+    replayed = replay(chain, schedule)
+    stages = _stage_documents(chain, schedule, replayed)
+    return {
+        "solver": solution.solver,
+        "status": solution.status,
+        "budget_bytes": budget_bytes,
+        "predicted_peak_bytes": replayed.peak_bytes,
+        "predicted_seconds": replayed.seconds,
+        "unplanned_peak_bytes": whole.peak_bytes,
+        "unplanned_seconds": whole.seconds,
+        "resident_bytes": chain.resident_bytes,
+        "lower_bound_seconds": solution.lower_bound_seconds,
+        "gap": solution.gap,
+        "solve_seconds": solution.solve_seconds,
+        "recomputed_seconds": sum(stage["extra_seconds"] for stage in stages),
+        "slowdown": replayed.seconds / whole.seconds if whole.seconds > 0 else 1.0,
+        "stages": stages,
+    }
+
+
+def _stage_documents(chain: Chain, schedule: Schedule, replayed: Replay) -> list[dict[str, Any]]:
+    runs = [0] * len(chain.stages)
+    extra = [0.0] * len(chain.stages)
+    for moment in replayed.timeline:
+        if moment.action.kind in ("forward", "recompute"):
+            k = moment.action.stage
+            extra[k] += moment.seconds if runs[k] else 0.0
+            runs[k] += 1
+    kept, freed = _first_pass(schedule)
+    return [
+        {
+            "name": stage.name,
+            "kind": "stage",
+            "decision": _decision(k, kept, freed),
+            "kept_bytes": _kept_bytes(chain, k, kept, freed),
+            "runs": runs[k],
+            "extra_seconds": extra[k],
+        }
+        for k, stage in enumerate(chain.stages)
+    ]
+
+
+def _first_pass(schedule: Schedule) -> tuple[dict[int, int], set[int]]:
+    """Until a stage runs again or goes backward: the option that each kept stage keeps, and the boundaries freed."""
+    seen: set[int] = set()
+    kept: dict[int, int] = {}
+    freed: set[int] = set()
+    for action in schedule.actions:
+        if action.kind in ("backward", "recompute") or (action.kind == "forward" and action.stage in seen):
+            break
+        if action.kind == "free":
+            freed.add(action.stage)
+            continue
+        seen.add(action.stage)
+        if action.option is not None:
+            kept[action.stage] = action.option
+    return kept, freed
+
+
+def _decision(k: int, kept: Mapping[int, int], freed: set[int]) -> str:
+    if k in kept:
+        return "keep"
+    return "segment" if k - 1 in freed else "recompute"
+
+
+def _kept_bytes(chain: Chain, k: int, kept: Mapping[int, int], freed: set[int]) -> int:
+    if k in kept:
+        return max(0, chain.stages[k].options[kept[k]].kept_bytes)
+    return chain.stages[k - 1].boundary_bytes if k > 0 and k - 1 not in freed else 0

@@ -1,0 +1,131 @@
+"""The demo: a GPT-2 profiled, planned, trained with and without the plan, and its Pareto curve drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+import torch
+from rich.console import RenderableType
+
+from planner import Plan, Profile, Workload, zoo
+from planner.applier import apply
+from planner.cli_shell import show, working
+from planner.comparison import seconds_in_turns
+from planner.curves import pareto
+from planner.documents import plan_document
+from planner.planning import solve
+from planner.plots import draw_pareto
+from planner.report import facts, frontier_report, plan_report
+from planner.sizes import format_bytes, format_seconds
+from planner.training import train_steps
+from profiler.measurement import measure
+from profiler.profiling import profile
+
+FOLDER = Path("planner-demo")
+STEPS = 5
+BUDGET_PART = 0.4  # of the way from the smallest feasible peak up to the unplanned one
+SEED = 0
+
+
+class _Trained(NamedTuple):
+    peak_bytes: int
+    losses: tuple[float, ...]
+    parameters: list[torch.Tensor]
+
+
+def run_demo(folder: Path = FOLDER, build: Callable[[], Workload] = lambda: zoo.build("gpt2")) -> None:
+    """The whole way on a real model, printed as it goes.
+
+    Raises:
+        ValueError: the folder cannot be made, transformers is missing, or
+            training with the plan gives another result than without.
+    """
+    _make(folder)
+    show("[bold]1. Profile[/bold]: measure one training step of a GPT-2 (12 layers) on the CPU")
+    with working() as progress:
+        measured = profile(build(), progress=progress)
+    frame = pareto(measured)
+    smallest, whole = min(map(int, frame["budget_bytes"])), measured.unplanned_peak_bytes
+    show(f"   {_said(whole, measured.unplanned_seconds)}; plans reach down to {format_bytes(smallest)}\n")
+    plan = solve(measured, smallest + int(BUDGET_PART * (whole - smallest)))
+    show(f"[bold]2. Plan[/bold] for a budget of {format_bytes(plan.budget_bytes)}\n", plan_report(plan_document(plan)))
+    show(f"\n[bold]3. Train[/bold] {STEPS} steps without the plan and with it")
+    with working() as progress:
+        progress("train without a plan", 0, 3)
+        plain = _train(build(), None)
+        progress("train with the plan", 1, 3)
+        planned = _train(build(), plan)
+        progress("time in turns", 2, 3)
+        seconds = seconds_in_turns(build(), {"without": None, "with": plan})
+    show(_outcome(plan, plain, planned, seconds))
+    _check_same(plain, planned)
+    _draw(measured, frame, plan, folder)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder}: expected a folder that can be made, got {error.strerror}; go elsewhere") from error
+
+
+def _train(workload: Workload, plan: Plan | None) -> _Trained:
+    """Train from the same seed, so that dropout draws the same masks."""
+    with torch.random.fork_rng(), nullcontext() if plan is None else apply(workload.model, plan):
+        peak_bytes = measure(workload, repeats=1).peak_bytes
+        torch.manual_seed(SEED)
+        losses, _ = train_steps(workload, STEPS)
+    return _Trained(peak_bytes, losses, [p.detach() for p in workload.model.parameters()])
+
+
+def _outcome(plan: Plan, plain: _Trained, planned: _Trained, seconds: dict[str, float]) -> RenderableType:
+    error = (plan.predicted_peak_bytes - planned.peak_bytes) / planned.peak_bytes
+    slowdown = seconds["with"] / seconds["without"]
+    return facts(
+        [
+            ("   losses without", ", ".join(f"{loss:.9g}" for loss in plain.losses)),
+            ("   losses with", ", ".join(f"{loss:.9g}" for loss in planned.losses)),
+            ("   the same", "losses and parameters, bit for bit" if _same(plain, planned) else "[red]no[/red]"),
+            ("   peak without", f"{format_bytes(plain.peak_bytes)} measured"),
+            (
+                "   peak with",
+                f"{format_bytes(planned.peak_bytes)} measured, {format_bytes(plan.predicted_peak_bytes)} "
+                f"predicted ({error:+.2%}), budget {format_bytes(plan.budget_bytes)}",
+            ),
+            ("   time without", f"{format_seconds(seconds['without'])} a step measured"),
+            (
+                "   time with",
+                f"{format_seconds(seconds['with'])} a step measured ({slowdown:.2f} x), "
+                f"{format_seconds(plan.predicted_seconds)} predicted ({plan.slowdown:.2f} x)",
+            ),
+        ]
+    )
+
+
+def _same(plain: _Trained, planned: _Trained) -> bool:
+    pairs = zip(plain.parameters, planned.parameters, strict=True)
+    return plain.losses == planned.losses and all(torch.equal(a, b) for a, b in pairs)
+
+
+def _check_same(plain: _Trained, planned: _Trained) -> None:
+    if not _same(plain, planned):
+        raise ValueError(
+            "demo: expected the same losses and parameters with the plan as without, got others; "
+            "please report it with the versions of torch and transformers"
+        )
+
+
+def _draw(measured: Profile, frame: pd.DataFrame, plan: Plan, folder: Path) -> None:
+    show("\n[bold]4. Pareto curve[/bold]", frontier_report(frame, "Memory against time, by solver"))
+    title = f"{measured.model_class} on {measured.device} ({measured.device_name})"
+    picture = folder / "pareto.png"
+    draw_pareto(frame, picture, title=title, budget_bytes=plan.budget_bytes)
+    show(f"   drawn to {picture}")
+
+
+def _said(peak_bytes: int, seconds: float) -> str:
+    return f"unplanned peak {format_bytes(peak_bytes)}, {format_seconds(seconds)} a step"

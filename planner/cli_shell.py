@@ -1,0 +1,115 @@
+"""How the command line reads repeated options, shows progress, prints results and ends with its exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typer.core import TyperCommand, TyperGroup
+
+from planner.planning import Infeasible
+
+WRONG_INPUT = 2
+INFEASIBLE = 3
+PLAIN_WIDTH = 100  # columns where the output is no terminal
+
+Report = Callable[[str, int, int], None]
+
+
+class Face(TyperGroup):
+    """The commands, ending as the contract says: 2 for wrong input, 3 for a budget that nothing fits."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Infeasible as refusal:
+            typer.echo(f"infeasible: {refusal}", err=True)
+            raise typer.Exit(INFEASIBLE) from refusal
+        except ValueError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(WRONG_INPUT) from error
+
+
+class ManyValues(TyperCommand):
+    """A command whose ``--set`` and ``--stages`` take several values after one option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, spread(args))
+
+
+def spread(args: Sequence[str]) -> list[str]:
+    """Repeat ``--set`` and ``--stages`` before each of the values that follow them.
+
+    A further setting has an ``=``; a further pattern has no colon, which every TARGET has.
+
+    >>> spread(["zoo:mlp", "--set", "a=1", "b=2", "--stages", "h.*", "ln", "zoo:mlp", "-o", "x"])
+    ['zoo:mlp', '--set', 'a=1', '--set', 'b=2', '--stages', 'h.*', '--stages', 'ln', 'zoo:mlp', '-o', 'x']
+    """
+    continues = {"--set": lambda text: "=" in text, "--stages": lambda text: ":" not in text}
+    found: list[str] = []
+    option, first = "", False  # the option whose values come, and whether its own value is still due
+    for text in args:
+        if option and not first and not text.startswith("-") and continues[option](text):
+            found += [option, text]
+            continue
+        found.append(text)
+        if first:
+            first = False
+        else:
+            option, first = (text, True) if text in continues else ("", False)
+    return found
+
+
+def check_folder(path: Path | None) -> None:
+    """Refuse an output file that could not be written, before any long work.
+
+    Raises:
+        ValueError: the folder is not there, or the path is a folder itself.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{path}: expected the name of a file to write, got a folder; add a file name")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: expected a folder that exists, got none at {str(path.parent)!r}; create it first")
+
+
+def show(*parts: RenderableType) -> None:
+    """Print results for a person: to a terminal in its width, elsewhere plain and 100 columns wide."""
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+    for part in parts:
+        console.print(part)
+
+
+def show_json(document: dict[str, Any]) -> None:
+    """The one JSON document of ``--json``."""
+    typer.echo(json.dumps(document, indent=1, allow_nan=False))
+
+
+def note(text: str) -> None:
+    """A line for a person on stderr."""
+    typer.echo(text, err=True)
+
+
+@contextlib.contextmanager
+def working() -> Iterator[Report]:
+    """A progress bar on stderr; whatever user code prints meanwhile goes to stderr too.
+
+    Yields:
+        ``report(what, done, total)``.
+    """
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task("", total=None)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+        last = bar.tasks[0].total
+        if last is not None:
+            bar.update(task, description="done", completed=last)

@@ -1,0 +1,124 @@
+"""The JSON documents of the command line: plans, refusals, training runs and comparisons as programs read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from planner.comparison import ComparisonRow
+from planner.plan import Plan, PlannedStage
+from planner.planning import Infeasible
+from planner.training import TrainingRun
+from profiler.records import Profile
+
+_OF_PLAN = (
+    "model_class",
+    "device",
+    "precision",
+    "solver",
+    "status",
+    "budget_bytes",
+    "predicted_peak_bytes",
+    "predicted_seconds",
+    "unplanned_peak_bytes",
+    "unplanned_seconds",
+    "resident_bytes",
+    "lower_bound_seconds",
+    "gap",
+    "solve_seconds",
+    "recomputed_seconds",
+    "recomputed_ops",
+)
+
+
+_UNKNOWN_WITHOUT_PLAN = (
+    "predicted_peak_bytes",
+    "predicted_seconds",
+    "lower_bound_seconds",
+    "gap",
+    "solve_seconds",
+    "recomputed_seconds",
+)
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """What ``solve --json`` says of a plan: its claims, and per stage the decision. Bytes and seconds."""
+    claims = {name: getattr(plan, name) for name in _OF_PLAN}
+    return {**claims, "slowdown": plan.slowdown, "stages": [_stage_document(stage) for stage in plan.stages]}
+
+
+def _stage_document(stage: PlannedStage) -> dict[str, Any]:
+    names = ("name", "kind", "decision", "kept_bytes", "runs", "extra_seconds", "extra_ops")
+    return {name: getattr(stage, name) for name in names}
+
+
+def refusal_document(
+    refusal: Infeasible, *, unplanned_peak_bytes: int, unplanned_seconds: float, resident_bytes: int
+) -> dict[str, Any]:
+    """What ``solve --json`` says where no schedule fits: the smallest feasible budget and what forces it."""
+    return {
+        "solver": refusal.solver,
+        "status": "infeasible",
+        "budget_bytes": refusal.budget_bytes,
+        "minimum_budget_bytes": refusal.minimum_budget_bytes,
+        "reason": refusal.reason,
+        "unplanned_peak_bytes": unplanned_peak_bytes,
+        "unplanned_seconds": unplanned_seconds,
+        "resident_bytes": resident_bytes,
+        **dict.fromkeys(_UNKNOWN_WITHOUT_PLAN),
+        "stages": [],
+    }
+
+
+def profile_refusal(refusal: Infeasible, profile: Profile) -> dict[str, Any]:
+    """The refusal document of a profile's planning."""
+    return refusal_document(
+        refusal,
+        unplanned_peak_bytes=profile.unplanned_peak_bytes,
+        unplanned_seconds=profile.unplanned_seconds,
+        resident_bytes=profile.resident.total,
+    )
+
+
+def training_document(run: TrainingRun) -> dict[str, Any]:
+    """What ``train --json`` says: predictions beside measurements, and the losses."""
+    plan = run.plan
+    return {
+        "model_class": plan.model_class,
+        "device": plan.device,
+        "solver": plan.solver,
+        "budget_bytes": plan.budget_bytes,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "measured_peak_bytes": run.measured_peak_bytes,
+        "predicted_seconds": plan.predicted_seconds,
+        "measured_seconds": run.measured_seconds,
+        "unplanned_peak_bytes": plan.unplanned_peak_bytes,
+        "unplanned_seconds": plan.unplanned_seconds,
+        "losses": list(run.losses),
+        "step_seconds": list(run.step_seconds),
+    }
+
+
+def comparison_document(profile: Profile, budget_bytes: int, rows: Sequence[ComparisonRow]) -> dict[str, Any]:
+    """What ``compare --json`` says: one row per solver, the unplanned model's first.
+
+    Where no solver found a plan, also ``status``, ``minimum_budget_bytes`` and ``reason`` of the least demanding one.
+    """
+    document = {
+        "model_class": profile.model_class,
+        "device": profile.device,
+        "budget_bytes": budget_bytes,
+        "unplanned_peak_bytes": profile.unplanned_peak_bytes,
+        "unplanned_seconds": profile.unplanned_seconds,
+        "resident_bytes": profile.resident.total,
+    }
+    refused = [row for row in rows if row.minimum_budget_bytes is not None]
+    if len(refused) == len(rows) - 1:  # all but the unplanned model
+        least = min(refused, key=lambda row: row.minimum_budget_bytes or 0)
+        document |= {
+            "status": "infeasible",
+            "minimum_budget_bytes": least.minimum_budget_bytes,
+            "reason": least.reason,
+        }
+    return {**document, "rows": [dataclasses.asdict(row) for row in rows]}

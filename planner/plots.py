@@ -1,0 +1,186 @@
+"""The Pareto plot: memory against time, every solver's curve, the unplanned point and the lower bound."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from profiler.files import write_whole
+
+FORMATS = (".png", ".svg", ".pdf")
+
+
+class _Style(NamedTuple):
+    colour: str
+    marker: str
+    size: float
+    filled: bool
+
+
+# Colours after Okabe and Ito: told apart with colour-blind eyes too. Hollow markers show what lies under them.
+_STYLES = {
+    "rotor": _Style("#0072B2", ".", 5, True),
+    "ilp": _Style("#D55E00", "v", 8, True),
+    "auto": _Style("#56B4E9", "x", 8, True),
+    "exhaustive": _Style("#F0E442", "P", 8, True),
+    "keep_all": _Style("#009E73", "s", 11, False),
+    "recompute_all": _Style("#CC79A7", "^", 10, True),
+    "chen_sqrt": _Style("#E69F00", "D", 8, True),
+    "chen_greedy": _Style("#8B4513", "o", 13, False),
+}
+_OTHER = _Style("#444444", "+", 8, True)
+
+
+class _Units(NamedTuple):
+    bytes_name: str
+    bytes_each: float
+    seconds_name: str
+    seconds_each: float
+
+
+class _Curve(NamedTuple):
+    """One solver's points by rising memory, in the units of the axes."""
+
+    memory: list[float]
+    time: list[float]
+
+
+def draw_pareto(frame: pd.DataFrame, path: str | Path, *, title: str = "", budget_bytes: int | None = None) -> None:
+    """Draw a frontier table and write the picture whole.
+
+    Args:
+        frame: what ``planner.pareto`` returns.
+        path: a .png, .svg or .pdf file.
+        title: for example the model and the device.
+        budget_bytes: marked with a line.
+
+    Raises:
+        ValueError: another kind of file, a folder that is not there, or a table without a single plan.
+    """
+    kind = check_picture(path)
+    figure = pareto_figure(frame, title=title, budget_bytes=budget_bytes)
+    content = BytesIO()
+    figure.savefig(content, format=kind)
+    write_whole(path, content.getvalue())
+
+
+def check_picture(path: str | Path) -> str:
+    """The format that a picture's file name asks for; ValueError for one that cannot be drawn."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in FORMATS:
+        raise ValueError(f"{path}: expected a picture's name ending in {', '.join(FORMATS)}, got {suffix!r}; rename it")
+    return suffix[1:]
+
+
+def pareto_figure(frame: pd.DataFrame, *, title: str = "", budget_bytes: int | None = None) -> Figure:
+    """The figure that ``draw_pareto`` writes."""
+    units = _units(frame)
+    curves = _curves(frame, units)
+    unplanned, bound = curves.pop("none", None), curves.pop("lower_bound", None)
+    if not curves:
+        raise ValueError("a Pareto plot: expected at least one plan in the table, got none; name more solvers")
+    figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _set_limits(axes, [*curves.values(), *([unplanned] if unplanned else [])], bound)
+    _draw_infeasible(axes, curves)
+    if bound is not None:
+        axes.plot(*bound, color="#555555", linestyle="--", linewidth=1.4, label="lower bound", zorder=2)
+    for solver, curve in curves.items():
+        _draw_solver(axes, solver, curve)
+    if unplanned is not None:
+        axes.plot(*unplanned, linestyle="", marker="*", markersize=10, color="black", label="unplanned", zorder=5)
+        _add_ratios(axes, *unplanned)
+    if budget_bytes is not None:
+        axes.axvline(budget_bytes / units.bytes_each, color="#222222", linestyle=":", linewidth=1.3, label="budget")
+    _label(axes, title, units)
+    return figure
+
+
+def _units(frame: pd.DataFrame) -> _Units:
+    large = max(map(int, frame["budget_bytes"]), default=0) >= 4 * 2**30
+    slow = max(map(float, frame["seconds"]), default=0.0) >= 10
+    memory = ("GiB", 2.0**30) if large else ("MiB", 2.0**20)
+    return _Units(*memory, *(("s", 1.0) if slow else ("ms", 1e-3)))
+
+
+def _curves(frame: pd.DataFrame, units: _Units) -> dict[str, _Curve]:
+    """Points of every solver; the rows of ``lower_bound`` have a budget and no peak."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    columns = (list(frame[name]) for name in ("solver", "budget_bytes", "peak_bytes", "seconds"))
+    for solver, budget, peak, seconds in zip(*columns, strict=True):
+        memory = budget if solver == "lower_bound" else peak
+        found.setdefault(str(solver), []).append((memory / units.bytes_each, seconds / units.seconds_each))
+    ordered = {solver: sorted(points) for solver, points in found.items()}
+    return {solver: _Curve([x for x, _ in points], [y for _, y in points]) for solver, points in ordered.items()}
+
+
+def _set_limits(axes: Axes, curves: list[_Curve], bound: _Curve | None) -> None:
+    memory = [x for curve in curves for x in curve.memory]
+    time = [y for curve in curves for y in curve.time]
+    left, right, high = min(memory), max(memory), max(time)
+    low = min(time + (bound.time if bound else []))
+    width, height = (right - left) or 0.2 * right, (high - low) or 0.2 * high
+    axes.set_xlim(max(0.0, left - 0.14 * width), right + 0.06 * width)
+    axes.set_ylim(max(0.0, low - 0.08 * height), high + 0.12 * height)
+
+
+def _draw_infeasible(axes: Axes, curves: dict[str, _Curve]) -> None:
+    """Budgets below every plan; those below the smallest peak of ``rotor`` or ``auto`` are truly infeasible."""
+    smallest = min(curve.memory[0] for curve in curves.values())
+    label = "infeasible budgets" if {"rotor", "auto"} & set(curves) else "below every plan here"
+    axes.axvspan(axes.get_xlim()[0], smallest, facecolor="#C03030", alpha=0.10, linewidth=0, label=label)
+    axes.axvline(smallest, color="#C03030", linewidth=0.8, alpha=0.6)
+
+
+def _draw_solver(axes: Axes, solver: str, curve: _Curve) -> None:
+    style = _STYLES.get(solver, _OTHER)
+    memory, time = curve
+    marked = list(range(len(memory)))
+    if len(memory) > 1:  # a plan serves every larger budget too, up to the next faster one
+        memory, time = [*memory, axes.get_xlim()[1]], [*time, time[-1]]
+    axes.plot(
+        memory,
+        time,
+        linestyle="-" if len(marked) > 1 else "",
+        drawstyle="steps-post",
+        linewidth=1.6,
+        marker=style.marker,
+        markevery=marked,
+        markersize=style.size,
+        color=style.colour,
+        markerfacecolor=style.colour if style.filled else "none",
+        markeredgewidth=1.0 if style.filled else 1.6,
+        label=solver,
+        zorder=3 if len(marked) > 1 else 4,
+    )
+
+
+def _add_ratios(axes: Axes, memory: list[float], time: list[float]) -> None:
+    """Second axes: the slowdown, and the percentages that budgets may be given in."""
+    whole, plain = memory[0], time[0]
+    if plain > 0:
+        right = axes.secondary_yaxis("right", functions=_scaled(1 / plain))
+        right.set_ylabel("times the unplanned step")
+    top = axes.secondary_xaxis("top", functions=_scaled(100 / whole))
+    top.set_xlabel("% of the unplanned peak", fontsize="small")
+    top.tick_params(labelsize="small")
+
+
+def _scaled(factor: float) -> tuple[Any, Any]:
+    return (lambda value: value * factor), (lambda value: value / factor)
+
+
+def _label(axes: Axes, title: str, units: _Units) -> None:
+    axes.set_xlabel(f"peak memory of a training step [{units.bytes_name}]")
+    axes.set_ylabel(f"time of a training step [{units.seconds_name}]")
+    axes.grid(alpha=0.25)
+    axes.legend(loc="upper right", fontsize="small", framealpha=0.95)
+    if title:
+        axes.set_title(title, fontsize="medium")

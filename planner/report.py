@@ -1,0 +1,261 @@
+"""The tables that a person reads: plans, profiles, op records, frontiers and comparisons, at 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from planner.comparison import ComparisonRow
+from planner.sizes import format_bytes, format_seconds
+from profiler.records import OpRecord, Profile, StageRecord
+
+_COLOURS = {"keep": "green", "recompute": "yellow", "segment": "magenta"}
+_MEANINGS = {
+    "keep": "keep: saved tensors stay until backward",
+    "recompute": "recompute: its input is kept, its forward runs again",
+    "segment": "segment: not even its input is kept; it runs again after the stages before it",
+}
+_NOTHING = "-"
+
+
+def plan_report(document: Mapping[str, Any]) -> RenderableType:
+    """A plan's document (``documents.plan_document``, or a chain's) as a table with its claims below it."""
+    stages = document["stages"]
+    used = [decision for decision in _MEANINGS if any(stage["decision"] == decision for stage in stages)]
+    legend = facts([("", _MEANINGS[decision]) for decision in used])
+    return Group(_plan_table(document), legend, "", facts(_claims(document)))
+
+
+def _plan_table(document: Mapping[str, Any]) -> Table:
+    model = document.get("model_class")
+    title = f"Plan of {model} on {document['device']} ({document['precision']})" if model else "Solution of a chain"
+    table = _table(title, ["stage", "decision"], ["kept", "runs", "extra time"])
+    for stage in document["stages"]:
+        colour = _COLOURS[stage["decision"]]
+        table.add_row(
+            escape(stage["name"]),
+            f"[{colour}]{stage['decision']}[/{colour}]",
+            format_bytes(stage["kept_bytes"]) if stage["kept_bytes"] else _NOTHING,
+            str(stage["runs"]),
+            _ms(stage["extra_seconds"]) if stage["extra_seconds"] else _NOTHING,
+            style="dim" if stage["kind"] == "outside" else None,
+        )
+    return table
+
+
+def _claims(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    peak, budget, whole = (document[f"{n}_bytes"] for n in ("predicted_peak", "budget", "unplanned_peak"))
+    again = [stage for stage in document["stages"] if stage["runs"] > 1]
+    extra_runs = sum(stage["runs"] - 1 for stage in again)
+    ops = f", {document['recomputed_ops']} ops" if "recomputed_ops" in document else ""
+    solved = format_seconds(document["solve_seconds"])
+    return [
+        ("predicted peak", f"{_both(peak)}: {_share(peak, whole)} of the unplanned {format_bytes(whole)}"),
+        ("budget", f"{_both(budget)}: {format_bytes(budget - peak)} to spare"),
+        ("predicted time", _times(document)),
+        ("recomputed", f"{_count(extra_runs, 'extra run')} of {_count(len(again), 'stage')}{ops}"),
+        ("solver", f"{document['solver']}, in {solved}"),
+        ("status", _status(document)),
+        ("resident", f"{format_bytes(document['resident_bytes'])} (parameters, optimizer states, batch)"),
+    ]
+
+
+def _times(document: Mapping[str, Any]) -> str:
+    planned, plain = document["predicted_seconds"], document["unplanned_seconds"]
+    return f"{format_seconds(planned)}: {document['slowdown']:.2f} x the unplanned {format_seconds(plain)}"
+
+
+def _status(document: Mapping[str, Any]) -> str:
+    bound = format_seconds(document["lower_bound_seconds"])
+    if document["status"] == "optimal":
+        return f"optimal: no plan of these stages within the budget is faster (bound {bound})"
+    return f"feasible: at most {document['gap']:.1%} from the fastest possible (bound {bound})"
+
+
+def profile_report(profile: Profile) -> RenderableType:
+    """A profile's stages, why some cannot be recomputed, and the step as a whole."""
+    title = f"Profile of {profile.model_class} on {profile.device} ({profile.precision})"
+    columns = ["forward", "backward", "kept", "boundary", "rerun", "ops", "may rerun"]
+    table = _table(title, ["stage"], columns)
+    reasons: dict[str, int] = {}
+    for record in profile.stages:
+        table.add_row(*_stage_cells(record, reasons), style="dim" if record.kind == "outside" else None)
+    notes = [(f"({number})", f"runs once: {escape(reason)}") for reason, number in reasons.items()]
+    return Group(table, *([facts(notes), ""] if notes else []), facts(_step(profile)))
+
+
+def _stage_cells(record: StageRecord, reasons: dict[str, int]) -> list[str]:
+    times = [_ms(record.forward.seconds), _ms(record.backward.seconds)]
+    if record.kind == "outside":
+        return [escape(record.name), *times, *[_NOTHING] * 5]
+    if record.recomputable:
+        again = [_ms(record.recompute_seconds), str(record.recompute_ops), "yes"]
+    else:
+        reason = record.reason or "it does not repeat its result"
+        again = [_NOTHING, _NOTHING, f"no ({reasons.setdefault(reason, len(reasons) + 1)})"]
+    sizes = [format_bytes(record.kept_bytes), format_bytes(record.boundary_bytes)]
+    return [escape(record.name), *times, *sizes, *again]
+
+
+def _step(profile: Profile) -> list[tuple[str, str]]:
+    resident = profile.resident
+    parts = [("parameters", resident.parameters), ("buffers", resident.buffers), ("optimizer", resident.optimizer)]
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in [*parts, ("batch", resident.inputs)] if size)
+    facts = [
+        ("unplanned peak", _both(profile.unplanned_peak_bytes)),
+        ("unplanned time", f"{format_seconds(profile.unplanned_seconds)} a step"),
+        ("resident", f"{format_bytes(resident.total)}: {listed}"),
+        ("measured on", f"{escape(profile.device_name)}, torch {profile.torch_version}"),
+        ("fingerprint", profile.fingerprint),
+    ]
+    if profile.optimizer.seconds:
+        spent, peak = format_seconds(profile.optimizer.seconds), format_bytes(profile.optimizer.peak_bytes)
+        facts.insert(3, ("optimizer step", f"{spent}, peak {peak}"))
+    return facts
+
+
+def ops_report(records: Sequence[OpRecord], *, limit: int) -> RenderableType:
+    """The per-op records, largest output first; ``limit`` rows, or all for 0; totals below."""
+    ordered = sorted(records, key=lambda record: (record.output_bytes, record.seconds), reverse=True)
+    shown = ordered[: limit or None]
+    title = f"Ops: {len(shown)} of {len(records)}, largest output first"
+    table = _table(title, ["side", "module", "op"], ["output", "time", "kept"])
+    for record in shown:
+        table.add_row(*_op_cells(record))
+    return Group(table, facts(_op_totals(records)))
+
+
+def _op_cells(record: OpRecord) -> list[str]:
+    size = format_bytes(record.output_bytes) if record.output_bytes else _NOTHING
+    kept = "kept" if record.kept else ""
+    return [record.side, escape(record.module or record.place), escape(record.op), size, _ms(record.seconds), kept]
+
+
+def _op_totals(records: Sequence[OpRecord]) -> list[tuple[str, str]]:
+    totals = []
+    for side in ("forward", "backward"):
+        part = [record for record in records if record.side == side]
+        output, kept = sum(r.output_bytes for r in part), sum(r.output_bytes for r in part if r.kept)
+        text = f"{len(part)} ops, {format_seconds(sum(r.seconds for r in part))}, {format_bytes(output)} of new storage"
+        totals.append((side, f"{text}, {format_bytes(kept)} of it kept for backward" if kept else text))
+    return totals
+
+
+def frontier_report(frame: pd.DataFrame, title: str) -> RenderableType:
+    """The two ends of every solver's curve: its smallest peak and its fastest plan."""
+    table = _table(title, ["solver"], ["points", "smallest peak", "its time", "fastest", "its peak", "solved in"])
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for values in frame.itertuples(index=False, name=None):
+        row = dict(zip(frame.columns, values, strict=True))
+        if row["solver"] != "lower_bound":
+            curves.setdefault(row["solver"], []).append(row)
+    for solver, rows in curves.items():
+        small, fast = min(rows, key=lambda row: row["peak_bytes"]), min(rows, key=lambda row: row["seconds"])
+        table.add_row(
+            solver,
+            str(len(rows)),
+            format_bytes(int(small["peak_bytes"])),
+            _ms(small["seconds"]),
+            _ms(fast["seconds"]),
+            format_bytes(int(fast["peak_bytes"])),
+            _ms(sum(row["solve_seconds"] for row in rows)),
+        )
+    return table
+
+
+def comparison_report(rows: Sequence[ComparisonRow], budget_bytes: int) -> RenderableType:
+    """Every solver's plan for one budget, predicted beside measured."""
+    title = f"Budget {_both(budget_bytes)}"
+    table = _table(
+        title, ["solver", "status"], ["predicted peak", "measured", "off by", "predicted time", "measured", "slowdown"]
+    )
+    plain = next((row.measured_seconds for row in rows if row.solver == "none"), None)
+    for row in rows:
+        table.add_row(*_comparison_cells(row, plain))
+    needs = [
+        (row.solver, f"needs at least {_both(row.minimum_budget_bytes)}: {escape(row.reason or '')}")
+        for row in rows
+        if row.minimum_budget_bytes is not None
+    ]
+    return Group(table, facts(needs)) if needs else table
+
+
+def _comparison_cells(row: ComparisonRow, plain_seconds: float | None) -> list[str]:
+    if row.predicted_peak_bytes is None or row.measured_peak_bytes is None:
+        return [row.solver, f"[red]{row.status}[/red]", *[_NOTHING] * 6]
+    assert row.predicted_seconds is not None and row.measured_seconds is not None
+    off = (row.predicted_peak_bytes - row.measured_peak_bytes) / row.measured_peak_bytes
+    return [
+        row.solver,
+        row.status,
+        format_bytes(row.predicted_peak_bytes),
+        format_bytes(row.measured_peak_bytes),
+        f"{off:+.2%}" if off else "0",
+        _ms(row.predicted_seconds),
+        _ms(row.measured_seconds),
+        f"{row.measured_seconds / plain_seconds:.2f} x" if plain_seconds else _NOTHING,
+    ]
+
+
+def training_report(document: Mapping[str, Any]) -> RenderableType:
+    """Losses of a planned training run, predicted beside measured."""
+    losses = ", ".join(f"{loss:.6g}" for loss in document["losses"][:8])
+    more = f", ... {document['losses'][-1]:.6g}" if len(document["losses"]) > 8 else ""
+    measured, budget = document["measured_peak_bytes"], document["budget_bytes"]
+    verdict = "within the budget" if measured <= budget else "[red]above the budget[/red]"
+    slowdown = document["measured_seconds"] / document["unplanned_seconds"] if document["unplanned_seconds"] else 1.0
+    return facts(
+        [
+            ("losses", losses + more),
+            ("budget", _both(budget)),
+            ("predicted peak", _both(document["predicted_peak_bytes"])),
+            ("measured peak", f"{_both(measured)}: {verdict}"),
+            ("predicted time", f"{format_seconds(document['predicted_seconds'])} a step"),
+            (
+                "measured time",
+                f"{format_seconds(document['measured_seconds'])} a step, {slowdown:.2f} x the profile's unplanned step",
+            ),
+        ]
+    )
+
+
+def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(title=escape(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for name in texts:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", overflow="fold")
+    return table
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> Table:
+    """Names in bold with what is said of each, one a line."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, text in rows:
+        grid.add_row(name, text)
+    return grid
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
+
+
+def _both(size: int | None) -> str:
+    assert size is not None
+    return f"{format_bytes(size)} ({size:,} bytes)"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else _NOTHING
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
