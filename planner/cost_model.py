@@ -95,7 +95,7 @@ class _Timeline:
         for k, record in enumerate(self.profile.stages):
             live += self.growth[k]
             kept = live - record.boundary_bytes + record.kept_output_bytes + self._held_before_backward(k)
-            base.append(max(0, record.backward.start_bytes - kept))
+            base.append(record.backward.start_bytes - kept)
         return base
 
     def _gradients_behind(self) -> list[int]:
@@ -107,7 +107,7 @@ class _Timeline:
         behind = [0] * len(self.base)
         total = 0
         for k in range(len(self.base) - 1, -1, -1):
-            behind[k] = min(total, min(self.base[: k + 1]))
+            behind[k] = max(0, min(total, min(self.base[: k + 1])))
             total += self.profile.stages[k].parameter_gradient_bytes
         return behind
 

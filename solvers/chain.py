@@ -61,6 +61,7 @@ class Stage:
         parameter_gradient_bytes: gradients that appear in its backward and stay.
         gradient_bytes: bytes alive at the start of its backward beside
             everything kept and the parameter gradients: the boundary's gradient.
+            Negative where later stages have freed for good what was counted as kept.
         recomputable: False where the forward must run once only (then option
             0 or another option has to keep it).
         linked: True where its input is the previous stage's output unchanged,
@@ -212,7 +213,7 @@ def _build(kind: type, data: Mapping[str, Any], where: str) -> Any:
         raise ValueError(f"{where}: expected fields {sorted(known)}, got {sorted(data)}; {error}") from error
 
 
-_MAY_BE_NEGATIVE = {"kept_bytes"}
+_MAY_BE_NEGATIVE = {"kept_bytes", "gradient_bytes"}
 
 
 def _check_stage(stage: Stage) -> None:
