@@ -63,7 +63,9 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
         ValueError: another plan is applied already.
     """
     if model in _PLANNED:
-        raise ValueError("apply: expected a model without a plan, got one that has one; call its handle's remove() first")
+        raise ValueError(
+            "apply: expected a model without a plan, got one that has one; call its handle's remove() first"
+        )
     _check_model(model, plan)
     program = program_of(plan.stages, plan.schedule)
     patches = ForwardPatches()

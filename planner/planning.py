@@ -108,9 +108,7 @@ def plan_of(profile: Profile, chain: Chain, solution: Solution, budget_bytes: in
     )
 
 
-def _planned_stages(
-    profile: Profile, chain: Chain, schedule: Schedule, replayed: Replay
-) -> tuple[PlannedStage, ...]:
+def _planned_stages(profile: Profile, chain: Chain, schedule: Schedule, replayed: Replay) -> tuple[PlannedStage, ...]:
     runs = Counter(a.stage for a in schedule.actions if a.kind in ("forward", "recompute"))
     again: Counter[int] = Counter()
     extra_ops: Counter[int] = Counter()
@@ -170,7 +168,11 @@ def _decisions(records: tuple[StageRecord, ...], schedule: Schedule) -> list[Dec
 def _kept_bytes(record: StageRecord, decision: Decision, profile: Profile, k: int) -> int:
     """Bytes this stage holds from forward to backward: what it saves, or its input, or nothing."""
     if decision == "keep":
-        return record.kept_bytes if record.kind == "stage" else max(0, record.forward.end_bytes - record.forward.start_bytes)
+        return (
+            record.kept_bytes
+            if record.kind == "stage"
+            else max(0, record.forward.end_bytes - record.forward.start_bytes)
+        )
     if decision == "recompute" and record.links and k > 0:
         return profile.stages[k - 1].boundary_bytes
     return 0

@@ -64,9 +64,7 @@ def program_of(stages: Sequence[PlannedStage], schedule: Schedule) -> Program:
         gone = {k for k in pending if k < backward and stages[k].links and k - 1 in alive and k - 1 not in boundaries}
         releases[backward] = tuple(sorted(gone))
         alive = boundaries
-    return Program(
-        dropped=frozenset(dropped), holding=frozenset(holding), before_backward=before, releases=releases
-    )
+    return Program(dropped=frozenset(dropped), holding=frozenset(holding), before_backward=before, releases=releases)
 
 
 def _phases(actions: Sequence[Action]) -> tuple[list[Action], list[tuple[int, list[Action]]]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from planner.plan import PlannedStage
 from planner.program import Program, Rerun
 from profiler.rerun import CallState, CallTraits, detached, rerun_dropping, rerun_keeping, rerun_until_saved
-from profiler.trees import map_tensors, tensors_in
+from profiler.trees import device_of, map_tensors, tensors_in
 
 
 class PlannedStep:
@@ -103,9 +103,8 @@ class Frame:
 
     def run_first(self, args: Any, kwargs: Any) -> Any:
         """The first forward: autograd gets placeholders in place of what it saves."""
-        device = next((t.device for t in self._leaves if t is not None), torch.device("cpu"))
         traits = CallTraits(draws_random=self.stage.draws_random, mutated_buffers=self.stage.mutated_buffers)
-        self._state = CallState(self._module, traits, device)
+        self._state = CallState(self._module, traits, device_of((args, kwargs)))
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             return self._forward(*args, **kwargs)
 

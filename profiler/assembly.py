@@ -205,9 +205,7 @@ class _Assembly:
     def _phases(self, place: Place) -> tuple[Phase, Phase, Phase]:
         m = self._measured
         forward, backward = place.label(FORWARD), place.label(BACKWARD)
-        after = Phase(
-            start_bytes=self._after_backward, peak_bytes=self._after_backward, end_bytes=self._after_backward
-        )
+        after = Phase(start_bytes=self._after_backward, peak_bytes=self._after_backward, end_bytes=self._after_backward)
         return (
             _phase(m.memory.get(forward), self._pooled(m.seconds, place, FORWARD)),
             _phase(m.memory[backward], self._pooled(m.seconds, place, BACKWARD)) if backward in m.memory else after,

@@ -56,7 +56,9 @@ def read_document(path: str | Path, formats: dict[str, int]) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: expected a whole JSON document, got one that breaks off: {error}; make it again") from error
+        raise ValueError(
+            f"{path}: expected a whole JSON document, got one that breaks off: {error}; make it again"
+        ) from error
     kind = document.get("format") if isinstance(document, dict) else None
     if kind not in formats:
         raise ValueError(f"{path}: expected a file of format {' or '.join(formats)}, got {kind!r}; pass another file")

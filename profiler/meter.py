@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -184,12 +185,13 @@ class _CudaTimeMeter:
         self.mark("")
         torch.cuda.synchronize(self._device)
         return [
-            Interval(label, seconds=begin.elapsed_time(end) / 1000.0) for (label, begin), (_, end) in _pairs(self._marks)
+            Interval(label, seconds=begin.elapsed_time(end) / 1000.0)
+            for (label, begin), (_, end) in _pairs(self._marks)
         ]
 
 
 def _pairs(marks: list[Any]) -> list[tuple[Any, Any]]:
-    return list(zip(marks, marks[1:], strict=False))
+    return list(itertools.pairwise(marks))
 
 
 def metered(meter: Meter, run: Callable[[], Any], label: str = "step") -> list[Interval]:

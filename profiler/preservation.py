@@ -89,7 +89,9 @@ class _OptimizerState:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._states = {
-            key: {name: (value, _host_copy(value) if isinstance(value, Tensor) else None) for name, value in state.items()}
+            key: {
+                name: (value, _host_copy(value) if isinstance(value, Tensor) else None) for name, value in state.items()
+            }
             for key, state in optimizer.state.items()
         }
         self._groups = [

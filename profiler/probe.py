@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from profiler.meter import Interval, Meter
+from profiler.nodes import graph_nodes, next_node
 from profiler.patching import Forward, ForwardPatches
 from profiler.rerun import CallState, CallTraits, detached
 from profiler.stages import ChosenStage
-from profiler.trees import tensors_in
+from profiler.trees import device_of, tensors_in
 from profiler.workload import Workload
 
 FORWARD, LOSS, BACKWARD, OPTIMIZER, END = "forward", "loss", "backward", "optimizer", "end"
@@ -23,7 +24,7 @@ FORWARD, LOSS, BACKWARD, OPTIMIZER, END = "forward", "loss", "backward", "optimi
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a step is: in stage k, or outside of them directly before stage k (k = number of stages: after the last)."""
+    """Where a step is: in stage k, or outside directly before stage k (k = number of stages: after the last)."""
 
     kind: str
     index: int
@@ -144,7 +145,7 @@ class StepProbe:
 
     def _forward(self, run: _Run) -> Tensor:
         loss = self._workload.forward()
-        run.nodes.append((outside_place(len(self._stages)), _next_node()))
+        run.nodes.append((outside_place(len(self._stages)), next_node()))
         _mark_backward(loss, run.nodes, run.mark)
         return loss
 
@@ -193,7 +194,7 @@ class _Run:
     def enter(self, position: int) -> None:
         self.inside = True
         self.check_freed()
-        self.nodes.append((outside_place(position), _next_node()))
+        self.nodes.append((outside_place(position), next_node()))
         self.mark(stage_place(position).label(FORWARD))
 
     def mark(self, label: str) -> None:
@@ -206,7 +207,7 @@ class _Run:
 
     def leave(self, position: int) -> None:
         self.inside = False
-        self.nodes.append((stage_place(position), _next_node()))
+        self.nodes.append((stage_place(position), next_node()))
         self.mark(outside_place(position + 1).label(FORWARD))
 
     def hooks(self, position: int) -> torch.autograd.graph.saved_tensors_hooks | _NoHooks:
@@ -233,7 +234,7 @@ class _Run:
                     self._inputs[position, leaf] = weakref.ref(tensor.untyped_storage())
         if self.mode != "drop":
             return forward(*args, **kwargs)
-        state = CallState(module, self.traits[position], _device_of(args, kwargs))
+        state = CallState(module, self.traits[position], device_of((args, kwargs)))
         self._hold(stage, position, args, kwargs)
         self._saved = []
         output = forward(*args, **kwargs)
@@ -273,15 +274,6 @@ class _NoHooks:
     def __exit__(self, *_: object) -> None: ...
 
 
-def _device_of(args: Any, kwargs: Any) -> torch.device:
-    tensors = tensors_in((args, kwargs))
-    return tensors[0].device if tensors else torch.device("cpu")
-
-
-def _next_node() -> int:
-    return torch._C._autograd._get_sequence_nr()
-
-
 def _mark_backward(loss: Tensor, nodes: list[tuple[Place, int]], mark: Callable[[str], None]) -> None:
     """Mark the moment at which the first autograd node of each place runs.
 
@@ -289,7 +281,7 @@ def _mark_backward(loss: Tensor, nodes: list[tuple[Place, int]], mark: Callable[
     a place's backward begins with its highest node and ends where another's begins.
     """
     highest: dict[Place, tuple[int, Any]] = {}
-    for node in _graph(loss):
+    for node in graph_nodes(loss):
         number = node._sequence_nr()
         place = _place_of(number, nodes)
         if place is not None and (place not in highest or highest[place][0] < number):
@@ -310,18 +302,3 @@ def _place_of(number: int, nodes: list[tuple[Place, int]]) -> Place | None:
         if number < end:
             return place
     return None  # AccumulateGrad: its number stands above all others.
-
-
-def _graph(loss: Tensor) -> Iterator[Any]:
-    seen: set[Any] = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        waiting.extend(following for following, _ in node.next_functions)
-    seen.clear()
-
-

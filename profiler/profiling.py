@@ -181,17 +181,21 @@ def _rerun(first: FirstRun, device: torch.device) -> RerunTimes:
             rerun_until_saved(first.call, first.state, args, kwargs, len(first.saved))
             _synchronize(device)
             times.append(time.perf_counter() - begin)
-    except Exception as error:  # User code runs here: whatever it raises means that it cannot be run twice.
+    except Exception as error:  # noqa: BLE001 - user code runs here; whatever it raises, it cannot be run twice.
         return RerunTimes(failure=f"running it a second time fails: {error}")
     return RerunTimes(seconds=min(times), failure=failure)
 
 
 def _difference(first: FirstRun, saved: list[Tensor], output: Any, device: torch.device) -> str:
     if [(tuple(t.shape), t.dtype) for t in saved] != first.saved:
-        return "running it a second time saves other tensors (a cache or a counter changed; for transformers: use_cache)"
+        return (
+            "running it a second time saves other tensors (a cache or a counter changed; for transformers: use_cache)"
+        )
     for before, after in zip(tensors_in(first.output), tensors_in(output), strict=True):
         # GPU kernels may add in another order; a wrong mask or input differs by far more than this.
-        same = torch.equal(before, after) if device.type == "cpu" else torch.allclose(before, after, rtol=0.05, atol=0.05)
+        same = (
+            torch.equal(before, after) if device.type == "cpu" else torch.allclose(before, after, rtol=0.05, atol=0.05)
+        )
         if not same:
             return "running it a second time gives another result"
     return ""
@@ -204,5 +208,3 @@ def _synchronize(device: torch.device) -> None:
 
 def _traits(stage: ChosenStage) -> CallTraits:
     return CallTraits(draws_random=stage.call.draws_random, mutated_buffers=stage.call.mutated_buffers)
-
-

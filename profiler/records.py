@@ -214,7 +214,9 @@ class Profile:
             data["op_records"] = tuple(OpRecord(**dict(zip(names, row, strict=True))) for row in data["op_records"])
             profile = cls(**data)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{where}: expected the fields of a profile, got a mismatch: {error}; profile again") from error
+            raise ValueError(
+                f"{where}: expected the fields of a profile, got a mismatch: {error}; profile again"
+            ) from error
         if document.get("fingerprint") != profile.fingerprint:
             raise ValueError(f"{where}: expected its fingerprint to match its contents, it does not; profile again")
         _check_numbers(profile, where)

@@ -222,7 +222,7 @@ def _linked(trace: Trace, calls: list[Call]) -> tuple[ChosenStage, ...]:
     for call in calls:
         called[call.name] = called.get(call.name, 0) + 1
     stages = []
-    for k, call in enumerate(calls):
+    for call in calls:
         name = call.name if call.index == 0 else f"{call.name}#{call.index}"
         stages.append(ChosenStage(name=name, call=call))
     for k in range(1, len(calls)):

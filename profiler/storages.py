@@ -8,6 +8,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+# The CUDA caching allocator rounds every allocation up to this (kMinBlockSize in PyTorch's CUDACachingAllocator.h).
+CUDA_BLOCK_BYTES = 512
+
+
+def allocated_bytes(storage: torch.UntypedStorage) -> int:
+    """Bytes that the device's allocator counts for a storage."""
+    size = storage.nbytes()
+    return -(-size // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES if storage.device.type == "cuda" else size
+
 
 class StorageTable:
     """Numbers every storage it meets; a number is never given twice, also when memory is used again."""
@@ -25,7 +34,7 @@ class StorageTable:
         if number is None:
             number = len(self.bytes_of)
             self._numbers[storage] = number
-            self.bytes_of[number] = storage.nbytes()
+            self.bytes_of[number] = allocated_bytes(storage)
         return number
 
     def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
@@ -43,7 +52,7 @@ def distinct_bytes(tensors: Iterable[Tensor]) -> int:
     for tensor in tensors:
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
-            seen[storage._cdata] = storage.nbytes()
+            seen[storage._cdata] = allocated_bytes(storage)
         else:
             seen[id(tensor)] = tensor.element_size() * tensor._nnz()
     return sum(seen.values())

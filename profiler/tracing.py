@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.nodes import next_node
 from profiler.patching import Forward, ForwardPatches
 from profiler.preservation import RandomState
 from profiler.storages import StorageTable
@@ -169,7 +170,7 @@ class _Recorder:
             inputs=[self._leaf(t) for t in tensors],
             first_op=len(self.trace.ops),
             first_save=len(self.trace.saves),
-            first_node=_next_node(),
+            first_node=next_node(),
         )
         self._counts[id(module)] = call.index + 1
         self._open.append(len(self.trace.calls))
@@ -178,7 +179,7 @@ class _Recorder:
 
     def _leave(self, call: Call, watch: _Watch, output: Any) -> None:
         call.end_op, call.end_save = len(self.trace.ops), len(self.trace.saves)
-        call.end_node = _next_node()
+        call.end_node = next_node()
         call.outputs = [self._leaf(t) for t in tensors_in(output)]
         call.mutates_input = watch.inputs_changed()
         call.draws_random = watch.random_advanced()
@@ -208,7 +209,7 @@ class _Recorder:
             seconds=seconds,
             output_bytes=table.total_bytes(numbers),
             storages=numbers,
-            node=_sequence(current) if current is not None else _next_node() - 1,
+            node=current._sequence_nr() if current is not None else next_node() - 1,
         )
         (self.trace.ops if self.side == "forward" else self.trace.backward_ops).append(op)
 
@@ -278,12 +279,3 @@ class _Watch:
             for name, (buffer, value) in self._buffers.items()
             if now.get(name) is not buffer or not torch.equal(buffer, value)
         )
-
-
-def _next_node() -> int:
-    """The sequence number that the next autograd node will get."""
-    return torch._C._autograd._get_sequence_nr()
-
-
-def _sequence(node: Any) -> int:
-    return node._sequence_nr()

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -16,6 +17,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
     map_tensors(lambda tensor: found.append(tensor) or tensor, tree)
     return found
+
+
+def device_of(tree: Any) -> torch.device:
+    """The device that the tensors of ``tree`` are on: an accelerator's where any is, else the CPU."""
+    devices = [tensor.device for tensor in tensors_in(tree)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def map_tensors(change: Callable[[Any], Any], tree: Any, kind: type = Tensor) -> Any:

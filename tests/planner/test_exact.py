@@ -25,7 +25,7 @@ DEPTHS = (0.0, 0.3, 0.6)
 
 
 class CountOps(TorchDispatchMode):
-    """Counts the model's aten ops: not ``detach``, and none of the applier's bookkeeping of random states and buffers."""
+    """Counts the model's aten ops: not ``detach``, and none of the applier's own bookkeeping."""
 
     muted = False
 
@@ -196,7 +196,7 @@ def test_second_derivatives_are_exact() -> None:
     def curvature(work: Workload) -> torch.Tensor:
         parameters = list(work.model.parameters())
         gradients = torch.autograd.grad(work.forward(), parameters, create_graph=True)
-        return torch.autograd.grad(sum((g**2).sum() for g in gradients), parameters)[0]
+        return torch.autograd.grad(torch.stack([(g**2).sum() for g in gradients]).sum(), parameters)[0]
 
     work = workload("plain")
     profile = planner.profile(work)
