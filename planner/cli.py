@@ -135,7 +135,7 @@ def train_command(
     plan: Annotated[Path, typer.Option(help="The plan to apply.")],
     settings: Settings = None,
     device: Device = None,
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 3,
     as_json: AsJson = False,
 ) -> None:
     """Train under a plan and hold what it predicts against what is measured."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,7 +96,7 @@ def training_document(run: TrainingRun) -> dict[str, Any]:
         "measured_seconds": run.measured_seconds,
         "unplanned_peak_bytes": plan.unplanned_peak_bytes,
         "unplanned_seconds": plan.unplanned_seconds,
-        "losses": list(run.losses),
+        "losses": [loss if math.isfinite(loss) else None for loss in run.losses],  # JSON knows no NaN
         "step_seconds": list(run.step_seconds),
     }
 

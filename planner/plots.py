@@ -132,10 +132,8 @@ def _set_limits(axes: Axes, curves: list[_Curve], bound: _Curve | None) -> None:
 
 
 def _draw_infeasible(axes: Axes, curves: dict[str, _Curve]) -> None:
-    """Budgets below every plan; those below the smallest peak of ``rotor`` or ``auto`` are truly infeasible."""
     smallest = min(curve.memory[0] for curve in curves.values())
-    label = "infeasible budgets" if {"rotor", "auto"} & set(curves) else "below every plan here"
-    axes.axvspan(axes.get_xlim()[0], smallest, facecolor="#C03030", alpha=0.10, linewidth=0, label=label)
+    axes.axvspan(axes.get_xlim()[0], smallest, facecolor="#C03030", alpha=0.10, linewidth=0, label="no plan fits")
     axes.axvline(smallest, color="#C03030", linewidth=0.8, alpha=0.6)
 
 

@@ -81,24 +81,24 @@ def _status(document: Mapping[str, Any]) -> str:
 def profile_report(profile: Profile) -> RenderableType:
     """A profile's stages, why some cannot be recomputed, and the step as a whole."""
     title = f"Profile of {profile.model_class} on {profile.device} ({profile.precision})"
-    columns = ["forward", "backward", "kept", "boundary", "rerun", "ops", "may rerun"]
+    columns = ["forward\nms", "backward\nms", "kept", "boundary", "rerun\nms", "rerun\nops"]
     table = _table(title, ["stage"], columns)
     reasons: dict[str, int] = {}
     for record in profile.stages:
         table.add_row(*_stage_cells(record, reasons), style="dim" if record.kind == "outside" else None)
-    notes = [(f"({number})", f"runs once: {escape(reason)}") for reason, number in reasons.items()]
+    notes = [(f"({number})", f"never runs again: {escape(reason)}") for reason, number in reasons.items()]
     return Group(table, *([facts(notes), ""] if notes else []), facts(_step(profile)))
 
 
 def _stage_cells(record: StageRecord, reasons: dict[str, int]) -> list[str]:
-    times = [_ms(record.forward.seconds), _ms(record.backward.seconds)]
+    times = [f"{phase.seconds * 1e3:.2f}" for phase in (record.forward, record.backward)]
     if record.kind == "outside":
-        return [escape(record.name), *times, *[_NOTHING] * 5]
+        return [escape(record.name), *times, *[_NOTHING] * 4]
     if record.recomputable:
-        again = [_ms(record.recompute_seconds), str(record.recompute_ops), "yes"]
+        again = [f"{record.recompute_seconds * 1e3:.2f}", str(record.recompute_ops)]
     else:
         reason = record.reason or "it does not repeat its result"
-        again = [_NOTHING, _NOTHING, f"no ({reasons.setdefault(reason, len(reasons) + 1)})"]
+        again = [f"never ({reasons.setdefault(reason, len(reasons) + 1)})", _NOTHING]
     sizes = [format_bytes(record.kept_bytes), format_bytes(record.boundary_bytes)]
     return [escape(record.name), *times, *sizes, *again]
 
@@ -179,7 +179,7 @@ def comparison_report(rows: Sequence[ComparisonRow], budget_bytes: int) -> Rende
     for row in rows:
         table.add_row(*_comparison_cells(row, plain))
     needs = [
-        (row.solver, f"needs at least {_both(row.minimum_budget_bytes)}: {escape(row.reason or '')}")
+        (row.solver, f"{escape(row.reason or '')} ({format_bytes(row.minimum_budget_bytes)})")
         for row in rows
         if row.minimum_budget_bytes is not None
     ]
@@ -205,14 +205,14 @@ def _comparison_cells(row: ComparisonRow, plain_seconds: float | None) -> list[s
 
 def training_report(document: Mapping[str, Any]) -> RenderableType:
     """Losses of a planned training run, predicted beside measured."""
-    losses = ", ".join(f"{loss:.6g}" for loss in document["losses"][:8])
-    more = f", ... {document['losses'][-1]:.6g}" if len(document["losses"]) > 8 else ""
+    losses = ["not finite" if loss is None else f"{loss:.6g}" for loss in document["losses"]]
+    shown = losses if len(losses) <= 8 else [*losses[:7], "...", losses[-1]]
     measured, budget = document["measured_peak_bytes"], document["budget_bytes"]
     verdict = "within the budget" if measured <= budget else "[red]above the budget[/red]"
     slowdown = document["measured_seconds"] / document["unplanned_seconds"] if document["unplanned_seconds"] else 1.0
     return facts(
         [
-            ("losses", losses + more),
+            ("losses", ", ".join(shown)),
             ("budget", _both(budget)),
             ("predicted peak", _both(document["predicted_peak_bytes"])),
             ("measured peak", f"{_both(measured)}: {verdict}"),
@@ -248,8 +248,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
 
 
-def _both(size: int | None) -> str:
-    assert size is not None
+def _both(size: int) -> str:
     return f"{format_bytes(size)} ({size:,} bytes)"
 
 

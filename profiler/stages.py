@@ -119,8 +119,20 @@ def _opened(trace: Trace, children: dict[int, list[int]], cut: list[int]) -> lis
 def _is_pure_chain(trace: Trace, index: int, inner: list[int]) -> bool:
     if len(inner) < 2 or not all(_usable(trace.calls[i]) for i in inner):
         return False
-    whole, first, last = trace.calls[index], trace.calls[inner[0]], trace.calls[inner[-1]]
-    return len(_runs(trace, inner)) == 1 and whole.first_node == first.first_node and whole.end_node == last.end_node
+    calls = [trace.calls[i] for i in inner]
+    whole = trace.calls[index]
+    spans_it = whole.first_node == calls[0].first_node and whole.end_node == calls[-1].end_node
+    return spans_it and len(_runs(trace, inner)) == 1 and not _has_side_roads(calls)
+
+
+def _has_side_roads(calls: Sequence[Call]) -> bool:
+    """Whether a call reads what one further back than the call before it returned."""
+    earlier: set[int] = set()
+    for before, call in itertools.pairwise(calls):
+        if earlier & _input_storages(call) - _output_storages(before):
+            return True
+        earlier |= _output_storages(before)
+    return False
 
 
 def _children(calls: Sequence[Call]) -> dict[int, list[int]]:
