@@ -1,0 +1,86 @@
+"""Result files: a table with the command, hardware, versions and date that produced it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import sys
+from pathlib import Path
+
+import numpy
+import pandas as pd
+import pulp
+import torch
+
+from profiler.files import write_whole
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> str:
+    """One line on the hardware."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    line = f"{_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB memory"
+    if torch.cuda.is_available():
+        line += f", {torch.cuda.get_device_name()}"
+    return line
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def versions() -> str:
+    """One line on the software."""
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "pulp": pulp.__version__,
+    }
+    return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def result_name(base: str, device: str) -> str:
+    """The file's name: results of another device than the CPU carry its name."""
+    return base if device == "cpu" else f"{base}-{device.replace(':', '-')}"
+
+
+def write_result(folder: Path, name: str, title: str, frame: pd.DataFrame, notes: list[str]) -> None:
+    """Write ``name.csv`` and ``name.md`` and print the latter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = "python -m " + " ".join([_module(), *sys.argv[1:]])
+    head = [
+        f"# {title}",
+        "",
+        f"- command: `{command}`",
+        f"- hardware: {machine()}; torch threads: {torch.get_num_threads()}",
+        f"- versions: {versions()}",
+        f"- date: {datetime.date.today().isoformat()}",
+        *[f"- {note}" for note in notes],
+        "",
+    ]
+    text = "\n".join([*head, _markdown(frame), ""])
+    write_whole(folder / f"{name}.csv", frame.to_csv(index=False))
+    write_whole(folder / f"{name}.md", text)
+    print(text)
+
+
+def _module() -> str:
+    spec = sys.modules["__main__"].__spec__
+    return spec.name if spec is not None else Path(sys.argv[0]).name
+
+
+def _markdown(frame: pd.DataFrame) -> str:
+    rows = [[_cell(value) for value in row] for row in frame.itertuples(index=False)]
+    lines = ["| " + " | ".join(frame.columns) + " |", "|" + "---|" * len(frame.columns)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
