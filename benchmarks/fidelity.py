@@ -1,4 +1,4 @@
-"""Fidelity: predicted against measured peak and time, for real models from the unplanned peak to the smallest budget."""
+"""Fidelity: predicted against measured peak and time of real models, from the unplanned peak to the smallest."""
 
 from __future__ import annotations
 

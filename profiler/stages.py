@@ -91,15 +91,19 @@ def _best_cut(trace: Trace) -> list[int]:
     ]
     cuts = []
     for largest in sorted({weights[i] for i, call in enumerate(trace.calls) if _usable(call)}):
-        cut = _cut_below(trace, children, weights, largest)
+        cut = _without_idle(trace, _cut_below(trace, children, weights, largest), weights)
         if cut:
             cuts.append((_memory_of(trace, cut, weights), len(cut), cut))
     if not cuts:
         return []
     limit = COARSER_WITHIN * min(memory for memory, _, _ in cuts)
-    cut = _opened(trace, children, min((count, memory, cut) for memory, count, cut in cuts if memory <= limit)[2])
-    runs = _runs(trace, cut)
-    return [i for run in runs for i in run if len(run) > 1 or weights[i] > 0]
+    best = min((count, memory, cut) for memory, count, cut in cuts if memory <= limit)[2]
+    return _without_idle(trace, _opened(trace, children, best), weights)
+
+
+def _without_idle(trace: Trace, cut: list[int], weights: Sequence[int]) -> list[int]:
+    """Leave out stages that stand alone and keep nothing: running them again frees nothing."""
+    return [i for run in _runs(trace, cut) for i in run if len(run) > 1 or weights[i] > 0]
 
 
 def _opened(trace: Trace, children: dict[int, list[int]], cut: list[int]) -> list[int]:
