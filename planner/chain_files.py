@@ -21,13 +21,17 @@ def chain_from(document: Mapping[str, Any], where: str) -> Chain:
         ValueError: a field is missing, of another kind, or out of range.
     """
     try:
-        return Chain.from_dict(document)
+        chain = Chain.from_dict(document)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{where}: expected the fields of a chain problem, got a mismatch: {error}; write it with Chain.to_dict"
         ) from error
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+    for stage in chain.stages:
+        if not isinstance(stage.name, str):
+            raise ValueError(f"{where}: expected every stage to have a name, got {stage.name!r}; name it")
+    return chain
 
 
 def keep_all_replay(chain: Chain) -> Replay:

@@ -32,6 +32,7 @@ app = typer.Typer(
     cls=Face,
     help="Profile a PyTorch model, plan its training step under a memory budget, and train under the plan.",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

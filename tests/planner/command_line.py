@@ -1,0 +1,72 @@
+"""What tests of the command line share: running commands in this process, targets, and a small chain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from planner.cli import app
+from solvers import Chain, Option, Stage
+
+SMALL = ["--set", "layers=8", "hidden=32", "batch=1024"]
+
+TARGETS = """
+import torch
+from profiler.workload import Workload
+
+class Broken(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        print("about to fail")
+        raise RuntimeError("these shapes clash")
+
+def broken():
+    return Workload(model=Broken(), inputs=torch.ones(2, 4))
+
+def number():
+    return 3
+
+def talks():
+    print("hello from the target")
+    blocks = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(3)]
+    return Workload(model=torch.nn.Sequential(*blocks), inputs=torch.ones(256, 32), loss=lambda y: y.sum())
+
+def not_a_number():
+    return Workload(model=torch.nn.Linear(4, 4), inputs=torch.full((2, 4), float("nan")), loss=lambda y: y.sum())
+"""
+
+
+def run(*args: str | Path):
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def done(*args: str | Path):
+    result = run(*args)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def refused(*args: str | Path) -> str:
+    """What stderr says of wrong input; nothing on stdout, exit code 2, no traceback."""
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert "error: " in result.stderr
+    return result.stderr.split("error: ", 1)[1]
+
+
+def small_chain() -> Chain:
+    way = Option(
+        forward_seconds=1.0, backward_seconds=2.0, kept_bytes=4, forward_peak_bytes=6,
+        backward_peak_bytes=1, recompute_seconds=1.0, recompute_peak_bytes=4,
+    )  # fmt: skip
+    names = ("first", "second", "third", "fourth")
+    stages = [
+        Stage(name=name, options=(way,), boundary_bytes=1, forward_seconds=1.0, forward_peak_bytes=2) for name in names
+    ]
+    return Chain(stages=tuple(stages))
