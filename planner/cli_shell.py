@@ -102,9 +102,7 @@ def note(text: str) -> None:
 def working() -> Iterator[Report]:
     """A progress bar on stderr; whatever user code prints meanwhile goes to stderr too.
 
-    The bar moves only when it is told to: a thread that redraws it would take
-    turns with the threads being timed (a step of a small GPT-2 on two cores
-    took 1.7 times as long beside one).
+    The bar moves only when it is told to: no thread redraws it while a step is being timed.
 
     Yields:
         ``report(what, done, total)``.
