@@ -32,7 +32,7 @@ class Measured:
     dropped_memory: dict[str, list[Interval]]
     dropped_seconds: dict[str, float]
     freed: list[bool]
-    reruns: dict[int, RerunTimes]
+    reruns: list[RerunTimes]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -238,7 +238,7 @@ class _Assembly:
         m, stage, place = self._measured, self._measured.stages[k], stage_place(k)
         call, table = stage.call, m.trace.storages
         forward, backward, dropped = self._phases(place)
-        rerun = m.reruns.get(self._alike[k], RerunTimes(failure="it was not run a second time"))
+        rerun = m.reruns[k]
         saves = m.trace.saves[call.first_save : call.end_save]
         saved = {save.storage for save in saves if save.storage is not None} - m.trace.always_alive
         boundary = m.stages[k + 1].boundary_storages if k + 1 < len(m.stages) and m.freed[k + 1] else frozenset()

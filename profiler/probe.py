@@ -51,7 +51,12 @@ class FirstRun:
     state: CallState
     arguments: Any
     output: Any
+    versions: list[int]
     saved: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
+
+    def input_changed(self) -> bool:
+        """Whether an input tensor was changed in place after the call."""
+        return [tensor._version for tensor in tensors_in(self.arguments)] != self.versions
 
 
 class StepProbe:
@@ -237,14 +242,17 @@ class _Run:
         state = CallState(module, self.traits[position], device_of((args, kwargs)))
         self._hold(stage, position, args, kwargs)
         self._saved = []
+        arguments = detached((args, kwargs)) if self.hold_all else None  # Before: the call may add to a list.
+        versions = [tensor._version for tensor in tensors_in(arguments)]
         output = forward(*args, **kwargs)
         if self.hold_all:
             self.first_runs.append(
                 FirstRun(
                     call=forward,
                     state=state,
-                    arguments=detached((args, kwargs)),
+                    arguments=arguments,
                     output=detached(output),
+                    versions=versions,
                     saved=self._saved,
                 )
             )

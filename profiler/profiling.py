@@ -18,7 +18,7 @@ from profiler.rerun import CallTraits, rerun_keeping, rerun_until_saved
 from profiler.stages import ChosenStage, StagePattern, choose_stages
 from profiler.storages import distinct_bytes
 from profiler.tracing import trace_step
-from profiler.trees import tensors_in
+from profiler.trees import map_tensors, tensors_in
 from profiler.workload import Workload
 
 Progress = Callable[[str, int, int], None]
@@ -150,32 +150,49 @@ def _time_dropping(
     traits: list[CallTraits],
     randomness: RandomState,
     report: _Reporter,
-) -> tuple[dict[str, float], dict[int, RerunTimes]]:
+) -> tuple[dict[str, float], list[RerunTimes]]:
     """Seconds of forwards without keeping, and of one rerun per distinct stage."""
     runs = []
-    reruns: dict[int, RerunTimes] = {}
-    numbers = alike(stages)
+    reruns: list[RerunTimes] = []
     for _ in range(DROPPING_FORWARDS):
         report("time, nothing kept")
         randomness.restore()
         intervals, first_runs, _ = probe.dropping_forward(time_meter(workload.device), traits, hold_all=True)
         runs.append(intervals)
-        if reruns:
-            continue
-        for position, number in enumerate(numbers):
-            if number not in reruns and position < len(first_runs):
-                reruns[number] = _rerun(first_runs[position], workload.device)
+        reruns = reruns or _reruns(first_runs, alike(stages), workload.device)
     return typical_seconds(runs), reruns
+
+
+def _reruns(first_runs: list[FirstRun], numbers: list[int], device: torch.device) -> list[RerunTimes]:
+    """Run one stage of each kind again; where one of a kind cannot be run twice, each of its kind is tried."""
+    good: dict[int, RerunTimes] = {}
+    doubtful: set[int] = set()
+    found = []
+    for first, number in zip(first_runs, numbers, strict=True):
+        if first.input_changed():
+            found.append(RerunTimes(failure="its input is changed in place afterwards"))
+            continue
+        if number in good and number not in doubtful:
+            found.append(good[number])
+            continue
+        result = _rerun(first, device)
+        if result.failure:
+            doubtful.add(number)
+        else:
+            good[number] = result
+        found.append(result)
+    return found
 
 
 def _rerun(first: FirstRun, device: torch.device) -> RerunTimes:
     """Run a call again: does it give the same, and how long does it take?"""
-    args, kwargs = first.arguments
     try:
+        args, kwargs = _fresh(first.arguments)
         saved, output = rerun_keeping(first.call, first.state, args, kwargs)
         failure = _difference(first, saved, output, device)
         times = []
         for _ in range(2):
+            args, kwargs = _fresh(first.arguments)
             _synchronize(device)
             begin = time.perf_counter()
             rerun_until_saved(first.call, first.state, args, kwargs, len(first.saved))
@@ -184,6 +201,11 @@ def _rerun(first: FirstRun, device: torch.device) -> RerunTimes:
     except Exception as error:  # noqa: BLE001 - user code runs here; whatever it raises, it cannot be run twice.
         return RerunTimes(failure=f"running it a second time fails: {error}")
     return RerunTimes(seconds=min(times), failure=failure)
+
+
+def _fresh(arguments: Any) -> Any:
+    """The same tensors in containers of their own, which the call may add to."""
+    return map_tensors(lambda tensor: tensor, arguments)
 
 
 def _difference(first: FirstRun, saved: list[Tensor], output: Any, device: torch.device) -> str:

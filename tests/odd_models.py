@@ -220,6 +220,13 @@ class HidesTensor(nn.Module):
         return x + 0.01 * Square.apply(self.inner(x))
 
 
+class Cache:
+    """A cache as transformers have it: an object that grows with every call."""
+
+    def __init__(self) -> None:
+        self.past: list[Tensor] = []
+
+
 class CachingBlock(nn.Module):
     """Appends to a cache: a second run gives something else, so it must not be recomputed."""
 
@@ -227,9 +234,9 @@ class CachingBlock(nn.Module):
         super().__init__()
         self.inner = block()
 
-    def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
-        cache.append(x)
-        return x + self.inner(sum(cache, torch.zeros_like(x)))
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.past.append(x)
+        return x + self.inner(sum(cache.past, torch.zeros_like(x)))
 
 
 class CachingModel(nn.Module):
@@ -238,9 +245,33 @@ class CachingModel(nn.Module):
         self.blocks = nn.ModuleList([CachingBlock() for _ in range(3)])
 
     def forward(self, x: Tensor) -> Tensor:
-        cache: list[Tensor] = []
+        cache = Cache()
         for each in self.blocks:
             x = each(x, cache)
+        return x
+
+
+class GrowingBlock(nn.Module):
+    """Adds to a list that it is given: a second run works on a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = block()
+
+    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
+        seen.append(x)
+        return x + self.inner(sum(seen, torch.zeros_like(x)))
+
+
+class GrowingModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([GrowingBlock() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        for each in self.blocks:
+            x = each(x, seen)
         return x
 
 
@@ -269,6 +300,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen": frozen_stack,
     "sequential": lambda: nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]),
     "cache": CachingModel,
+    "growing_list": GrowingModel,
 }
 
 
