@@ -27,7 +27,7 @@ BASELINES: dict[str, Callable[[Chain], list[Schedule]]] = {
 NAMES: tuple[str, ...] = (*BASELINES, "rotor", "ilp", "exhaustive", "auto")
 
 DEFAULT_ILP_SECONDS = 60.0  # proves most chains of 16 stages
-AUTO_ILP_SECONDS = 10.0  # what auto adds at most, unless it is given more
+AUTO_ILP_SECONDS = 3.0  # what auto adds at most, unless it is given more
 AUTO_ILP_STAGES = 12  # proven in seconds up to here (tests/solvers and benchmarks)
 FRONTIER_POINTS = 100  # replayed and returned; a curve needs no more
 FRONTIER_BUDGETS = 6  # for methods that solve one budget at a time
@@ -59,7 +59,7 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
         problem: the chain and its budget in bytes.
         solver: one of ``solver_names()``; ``auto`` takes the fastest of all quick methods and, for chains of up
             to 12 stages that they leave unproven, asks ``ilp``.
-        time_limit_seconds: for ``ilp`` (60 where None) and the part that ``auto`` gives it (10 where None).
+        time_limit_seconds: for ``ilp`` (60 where None) and the part that ``auto`` gives it (3 where None).
 
     Raises:
         ValueError: an unknown solver, an impossible time limit, or a chain too large for ``exhaustive``.
