@@ -85,7 +85,7 @@ def pareto_figure(frame: pd.DataFrame, *, title: str = "", budget_bytes: int | N
     unplanned, bound = curves.pop("none", None), curves.pop("lower_bound", None)
     if not curves:
         raise ValueError("a Pareto plot: expected at least one plan in the table, got none; name more solvers")
-    figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _set_limits(axes, [*curves.values(), *([unplanned] if unplanned else [])], bound)
@@ -100,6 +100,7 @@ def pareto_figure(frame: pd.DataFrame, *, title: str = "", budget_bytes: int | N
     if budget_bytes is not None:
         axes.axvline(budget_bytes / units.bytes_each, color="#222222", linestyle=":", linewidth=1.3, label="budget")
     _label(axes, title, units)
+    figure.legend(loc="outside lower center", ncols=5, fontsize="small")  # beside the axes it hides no curve
     return figure
 
 
@@ -179,6 +180,5 @@ def _label(axes: Axes, title: str, units: _Units) -> None:
     axes.set_xlabel(f"peak memory of a training step [{units.bytes_name}]")
     axes.set_ylabel(f"time of a training step [{units.seconds_name}]")
     axes.grid(alpha=0.25)
-    axes.legend(loc="upper right", fontsize="small", framealpha=0.95)
     if title:
         axes.set_title(title, fontsize="medium")

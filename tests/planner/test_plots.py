@@ -44,9 +44,7 @@ def lines(figure) -> dict:
 def test_everything_is_drawn_and_named_in_the_legend():
     figure = pareto_figure(frame_of(*ROWS), title="Net on cpu", budget_bytes=55 * MIB)
     axes = figure.axes[0]
-    legend = axes.get_legend()
-    assert legend is not None
-    names = {text.get_text() for text in legend.get_texts()}
+    names = {text.get_text() for text in figure.legends[0].get_texts()}
     solvers = {"keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "rotor"}
     assert names == solvers | {"lower bound", "unplanned", "no plan fits", "budget"}
     assert axes.get_title() == "Net on cpu"
