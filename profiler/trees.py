@@ -40,7 +40,9 @@ def map_tensors(change: Callable[[Any], Any], tree: Any, kind: type = Tensor) ->
         return container(map_tensors(change, item, kind) for item in tree)
     if container is dict:
         return {key: map_tensors(change, item, kind) for key, item in tree.items()}
-    if container in pytree.SUPPORTED_NODES or pytree.is_namedtuple_instance(tree):
+    if isinstance(tree, tuple) and hasattr(container, "_make"):  # a named tuple
+        return container._make(map_tensors(change, item, kind) for item in tree)
+    if container in pytree.SUPPORTED_NODES:
         leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
         return pytree.tree_unflatten([map_tensors(change, leaf, kind) for leaf in leaves], spec)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, Mapping)):

@@ -82,7 +82,7 @@ def test_the_peak_is_that_of_torchs_own_tracker(name: str) -> None:
     work.step()
     work.zero_grad()
     tracker = MemTracker()
-    assert work.optimizer is not None
+    assert work.optimizer is not None and isinstance(work.inputs, Tensor)
     tracker.track_external(work.model, work.optimizer, work.inputs)
     with tracker:
         work.step()
