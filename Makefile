@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 SOURCES := $(wildcard planner profiler solvers benchmarks tests)
 
+# Threads that wait in a spin loop take the cores from each other where several processes run (GNU OpenMP's default).
+export GOMP_SPINCOUNT ?= 1000
+
 .PHONY: venv demo test lint clean
 
 venv: $(STAMP)

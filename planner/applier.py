@@ -11,7 +11,7 @@ from torch import nn
 from planner.plan import Plan, PlannedStage
 from planner.program import program_of
 from planner.runtime import PlannedStep
-from profiler.patching import Forward, ForwardPatches
+from profiler.patching import Forward, ForwardPatches, is_patched
 
 _PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
 
@@ -62,7 +62,7 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
         UnsupportedPlan: the plan's schedule cannot be carried out.
         ValueError: another plan is applied already.
     """
-    if model in _PLANNED:
+    if model in _PLANNED or is_patched(model):
         raise ValueError(
             "apply: expected a model without a plan, got one that has one; call its handle's remove() first"
         )

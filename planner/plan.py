@@ -54,6 +54,7 @@ class Plan:
 
     Attributes:
         profile_fingerprint: of the profile it was made from.
+        input_shapes: of the batch it was profiled with.
         budget_bytes: the most bytes that may be alive at once.
         predicted_peak_bytes, predicted_seconds: by exact replay of the schedule.
         unplanned_peak_bytes, unplanned_seconds: of the model without a plan.
@@ -66,6 +67,7 @@ class Plan:
 
     model_class: str
     profile_fingerprint: str
+    input_shapes: tuple[tuple[int, ...], ...]
     device: str
     precision: str
     solver: str
@@ -112,6 +114,7 @@ class Plan:
         data = {key: value for key, value in document.items() if key not in ("format", "version")}
         try:
             data["stages"] = tuple(_stage(stage) for stage in data["stages"])
+            data["input_shapes"] = tuple(tuple(shape) for shape in data["input_shapes"])
             data["schedule"] = Schedule.from_list(data["schedule"])
             plan = cls(**data)
         except (KeyError, TypeError, ValueError) as error:

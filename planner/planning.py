@@ -88,6 +88,7 @@ def plan_of(profile: Profile, chain: Chain, solution: Solution, budget_bytes: in
     return Plan(
         model_class=profile.model_class,
         profile_fingerprint=profile.fingerprint,
+        input_shapes=profile.input_shapes,
         device=profile.device,
         precision=profile.precision,
         solver=solution.solver,

@@ -72,6 +72,7 @@ class Frame:
         self._tree: Any = None
         self._leaves: list[Tensor | None] = []
         self._versions: list[int] = []
+        self._parameters: list[tuple[Tensor, int]] = []
         self._saved: list[weakref.ref[Saved]] = []
         self._links: dict[int, int] = {}
         self._previous: Frame | None = None
@@ -103,7 +104,9 @@ class Frame:
 
     def run_first(self, args: Any, kwargs: Any) -> Any:
         """The first forward: autograd gets placeholders in place of what it saves."""
-        traits = CallTraits(draws_random=self.stage.draws_random, mutated_buffers=self.stage.mutated_buffers)
+        # Whether it draws is not asked of the profile: a dropout's rate may have been changed since.
+        traits = CallTraits(draws_random=True, mutated_buffers=self.stage.mutated_buffers)
+        self._parameters = [(parameter, parameter._version) for parameter in self._module.parameters()]
         self._state = CallState(self._module, traits, device_of((args, kwargs)))
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             return self._forward(*args, **kwargs)
@@ -139,6 +142,7 @@ class Frame:
         return None if reference is None else reference()
 
     def _rerun(self, rerun: Rerun, output: tuple[int, list[Tensor]] | None) -> tuple[int, list[Tensor]] | None:
+        self._check_parameters()
         leaves = self._inputs(output)
         args, kwargs = map_tensors_back(self._tree, leaves)
         assert self._state is not None
@@ -167,6 +171,17 @@ class Frame:
             assert output is not None
         return [output[1][self._links[i]] if tensor is None else tensor for i, tensor in enumerate(self._leaves)]
 
+    def _check_parameters(self) -> None:
+        now = list(self._module.parameters())
+        same = len(now) == len(self._parameters) and all(
+            a is b and a._version == version for a, (b, version) in zip(now, self._parameters, strict=True)
+        )
+        if not same:
+            raise RuntimeError(
+                f"stage {self.stage.name!r}: expected its parameters to be as they were in forward, got changed or "
+                "other ones; call backward before the optimizer steps or parameters are replaced"
+            )
+
     def _check_versions(self) -> None:
         for tensor, version in zip(self._leaves, self._versions, strict=True):
             if tensor is not None and tensor._version != version:
@@ -187,6 +202,7 @@ class Frame:
                 saved.value = tensor
         self._done = True
         self._leaves = []
+        self._parameters = []
         self._previous = None
 
     def _release_linked(self) -> None:

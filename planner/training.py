@@ -10,6 +10,7 @@ import torch
 from planner.applier import apply
 from planner.plan import Plan
 from profiler.measurement import measure
+from profiler.trees import tensors_in
 from profiler.workload import Workload
 
 
@@ -45,6 +46,7 @@ def train_planned(workload: Workload, plan: Plan, *, steps: int) -> TrainingRun:
         raise ValueError(f"--steps: expected at least 1, got {steps}; give a whole number above zero")
     _check_device(workload, plan)
     with apply(workload.model, plan):
+        _check_inputs(workload, plan)
         measured = measure(workload)
         losses, seconds = train_steps(workload, steps)
     return TrainingRun(
@@ -80,6 +82,15 @@ def train_steps(workload: Workload, steps: int) -> tuple[tuple[float, ...], tupl
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _check_inputs(workload: Workload, plan: Plan) -> None:
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(workload.inputs))
+    if shapes != plan.input_shapes:
+        raise ValueError(
+            f"a plan for a batch of shapes {list(plan.input_shapes)}: expected the same batch, got {list(shapes)}; "
+            "give the --set values of the profile, or profile and solve again"
+        )
 
 
 def _check_device(workload: Workload, plan: Plan) -> None:

@@ -13,9 +13,10 @@ import torch
 from profiler.meter import Interval
 from profiler.probe import BACKWARD, FORWARD, OPTIMIZER, Place, outside_place, stage_place
 from profiler.records import OpRecord, Phase, Profile, ResidentBytes, SharedRecord, StageRecord
-from profiler.stages import ChosenStage
+from profiler.stages import ChosenStage, why_not_recomputable
 from profiler.storages import distinct_bytes
 from profiler.tracing import Call, Trace
+from profiler.trees import tensors_in
 from profiler.workload import Workload
 
 
@@ -81,6 +82,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
     assembly = _Assembly(measured, resident.total)
     return Profile(
         model_class=type(workload.model).__name__,
+        input_shapes=tuple(tuple(t.shape) for t in tensors_in(workload.inputs)),
         device=str(device),
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         torch_version=torch.__version__,
@@ -278,8 +280,9 @@ class _Assembly:
         )
 
     def _reason(self, k: int, rerun: RerunTimes) -> str:
-        if self._measured.stages[k].call.mutates_input:
-            return "it changes its input in place"
+        seen = why_not_recomputable(self._measured.stages[k].call)
+        if seen:
+            return seen
         if stage_place(k).label(BACKWARD) not in self._measured.memory:
             return "it has no backward"
         return rerun.failure

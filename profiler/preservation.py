@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from profiler.trees import tensors_in
 from profiler.workload import Workload
 
 
@@ -21,7 +22,9 @@ def preserved(workload: Workload) -> Iterator[None]:
     Copies lie in host memory. Gradients are set aside, so the step inside
     starts without any.
     """
-    model = _ModelState(workload.model)
+    modules = [workload.model, *([workload.loss] if isinstance(workload.loss, nn.Module) else [])]
+    loose = [] if workload.optimizer is None else [p for g in workload.optimizer.param_groups for p in g["params"]]
+    model = _ModelState(modules, [*loose, *tensors_in(workload.inputs)])
     optimizer = _OptimizerState(workload.optimizer) if workload.optimizer is not None else None
     randomness = RandomState.capture()
     try:
@@ -45,7 +48,12 @@ class RandomState:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
 
-    def differs(self) -> bool:
+    def host_differs(self) -> bool:
+        """True where Python's or numpy's generator has advanced since."""
+        moved = self._python != random.getstate()
+        return moved or any(np.any(a != b) for a, b in zip(self._numpy, np.random.get_state(), strict=True))
+
+    def torch_differs(self) -> bool:
         """True where a torch generator has advanced since."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         moved = any(not torch.equal(a, b) for a, b in zip(self._cuda, cuda, strict=False))
@@ -61,22 +69,28 @@ class RandomState:
 
 
 class _ModelState:
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = [(p, _host_copy(p), p.grad) for p in model.parameters()]
+    """Values and gradients of the modules' parameters and of other tensors, buffers, and train/eval flags."""
+
+    def __init__(self, modules: list[nn.Module], others: list[Tensor]) -> None:
+        tensors = {id(t): t for t in [*(p for m in modules for p in m.parameters()), *others]}
+        self._parameters = [(t, _host_copy(t), t.grad if t.is_leaf else None) for t in tensors.values()]
+        inside = [module for each in modules for module in each.modules()]
         self._buffers = [
             (module, name, buffer, None if buffer is None else _host_copy(buffer))
-            for module in model.modules()
+            for module in inside
             for name, buffer in module._buffers.items()
         ]
-        self._training = [(module, module.training) for module in model.modules()]
+        self._training = [(module, module.training) for module in inside]
         for parameter, _, _ in self._parameters:
-            parameter.grad = None
+            if parameter.is_leaf:
+                parameter.grad = None
 
     def restore(self) -> None:
         with torch.no_grad():
             for parameter, value, gradient in self._parameters:
                 _put_back(parameter, value)
-                parameter.grad = gradient
+                if parameter.is_leaf:
+                    parameter.grad = gradient
             for module, name, buffer, value in self._buffers:
                 if buffer is not None and value is not None:
                     _put_back(buffer, value)

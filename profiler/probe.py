@@ -16,7 +16,7 @@ from profiler.nodes import graph_nodes, next_node
 from profiler.patching import Forward, ForwardPatches
 from profiler.rerun import CallState, CallTraits, detached
 from profiler.stages import ChosenStage
-from profiler.trees import device_of, tensors_in
+from profiler.trees import device_of, map_tensors, tensors_in
 from profiler.workload import Workload
 
 FORWARD, LOSS, BACKWARD, OPTIMIZER, END = "forward", "loss", "backward", "optimizer", "end"
@@ -251,7 +251,7 @@ class _Run:
                     call=forward,
                     state=state,
                     arguments=arguments,
-                    output=detached(output),
+                    output=map_tensors(lambda tensor: tensor.detach().clone(), output),  # It may be changed later.
                     versions=versions,
                     saved=self._saved,
                 )
@@ -263,7 +263,7 @@ class _Run:
         for leaf, tensor in enumerate(tensors_in((args, kwargs))):
             if leaf not in linked:
                 self.held.append(tensor.detach())
-            elif not self.hold_all:
+            elif not self.hold_all and tensor.layout is torch.strided:
                 self._watched.append((position, weakref.ref(tensor.untyped_storage())))
 
     def check_freed(self) -> None:

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from profiler.assembly import Measured, RerunTimes, alike, assemble, by_label, typical_seconds
 from profiler.meter import memory_meter, time_meter
+from profiler.patching import is_patched
 from profiler.preservation import RandomState, preserved
 from profiler.probe import FirstRun, StepProbe
 from profiler.records import Profile, ResidentBytes
 from profiler.rerun import CallTraits, rerun_keeping, rerun_until_saved
-from profiler.stages import ChosenStage, StagePattern, choose_stages
+from profiler.stages import ChosenStage, StagePattern, StagesError, choose_stages
 from profiler.storages import distinct_bytes
+from profiler.survivors import Survivors
 from profiler.tracing import trace_step
 from profiler.trees import map_tensors, tensors_in
 from profiler.workload import Workload
@@ -59,13 +61,25 @@ def profile(
     """
     if not workload.model.training:
         raise ProfileError("profile: expected a model in training mode, got one in eval mode; call model.train()")
+    if is_patched(workload.model):
+        raise ProfileError(
+            "profile: expected a model without a plan, got a planned one; call its handle's remove() first"
+        )
     report = _Reporter(progress)
     with preserved(workload):
         randomness = RandomState.capture()
         report("warm up")
         first_step(workload)
         resident = resident_bytes_of(workload)
-        measured = _measure(workload, stages, resident.total, randomness, report)
+        try:
+            measured = _measure(workload, stages, resident.total, randomness, report)
+        except StagesError:
+            raise
+        except Exception as error:
+            raise ProfileError(
+                f"profile: expected a step that runs the same way several times and under saved-tensor hooks, got "
+                f"{type(error).__name__}: {error}; leave what fails out of the workload"
+            ) from error
         return assemble(workload, measured, resident)
 
 
@@ -113,6 +127,11 @@ def _measure(
     report("trace")
     randomness.restore()
     trace = trace_step(workload)
+    if sum(call.parent < 0 for call in trace.calls) > 1:
+        raise StagesError(
+            "profile: expected a step that calls the model once, got several calls (by the loss?); "
+            "put what calls it into one module and profile that"
+        )
     stages = choose_stages(trace, patterns)
     traits = [_traits(stage) for stage in stages]
     with StepProbe(workload, stages) as probe:
@@ -188,8 +207,12 @@ def _rerun(first: FirstRun, device: torch.device) -> RerunTimes:
     """Run a call again: does it give the same, and how long does it take?"""
     try:
         args, kwargs = _fresh(first.arguments)
-        saved, output = rerun_keeping(first.call, first.state, args, kwargs)
+        with Survivors() as survivors:
+            saved, output = rerun_keeping(first.call, first.state, args, kwargs)
         failure = _difference(first, saved, output, device)
+        del saved, output, args, kwargs
+        if survivors.any_left():
+            failure = failure or "it stores tensors of its forward (in an attribute, a cache or a hook)"
         times = []
         for _ in range(2):
             args, kwargs = _fresh(first.arguments)
@@ -215,10 +238,8 @@ def _difference(first: FirstRun, saved: list[Tensor], output: Any, device: torch
         )
     for before, after in zip(tensors_in(first.output), tensors_in(output), strict=True):
         # GPU kernels may add in another order; a wrong mask or input differs by far more than this.
-        same = (
-            torch.equal(before, after) if device.type == "cpu" else torch.allclose(before, after, rtol=0.05, atol=0.05)
-        )
-        if not same:
+        tolerance = 0.0 if device.type == "cpu" else 0.05
+        if not torch.allclose(before, after, rtol=tolerance, atol=tolerance, equal_nan=True):
             return "running it a second time gives another result"
     return ""
 

@@ -141,6 +141,7 @@ class Profile:
 
     Attributes:
         model_class: class of the model.
+        input_shapes: of the batch's tensors.
         device, device_name, torch_version, precision: where and how it ran.
         stages: stages and what lies outside of them, in forward order.
         shared: tensors that several stages hold.
@@ -153,6 +154,7 @@ class Profile:
     """
 
     model_class: str
+    input_shapes: tuple[tuple[int, ...], ...]
     device: str
     device_name: str
     torch_version: str
@@ -209,6 +211,7 @@ class Profile:
             data["shared"] = tuple(_shared(tensor) for tensor in data["shared"])
             data["resident"] = ResidentBytes(**data["resident"])
             data["optimizer"] = Phase(**data["optimizer"])
+            data["input_shapes"] = tuple(tuple(shape) for shape in data["input_shapes"])
             data["step_seconds"] = tuple(data["step_seconds"])
             names = [field.name for field in dataclasses.fields(OpRecord)]
             data["op_records"] = tuple(OpRecord(**dict(zip(names, row, strict=True))) for row in data["op_records"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,12 +42,11 @@ class CallState:
     Random states and buffers are copied to host memory, outside the device's budget.
     """
 
-    __slots__ = ("_autocast", "_buffers", "_cpu_random", "_cuda_random", "_device", "_module", "_names")
+    __slots__ = ("_autocast", "_buffers", "_cpu_random", "_cuda_random", "_device", "_module")
 
     def __init__(self, module: nn.Module, traits: CallTraits, device: torch.device) -> None:
         self._module = module
         self._device = device
-        self._names = traits.mutated_buffers
         self._autocast = _autocast_state(device)
         self._cpu_random: Any = None
         self._cuda_random: Tensor | None = None
@@ -54,7 +54,8 @@ class CallState:
             self._cpu_random = torch.get_rng_state().numpy().copy()
             if device.type == "cuda":
                 self._cuda_random = torch.cuda.get_rng_state(device)
-        self._buffers = {name: _value_needed(module, name) for name in traits.mutated_buffers}
+        names = (*traits.mutated_buffers, *_norm_buffers(module))
+        self._buffers = {name: _value_needed(module, name) for name in dict.fromkeys(names)}
 
     @contextmanager
     def reinstated(self) -> Iterator[None]:
@@ -79,7 +80,7 @@ def rerun_keeping(call: Callable[..., Any], state: CallState, args: Any, kwargs:
 
     with state.reinstated(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _not_to_be_unpacked):
         output = detached(call(*args, **kwargs))
-    return saved, output
+    return _taken(saved), output
 
 
 def rerun_until_saved(
@@ -104,11 +105,18 @@ def rerun_until_saved(
             with torch.autograd.graph.saved_tensors_hooks(pack, _not_to_be_unpacked):
                 call(*args, **kwargs)
         except _AllSaved:
-            return saved
+            return _taken(saved)
     raise RerunError(
         f"expected {expected} tensors saved for backward as in the first run, got {len(saved)}; "
         "the call depends on something that changed in between (a cache, a counter, other inputs)"
     )
+
+
+def _taken(saved: list[Tensor]) -> list[Tensor]:
+    """Empty the hook's own list: a node that outlives the rerun (a tensor stored somewhere) keeps the hook alive."""
+    taken = list(saved)
+    saved.clear()
+    return taken
 
 
 def detached(tree: Any) -> Any:
@@ -124,6 +132,23 @@ def detached(tree: Any) -> Any:
 
 def _not_to_be_unpacked(_: Any) -> Tensor:
     raise AssertionError("a rerun's graph is never walked")
+
+
+_NORMS: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, _BatchNorm]]] = weakref.WeakKeyDictionary()
+
+
+def _norm_buffers(module: nn.Module) -> list[str]:
+    """Statistics of BatchNorms that are in training mode now, whatever they were when profiled."""
+    norms = _NORMS.get(module)
+    if norms is None:
+        norms = [(name, each) for name, each in module.named_modules() if isinstance(each, _BatchNorm)]
+        _NORMS[module] = norms
+    return [
+        f"{name}.{leaf}" if name else leaf
+        for name, norm in norms
+        if norm.training and norm.track_running_stats
+        for leaf in norm._buffers
+    ]
 
 
 def _value_needed(module: nn.Module, name: str) -> Any:

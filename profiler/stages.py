@@ -20,6 +20,10 @@ StagePattern = str | type[nn.Module]
 COARSER_WITHIN = 1.25
 
 
+class StagesError(ValueError):
+    """The step cannot be cut into the stages asked for; the message says why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenStage:
     """A module call that becomes a stage.
@@ -48,7 +52,7 @@ def choose_stages(trace: Trace, patterns: Sequence[StagePattern] | None = None) 
             otherwise module names, glob patterns or module classes.
 
     Raises:
-        ValueError: a pattern matches no module that ran.
+        StagesError: a pattern matches no module that ran.
     """
     if patterns is None:
         chosen = _best_cut(trace)
@@ -58,9 +62,18 @@ def choose_stages(trace: Trace, patterns: Sequence[StagePattern] | None = None) 
     return _linked(trace, [trace.calls[i] for i in calls])
 
 
-def is_recomputable(call: Call) -> bool:
-    """A call may be run again if it leaves its inputs as they were."""
-    return not call.mutates_input
+def why_not_recomputable(call: Call) -> str:
+    """Why a second run would not be the same, as far as one run can show; empty where nothing speaks against it."""
+    if call.mutates_input:
+        return "it changes its input in place"
+    if call.opaque:
+        return (
+            f"it passes a {call.opaque} that holds tensors, which a second run would change "
+            "(for a cache of transformers: set model.config.use_cache = False)"
+        )
+    if not call.outputs:
+        return "it returns no tensor"
+    return call.side_effect
 
 
 def _has_backward(call: Call) -> bool:
@@ -68,7 +81,7 @@ def _has_backward(call: Call) -> bool:
 
 
 def _usable(call: Call) -> bool:
-    return call.parent >= 0 and _has_backward(call) and is_recomputable(call)
+    return call.parent >= 0 and _has_backward(call) and not why_not_recomputable(call)
 
 
 def _saved(trace: Trace, first: int, end: int) -> set[int]:
@@ -206,7 +219,7 @@ def _matching(trace: Trace, patterns: Sequence[StagePattern]) -> list[int]:
     for pattern in patterns:
         hits = [i for i, call in enumerate(trace.calls) if call.parent >= 0 and _matches(call, pattern)]
         if not hits:
-            raise ValueError(_no_match(trace, pattern))
+            raise StagesError(_no_match(trace, pattern))
         matched.extend(hits)
     outermost = [i for i in sorted(set(matched)) if not any(j in set(matched) for j in _ancestors(trace, i))]
     return [i for i in outermost if _has_backward(trace.calls[i])]

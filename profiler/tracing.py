@@ -16,7 +16,7 @@ from profiler.nodes import next_node
 from profiler.patching import Forward, ForwardPatches
 from profiler.preservation import RandomState
 from profiler.storages import StorageTable
-from profiler.trees import tensors_in
+from profiler.trees import opaque_holder, tensors_in
 from profiler.workload import Workload
 
 
@@ -40,7 +40,8 @@ class Call:
         parent: position of the enclosing call in ``Trace.calls``; -1 for the model itself.
         first_op, end_op: its ops are ``Trace.ops[first_op:end_op]``.
         first_save, end_save: its saved tensors are ``Trace.saves[first_save:end_save]``.
-        versions: of the input tensors, before and after the call.
+        opaque: class of an object in its arguments or output that holds tensors but is no known container.
+        side_effect: what else it changed that a second run would change again.
     """
 
     name: str
@@ -58,6 +59,8 @@ class Call:
     mutates_input: bool = False
     draws_random: bool = False
     mutated_buffers: tuple[str, ...] = ()
+    opaque: str = ""
+    side_effect: str = ""
 
 
 @dataclass(slots=True)
@@ -130,6 +133,7 @@ class _Recorder:
         persistent = [*workload.model.parameters(), *workload.model.buffers(), *tensors_in(workload.inputs)]
         self.trace.always_alive = table.numbers(persistent)
         self._device = workload.device
+        self._persistent = [*workload.model.parameters(), *workload.model.buffers()]
 
     @property
     def module(self) -> str:
@@ -175,7 +179,8 @@ class _Recorder:
         self._counts[id(module)] = call.index + 1
         self._open.append(len(self.trace.calls))
         self.trace.calls.append(call)
-        return call, _Watch(module, tensors, self._device)
+        call.opaque = opaque_holder(arguments)
+        return call, _Watch(module, arguments, self._persistent)
 
     def _leave(self, call: Call, watch: _Watch, output: Any) -> None:
         call.end_op, call.end_save = len(self.trace.ops), len(self.trace.saves)
@@ -184,6 +189,8 @@ class _Recorder:
         call.mutates_input = watch.inputs_changed()
         call.draws_random = watch.random_advanced()
         call.mutated_buffers = watch.changed_buffers()
+        call.opaque = call.opaque or opaque_holder(watch.arguments) or opaque_holder(output)
+        call.side_effect = watch.side_effect()
 
     def _leaf(self, tensor: Tensor) -> Leaf:
         # Identities are compared later, so the objects must not be freed in between.
@@ -218,7 +225,9 @@ class _Recorder:
         saved = {save.storage for save in trace.saves} - trace.always_alive
         for op in trace.ops:
             op.kept = any(number in saved for number in op.storages)
-        module_of = {op.node: op.module for op in trace.ops}
+        module_of: dict[int, str] = {}
+        for op in trace.ops:
+            module_of.setdefault(op.node, op.module)  # The first op with a node's number is the one that made it.
         for op in trace.backward_ops:
             op.module = module_of.get(op.node, "")
         self._alive.clear()
@@ -257,20 +266,22 @@ def _timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
 
 
 class _Watch:
-    """What a call changes beside its output: its inputs, the random generators, its module's buffers."""
+    """What a call changes beside its output: its inputs, random generators, buffers and parameters."""
 
-    def __init__(self, module: nn.Module, inputs: list[Tensor], device: torch.device) -> None:
+    def __init__(self, module: nn.Module, arguments: Any, persistent: list[Tensor]) -> None:
         self._module = module
-        self._inputs = [(tensor, tensor._version) for tensor in inputs]
-        self._device = device
+        self.arguments = arguments
+        self._inputs = [(tensor, tensor._version) for tensor in tensors_in(arguments)]
         self._random = RandomState.capture()
         self._buffers = {name: (b, b.clone()) for name, b in module.named_buffers()}
+        own = {id(buffer) for buffer, _ in self._buffers.values()}
+        self._others = [(tensor, tensor._version) for tensor in persistent if id(tensor) not in own]
 
     def inputs_changed(self) -> bool:
         return any(tensor._version != version for tensor, version in self._inputs)
 
     def random_advanced(self) -> bool:
-        return self._random.differs()
+        return self._random.torch_differs()
 
     def changed_buffers(self) -> tuple[str, ...]:
         now = dict(self._module.named_buffers())
@@ -279,3 +290,10 @@ class _Watch:
             for name, (buffer, value) in self._buffers.items()
             if now.get(name) is not buffer or not torch.equal(buffer, value)
         )
+
+    def side_effect(self) -> str:
+        if any(tensor._version != version for tensor, version in self._others):
+            return "it changes a parameter, or a buffer of another module"
+        if self._random.host_differs():
+            return "it draws from Python's or numpy's random generator"
+        return ""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 
@@ -48,6 +49,49 @@ def map_tensors(change: Callable[[Any], Any], tree: Any, kind: type = Tensor) ->
     if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, Mapping)):
         return _map_dataclass(change, tree, kind)
     return tree
+
+
+def opaque_holder(tree: Any) -> str:
+    """Class of an object in ``tree`` that holds tensors out of ``map_tensors``'s sight; empty if there is none."""
+    found: list[str] = []
+
+    def look(leaf: Any) -> Any:
+        if not found and not isinstance(leaf, _TRANSPARENT) and _holds_tensor(leaf, depth=3):
+            found.append(type(leaf).__name__)
+        return leaf
+
+    map_tensors(look, tree, kind=_NotAContainer)
+    return found[0] if found else ""
+
+
+def _holds_tensor(value: Any, depth: int) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if depth == 0 or isinstance(value, _TRANSPARENT):
+        return False
+    if isinstance(value, Mapping):
+        inside: Any = list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        inside = list(value)
+    else:
+        slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ()) if isinstance(name, str)]
+        inside = [*getattr(value, "__dict__", {}).values(), *slots]
+    return any(_holds_tensor(item, depth - 1) for item in inside)
+
+
+class _ContainerCheck(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        container = type(value)
+        known = container in (tuple, list, dict) or container in pytree.SUPPORTED_NODES or hasattr(container, "_make")
+        return not known and not (dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)))
+
+
+class _NotAContainer(metaclass=_ContainerCheck):
+    """Everything that ``map_tensors`` does not open."""
+
+
+# Values that hold no tensors of the step, or whose tensors are parameters and buffers.
+_TRANSPARENT = (Tensor, nn.Module, str, bytes, int, float, bool, complex, type, type(None), torch.dtype, torch.device)
 
 
 def _map_dataclass(change: Callable[[Any], Any], tree: Any, kind: type) -> Any:

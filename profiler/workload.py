@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -81,7 +81,10 @@ class Workload:
             ValueError: the device does not exist here, or the optimizer
                 already holds states on another device.
         """
-        target = torch.device(device)
+        try:
+            target = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device: expected cpu or cuda, got {str(device)!r}; use one of them") from error
         if target == self.device or (target.index is None and target.type == self.device.type):
             return self
         if target.type == "cuda" and not torch.cuda.is_available():
@@ -103,13 +106,20 @@ class Workload:
 
     def zero_grad(self) -> None:
         """Set every gradient to None, or with ``accumulate`` to zeros."""
-        for parameter in self.model.parameters():
+        for parameter in self._with_gradients():
             if not self.accumulate:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.detach_().zero_()
             elif parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
+
+    def _with_gradients(self) -> Iterator[Tensor]:
+        """The model's parameters, those that the optimizer has beside them, and inputs that want a gradient."""
+        yield from self.model.parameters()
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            yield from group["params"]
+        yield from (tensor for tensor in tensors_in(self.inputs) if tensor.is_leaf and tensor.requires_grad)
 
     def step(self) -> float:
         """One whole training step; returns the loss as a number."""

@@ -178,7 +178,11 @@ class Chain:
 
 
 def _stage_from(data: Mapping[str, Any], index: int) -> Stage:
-    options = tuple(_build(Option, o, f"stage {index} option {i}") for i, o in enumerate(data.get("options", ())))
+    _need_mapping(data, f"stage {index}")
+    menu = data.get("options")
+    if not isinstance(menu, (list, tuple)):
+        raise ValueError(f"stage {index}: expected a list 'options', got {menu!r}; add it")
+    options = tuple(_build(Option, o, f"stage {index} option {i}") for i, o in enumerate(menu))
     return _build(Stage, {**data, "options": options}, f"stage {index}")
 
 
@@ -202,7 +206,13 @@ def _check_shared(tensor: Shared, count: int) -> None:
             raise ValueError(f"shared tensor: expected stage numbers from 0 to {count - 1}, got {k!r}; correct it")
 
 
+def _need_mapping(data: Any, where: str) -> None:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where}: expected an object with named fields, got {data!r}; correct it")
+
+
 def _build(kind: type, data: Mapping[str, Any], where: str) -> Any:
+    _need_mapping(data, where)
     known = {f.name for f in fields(kind)}
     unknown = sorted(set(data) - known)
     if unknown:
@@ -217,6 +227,8 @@ _MAY_BE_NEGATIVE = {"kept_bytes", "gradient_bytes"}
 
 
 def _check_stage(stage: Stage) -> None:
+    if not isinstance(stage.name, str):
+        raise ValueError(f"a stage: expected its name to be text, got {stage.name!r}; name it")
     if not stage.options:
         raise ValueError(f"stage {stage.name!r}: expected at least one option, got none; add one that keeps everything")
     for item in (stage, *stage.options):

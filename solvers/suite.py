@@ -69,7 +69,7 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
     found, proven = _answer(problem, solver, time_limit_seconds)
     best = _fastest(problem, found)
     if best is None:
-        return _infeasible(problem, solver, start)
+        return _infeasible(problem, solver, found, start)
     if proven > best.seconds * (1 + _TRUSTED):
         proven = 0.0  # a schedule at hand refutes it: a solver's numerical error must not pass for a proof
     bound = max(bound_seconds(problem.chain, problem.budget_bytes), proven)
@@ -138,13 +138,14 @@ def _solution(entry: _Found, bound: float, spent_seconds: float) -> Solution:
     )
 
 
-def _infeasible(problem: Problem, solver: str, start: float) -> Solution:
+def _infeasible(problem: Problem, solver: str, found: list[_Found], start: float) -> Solution:
+    """What is missing: the smallest peak of the method's schedules; with shared tensors it may lie below the DP's."""
     chain = problem.chain
-    if solver in BASELINES:
-        lowest = min(_baseline(chain, solver), key=lambda entry: entry.peak_bytes)
+    why = None if solver in BASELINES else shortage(chain)
+    lowest = min(found, key=lambda entry: entry.peak_bytes, default=None)
+    if lowest is not None and (why is None or lowest.peak_bytes < why.minimum_budget_bytes):
         why = shortage_of(chain, lowest.schedule)
-    else:
-        why = shortage(chain)
+    assert why is not None
     return Solution(
         solver=solver,
         status="infeasible",

@@ -251,6 +251,94 @@ class CachingModel(nn.Module):
         return x
 
 
+class Box:
+    """An object that is no container we know."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class BoxBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = block()
+
+    def forward(self, box: Box) -> Box:
+        box.x = box.x + self.inner(box.x)
+        return box
+
+
+class BoxModel(nn.Module):
+    """Blocks that hand on and change an opaque object: they must not be recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([BoxBlock() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        box = Box(x * 1.0)
+        for each in self.blocks:
+            box = each(box)
+        return box.x
+
+
+class RemembersBlock(nn.Module):
+    """Stores an activation on itself, history and all."""
+
+    last: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.inner(x)
+        return x + self.last
+
+
+class MeddlesBlock(nn.Module):
+    """Counts in a buffer that is not its own."""
+
+    def __init__(self, owner: list[nn.Module]) -> None:
+        super().__init__()
+        self.inner = block()
+        self.owner = owner
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.owner[0].count.add_(1)  # type: ignore[operator,union-attr]
+        return x + self.inner(x)
+
+
+class MeddlesModel(nn.Module):
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.blocks = nn.ModuleList([MeddlesBlock([self]) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.blocks:
+            x = each(x)
+        return x
+
+
+class ChangedAfter(nn.Module):
+    """Changes a block's output in place after the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Residual() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        for each in self.blocks:
+            h = each(x)
+            h += x
+            x = h
+        return x
+
+
 class GrowingBlock(nn.Module):
     """Adds to a list that it is given: a second run works on a list of its own."""
 
@@ -301,6 +389,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "sequential": lambda: nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]),
     "cache": CachingModel,
     "growing_list": GrowingModel,
+    "opaque_object": BoxModel,
+    "remembers": lambda: Stack([RemembersBlock() for _ in range(4)]),
+    "meddles": MeddlesModel,
+    "changed_after": ChangedAfter,
 }
 
 

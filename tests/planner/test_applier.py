@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import gc
 import itertools
+import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -169,3 +173,68 @@ def test_a_smaller_budget_never_gives_a_larger_peak_nor_a_faster_step() -> None:
     assert all(b.predicted_seconds >= a.predicted_seconds for a, b in itertools.pairwise(plans))
     assert all(plan.predicted_peak_bytes <= plan.budget_bytes for plan in plans)
     assert all(plan.lower_bound_seconds <= plan.predicted_seconds for plan in plans)
+
+
+def test_a_deep_copy_of_a_planned_model_runs_its_own_weights() -> None:
+    work = workload("plain")
+    plan = smallest_plan(work)
+    with planner.apply(work.model, plan):
+        twin = copy.deepcopy(work.model)
+        again = pickle.loads(pickle.dumps(work.model))
+    with torch.no_grad():
+        for parameter in [*twin.parameters(), *again.parameters()]:
+            parameter.zero_()
+    assert torch.count_nonzero(twin(work.inputs)) == 0 and torch.count_nonzero(again(work.inputs)) == 0
+    assert torch.count_nonzero(work.model(work.inputs)) > 0
+
+
+def test_a_planned_model_goes_when_it_is_dropped() -> None:
+    work = workload("plain")
+    plan = smallest_plan(work)
+    model = weakref.ref(work.model)
+    planner.apply(work.model, plan)
+    del work
+    gc.collect()
+    assert model() is None
+
+
+def test_a_planned_model_is_not_profiled_nor_planned_again() -> None:
+    work = workload("plain")
+    plan = smallest_plan(work)
+    with planner.apply(work.model, plan):
+        with pytest.raises(planner.ProfileError, match="without a plan"):
+            planner.profile(work)
+        with pytest.raises(ValueError, match="without a plan"):
+            planner.apply(nn.Sequential(work.model), plan)
+
+
+def test_parameters_changed_between_forward_and_backward_are_refused() -> None:
+    work = workload("plain")
+    plan = smallest_plan(work)
+    with planner.apply(work.model, plan):
+        loss = work.forward()
+        with torch.no_grad():
+            for parameter in work.model.parameters():
+                parameter.mul_(2)
+        with pytest.raises(RuntimeError, match=r"parameters|modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_dropout_rate_and_a_norms_mode_changed_after_profiling_stay_exact() -> None:
+    for name, before in [("dropout", nn.Dropout), ("batchnorm", nn.BatchNorm1d)]:
+
+        def changed(work: Workload, kind: type[nn.Module] = before) -> Workload:
+            for module in work.model.modules():
+                if isinstance(module, kind):
+                    module.eval()
+            return work
+
+        plan = smallest_plan(changed(workload(name)))
+        plain, planned = workload(name), workload(name)
+        torch.manual_seed(2)
+        losses = [plain.step() for _ in range(2)]
+        with planner.apply(planned.model, plan):
+            torch.manual_seed(2)
+            assert [planned.step() for _ in range(2)] == losses
+        state = zip(plain.model.state_dict().values(), planned.model.state_dict().values(), strict=True)
+        assert all(torch.equal(a, b) for a, b in state)

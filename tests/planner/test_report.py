@@ -85,7 +85,8 @@ def stage(name: str, **values) -> StageRecord:
 def profile():
     twice = "running it a second time gives another result"
     return Profile(
-        model_class="Net", device="cpu", device_name="a machine", torch_version="2", precision="float32",
+        model_class="Net", input_shapes=((1, 1),),
+        device="cpu", device_name="a machine", torch_version="2", precision="float32",
         stages=(
             stage("good", recomputable=True, recompute_seconds=0.00333, recompute_ops=17, kept_bytes=MIB),
             stage("noisy", reason=twice),

@@ -139,11 +139,17 @@ def test_calls_of_one_module_are_told_apart() -> None:
 
 def test_what_cannot_be_run_twice_is_not_recomputable() -> None:
     reasons = {s.name: s.reason for s in planner.profile(workload("cache"), stages=["blocks.*"]).stages}
-    assert all("second time" in reasons[f"blocks.{i}"] for i in range(3))
+    assert all("passes a Cache that holds tensors" in reasons[f"blocks.{i}"] for i in range(3))
     eats = {s.name: s for s in planner.profile(workload("eats_input"), stages=["blocks.*"]).stages}
     assert "in place" in eats["blocks.0"].reason
-    assert not eats["blocks.1"].recomputable  # blocks.2 changes what blocks.1 would be run again with.
-    assert eats["blocks.3"].recomputable
+    assert "in place" in eats["blocks.2"].reason
+    assert eats["blocks.1"].recomputable and eats["blocks.3"].recomputable
+    stores = {s.name: s for s in planner.profile(workload("remembers"), stages=["blocks.*"]).stages}
+    assert "stores tensors" in stores["blocks.0"].reason
+    meddles = {s.name: s for s in planner.profile(workload("meddles"), stages=["blocks.*"]).stages}
+    assert "buffer of another module" in meddles["blocks.0"].reason
+    after = {s.name: s for s in planner.profile(workload("changed_after"), stages=["blocks.*"]).stages}
+    assert all(after[f"blocks.{i}"].recomputable for i in range(4))
 
 
 def test_random_draws_and_buffers_are_seen() -> None:
