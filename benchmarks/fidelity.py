@@ -57,11 +57,11 @@ def rows_of(name: str, device: str, solver: str, rounds: int) -> Iterator[dict[s
 def budgets_of(profile: planner.Profile, solver: str) -> list[int]:
     """Equal steps from the unplanned peak to the smallest feasible budget."""
     try:
-        planner.solve(profile, 0, solver=solver)
+        planner.solve(profile, 1, solver=solver)
     except planner.Infeasible as error:
         smallest = error.minimum_budget_bytes
         return [int(b) for b in np.linspace(profile.unplanned_peak_bytes, smallest, BUDGETS, dtype=np.int64)]
-    raise AssertionError("a budget of zero bytes cannot be feasible")
+    raise AssertionError("a budget of one byte cannot be feasible")
 
 
 def table(models: tuple[str, ...], device: str, solver: str, rounds: int) -> pd.DataFrame:

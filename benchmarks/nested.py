@@ -50,7 +50,7 @@ def main() -> None:
             best = planner.solve(profile, plan.predicted_peak_bytes, solver="rotor")
             rows.append(row(workload, profile, best, f"rotor at the peak of {method}"))
     try:
-        planner.solve(profile, 0, solver="rotor")
+        planner.solve(profile, 1, solver="rotor")
     except planner.Infeasible as error:
         smallest = planner.solve(profile, error.minimum_budget_bytes, solver="rotor")
         rows.append(row(workload, profile, smallest, "rotor at its smallest budget"))
