@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import time
 from collections.abc import Callable
@@ -63,28 +62,12 @@ def time_meter(device: torch.device) -> Meter:
     return _CudaTimeMeter(device) if device.type == "cuda" else _CpuTimeMeter()
 
 
-class _NoGarbage:
-    """Cyclic garbage of before is collected first and none during the step: its tensors' end would be chance."""
-
-    def __init__(self) -> None:
-        gc.collect()
-        self._was_enabled = gc.isenabled()
-        gc.disable()
-
-    def end(self) -> None:
-        if self._was_enabled:
-            gc.enable()
-
-
 class _CpuMemoryMeter:
     def __init__(self, resident_bytes: int) -> None:
         self._resident_bytes = resident_bytes
-        self._profiler = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        )
+        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
     def start(self, label: str) -> None:
-        self._garbage = _NoGarbage()
         self._profiler.start()
         self.mark(label)
 
@@ -94,7 +77,6 @@ class _CpuMemoryMeter:
 
     def stop(self) -> list[Interval]:
         self._profiler.stop()
-        self._garbage.end()
         kineto = self._profiler.profiler
         assert kineto is not None and kineto.kineto_results is not None
         return _intervals(kineto.kineto_results.events(), self._resident_bytes)
@@ -138,7 +120,6 @@ class _CudaMemoryMeter:
         self._found: list[Interval] = []
 
     def start(self, label: str) -> None:
-        self._garbage = _NoGarbage()
         torch.cuda.synchronize(self._device)
         # Tensors of others on the device are no part of the step.
         self._shift_bytes = self._resident_bytes - torch.cuda.memory_allocated(self._device)
@@ -165,7 +146,6 @@ class _CudaMemoryMeter:
 
     def stop(self) -> list[Interval]:
         torch.cuda.synchronize(self._device)
-        self._garbage.end()
         self._end()
         return self._found
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,20 +21,38 @@ def preserved(workload: Workload) -> Iterator[None]:
     """Restore parameters, buffers, gradients, flags, optimizer states and random states on leaving.
 
     Copies lie in host memory. Gradients are set aside, so the step inside
-    starts without any.
+    starts without any. Cyclic garbage of before is collected first and none
+    inside: when its tensors go would be chance, and show in the measurements.
     """
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        restore = _captured(workload)
+        try:
+            yield
+        finally:
+            restore()
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _captured(workload: Workload) -> Callable[[], None]:
+    """Remember everything; the returned function puts it back."""
     modules = [workload.model, *([workload.loss] if isinstance(workload.loss, nn.Module) else [])]
     loose = [] if workload.optimizer is None else [p for g in workload.optimizer.param_groups for p in g["params"]]
     model = _ModelState(modules, [*loose, *tensors_in(workload.inputs)])
     optimizer = _OptimizerState(workload.optimizer) if workload.optimizer is not None else None
     randomness = RandomState.capture()
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         model.restore()
         if optimizer is not None:
             optimizer.restore()
         randomness.restore()
+
+    return restore
 
 
 class RandomState:
