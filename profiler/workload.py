@@ -153,6 +153,10 @@ class Workload:
     def _loss_of(self, output: Any) -> Tensor:
         loss = self.loss(output) if self.loss is not None else _own_loss(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            if not torch.is_grad_enabled():
+                raise ValueError(
+                    "Workload: expected gradients to be enabled, got no_grad or inference_mode; leave that context"
+                )
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
                 f"Workload: expected a scalar loss that requires grad, got {got}; "
