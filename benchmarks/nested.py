@@ -18,7 +18,7 @@ METHODS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy")
 
 def row(workload: planner.Workload, profile: planner.Profile, plan: planner.Plan, why: str) -> dict[str, Any]:
     """One plan, predicted and measured."""
-    times = interleaved(workload, plan, rounds=5)
+    times = interleaved(workload, plan, rounds=15)
     with planner.apply(workload.model, plan):
         measured = planner.measure(workload, repeats=1).peak_bytes
     resident = profile.resident.total
