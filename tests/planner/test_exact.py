@@ -273,3 +273,16 @@ def test_an_input_changed_in_place_between_forward_and_backward_is_refused() -> 
         work.inputs.add_(1)  # type: ignore[union-attr]
         with pytest.raises(RuntimeError, match="changed in place"):
             loss.backward()
+
+
+@pytest.mark.parametrize("name", ["plain", "dropout", "batchnorm", "skip", "tuple", "shared", "sequential", "in_place"])
+def test_keeping_everything_replays_every_measured_phase_exactly(name: str) -> None:
+    profile = planner.profile(workload(name))
+    chain = chain_of(profile)
+    plan = planner.solve(profile, profile.unplanned_peak_bytes)
+    for moment in replay(chain, plan.schedule).timeline:
+        record = profile.stages[moment.action.stage]
+        if moment.action.kind == "free":
+            continue
+        phase = record.forward if moment.action.kind == "forward" else record.backward
+        assert (moment.before_bytes, moment.peak_bytes) == (phase.start_bytes, phase.peak_bytes), record.name
