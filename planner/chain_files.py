@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.documents import refusal_document
-from planner.planning import Infeasible
+from planner.planning import Infeasible, feasible_solution
 from planner.sizes import parse_bytes
-from solvers import Chain, Problem, Replay, Schedule, Solution, keep_all, replay, solve_chain
+from solvers import Chain, Replay, Schedule, Solution, keep_all, replay
 
 SOLUTION_FORMAT = "planner-chain-solution"
 SOLUTION_VERSION = 1
@@ -50,16 +50,8 @@ def solve_chain_document(
     """
     whole = keep_all_replay(chain)
     budget_bytes = parse_bytes(budget, whole_bytes=whole.peak_bytes)
-    problem = Problem(chain=chain, budget_bytes=budget_bytes)
-    solution = solve_chain(problem, solver=solver, time_limit_seconds=time_limit_seconds)
-    if solution.schedule is None:
-        assert solution.shortage is not None
-        raise Infeasible(
-            minimum_budget_bytes=solution.shortage.minimum_budget_bytes,
-            reason=solution.shortage.reason,
-            solver=solver,
-            budget_bytes=budget_bytes,
-        )
+    solution = feasible_solution(chain, budget_bytes, solver, time_limit_seconds)
+    assert solution.schedule is not None
     return _document(chain, solution, solution.schedule, whole, budget_bytes), solution.schedule
 
 

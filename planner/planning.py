@@ -62,6 +62,12 @@ def solve(
         profile = Profile.load(profile)
     budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
     chain = chain_of(profile)
+    solution = feasible_solution(chain, budget_bytes, solver, time_limit_seconds)
+    return plan_of(profile, chain, solution, budget_bytes)
+
+
+def feasible_solution(chain: Chain, budget_bytes: int, solver: str, time_limit_seconds: float | None) -> Solution:
+    """The solver's answer for a chain; raises Infeasible where it has none."""
     problem = Problem(chain=chain, budget_bytes=budget_bytes)
     solution = solve_chain(problem, solver=solver, time_limit_seconds=time_limit_seconds)
     if solution.schedule is None:
@@ -72,7 +78,7 @@ def solve(
             solver=solver,
             budget_bytes=budget_bytes,
         )
-    return plan_of(profile, chain, solution, budget_bytes)
+    return solution
 
 
 def plan_of(profile: Profile, chain: Chain, solution: Solution, budget_bytes: int) -> Plan:
