@@ -38,11 +38,14 @@ class Measured:
 
 @dataclass(slots=True, kw_only=True)
 class RerunTimes:
+    """Seconds of a stage's second run, or why there can be none."""
+
     seconds: float = 0.0
     failure: str = ""
 
 
 def by_label(intervals: list[Interval]) -> dict[str, list[Interval]]:
+    """Intervals grouped by label, both in order of time."""
     found: dict[str, list[Interval]] = {}
     for interval in intervals:
         found.setdefault(interval.label, []).append(interval)
@@ -77,6 +80,7 @@ def alike(stages: Sequence[ChosenStage]) -> list[int]:
 
 
 def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) -> Profile:
+    """The profile of what was measured."""
     optimizer = _phase(measured.memory.get(OPTIMIZER), measured.seconds.get(OPTIMIZER, 0.0))
     device = workload.device
     assembly = _Assembly(measured, resident.total)

@@ -56,8 +56,8 @@ def profile(
         The profile: bytes as exact integers, seconds as medians.
 
     Raises:
-        ProfileError: the step fails, or the model is in eval mode.
-        ValueError: a stage pattern matches nothing.
+        ProfileError: the step fails, or the model is in eval mode or planned.
+        StagesError: a stage pattern matches nothing, or the step calls the model more than once.
     """
     if not workload.model.training:
         raise ProfileError("profile: expected a model in training mode, got one in eval mode; call model.train()")
@@ -95,6 +95,7 @@ class _Reporter:
 
 
 def first_step(workload: Workload) -> None:
+    """Run one step to warm up; raises ProfileError where it fails."""
     try:
         workload.step()
     except Exception as error:  # User code runs here; whatever it raises is reported as its failure.
@@ -106,6 +107,7 @@ def first_step(workload: Workload) -> None:
 
 
 def resident_bytes_of(workload: Workload) -> ResidentBytes:
+    """Bytes that are there between two steps, each storage once."""
     states = workload.optimizer.state.values() if workload.optimizer is not None else ()
     return ResidentBytes(
         parameters=distinct_bytes(workload.model.parameters()),

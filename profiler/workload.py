@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -131,12 +130,6 @@ class Workload:
         if self.optimizer is not None:
             self.optimizer.step()
         return float(value)
-
-    def with_inputs(self, inputs: Any) -> Workload:
-        """The same workload on another batch."""
-        other = copy.copy(self)
-        other.inputs = inputs
-        return other
 
     def _call_model(self) -> Any:
         if isinstance(self.inputs, Mapping):
