@@ -28,8 +28,7 @@ class PlannedStage:
         runs: forwards of it in one step, the first included.
         extra_seconds: predicted seconds that the plan adds to it.
         extra_ops: aten ops that the plan adds to it.
-        links, input_shapes, parameter_shapes, saved_tensors, draws_random,
-            mutated_buffers: as in the profile.
+        links, input_shapes, parameter_shapes, mutated_buffers: as in the profile.
     """
 
     name: str
@@ -43,8 +42,6 @@ class PlannedStage:
     links: tuple[tuple[int, int], ...]
     input_shapes: tuple[tuple[int, ...], ...]
     parameter_shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    saved_tensors: int
-    draws_random: bool
     mutated_buffers: tuple[str, ...]
 
 

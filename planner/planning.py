@@ -142,8 +142,6 @@ def _planned_stages(profile: Profile, chain: Chain, schedule: Schedule, replayed
             links=record.links,
             input_shapes=record.input_shapes,
             parameter_shapes=record.parameter_shapes,
-            saved_tensors=record.saved_tensors,
-            draws_random=record.draws_random,
             mutated_buffers=record.mutated_buffers,
         )
         for k, record in enumerate(profile.stages)
