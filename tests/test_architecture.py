@@ -17,10 +17,24 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("profiler", "solvers", "planner")
 
-METHODS = {"keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "rotor", "ilp", "exhaustive"}
-METHOD_READERS = {"__init__", "suite"}  # the registry; no other file of solvers/ may import a method
-PROBLEM_DATA = {"chain", "graph", "problem", "schedule"}  # all that a simulator may import of solvers/
-SOLVER_LIBRARIES = {"numpy", "pulp", "solvers"}  # and the standard library
+METHODS = {"keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor", "ilp", "exhaustive"} | {
+    "checkmate",
+    "lower_sets",
+    "intervals",
+    "hierarchy",
+    "backward_ilp",
+    "graph_exhaustive",
+    "local_search",
+}
+METHOD_READERS = {"__init__", "suite", "graph_suite"}  # the registries; no other file of solvers/ may import a method
+PROBLEM_DATA = {
+    "chain",
+    "graph",
+    "problem",
+    "schedule",
+    "graph_schedule",
+}  # all that a simulator may import of solvers/
+SOLVER_LIBRARIES = {"numpy", "pulp", "highspy", "solvers"}  # and the standard library
 FORBIDDEN_NAMES = {"profile.py", "utils.py", "helpers.py"}
 
 

@@ -1,0 +1,198 @@
+"""The graph problem: the ops of a training step as a DAG of forward and backward nodes, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+FORMAT = "planner-graph"
+VERSION = 1
+
+Side = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One op: it reads the outputs of other nodes and makes one of its own.
+
+    A view has no bytes of its own: give it ``output_bytes`` 0 and let the nodes that read it name the
+    node that owns the storage among their inputs too. An in-place update is a node of its own that reads
+    what it overwrites; its output is counted beside it, as a copy would be.
+
+    Attributes:
+        name: unique in the graph.
+        seconds: of one run.
+        output_bytes: of its output, alive from its run until it is freed.
+        transient_bytes: alive only while it runs, beside its inputs and its output.
+        inputs: names of the nodes that it reads, all of them before it.
+        side: ``"forward"`` or ``"backward"``.
+    """
+
+    name: str
+    seconds: float
+    output_bytes: int
+    transient_bytes: int = 0
+    inputs: tuple[str, ...] = ()
+    side: Side = "forward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """Nodes in topological order, which is the order of their first runs, and the outputs alive at the end.
+
+    A schedule runs every node at least once. The first runs come in the order of ``nodes``; between them any node
+    that has run before may run again.
+
+    Attributes:
+        nodes: at least one node, unique names, inputs before readers.
+        outputs: names of nodes that have to be alive when the schedule ends.
+        resident_bytes: alive throughout (parameters, optimizer state, batch).
+
+    >>> a = Node(name="a", seconds=1.0, output_bytes=4)
+    >>> Graph(nodes=(a, Node(name="b", seconds=2.0, output_bytes=1, inputs=("a",))), outputs=("b",)).unplanned_seconds
+    3.0
+    """
+
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...] = ()
+    resident_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise ValueError("a graph: expected at least one node, got none; add nodes")
+        for node in self.nodes:
+            _check_node(node)
+        _check_number("a graph", "resident_bytes", self.resident_bytes)
+        _check_names(self.nodes)
+        _check_order(self.nodes)
+        known = {node.name for node in self.nodes}
+        for name in self.outputs:
+            if not isinstance(name, str) or name not in known:
+                raise ValueError(
+                    f"a graph: expected its outputs to be nodes, got missing node {name!r}; add or drop it"
+                )
+
+    @property
+    def unplanned_seconds(self) -> float:
+        """Seconds when every node runs once: no schedule is faster."""
+        return sum(node.seconds for node in self.nodes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a problem file (``"format": "planner-graph"``, version 1)."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "resident_bytes": self.resident_bytes,
+            "nodes": [_node_to_dict(node) for node in self.nodes],
+            "outputs": list(self.outputs),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Graph:
+        """Read what ``to_dict`` wrote; raises ValueError with what is wrong and where."""
+        if data.get("format") != FORMAT or data.get("version") != VERSION:
+            raise ValueError(
+                f"a graph problem: expected format {FORMAT!r} version {VERSION}, "
+                f"got {data.get('format')!r} version {data.get('version')!r}; write it with Graph.to_dict"
+            )
+        nodes, outputs = data.get("nodes"), data.get("outputs", ())
+        for key, value in (("nodes", nodes), ("outputs", outputs)):
+            if not isinstance(value, (list, tuple)):
+                raise ValueError(f"a graph problem: expected a list {key!r}, got {value!r}; correct it")
+        assert isinstance(nodes, (list, tuple))
+        return cls(
+            nodes=tuple(_node_from(node, i) for i, node in enumerate(nodes)),
+            outputs=tuple(outputs),
+            resident_bytes=data.get("resident_bytes", 0),
+        )
+
+
+def _node_to_dict(node: Node) -> dict[str, Any]:
+    plain = {field.name: getattr(node, field.name) for field in fields(Node)}
+    return {**plain, "inputs": list(node.inputs)}
+
+
+def _node_from(data: Any, index: int) -> Node:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"node {index}: expected an object with named fields, got {data!r}; correct it")
+    where = f"node {data.get('name', index)!r}"
+    known = {field.name for field in fields(Node)}
+    missing = sorted({"name", "seconds", "output_bytes"} - set(data))
+    unknown = sorted(set(data) - known)
+    if missing or unknown:
+        raise ValueError(f"{where}: expected fields {sorted(known)}, missing {missing}, unknown {unknown}; correct it")
+    inputs = data.get("inputs", ())
+    if not isinstance(inputs, (list, tuple)):
+        raise ValueError(f"{where}: expected a list of node names as inputs, got {inputs!r}; correct it")
+    return Node(**{**data, "inputs": tuple(inputs)})
+
+
+def _check_node(node: Node) -> None:
+    if not isinstance(node.name, str) or not node.name:
+        raise ValueError(f"a node: expected its name to be text, got {node.name!r}; name it")
+    where = f"node {node.name!r}"
+    for name in ("seconds", "output_bytes", "transient_bytes"):
+        _check_number(where, name, getattr(node, name))
+    if node.side not in get_args(Side):
+        raise ValueError(f"{where}: expected side to be one of {get_args(Side)}, got {node.side!r}; correct it")
+
+
+def _check_names(nodes: tuple[Node, ...]) -> None:
+    seen: set[str] = set()
+    for node in nodes:
+        if node.name in seen:
+            raise ValueError(f"a graph: expected every name once, got duplicate name {node.name!r}; rename one")
+        seen.add(node.name)
+    for node in nodes:
+        for name in node.inputs:
+            if not isinstance(name, str) or name not in seen:
+                raise ValueError(
+                    f"node {node.name!r}: expected its inputs to be nodes, got missing node {name!r}; add it"
+                )
+
+
+def _check_order(nodes: tuple[Node, ...]) -> None:
+    position = {node.name: i for i, node in enumerate(nodes)}
+    late = next(((n, p) for n in nodes for p in n.inputs if position[p] >= position[n.name]), None)
+    if late is None:
+        return
+    cycle = _cycle(nodes)
+    if cycle:
+        raise ValueError(f"a graph: expected no cycle, got {' -> '.join(cycle)}; remove one of these inputs")
+    raise ValueError(
+        f"a graph: expected inputs before the nodes that read them, got {late[0].name!r} before its input {late[1]!r}; "
+        "sort the nodes in topological order, the order of their first runs"
+    )
+
+
+def _cycle(nodes: tuple[Node, ...]) -> list[str]:
+    """The names along one cycle, first and last the same; empty where there is none."""
+    inputs = {node.name: set(node.inputs) for node in nodes}
+    ready = [name for name, needs in inputs.items() if not needs]
+    readers: dict[str, list[str]] = {node.name: [] for node in nodes}
+    for name, needs in inputs.items():
+        for need in needs:
+            readers[need].append(name)
+    while ready:
+        done = ready.pop()
+        inputs.pop(done)
+        for reader in readers[done]:
+            inputs[reader].discard(done)
+            if not inputs[reader]:
+                ready.append(reader)
+    if not inputs:
+        return []
+    path = [next(iter(inputs))]
+    while path[-1] not in path[:-1]:
+        path.append(min(need for need in inputs[path[-1]] if need in inputs))
+    return list(reversed(path[path.index(path[-1]) :]))
+
+
+def _check_number(where: str, name: str, value: Any) -> None:
+    integral = name.endswith("_bytes")
+    number = isinstance(value, int if integral else (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0:
+        kind = "an integer number of bytes" if integral else "a number of seconds"
+        raise ValueError(f"{where}: expected {name} to be {kind}, not negative, got {value!r}; correct it")

@@ -1,0 +1,96 @@
+"""Replays a graph's schedule in exact bytes: the judge of every graph solver, sharing no code with any of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from solvers.graph import Graph
+from solvers.graph_schedule import GraphAction, GraphSchedule
+
+
+class GraphReplayError(ValueError):
+    """A schedule that does not run: the first violation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphMoment:
+    """One action carried out: the most bytes alive during it, those alive after it, and its seconds."""
+
+    action: GraphAction
+    peak_bytes: int
+    alive_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphReplay:
+    """What a schedule does: the memory timeline, its peak and where it stands, all seconds, and how often nodes run."""
+
+    timeline: tuple[GraphMoment, ...]
+    peak_bytes: int
+    peak_moment: GraphMoment
+    seconds: float
+    runs: tuple[int, ...]
+
+
+def replay_graph(graph: Graph, schedule: GraphSchedule) -> GraphReplay:
+    """Carry out a schedule; resident bytes are included in every number of bytes.
+
+    Raises:
+        GraphReplayError: an input is not alive, something alive is run again, something dead is freed, a node's
+            first run is out of order or missing, or an output is not alive at the end.
+
+    >>> from solvers.graph import Node
+    >>> a = Node(name="a", seconds=1.0, output_bytes=4, transient_bytes=3)
+    >>> graph = Graph(nodes=(a, Node(name="b", seconds=2.0, output_bytes=1, inputs=("a",))), outputs=("b",))
+    >>> run = [GraphAction("compute", 0), GraphAction("compute", 1), GraphAction("free", 0)]
+    >>> [moment.peak_bytes for moment in replay_graph(graph, GraphSchedule(tuple(run))).timeline]
+    [7, 5, 5]
+    """
+    index = {node.name: i for i, node in enumerate(graph.nodes)}
+    alive: set[int] = set()
+    runs = [0] * len(graph.nodes)
+    alive_bytes, fresh, seconds = graph.resident_bytes, 0, 0.0
+    timeline: list[GraphMoment] = []
+    for place, action in enumerate(schedule.actions):
+        node = graph.nodes[action.node]
+        if action.op == "free":
+            if action.node not in alive:
+                raise GraphReplayError(f"action {place}: frees {node.name!r}, which is not alive")
+            peak, spent = alive_bytes, 0.0
+            alive.discard(action.node)
+            alive_bytes -= node.output_bytes
+        else:
+            missing = [name for name in node.inputs if index[name] not in alive]
+            if missing:
+                raise GraphReplayError(f"action {place}: runs {node.name!r} without its inputs {missing}")
+            if action.node in alive:
+                raise GraphReplayError(f"action {place}: runs {node.name!r}, whose output is alive")
+            if action.node > fresh:
+                raise GraphReplayError(
+                    f"action {place}: the first run of {node.name!r} comes before that of {graph.nodes[fresh].name!r}"
+                )
+            fresh += action.node == fresh
+            alive.add(action.node)
+            runs[action.node] += 1
+            alive_bytes += node.output_bytes
+            peak, spent = alive_bytes + node.transient_bytes, node.seconds
+        seconds += spent
+        timeline.append(GraphMoment(action=action, peak_bytes=peak, alive_bytes=alive_bytes, seconds=spent))
+    _check_end(graph, index, alive, fresh)
+    worst = max(timeline, key=lambda moment: moment.peak_bytes)
+    return GraphReplay(
+        timeline=tuple(timeline),
+        peak_bytes=worst.peak_bytes,
+        peak_moment=worst,
+        seconds=seconds,
+        runs=tuple(runs),
+    )
+
+
+def _check_end(graph: Graph, index: dict[str, int], alive: set[int], fresh: int) -> None:
+    if fresh < len(graph.nodes):
+        raise GraphReplayError(f"the end: {graph.nodes[fresh].name!r} has never run")
+    dead = [name for name in graph.outputs if index[name] not in alive]
+    if dead:
+        raise GraphReplayError(f"the end: outputs {dead} are not alive")

@@ -1,0 +1,102 @@
+"""What every graph solver shares: a graph as indices and arrays, and the best frees for a given order of runs.
+
+A graph solver only has to find the order in which nodes run. For a given order it is best to free every output
+directly after its last read before its next run; this file works out those frees and the peak that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.graph import Graph
+from solvers.graph_schedule import GraphAction, GraphSchedule
+
+
+class IndexedGraph:
+    """A graph by node index.
+
+    Attributes:
+        graph: the problem.
+        count: number of nodes.
+        inputs: per node the indices that it reads, rising, each once.
+        readers: per node the indices that read it, rising.
+        output_bytes, transient_bytes: int64, shape (count,).
+        seconds: float64, shape (count,).
+        is_output: per node whether it has to be alive at the end.
+        working_bytes: per node its inputs, output, transient and the resident bytes: no budget below this runs it;
+            int64, shape (count,).
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.count = len(graph.nodes)
+        index = {node.name: i for i, node in enumerate(graph.nodes)}
+        self.inputs = [tuple(sorted({index[name] for name in node.inputs})) for node in graph.nodes]
+        self.readers: list[list[int]] = [[] for _ in graph.nodes]
+        for reader, inputs in enumerate(self.inputs):
+            for i in inputs:
+                self.readers[i].append(reader)
+        self.output_bytes = np.array([node.output_bytes for node in graph.nodes], dtype=np.int64)
+        self.transient_bytes = np.array([node.transient_bytes for node in graph.nodes], dtype=np.int64)
+        self.seconds = np.array([node.seconds for node in graph.nodes], dtype=np.float64)
+        self.is_output = np.zeros(self.count, dtype=bool)
+        self.is_output[[index[name] for name in graph.outputs]] = True
+        own = self.output_bytes + self.transient_bytes + graph.resident_bytes
+        read = [self.output_bytes[list(inputs)].sum() for inputs in self.inputs]
+        self.working_bytes: NDArray[np.int64] = own + np.array(read, dtype=np.int64)
+
+
+def last_reads(indexed: IndexedGraph, order: Sequence[int]) -> list[int]:
+    """For each place of an order of runs the last place at which that run's output is needed.
+
+    ``len(order)`` stands for the end of the schedule; a run that nobody reads is needed at its own place only.
+    """
+    last = list(range(len(order)))
+    maker: dict[int, int] = {}
+    for place, node in enumerate(order):
+        for i in indexed.inputs[node]:
+            last[maker[i]] = place
+        maker[node] = place
+    for node, place in maker.items():
+        if indexed.is_output[node]:
+            last[place] = len(order)
+    return last
+
+
+def peak_profile(indexed: IndexedGraph, order: Sequence[int]) -> NDArray[np.int64]:
+    """Bytes alive while each run of an order goes on, resident and transient ones included; shape (len(order),)."""
+    last = last_reads(indexed, order)
+    size = indexed.output_bytes[list(order)]
+    change = np.zeros(len(order) + 2, dtype=np.int64)
+    np.add.at(change, np.arange(len(order)), size)
+    np.add.at(change, np.array(last, dtype=np.int64) + 1, -size)
+    alive = np.cumsum(change)[: len(order)]
+    return alive + indexed.transient_bytes[list(order)] + indexed.graph.resident_bytes
+
+
+def schedule_of(indexed: IndexedGraph, order: Sequence[int]) -> GraphSchedule:
+    """The schedule of an order of runs, every output freed directly after its last read.
+
+    >>> from solvers.graph import Node
+    >>> a, b = Node(name="a", seconds=1, output_bytes=4), Node(name="b", seconds=1, output_bytes=2, inputs=("a",))
+    >>> indexed = IndexedGraph(Graph(nodes=(a, b), outputs=("b",)))
+    >>> [(action.op, action.node) for action in schedule_of(indexed, [0, 1]).actions]
+    [('compute', 0), ('compute', 1), ('free', 0)]
+    """
+    last = last_reads(indexed, order)
+    ending: list[list[int]] = [[] for _ in range(len(order) + 1)]
+    for place, end in enumerate(last):
+        ending[end].append(order[place])
+    actions: list[GraphAction] = []
+    for place, node in enumerate(order):
+        actions.append(GraphAction("compute", node))
+        actions += [GraphAction("free", v) for v in ending[place]]
+    return GraphSchedule(tuple(actions))
+
+
+def seconds_of(indexed: IndexedGraph, order: Sequence[int]) -> float:
+    """Seconds of all runs of an order."""
+    return float(indexed.seconds[list(order)].sum())
