@@ -1,0 +1,174 @@
+"""The oracle for tiny graphs: a shortest path over every state that a schedule can be in.
+
+Formulation: a state is how many nodes have had their first run and which outputs are alive, as a bit mask; an edge
+is the next first run (free of charge: it is in every schedule) or a repeated run of any dead node whose inputs are
+alive (its seconds). Outputs are freed only when a run does not fit beside them, and then every smallest set of them
+that makes room is tried. A* with the seconds of all dead nodes that are still needed, directly or to run another
+one; a state is dropped where one at least as cheap has the same first runs behind it and more alive.
+Guarantee: the fastest of all schedules; no schedule means that there is none.
+Complexity: exponential, at most n 2^n states of n nodes. Units: bytes and seconds.
+Paper: Hart, Nilsson, Raphael, "A formal basis for the heuristic determination of minimum cost paths" (1968).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from solvers.graph_problem import GraphCandidate
+from solvers.liveness import IndexedGraph, peak_profile, seconds_of
+
+MOST_NODES = 12
+
+
+def solve(indexed: IndexedGraph, budget_bytes: int) -> GraphCandidate:
+    """The fastest order of runs within the budget with its seconds as the bound, or none and an infinite bound.
+
+    Raises:
+        ValueError: the graph has more nodes than can be searched.
+
+    >>> from solvers.graph import Graph, Node
+    >>> a = Node(name="a", seconds=1.0, output_bytes=4)
+    >>> b = Node(name="b", seconds=2.0, output_bytes=4, inputs=("a",))
+    >>> c = Node(name="c", seconds=3.0, output_bytes=1, inputs=("b",))
+    >>> d = Node(name="d", seconds=1.0, output_bytes=1, inputs=("a", "c"))
+    >>> indexed = IndexedGraph(Graph(nodes=(a, b, c, d), outputs=("d",)))
+    >>> [solve(indexed, budget).order for budget in (9, 8)]
+    [(0, 1, 2, 3), (0, 1, 2, 0, 3)]
+    >>> solve(indexed, 7).lower_bound_seconds
+    inf
+    """
+    order = _Search(indexed).order(budget_bytes)
+    if order is None:
+        return GraphCandidate(order=None, lower_bound_seconds=math.inf)
+    return GraphCandidate(order=order, lower_bound_seconds=seconds_of(indexed, order))
+
+
+def smallest_peak(indexed: IndexedGraph) -> int:
+    """The smallest budget in bytes that any schedule fits in.
+
+    Raises:
+        ValueError: the graph has more nodes than can be searched.
+    """
+    search = _Search(indexed)
+    low, high = int(indexed.working_bytes.max()), int(peak_profile(indexed, range(indexed.count)).max())
+    while low < high:
+        middle = (low + high) // 2
+        if search.order(middle) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+class _State(NamedTuple):
+    estimate: float  # extra seconds of the cheapest way to the end through here, at least
+    undone: int  # first runs still to come: among equals the state furthest along goes first
+    alive: int
+    extra: float  # seconds of the repeated runs so far
+    alive_bytes: int
+    came_from: _State | None
+    node: int
+
+
+class _Search:
+    """One graph, as bit masks; ``order`` answers one budget."""
+
+    def __init__(self, indexed: IndexedGraph) -> None:
+        if indexed.count > MOST_NODES:
+            raise ValueError(
+                f"graph_exhaustive: expected at most {MOST_NODES} nodes, got {indexed.count}; use another method"
+            )
+        self.count = indexed.count
+        self.inputs = [sum(1 << i for i in inputs) for inputs in indexed.inputs]
+        self.size = [int(size) for size in indexed.output_bytes]
+        self.own = [int(size) for size in indexed.output_bytes + indexed.transient_bytes]
+        self.resident = indexed.graph.resident_bytes
+        self.seconds = [float(seconds) for seconds in indexed.seconds]
+        self.outputs = sum(1 << v for v in range(self.count) if indexed.is_output[v])
+        self.worth = self._worth()
+        self.wanted = [self._wanted(undone) for undone in range(self.count + 1)]
+
+    def order(self, budget_bytes: int) -> tuple[int, ...] | None:
+        """The cheapest order of runs within the budget; None where there is none."""
+        queue = [_State(0.0, self.count, 0, 0.0, self.resident, None, -1)]
+        closed: list[list[tuple[int, float]]] = [[] for _ in range(self.count + 1)]
+        while queue:
+            state = heapq.heappop(queue)
+            if any(not state.alive & ~alive and extra <= state.extra for alive, extra in closed[state.undone]):
+                continue
+            if not state.undone and not self.outputs & ~state.alive:
+                return _trace(state)
+            closed[state.undone].append((state.alive, state.extra))
+            for after in self._after(state, budget_bytes):
+                heapq.heappush(queue, after)
+        return None
+
+    def _worth(self) -> int:
+        """Nodes that a repeated run of can help: somebody reads them, or they have to be there at the end."""
+        worth = self.outputs
+        for inputs in self.inputs:
+            worth |= inputs
+        return worth
+
+    def _wanted(self, undone: int) -> int:
+        """Nodes with a first run behind them that one to come reads, or the end."""
+        done = self.count - undone
+        wanted = self.outputs
+        for inputs in self.inputs[done:]:
+            wanted |= inputs
+        return wanted & ((1 << done) - 1)
+
+    def _missing_seconds(self, undone: int, alive: int) -> float:
+        """Seconds of the dead nodes that have to run again before the end."""
+        missing, total = self.wanted[undone] & ~alive, 0.0
+        while missing:
+            v = missing.bit_length() - 1
+            total += self.seconds[v]
+            missing = (missing ^ (1 << v)) | self.inputs[v] & ~alive
+        return total
+
+    def _after(self, state: _State, budget_bytes: int) -> Iterator[_State]:
+        fresh, alive = self.count - state.undone, state.alive
+        for v in range(min(fresh + 1, self.count)):
+            bit, inputs = 1 << v, self.inputs[v]
+            if alive & bit or inputs & ~alive or not (v == fresh or self.worth & bit):
+                continue
+            undone = state.undone - (v == fresh)
+            extra = state.extra + (0.0 if v == fresh else self.seconds[v])
+            excess = state.alive_bytes + self.own[v] - budget_bytes
+            for freed, freed_bytes in self._frees(alive & ~inputs, excess):
+                left = alive & ~freed | bit
+                estimate = extra + self._missing_seconds(undone, left)
+                alive_bytes = state.alive_bytes - freed_bytes + self.size[v]
+                yield _State(estimate, undone, left, extra, alive_bytes, state, v)
+
+    def _frees(self, may: int, excess: int) -> Iterator[tuple[int, int]]:
+        """Every set of outputs that frees at least ``excess`` bytes and would not without any one of its members."""
+        if excess <= 0:
+            yield 0, 0
+            return
+        items = sorted((self.size[v], v) for v in range(may.bit_length()) if may >> v & 1 and self.size[v])
+        rest = [0]
+        for size, _ in items:
+            rest.append(rest[-1] + size)
+        stack = [(len(items), 0, 0)]
+        while stack:  # from the largest on: the last one taken is the smallest, so none is spare
+            left, freed, freed_bytes = stack.pop()
+            if freed_bytes >= excess:
+                yield freed, freed_bytes
+            elif freed_bytes + rest[left] >= excess:
+                size, v = items[left - 1]
+                stack.append((left - 1, freed, freed_bytes))
+                stack.append((left - 1, freed | 1 << v, freed_bytes + size))
+
+
+def _trace(state: _State) -> tuple[int, ...]:
+    nodes: list[int] = []
+    step: _State | None = state
+    while step is not None and step.came_from is not None:
+        nodes.append(step.node)
+        step = step.came_from
+    return tuple(reversed(nodes))
