@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from solvers import chen_greedy, chen_sqrt, exhaustive, ilp, keep_all, recompute_all
+from solvers import chen_greedy, chen_sqrt, exhaustive, ilp, keep_all, recompute_all, revolve
 from solvers.chain import Chain
 from solvers.lower_bound import bound_seconds
 from solvers.minimum_memory import shortage, shortage_of, smallest_schedule
@@ -23,6 +23,7 @@ BASELINES: dict[str, Callable[[Chain], list[Schedule]]] = {
     "recompute_all": recompute_all.schedules,
     "chen_sqrt": chen_sqrt.schedules,
     "chen_greedy": chen_greedy.schedules,
+    "revolve": revolve.schedules,
 }
 NAMES: tuple[str, ...] = (*BASELINES, "rotor", "ilp", "exhaustive", "auto")
 

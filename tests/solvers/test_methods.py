@@ -18,7 +18,7 @@ from solvers.rotor import Table
 from tests.solvers.chains import UNIT, large_chain, random_chain, unit_chain
 
 OPTIMAL = ("rotor", "ilp", "exhaustive", "auto")
-QUICK = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "rotor")
+QUICK = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor")
 
 
 def solve(chain: Chain, budget_bytes: int, solver: str):
@@ -130,7 +130,7 @@ def test_baselines_are_no_faster_than_the_optimum_and_that_no_faster_than_the_bo
 @pytest.mark.parametrize("seed", range(6))
 def test_rotor_is_never_slower_than_any_baseline_at_its_own_peak(seed: int) -> None:
     chain = large_chain(seed, 20, 1 + seed % 3)
-    for solver in ("recompute_all", "chen_sqrt", "chen_greedy"):
+    for solver in ("recompute_all", "chen_sqrt", "chen_greedy", "revolve"):
         for point in frontier(chain, solver):
             assert point.peak_bytes is not None and point.seconds is not None
             mine = solve(chain, point.peak_bytes, "rotor").seconds
