@@ -1,0 +1,134 @@
+"""Checkmate as published: an integer program over frontier-advancing stages, and its relaxation rounded.
+
+Formulation: stage t ends with the first run of node t; before it, earlier nodes run again in rising order, each at
+most once. R says which, S what is alive as a stage starts, FREE what is freed after which run, U the bytes at each
+run (``solvers.checkmate_model``). ``round_relaxation`` solves the same program with fractions for a budget less an
+allowance, rounds S (at a threshold, or up with its own value as the chance), and completes R with the fewest runs.
+Guarantee: ``solve`` run to the end is the fastest of these schedules, but schedules that run a node twice between
+two first runs, or out of order, are left out: rarely, one of them is faster, or the only one that fits. So neither
+function bounds all schedules. Rounding guarantees nothing; every answer is held against the budget in exact bytes.
+Complexity: O(n (n + m)) variables and rows for n nodes with m inputs altogether; the integer program takes
+exponential time. Units: bytes and seconds; inside the program both are scaled.
+
+Paper: Jain et al., "Checkmate: breaking the memory wall with optimal tensor rematerialization" (2020), sections 4
+(4.6 for stages, 4.8 for the variables left out) and 5 (the relaxation, its two phases, and the allowance).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.checkmate_model import Matrices, Model
+from solvers.graph import Node
+from solvers.graph_problem import GraphCandidate
+from solvers.liveness import IndexedGraph, peak_profile, seconds_of
+from solvers.spare_runs import without_spare_runs
+
+Chosen = NDArray[np.bool_]
+
+MOST_NODES = 500  # building the program takes 3 s at 200 nodes of a chain and grows with their square
+ALLOWANCES = (0.1, 0.0, 0.2)  # the paper's own first
+_THRESHOLDS = 4  # random ones beside 0.5
+_DRAWS = 16  # random roundings; the paper found them worse than thresholds
+_WHOLE = 1e-6  # HiGHS's tolerance: how far below its value a fraction may come back
+
+
+def solve(indexed: IndexedGraph, budget_bytes: int, time_limit_seconds: float = 60.0) -> GraphCandidate:
+    """The fastest order of frontier-advancing stages found within the time limit; the bound is 0 or infinite.
+
+    Raises:
+        ValueError: the graph is too large for the program to be built.
+
+    >>> from solvers.graph import Graph, Node
+    >>> a = Node(name="a", seconds=1.0, output_bytes=4)
+    >>> b = Node(name="b", seconds=2.0, output_bytes=4, inputs=("a",))
+    >>> c = Node(name="c", seconds=3.0, output_bytes=1, inputs=("b",))
+    >>> d = Node(name="d", seconds=1.0, output_bytes=1, inputs=("a", "c"))
+    >>> solve(IndexedGraph(Graph(nodes=(a, b, c, d), outputs=("d",))), 8).order
+    (0, 1, 2, 0, 3)
+    """
+    _check_size(indexed)
+    if indexed.working_bytes.max() > budget_bytes:
+        return GraphCandidate(order=None, lower_bound_seconds=math.inf)
+    deadline, ended = time.monotonic() + time_limit_seconds, _with_end(indexed)
+    model = Model(ended, budget_bytes)
+    values = model.solve(deadline - time.monotonic())
+    return GraphCandidate(order=_fitting(indexed, budget_bytes, values.runs > 0.5) if values else None)
+
+
+def round_relaxation(
+    indexed: IndexedGraph, budget_bytes: int, time_limit_seconds: float = 60.0, seed: int = 0
+) -> GraphCandidate:
+    """The fastest order that fits among those rounded from the relaxation; the bound is 0 or infinite.
+
+    Raises:
+        ValueError: the graph is too large for the program to be built.
+    """
+    _check_size(indexed)
+    if indexed.working_bytes.max() > budget_bytes:
+        return GraphCandidate(order=None, lower_bound_seconds=math.inf)
+    deadline, ended = time.monotonic() + time_limit_seconds, _with_end(indexed)
+    rng = np.random.default_rng(seed)
+    best: tuple[float, tuple[int, ...] | None] = (math.inf, None)
+    for allowance in ALLOWANCES:
+        left = deadline - time.monotonic()
+        values = Model(ended, (1 - allowance) * budget_bytes, integral=False).solve(left) if left > 0 else None
+        for kept in _roundings(values, rng) if values else ():
+            order = _fitting(indexed, budget_bytes, _fewest_runs(ended, kept))
+            if order is not None:
+                best = min(best, (seconds_of(indexed, order), order))
+    return GraphCandidate(order=best[1])
+
+
+def _check_size(indexed: IndexedGraph) -> None:
+    if indexed.count > MOST_NODES:
+        raise ValueError(f"checkmate: expected at most {MOST_NODES} nodes, got {indexed.count}; use another method")
+
+
+def _with_end(indexed: IndexedGraph) -> IndexedGraph:
+    """The graph with a last node that reads every output, as the paper's graphs have; it takes nothing itself.
+
+    Without it no stage would be left in which an output freed too early could be made again.
+    """
+    graph = indexed.graph
+    end = Node(
+        name="end of " + " ".join(n.name for n in graph.nodes), seconds=0.0, output_bytes=0, inputs=graph.outputs
+    )
+    return IndexedGraph(replace(graph, nodes=(*graph.nodes, end), outputs=()))
+
+
+def _roundings(values: Matrices, rng: np.random.Generator) -> Iterator[Chosen]:
+    for threshold in (0.5, *rng.uniform(0.05, 0.95, _THRESHOLDS)):
+        yield values.kept >= threshold - _WHOLE
+    for _ in range(_DRAWS):
+        yield values.kept > rng.uniform(size=values.kept.shape)
+
+
+def _fewest_runs(indexed: IndexedGraph, kept: Chosen) -> Chosen:
+    """R from S: what a stage's own runs and the next stage need and the stage does not start with.
+
+    Stages from the last on, since what a stage keeps and nobody makes before it has to be run there.
+    """
+    count = indexed.count
+    runs = np.eye(count, dtype=bool)
+    for t in reversed(range(count)):
+        if t + 1 < count:
+            runs[t, :t] |= kept[t + 1, :t] & ~kept[t, :t]
+        for k in range(t, -1, -1):
+            if runs[t, k]:
+                inputs = list(indexed.inputs[k])
+                runs[t, inputs] |= ~kept[t, inputs]
+    return runs
+
+
+def _fitting(indexed: IndexedGraph, budget_bytes: int, runs: Chosen) -> tuple[int, ...] | None:
+    """The order of a matrix of runs without those that nobody reads, if it fits."""
+    order = [int(k) for row in runs for k in np.flatnonzero(row[: indexed.count])]
+    order = without_spare_runs(indexed, order)
+    return tuple(order) if peak_profile(indexed, order).max() <= budget_bytes else None
