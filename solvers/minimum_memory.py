@@ -60,46 +60,103 @@ def shortage_of(chain: Chain, schedule: Schedule) -> Shortage:
 
 
 class _Needs:
-    """Smallest level of every range; ranges that cannot be run again stay at ``_NEVER``."""
+    """Smallest level of every range; ranges that cannot be run again stay at ``_NEVER``.
+
+    Ranges that run again are filled by rising length, all of one length at once; those of the first pass by start.
+    """
 
     def __init__(self, chain_bytes: ChainBytes) -> None:
-        self.bytes = chain_bytes
-        count = chain_bytes.stage_count
-        self.levels = np.full((count + 1, count + 1), _NEVER, dtype=np.int64)
-        self.choices: dict[tuple[int, int], Choice] = {}
-        for end in range(count + 1):
-            self._fill(end)
+        self.bytes = b = chain_bytes
+        count = b.stage_count
+        square = (count, count)
+        self._again = np.full(square, _NEVER, dtype=np.int64)  # row: first stage; column: length less one
+        self._rests = np.full(square, _NEVER, dtype=np.int64)  # as a drop before sees it; row: last stage
+        self._drop_needs = np.full(square, _NEVER, dtype=np.int64)
+        for start, needs in enumerate(b.again_needs):
+            self._drop_needs[start, : needs.size] = needs
+        self._reach = np.array(b.run_end) - np.arange(count)
+        self._entries = np.array([b.entry(end + 1, end) for end in range(count)], dtype=np.int64)
+        self._boundaries = np.array([0, *(b.boundary(k) for k in range(count))], dtype=np.int64)
+        self._keeps = self._keep_rows()
+        for length in range(int(self._reach.max())):
+            self._fill(length)
+        self._first = np.full(count + 1, _NEVER, dtype=np.int64)
+        self._first[count] = b.entry(count, count)
+        for start in reversed(range(count)):
+            self._first[start] = max(self._best(start, count)[0], b.entry(start, count))
 
     def choose(self, start: int, end: int, token: int) -> tuple[Choice, int, int]:
-        return self.choices[start, end], token, token
+        return self._best(start, end)[1], token, token
 
-    def _fill(self, end: int) -> None:
-        b, stop = self.bytes, self.bytes.empty_stage(end)
-        self.levels[stop, end] = b.entry(stop, end)
-        for start in reversed(range(stop)):
-            if end < b.stage_count and b.run_end[start] <= end:
-                return
-            best = min(self._candidates(start, end), key=lambda pair: pair[0])
-            self.levels[start, end] = max(best[0], b.entry(start, end))
-            self.choices[start, end] = best[1]
+    def _fill(self, length: int) -> None:
+        rows = self._entries.size - length
+        entries = self._entries[length:]
+        best = self._kept(length) if length else self._single()
+        if length:
+            drops = self._drop_needs[:rows, :length] + entries[:, None]
+            np.maximum(drops, self._again[:rows, :length], out=drops)
+            np.maximum(drops, self._rests[length:, length - 1 :: -1], out=drops)
+            best = np.minimum(best, drops.min(axis=1))
+        best = np.where(self._reach[:rows] > length, np.maximum(best, entries), _NEVER)
+        self._again[:rows, length] = best
+        self._rests[length:, length] = best + self._boundaries[:rows]
 
-    def _candidates(self, start: int, end: int) -> list[tuple[int, Choice]]:
-        b, found = self.bytes, []
-        for option in range(len(b.stages[start].options)):
-            need, shift = b.keep(start, end, option)
-            found.append((max(need, int(self.levels[start + 1, end]) + shift), Choice("keep", option)))
-            if start == end:
-                found.append((b.recompute(start, option), Choice("recompute", option)))
+    def _kept(self, length: int) -> Bytes:
+        """Smallest level with which each range of a length keeps its first stage."""
+        rows = self._entries.size - length
+        shifts, backward_needs, peaks = self._keeps[:, :, :rows]
+        needs = np.maximum(self._entries[length:] + peaks, backward_needs)
+        return np.maximum(needs, self._again[1 : rows + 1, length - 1] + shifts).min(axis=0)
+
+    def _keep_rows(self) -> Bytes:
+        """Shift, level of the backward and forward peak of every option; stages with fewer repeat theirs."""
+        b = self.bytes
+        most = max(len(stage.options) for stage in b.stages)
+        rows = [
+            [
+                (b.keep(s, s, o)[1], b.backward(s, o), stage.options[o].forward_peak_bytes)
+                for o in (o % len(stage.options) for o in range(most))
+            ]
+            for s, stage in enumerate(b.stages)
+        ]
+        return np.array(rows, dtype=np.int64).transpose(2, 1, 0).copy()
+
+    def _single(self) -> Bytes:
+        found = [min(need for need, _ in self._candidates(s, s)) for s in range(self._entries.size)]
+        return np.array(found, dtype=np.int64)
+
+    def _options(self, start: int) -> range:
+        return range(len(self.bytes.stages[start].options))
+
+    def _best(self, start: int, end: int) -> tuple[int, Choice]:
+        found = self._candidates(start, end)
         drops = self._drops(start, end)
         if drops.size:
             best = int(drops.argmin())
             found.append((int(drops[best]), Choice("drop", start + 1 + best)))
+        return min(found, key=lambda pair: pair[0])
+
+    def _candidates(self, start: int, end: int) -> list[tuple[int, Choice]]:
+        """What keeping the first stage needs, and running a single one again, with each option."""
+        b, found = self.bytes, []
+        rest = self._rest(start + 1, end)
+        for option in self._options(start):
+            need, shift = b.keep(start, end, option)
+            found.append((max(need, rest + shift), Choice("keep", option)))
+            if start == end:
+                found.append((b.recompute(start, option), Choice("recompute", option)))
         return found
 
+    def _rest(self, start: int, end: int) -> int:
+        if end == self.bytes.stage_count:
+            return int(self._first[start])
+        return int(self._again[start, end - start]) if start <= end else int(self._entries[end])
+
     def _drops(self, start: int, end: int) -> Bytes:
-        b = self.bytes
-        own = b.drop(start, end)
+        own = self.bytes.drop(start, end)
         last = start + own.size
-        shifts = np.array([b.boundary(k) for k in range(start, last)], dtype=np.int64)
-        rest = self.levels[start + 1 : last + 1, end] + shifts
-        return np.maximum(np.maximum(own, rest), self.levels[start, start:last])
+        if end == self.bytes.stage_count:
+            rest = self._first[start + 1 : last + 1] + self._boundaries[start + 1 : last + 1]
+        else:
+            rest = self._rests[end, end - last : end - start][::-1]
+        return np.maximum(np.maximum(own, rest), self._again[start, : own.size])

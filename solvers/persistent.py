@@ -38,6 +38,7 @@ class ChainBytes:
     Attributes:
         stage_count: stages of the chain; also the end index of the first pass.
         run_end: for each s the largest q such that s..q-1 may be dropped together.
+        again_needs: for each s what dropping s..q-1 once more adds to the entry, for q = s + 1, s + 2, ...
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -50,8 +51,9 @@ class ChainBytes:
         self._gradients = [total - done[t + 1] + self.stages[t].gradient_bytes for t in range(self.stage_count)]
         self._gradients.append(total)  # index -1: every stage has gone backward
         self.run_end = self._run_ends()
-        self._first_needs = [self._drop_steps(s, first=True) for s in range(self.stage_count)]
-        self._again_needs = [self._drop_steps(s, first=False) for s in range(self.stage_count)]
+        first, again = self._first_steps(), self._again_steps()
+        self._first_needs = [self._drop_needs(s, *first) for s in range(self.stage_count)]
+        self.again_needs = [self._drop_needs(s, *again) for s in range(self.stage_count)]
 
     def gradients_at(self, stage: int) -> int:
         """Gradient bytes at the start of the backward of ``stage`` (-1: after the last backward)."""
@@ -71,26 +73,27 @@ class ChainBytes:
     def keep(self, start: int, end: int, option: int) -> tuple[int, int]:
         """Level that keeping ``start`` needs, and by how much it shifts the rest of the range."""
         stage, way = self.stages[start], self.stages[start].options[option]
-        need = max(self.entry(start, end) + way.forward_peak_bytes, self._backward(start, option))
+        need = max(self.entry(start, end) + way.forward_peak_bytes, self.backward(start, option))
         return need, way.kept_bytes - stage.residue_bytes + stage.boundary_bytes
 
     def recompute(self, start: int, option: int) -> int:
         """Level that running ``start`` again directly before its backward needs."""
         way = self.stages[start].options[option]
         run = self.residues_before[start] + self._gradients[start] + way.recompute_peak_bytes
-        return max(self.entry(start, start), run, self._backward(start, option))
+        return max(self.entry(start, start), run, self.backward(start, option))
 
     def drop(self, start: int, end: int) -> Bytes:
         """Level that dropping ``start..q-1`` needs, for q = start + 1, start + 2, ..."""
         if end == self.stage_count:
             return self._first_needs[start]
-        return self._again_needs[start][: end - start] + self.entry(start, end)
+        return self.again_needs[start][: end - start] + self.entry(start, end)
 
     def boundary(self, stage: int) -> int:
         """Bytes between ``stage`` and the next: by how much dropping up to and with ``stage`` shifts the rest."""
         return self.stages[stage].boundary_bytes
 
-    def _backward(self, s: int, option: int) -> int:
+    def backward(self, s: int, option: int) -> int:
+        """Level that the backward of a stage kept with an option needs."""
         way, base = self.stages[s].options[option], self.residues_before[s]
         held = way.kept_bytes + way.kept_output_bytes
         return base + max(self._gradients[s] + held + way.backward_peak_bytes, self._gradients[s - 1])
@@ -102,19 +105,24 @@ class ChainBytes:
             ends[s] = s if not self.stages[s].recomputable else ends[s + 1] if follows else s + 1
         return ends
 
-    def _drop_steps(self, start: int, first: bool) -> Bytes:
-        needs = [self._drop_step(start, k, first) for k in range(start, self.run_end[start])]
-        return np.maximum.accumulate(np.array(needs, dtype=np.int64)) if needs else np.zeros(0, dtype=np.int64)
+    def _first_steps(self) -> tuple[Bytes, Bytes]:
+        """Per stage what running it first without keeping needs, beside the boundary before it, and that boundary."""
+        after = [stage.boundary_bytes + stage.residue_bytes for stage in self.stages]
+        after[-1] += self.stages[-1].gradient_bytes  # the loss has run: its gradient is there
+        peaks = [max(stage.forward_peak_bytes, left) for stage, left in zip(self.stages, after, strict=True)]
+        return np.array(self.residues_before[:-1], dtype=np.int64) + np.array(peaks, dtype=np.int64), self._carried()
 
-    def _drop_step(self, start: int, k: int, first: bool) -> int:
-        stage = self.stages[k]
-        carried = self.stages[k - 1].boundary_bytes if k > start else 0
-        if not first:
-            return carried + max(stage.forward_peak_bytes, stage.boundary_bytes)
-        after = stage.boundary_bytes + stage.residue_bytes
-        if k == self.stage_count - 1:
-            after += stage.gradient_bytes  # the loss has run: its gradient is there
-        return self.residues_before[k] + carried + max(stage.forward_peak_bytes, after)
+    def _again_steps(self) -> tuple[Bytes, Bytes]:
+        peaks = [max(stage.forward_peak_bytes, stage.boundary_bytes) for stage in self.stages]
+        return np.array(peaks, dtype=np.int64), self._carried()
+
+    def _carried(self) -> Bytes:
+        return np.array([0, *(stage.boundary_bytes for stage in self.stages[:-1])], dtype=np.int64)
+
+    def _drop_needs(self, start: int, steps: Bytes, carried: Bytes) -> Bytes:
+        needs = steps[start : self.run_end[start]] + carried[start : self.run_end[start]]
+        needs[:1] -= carried[start]  # the boundary before the range is not the drop's own
+        return np.maximum.accumulate(needs)
 
 
 def persistent_schedule(
