@@ -1,0 +1,153 @@
+"""The grid of levels that tables of persistent schedules are solved on, and whole numbers in place of seconds."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.chain import Chain
+from solvers.persistent import Bytes, ChainBytes
+
+Index = NDArray[np.intp]
+
+NEVER = 1 << 60  # cost of a slot without an answer; three of them still sum within 64 bits
+NOTHING = np.iinfo(np.int64).min // 4  # need of a slot without an answer: sorts before every real one
+
+
+class Grid:
+    """Rising levels in bytes; the first is too small for any answer.
+
+    Attributes:
+        levels: the level of each slot.
+    """
+
+    def __init__(self, levels: Bytes) -> None:
+        self.levels = levels
+        self.size = levels.size
+        self.below = cache(self._below)  # equal stages ask for the same shift
+
+    def _below(self, shift: int) -> Index:
+        """For each slot the last one whose level plus ``shift`` is within its own."""
+        return np.maximum(np.searchsorted(self.levels, self.levels - shift, side="right") - 1, 0)
+
+    def slots_below(self, shifts: Bytes) -> Index:
+        """``below`` of each shift, stacked."""
+        return np.stack([self.below(int(shift)) for shift in shifts])
+
+    def first(self, needs: Bytes) -> Index:
+        """The first slot that each need fits in."""
+        return np.searchsorted(self.levels, needs)
+
+
+class Seconds:
+    """Seconds as whole numbers with free low bits, in which a cost carries the code of the choice that made it.
+
+    Whole numbers make sums exact and ties ties, and the smaller of two packed costs brings its code along.
+    """
+
+    def __init__(self, chain: Chain, codes: int) -> None:
+        self.bits = codes.bit_length()
+        self.mask = (1 << self.bits) - 1
+        self.tick_seconds = _most_seconds(chain) / 2.0 ** (59 - self.bits) or 1.0  # all sums stay below NEVER
+
+    def cost(self, seconds: float) -> int:
+        """Seconds as a cost whose code is 0."""
+        return round(seconds / self.tick_seconds) << self.bits
+
+    def seconds(self, cost: int) -> float:
+        """The seconds of a cost, whatever its code."""
+        return (cost >> self.bits) * self.tick_seconds
+
+
+class Answers(NamedTuple):
+    """Costs (packed, or with code 0), exact needs and codes of some ranges, one row each and one column per slot."""
+
+    costs: Bytes
+    needs: Bytes
+    codes: NDArray[np.int16]
+
+
+def reached_slots(needs: Bytes, grid: Grid, below: Index, shifts: Bytes) -> Index:
+    """Per row and slot the last column whose need fits once the row's shift is added, counted through all rows.
+
+    ``below`` is right but for the next slot, whose exact need may lie low enough in it.
+    """
+    below = below + np.arange(0, needs.size, grid.size)[:, None]
+    above = np.minimum(below + 1, np.arange(grid.size - 1, needs.size, grid.size)[:, None])
+    fits = needs.ravel().take(above, mode="clip") <= grid.levels - shifts[:, None]
+    return np.where(fits, above, below)
+
+
+def settled(costs: Bytes, grid: Grid, rows: Index, columns: Index, needs: Bytes, mask: int) -> Answers:
+    """Move every answer to the first slot that its exact need fits in; slots between repeat the one below.
+
+    Args:
+        costs: packed costs of some ranges.
+        grid: the levels of their columns.
+        rows: the row of each answer that is faster than the one before it, in reading order.
+        columns: its column.
+        needs: its exact need.
+        mask: the bits of a cost that hold the code.
+    """
+    source = np.zeros(costs.shape, dtype=np.int32)
+    source[rows, grid.first(needs)] = np.arange(1, rows.size + 1)  # rising, so the fastest of a slot stays
+    source = np.maximum.accumulate(source, axis=1)
+    packed = costs[rows, columns]
+    found = np.concatenate(([NEVER], packed & ~mask)), np.concatenate(([NOTHING], needs))
+    codes = np.concatenate(([0], packed & mask)).astype(np.int16)
+    return Answers(found[0][source], found[1][source], codes[source])
+
+
+def faster(costs: Bytes, mask: int) -> tuple[Index, Index]:
+    """Rows and columns of the answers that are faster than the slot before."""
+    plain = costs | mask
+    rows, columns = np.nonzero(plain[:, 1:] < np.minimum(plain[:, :-1], NEVER))
+    return rows, columns + 1
+
+
+def level_grid(chain: Chain, chain_bytes: ChainBytes, slots: int) -> Grid:
+    """Levels of the slots: the first holds nothing; then every multiple of the common divisor where they are few
+    enough, else half of them evenly up to the top and half in equal ratios, which resolves small budgets too."""
+    top, bottom = _top(chain, chain_bytes), min(chain_bytes.entry(0, chain_bytes.stage_count), 0)
+    unit = _common_divisor(chain)
+    if top // unit < slots:
+        levels = np.arange(0, top + 2 * unit, unit)
+    else:
+        ratios = np.geomspace(max(unit, top / slots / 8), top, slots // 2)
+        levels = np.union1d(np.linspace(0, top, slots // 2), ratios).astype(np.int64) + 1
+    return Grid(np.concatenate(([bottom - 1], np.unique(levels))).astype(np.int64))
+
+
+def _most_seconds(chain: Chain) -> float:
+    """More than any schedule of the table lasts: one forward per stage before each backward, and one to start with."""
+    count = len(chain.stages)
+    slowest = [
+        max(max(o.forward_seconds, o.recompute_seconds) + o.backward_seconds for o in stage.options)
+        for stage in chain.stages
+    ]
+    return (count + 2) * (sum(stage.forward_seconds for stage in chain.stages) + sum(slowest))
+
+
+def _top(chain: Chain, b: ChainBytes) -> int:
+    """Level above which nothing gets faster: with it every stage may keep what its most demanding option keeps."""
+    top = shift = 0
+    for s, stage in enumerate(chain.stages):
+        choices = [b.keep(s, b.stage_count, o) for o in range(len(stage.options))]
+        top = max(top, shift + max(need for need, _ in choices))
+        shift += max(0, *(moved for _, moved in choices))
+    return max(top, shift + b.entry(b.stage_count, b.stage_count))
+
+
+def _common_divisor(chain: Chain) -> int:
+    sizes = (
+        getattr(item, name)
+        for stage in chain.stages
+        for item in (stage, *stage.options)
+        for name in item.__slots__
+        if name.endswith("_bytes")
+    )
+    return math.gcd(*sizes) or 1
