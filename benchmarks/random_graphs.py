@@ -31,7 +31,7 @@ def random_training_graph(count: int, seed: int) -> Graph:
 
     The gradient of an op's output reads the gradients of the op's readers, and what those saved: their inputs or their
     output. The gradient of its parameters reads the gradient of its output and its inputs. Sizes shrink threefold
-    along the way and vary fourfold either side.
+    along the way and vary fourfold.
 
     >>> graph = random_training_graph(100, seed=1)
     >>> len(graph.nodes), len(graph.outputs), sum(node.side == "backward" for node in graph.nodes)
@@ -59,7 +59,7 @@ def _ops(rng: np.random.Generator, count: int, with_parameters: int) -> list[_Op
         inputs = _inputs(rng, v, unread) if v < count - 1 else tuple(unread)
         unread = [*[u for u in unread if u not in inputs], v]
         kind = "p" if v in heavy else str(rng.choice(["i", "o"]))
-        size = int(LARGEST_BYTES * 3 ** (-v / count) * 4 ** rng.uniform(-1, 0))
+        size = _kibibytes(LARGEST_BYTES * 3 ** (-v / count) * 4 ** rng.uniform(-1, 0))
         work = float(rng.uniform(2, 20)) if kind == "p" else 1.0
         ops.append(_Op(inputs=inputs, kind=kind, output_bytes=size, seconds=size * work * SECONDS_PER_BYTE))
     return ops
@@ -103,7 +103,7 @@ def _parameter_gradient(rng: np.random.Generator, ops: list[_Op], v: int) -> Nod
     return Node(
         name=f"p{v}",
         seconds=_round(ops[v].seconds),
-        output_bytes=int(2 ** rng.uniform(12, 24)),
+        output_bytes=_kibibytes(2 ** rng.uniform(12, 24)),
         inputs=(*_names("f", ops[v].inputs), f"b{v}"),
         side="backward",
     )
@@ -111,6 +111,11 @@ def _parameter_gradient(rng: np.random.Generator, ops: list[_Op], v: int) -> Nod
 
 def _names(letter: str, indices: tuple[int, ...] | list[int]) -> tuple[str, ...]:
     return tuple(f"{letter}{i}" for i in indices)
+
+
+def _kibibytes(size: float) -> int:
+    """Whole kibibytes: powers differ in their last bits from machine to machine."""
+    return 1024 * round(size / 1024)
 
 
 def _round(seconds: float) -> float:
