@@ -22,6 +22,7 @@ from solvers.schedule import Schedule
 from solvers.segments import Segment, droppable_runs
 
 _CANDIDATES = 48  # slot numbers tried: all for short chains, in equal ratios for long ones, whose curve is smooth
+_MOST_REPEATS = 12  # of long chains; 1000 stages need four slots for it, and half a million runs with one
 
 
 def forward_runs(n: int, s: int) -> int:
@@ -44,7 +45,7 @@ def forward_runs(n: int, s: int) -> int:
 
 
 def schedules(chain: Chain) -> list[Schedule]:
-    """One schedule per useful number of slots, from one slot to as many as leave every stage two runs at most.
+    """One schedule per useful number of slots, up to as many as leave every stage two runs at most.
 
     >>> from solvers.chain import Option, Stage
     >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
@@ -95,7 +96,8 @@ def _slot_numbers(longest: int) -> list[int]:
     most = max(1, longest - 1)
     if most <= _CANDIDATES:
         return list(range(1, most + 1))
-    return sorted({round(most ** (i / (_CANDIDATES - 1))) for i in range(_CANDIDATES)})
+    least = next(slots for slots in range(1, most + 1) if _repeats(longest, slots) <= _MOST_REPEATS)
+    return sorted({round(least * (most / least) ** (i / (_CANDIDATES - 1))) for i in range(_CANDIDATES)})
 
 
 def _check(what: str, value: int) -> None:

@@ -31,6 +31,9 @@ DEFAULT_ILP_SECONDS = 60.0  # proves most chains of 16 stages
 AUTO_ILP_SECONDS = 3.0  # what auto adds at most, unless it is given more
 AUTO_ILP_STAGES = 12  # proven in seconds up to here (tests/solvers and benchmarks)
 FRONTIER_POINTS = 100  # replayed and returned; a curve needs no more
+LONG_CHAIN = 250  # stages from which a replay takes a good part of a second, and methods show fewer candidates
+LONG_FRONTIER_POINTS = 30
+LONG_CANDIDATES = 4  # of each baseline within auto
 FRONTIER_BUDGETS = 6  # for methods that solve one budget at a time
 
 _PROVEN = 1e-9  # relative distance from the bound that counts as none
@@ -58,8 +61,9 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
 
     Args:
         problem: the chain and its budget in bytes.
-        solver: one of ``solver_names()``; ``auto`` takes the fastest of all quick methods and, for chains of up
-            to 12 stages that they leave unproven, asks ``ilp``.
+        solver: one of ``solver_names()``; ``auto`` takes the fastest of all quick methods (of a sample of the
+            baselines' candidates for more than 250 stages) and, for chains of up to 12 stages that they leave
+            unproven, asks ``ilp``.
         time_limit_seconds: for ``ilp`` (60 where None) and the part that ``auto`` gives it (3 where None).
 
     Raises:
@@ -80,15 +84,14 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
 def frontier(chain: Chain, solver: str = "auto", time_limit_seconds: float | None = None) -> list[Solution]:
     """Solutions that no other one of the method beats, by rising peak and falling seconds.
 
-    Each one is the answer to its own peak as a budget. ``rotor`` and ``auto`` return at most 100 of them, ``ilp``
-    a handful, between the smallest and the unplanned peak.
+    Each one is the answer to its own peak as a budget. ``rotor`` and ``auto`` return at most about 100 of them (30 for
+    more than 250 stages), ``ilp`` a handful, between the smallest and the unplanned peak.
     """
     _check(solver, time_limit_seconds)
     start = time.perf_counter()
     if solver in ("ilp", "exhaustive"):
         return _frontier_of_budgets(chain, solver, time_limit_seconds or DEFAULT_ILP_SECONDS)
-    names = (*BASELINES, "rotor") if solver == "auto" else (solver,)
-    found = [entry for name in names for entry in _entries(chain, name)]
+    found = _all_entries(chain) if solver == "auto" else _entries(chain, solver)
     best = _undominated(found)
     spent = (time.perf_counter() - start) / max(1, len(best))
     return [_solution(entry, bound_seconds(chain, entry.peak_bytes), spent) for entry in best]
@@ -176,6 +179,23 @@ def _baseline(chain: Chain, solver: str) -> list[_Found]:
     return [_replayed(chain, solver, schedule) for schedule in BASELINES[solver](chain)]
 
 
+def _baselines(chain: Chain) -> list[_Found]:
+    """What all baselines find; of long chains an even sample of their candidates, since each one is replayed."""
+    most = LONG_CANDIDATES if len(chain.stages) > LONG_CHAIN else None
+    made = [(name, _sample(schedules(chain), most)) for name, schedules in BASELINES.items()]
+    return [_replayed(chain, name, schedule) for name, found in made for schedule in found]
+
+
+_Item = TypeVar("_Item")
+
+
+def _sample(items: list[_Item], most: int | None) -> list[_Item]:
+    """Evenly picked items, the first and the last among them."""
+    if most is None or len(items) <= most:
+        return items
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
 def _rotor(problem: Problem) -> list[_Found]:
     """The table's answer, beside the two ends that the grid may miss: nothing recomputed, and the smallest peak.
 
@@ -219,7 +239,7 @@ def _table(chain: Chain) -> Table:
 
 def _auto(problem: Problem, time_limit_seconds: float | None) -> tuple[list[_Found], float]:
     start, chain = time.perf_counter(), problem.chain
-    found = [entry for name in BASELINES for entry in _baseline(chain, name)] + _rotor(problem)
+    found = _baselines(chain) + _rotor(problem)
     best = _fastest(problem, found)
     bound = bound_seconds(chain, problem.budget_bytes)
     open_gap = bound < math.inf if best is None else best.seconds > bound * (1 + _PROVEN)
@@ -235,6 +255,10 @@ def _proven(problem: Problem, solver: str, candidate: Candidate) -> tuple[list[_
     return [_replayed(problem.chain, solver, schedule) for schedule in schedules], candidate.lower_bound_seconds
 
 
+def _all_entries(chain: Chain) -> list[_Found]:
+    return [*_baselines(chain), *_frontier_entries(chain)]
+
+
 def _entries(chain: Chain, solver: str) -> list[_Found]:
     """All schedules of a method that the frontier is chosen from."""
     if solver in BASELINES:
@@ -247,10 +271,8 @@ def _frontier_entries(chain: Chain) -> tuple[_Found, ...]:
     schedules = _ends(chain)
     for variant in dict.fromkeys((chain.folded(), replace(chain, shared=()))):
         table = _table(variant)
-        points = table.points()
-        last = len(points) - 1
-        picks = sorted({round(i * last / (FRONTIER_POINTS - 1)) for i in range(FRONTIER_POINTS)}) if points else []
-        schedules += [table.schedule(points[i]) for i in picks]
+        most = LONG_FRONTIER_POINTS if len(chain.stages) > LONG_CHAIN else FRONTIER_POINTS
+        schedules += [table.schedule(point) for point in _sample(table.points(), most)]
     return tuple(_replayed(chain, "rotor", schedule) for schedule in schedules)
 
 
