@@ -194,6 +194,7 @@ class _Builder:
         self.owner: dict[int, str] = dict.fromkeys([*self.resident, *self.updates], RESIDENT)
         self.nodes: list[Node] = []
         self.outputs: list[str] = []
+        self.wanted: list[str] = []
         self.extra_resident_bytes = 0
         self.count: Counter[str] = Counter()
         self.side: Side = "forward"
@@ -204,7 +205,7 @@ class _Builder:
             if op.name == self.traced.loss:
                 self.side = "backward"
         return Graph(
-            nodes=_needed(self.nodes, self.outputs),
+            nodes=_needed(self.nodes, self.wanted),
             outputs=tuple(self.outputs),
             resident_bytes=sum(self.resident.values()) + self.extra_resident_bytes,
         )
@@ -223,11 +224,14 @@ class _Builder:
         )
         self.owner.update(dict.fromkeys(made, node.name))
         place = len(self.nodes)
-        node = self._part(node, {s: size for s, size in made.items() if s in self.ends}, "end")
+        ends = {s: size for s, size in made.items() if s in self.ends}
+        node = self._part(node, ends, "end")
         if self.side == "forward":
             node = self._part(node, {s: size for s, size in made.items() if s in self.saved}, "saved")
         self.nodes.insert(place, node)
-        self.outputs += dict.fromkeys(self.owner[s] for s in made if s in self.ends and self.owner[s] != RESIDENT)
+        holders = dict.fromkeys(self.owner[s] for s in ends if self.owner[s] != RESIDENT)
+        self.outputs += holders
+        self.wanted += [node.name, *holders] if ends else []
 
     def _part(self, node: Node, part: dict[int, int], suffix: str) -> Node:
         """Let a part of an op's storages outlive the rest; returns the op's node without that part.
@@ -266,9 +270,9 @@ def _read_in_backward(traced: Trace) -> set[int]:
     return set(_storages([traced.values[node.name] for op in backward for node in op.all_input_nodes]))
 
 
-def _needed(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
-    """The nodes that the outputs need, in the same order."""
-    needed = set(outputs)
+def _needed(nodes: Sequence[Node], wanted: Iterable[str]) -> tuple[Node, ...]:
+    """The wanted nodes and what they need, in the same order: what only serves an update of a buffer goes."""
+    needed = set(wanted)
     for node in reversed(nodes):
         if node.name in needed:
             needed.update(node.inputs)
