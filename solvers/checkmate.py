@@ -19,13 +19,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from solvers.checkmate_model import Matrices, Model
-from solvers.graph import Node
+from solvers.graph_end import with_end
 from solvers.graph_problem import GraphCandidate
 from solvers.liveness import IndexedGraph, peak_profile, seconds_of
 from solvers.spare_runs import without_spare_runs
@@ -56,7 +55,7 @@ def solve(indexed: IndexedGraph, budget_bytes: int, time_limit_seconds: float = 
     _check_size(indexed)
     if indexed.working_bytes.max() > budget_bytes:
         return GraphCandidate(order=None, lower_bound_seconds=math.inf)
-    deadline, ended = time.monotonic() + time_limit_seconds, _with_end(indexed)
+    deadline, ended = time.monotonic() + time_limit_seconds, with_end(indexed)
     model = Model(ended, budget_bytes)
     values = model.solve(deadline - time.monotonic())
     return GraphCandidate(order=_fitting(indexed, budget_bytes, values.runs > 0.5) if values else None)
@@ -73,7 +72,7 @@ def round_relaxation(
     _check_size(indexed)
     if indexed.working_bytes.max() > budget_bytes:
         return GraphCandidate(order=None, lower_bound_seconds=math.inf)
-    deadline, ended = time.monotonic() + time_limit_seconds, _with_end(indexed)
+    deadline, ended = time.monotonic() + time_limit_seconds, with_end(indexed)
     rng = np.random.default_rng(seed)
     best: tuple[float, tuple[int, ...] | None] = (math.inf, None)
     for allowance in ALLOWANCES:
@@ -89,18 +88,6 @@ def round_relaxation(
 def _check_size(indexed: IndexedGraph) -> None:
     if indexed.count > MOST_NODES:
         raise ValueError(f"checkmate: expected at most {MOST_NODES} nodes, got {indexed.count}; use another method")
-
-
-def _with_end(indexed: IndexedGraph) -> IndexedGraph:
-    """The graph with a last node that reads every output, as the paper's graphs have; it takes nothing itself.
-
-    Without it no stage would be left in which an output freed too early could be made again.
-    """
-    graph = indexed.graph
-    end = Node(
-        name="end of " + " ".join(n.name for n in graph.nodes), seconds=0.0, output_bytes=0, inputs=graph.outputs
-    )
-    return IndexedGraph(replace(graph, nodes=(*graph.nodes, end), outputs=()))
 
 
 def _roundings(values: Matrices, rng: np.random.Generator) -> Iterator[Chosen]:

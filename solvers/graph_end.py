@@ -1,0 +1,25 @@
+"""Gives a graph one last node that reads all its outputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from solvers.graph import Node
+from solvers.liveness import IndexedGraph
+
+
+def with_end(indexed: IndexedGraph) -> IndexedGraph:
+    """The graph with a last node that reads every output and takes neither bytes nor seconds.
+
+    Programs over stages, each of which ends with a first run, have no stage left after the last one in which an
+    output freed too early could be made again; the end's own stage is one.
+
+    >>> from solvers.graph import Graph
+    >>> nodes = (Node(name="a", seconds=1, output_bytes=1), Node(name="b", seconds=1, output_bytes=1))
+    >>> with_end(IndexedGraph(Graph(nodes=nodes, outputs=("a", "b")))).inputs
+    [(), (), (0, 1)]
+    """
+    graph = indexed.graph
+    name = "end of " + " ".join(node.name for node in graph.nodes)  # longer than every name, so none of them
+    end = Node(name=name, seconds=0.0, output_bytes=0, inputs=graph.outputs)
+    return IndexedGraph(replace(graph, nodes=(*graph.nodes, end), outputs=()))
