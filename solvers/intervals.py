@@ -1,0 +1,58 @@
+"""Moccasin's retention intervals, as a linear integer program for HiGHS.
+
+Formulation: every node runs at most ``most_runs`` times; each run starts an interval that ends with the last read of
+its output. The first runs keep the graph's order, and a repeated one may stand at its node's own place in any stage
+between two of them. A linear program has no variable that is a time, so an interval is spelled out by the stages that
+it reaches into, and within a stage by the last reader that needs it (``solvers.intervals_model``).
+Guarantee: run to the end, the fastest of these schedules. They are not all schedules (see ``solvers.checkmate``,
+whose stages these are), so the bound is 0 or infinite. Answers are held against the budget in exact bytes.
+Complexity: O(n^2) binaries and O(n (n + m)) rows for n nodes with m inputs altogether, not the paper's O(n) integers;
+exponential time. Units: bytes and seconds; inside the program both are scaled.
+
+Paper: Bartan, Li, Teague, Lott, Dilkina, "Moccasin: efficient tensor rematerialization for neural networks" (2023),
+section 2.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from solvers.graph_end import with_end
+from solvers.graph_problem import GraphCandidate
+from solvers.intervals_model import Model
+from solvers.liveness import IndexedGraph, peak_profile
+from solvers.spare_runs import without_spare_runs
+
+MOST_NODES = 500  # building the program takes 7 s at 200 nodes of a chain and grows with their square
+
+
+def solve(
+    indexed: IndexedGraph, budget_bytes: int, time_limit_seconds: float = 60.0, most_runs: int = 2
+) -> GraphCandidate:
+    """The fastest order with at most ``most_runs`` intervals per node that is found within the time limit.
+
+    Raises:
+        ValueError: the graph is too large for the program to be built.
+
+    >>> from solvers.graph import Graph, Node
+    >>> a = Node(name="a", seconds=1.0, output_bytes=4)
+    >>> b = Node(name="b", seconds=2.0, output_bytes=4, inputs=("a",))
+    >>> c = Node(name="c", seconds=3.0, output_bytes=1, inputs=("b",))
+    >>> d = Node(name="d", seconds=1.0, output_bytes=1, inputs=("a", "c"))
+    >>> indexed = IndexedGraph(Graph(nodes=(a, b, c, d), outputs=("d",)))
+    >>> solve(indexed, 8).order, solve(indexed, 8, most_runs=1).order
+    ((0, 1, 2, 0, 3), None)
+    """
+    if indexed.count > MOST_NODES:
+        raise ValueError(f"intervals: expected at most {MOST_NODES} nodes, got {indexed.count}; use another method")
+    if indexed.working_bytes.max() > budget_bytes:
+        return GraphCandidate(order=None, lower_bound_seconds=math.inf)
+    deadline = time.monotonic() + time_limit_seconds
+    model = Model(with_end(indexed), budget_bytes, most_runs)
+    again = model.solve(deadline - time.monotonic())
+    if again is None:
+        return GraphCandidate(order=None)
+    runs = sorted([*again, *((k, k) for k in range(indexed.count))])
+    order = without_spare_runs(indexed, [k for _, k in runs])
+    return GraphCandidate(order=tuple(order) if peak_profile(indexed, order).max() <= budget_bytes else None)
