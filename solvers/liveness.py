@@ -100,3 +100,20 @@ def schedule_of(indexed: IndexedGraph, order: Sequence[int]) -> GraphSchedule:
 def seconds_of(indexed: IndexedGraph, order: Sequence[int]) -> float:
     """Seconds of all runs of an order."""
     return float(indexed.seconds[list(order)].sum())
+
+
+def runs_for(indexed: IndexedGraph, alive: set[int], node: int) -> list[int]:
+    """What has to run, in order, so that ``node`` is alive; it all is from then on."""
+    runs: list[int] = []
+    stack = [node]
+    while stack:
+        v = stack[-1]
+        missing = [u for u in indexed.inputs[v] if u not in alive] if v not in alive else []
+        if missing:
+            stack += missing
+            continue
+        stack.pop()
+        if v not in alive:
+            runs.append(v)
+            alive.add(v)
+    return runs

@@ -1,0 +1,159 @@
+"""Mixed integer programs as sparse rows, handed to HiGHS directly: the large programs of the graph solvers.
+
+PuLP builds a model object by object, which takes longer than HiGHS needs to solve the programs of the local search;
+here a row goes straight into the arrays that HiGHS reads, and a start solution and an interrupt come through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import highspy
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+INFINITE = highspy.kHighsInf
+
+_LISTEN_SECONDS = 0.5  # a person who presses Ctrl-C does not wait longer
+_PROVEN = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kObjectiveTarget)
+
+
+class Answer(NamedTuple):
+    """What HiGHS found.
+
+    Attributes:
+        status: ``optimal`` (within the gap asked for), ``infeasible`` or ``stopped`` (the time limit).
+        values: one per variable; None where no solution is known.
+        objective: of ``values``; infinite without them.
+        bound: no solution is better; infinite when infeasible.
+    """
+
+    status: Literal["optimal", "infeasible", "stopped"]
+    values: Floats | None
+    objective: float
+    bound: float
+
+
+class Program:
+    """Variables and rows of a program to minimise.
+
+    >>> program = Program()
+    >>> a, b = program.variable(cost=-3.0), program.variable(cost=-2.0)
+    >>> program.row([(a, 2.0), (b, 2.0)], upper=3.0)
+    >>> answer = program.solve(time_limit_seconds=10.0)
+    >>> answer.status, round(answer.objective, 6)
+    ('optimal', -3.0)
+    """
+
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+        self.lowers: list[float] = []
+        self.uppers: list[float] = []
+        self.integral: list[bool] = []
+        self._row_lowers: list[float] = []
+        self._row_uppers: list[float] = []
+        self._starts: list[int] = [0]
+        self._columns: list[int] = []
+        self._coefficients: list[float] = []
+        self.offset = 0.0
+
+    def variable(self, *, cost: float = 0.0, lower: float = 0.0, upper: float = 1.0, integral: bool = True) -> int:
+        """A new variable's number."""
+        self.costs.append(cost)
+        self.lowers.append(lower)
+        self.uppers.append(upper)
+        self.integral.append(integral)
+        return len(self.costs) - 1
+
+    def fix(self, variable: int, value: float) -> None:
+        """Give a variable its value."""
+        self.lowers[variable] = self.uppers[variable] = value
+
+    def row(self, terms: Iterable[tuple[int, float]], *, lower: float = -INFINITE, upper: float = INFINITE) -> None:
+        """``lower <= sum of coefficient * variable <= upper``."""
+        for column, coefficient in terms:
+            self._columns.append(column)
+            self._coefficients.append(coefficient)
+        self._starts.append(len(self._columns))
+        self._row_lowers.append(lower)
+        self._row_uppers.append(upper)
+
+    def solve(
+        self,
+        *,
+        time_limit_seconds: float,
+        relative_gap: float = 1e-6,
+        relaxed: bool = False,
+        start: Floats | None = None,
+        seed: int = 0,
+    ) -> Answer:
+        """The best solution found in the time; ``relaxed`` drops the integrality.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed; HiGHS has stopped.
+        """
+        highs = highspy.Highs()
+        for name, value in (
+            ("output_flag", False),
+            ("time_limit", max(0.01, float(time_limit_seconds))),
+            ("mip_rel_gap", relative_gap),
+            ("random_seed", seed),
+        ):
+            highs.setOptionValue(name, value)
+        highs.passModel(self._model(relaxed))
+        if start is not None:
+            solution = highspy.HighsSolution()
+            solution.col_value = [float(value) for value in start]
+            highs.setSolution(solution)
+        _run(highs)
+        return _answer(highs, relaxed)
+
+    def _model(self, relaxed: bool) -> highspy.HighsLp:
+        model = highspy.HighsLp()
+        model.num_col_, model.num_row_ = len(self.costs), len(self._row_lowers)
+        model.col_cost_ = np.array(self.costs, dtype=np.float64)
+        model.col_lower_ = np.array(self.lowers, dtype=np.float64)
+        model.col_upper_ = np.array(self.uppers, dtype=np.float64)
+        model.row_lower_ = np.array(self._row_lowers, dtype=np.float64)
+        model.row_upper_ = np.array(self._row_uppers, dtype=np.float64)
+        model.offset_ = self.offset
+        matrix = model.a_matrix_
+        matrix.format_ = highspy.MatrixFormat.kRowwise
+        matrix.num_col_, matrix.num_row_ = model.num_col_, model.num_row_
+        matrix.start_ = np.array(self._starts, dtype=np.int32)
+        matrix.index_ = np.array(self._columns, dtype=np.int32)
+        matrix.value_ = np.array(self._coefficients, dtype=np.float64)
+        if not relaxed:
+            kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+            model.integrality_ = [kinds[whole] for whole in self.integral]
+        return model
+
+
+def _run(highs: highspy.Highs) -> None:
+    """Solve on another thread, so that Ctrl-C is heard while HiGHS works."""
+    highs.HandleUserInterrupt = True
+    highs.startSolve()
+    try:
+        while not highs.wait(_LISTEN_SECONDS)[0]:
+            pass
+    except KeyboardInterrupt:
+        highs.cancelSolve()
+        highs.wait()
+        raise
+
+
+def _answer(highs: highspy.Highs, relaxed: bool) -> Answer:
+    status, info = highs.getModelStatus(), highs.getInfo()
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return Answer("infeasible", None, INFINITE, INFINITE)
+    known = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    values = np.array(highs.getSolution().col_value) if known else None
+    objective = float(info.objective_function_value) if known else INFINITE
+    if status in _PROVEN:
+        bound = objective if relaxed else float(info.mip_dual_bound)
+        return Answer("optimal", values, objective, min(bound, objective))
+    bound = -INFINITE if relaxed else float(info.mip_dual_bound)  # an unfinished relaxation proves nothing
+    return Answer("stopped", values, objective, min(bound, objective))

@@ -1,0 +1,144 @@
+"""Solves a graph by the moments program: few moments first, more where the order read from it exceeds the budget.
+
+Formulation: the program of ``solvers.moments`` at a dozen moments, each a relaxation of the whole problem. Its order
+is replayed in exact bytes. Where that exceeds the budget at a first run, the run becomes a moment; where it exceeds
+it between moments (what runs again needs room itself), the budget at the moments beside is lowered by the excess for
+the next round. Rounds with a lowered budget give orders, rounds without give bounds.
+
+Guarantee: the bound holds for every schedule of the graph; an order equal to it is optimal. Every order is exact.
+Complexity: each round is an integer program with O(V K) binaries, which HiGHS solves in 0.1 to 20 seconds where V is
+up to 2,000 and K about 12 (``benchmarks.solvers``); a round that runs out of time gives the bound it has reached.
+Units: bytes and seconds.
+Source: own combination of the stages of Jain et al., "Checkmate" (2020), section 4, with constraint generation.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.liveness import IndexedGraph, peak_profile
+from solvers.moments import MomentsProgram
+from solvers.search import Search
+
+MOMENTS = 12  # to start with; more make programs slower, fewer make more rounds (benchmarks.solvers, 100 to 2,000 node
+ROUND_GAP = 0.3  # share of the gap asked for that one round may leave
+_TRUST = 1e-7  # relative: HiGHS's tolerances must not lift a bound above an optimum
+PROMOTED_NODES = 300  # up to here the program stays small enough when late nodes are modelled in full
+_EXTRA = 1e-3  # of the budget, kept free beside an excess: the next order differs a little
+
+Mask = NDArray[np.bool_]
+
+
+class MomentSearch:
+    """The rounds on one search; ``step`` makes one round, ``finished`` says that no further one would help."""
+
+    def __init__(self, search: Search, rerunnable: Mask) -> None:
+        self.search = search
+        self.rerunnable = rerunnable
+        self.finished = False
+        self._moments = first_moments(search)
+        self._reserved: dict[int, int] = {}
+        self._bounded = False  # whether the present moments have given their bound
+
+    def step(self, time_limit_seconds: float) -> None:
+        """One round: solve, read, replay, refine."""
+        search, pure = self.search, not self._bounded
+        reserved = [0 if pure else self._reserved.get(moment, 0) for moment in self._moments]
+        program = MomentsProgram(search.indexed, search.budget_bytes, self._moments, self.rerunnable, reserved)
+        if not pure:
+            program.keep_others()
+        answer = program.program.solve(
+            time_limit_seconds=min(time_limit_seconds, search.left_seconds), relative_gap=ROUND_GAP * search.gap
+        )
+        if pure:
+            search.offer_bound(answer.bound * program.unit_seconds * (1 - _TRUST))
+            self._bounded = True
+        if answer.values is None:
+            self.finished = not pure or answer.status == "infeasible"
+            return
+        fitted = self._refine(search.offer(program.order(answer.values), "moments"))
+        if pure:
+            self._promote(program.dropped_others(answer.values))
+        else:
+            self.finished = fitted
+
+    def _refine(self, order: list[int]) -> bool:
+        """Whether the order fits; where it does not, moments and reserves for the next round."""
+        search = self.search
+        excess = peak_profile(search.indexed, order) - search.budget_bytes
+        if excess.max() <= 0:
+            return True
+        fresh = _missing_moments(order, excess, set(self._moments))
+        if fresh:
+            self._moments = sorted({*self._moments, *fresh})
+            self._bounded = False
+        for moment, size in _excess_at_moments(order, excess, self._moments).items():
+            self._reserved[moment] = self._reserved.get(moment, 0) + size + int(search.budget_bytes * _EXTRA)
+        return False
+
+    def _promote(self, dropped: set[int]) -> None:
+        """Nodes whose gaps were paid for too cheaply are modelled in full, with all that they are made from."""
+        if not dropped or self.search.indexed.count > PROMOTED_NODES:
+            return
+        stack = list(dropped)
+        while stack:
+            v = stack.pop()
+            if not self.rerunnable[v]:
+                self.rerunnable[v] = True
+                stack += self.search.indexed.inputs[v]
+        self._bounded = False
+
+
+def rerunnable_nodes(indexed: IndexedGraph) -> Mask:
+    """The nodes that are worth running again: forward ones, and those up to the moment at which most bytes lie idle."""
+    nodes = indexed.graph.nodes
+    forward = np.array([node.side == "forward" for node in nodes])
+    idle = peak_profile(indexed, range(indexed.count)) - indexed.working_bytes
+    early = np.arange(indexed.count) <= int(idle.argmax())
+    return (forward | early) & ~indexed.is_output
+
+
+def first_moments(search: Search) -> list[int]:
+    """A dozen nodes, evenly among those that exceed the budget when every node runs once, and the worst of them."""
+    profile = peak_profile(search.indexed, range(search.indexed.count))
+    over = np.flatnonzero(profile > search.budget_bytes)
+    if not over.size:
+        return [int(profile.argmax())]
+    picks = over[np.linspace(0, over.size - 1, min(MOMENTS, over.size)).round().astype(np.int64)]
+    return sorted({int(profile.argmax()), *picks.tolist()})
+
+
+def _fresh_runs(order: list[int]) -> NDArray[np.bool_]:
+    """Which places of an order are first runs: the nodes come in their own order there."""
+    array = np.array(order)
+    reached = np.array(list(accumulate(order, max)))
+    return (array == reached) & (np.concatenate(([-1], reached[:-1])) < array)
+
+
+def _missing_moments(order: list[int], excess: NDArray[np.int64], moments: set[int]) -> set[int]:
+    """The worst first run of every stretch of an order that exceeds the budget at first runs that are no moments."""
+    fresh = _fresh_runs(order)
+    found: set[int] = set()
+    stretch: list[tuple[int, int]] = []
+    for place in np.flatnonzero(fresh):
+        v = order[place]
+        if excess[place] > 0 and v not in moments:
+            stretch.append((int(excess[place]), v))
+        elif stretch:
+            found.add(max(stretch)[1])
+            stretch = []
+    return found | ({max(stretch)[1]} if stretch else set())
+
+
+def _excess_at_moments(order: list[int], excess: NDArray[np.int64], moments: list[int]) -> dict[int, int]:
+    """For each moment the largest excess since the moment before."""
+    reached = np.array(list(accumulate(order, max)))
+    coming = np.where(_fresh_runs(order), reached, reached + 1)  # the first run that is done or comes next
+    found: dict[int, int] = {}
+    for place in np.flatnonzero(excess > 0):
+        k = min(int(np.searchsorted(moments, coming[place])), len(moments) - 1)
+        found[moments[k]] = max(found.get(moments[k], 0), int(excess[place]))
+    return found

@@ -1,0 +1,61 @@
+"""The state of an anytime search over orders of runs: the best order that fits, the best bound, and the time left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from solvers.liveness import IndexedGraph, seconds_of
+from solvers.tidying import fits, keep_what_fits
+
+PROVEN_GAP = 1e-9  # relative distance of an order from the bound that counts as none
+
+
+class Search:
+    """What is known of one graph and budget; methods offer orders and bounds to it.
+
+    Attributes:
+        indexed, budget_bytes: the problem.
+        order, seconds: the fastest order offered that fits; None and infinite before there is one.
+        solver: the method that offered it.
+        bound_seconds: the largest lower bound offered; holds for every schedule within the budget.
+        gap: relative distance at which the search may stop.
+    """
+
+    def __init__(self, indexed: IndexedGraph, budget_bytes: int, *, time_limit_seconds: float, gap: float) -> None:
+        self.indexed = indexed
+        self.budget_bytes = budget_bytes
+        self.gap = gap
+        self.order: list[int] | None = None
+        self.solver = ""
+        self.seconds = float("inf")
+        self.bound_seconds = float(indexed.seconds.sum())
+        self._deadline = time.perf_counter() + time_limit_seconds
+
+    @property
+    def left_seconds(self) -> float:
+        """Time that is left, not below zero."""
+        return max(0.0, self._deadline - time.perf_counter())
+
+    @property
+    def done(self) -> bool:
+        """Whether the time is over or the best order is as close to the bound as asked."""
+        return self.left_seconds == 0.0 or self.proven(self.gap)
+
+    def proven(self, gap: float) -> bool:
+        """Whether the best order lies within the relative ``gap`` of the bound, or the bound says that none fits."""
+        if self.bound_seconds == float("inf"):
+            return True
+        return self.order is not None and self.seconds - self.bound_seconds <= gap * self.seconds
+
+    def offer(self, order: Sequence[int], solver: str) -> list[int]:
+        """Tidy an order and take it where it fits and is the fastest; returns the tidied order."""
+        tidied = keep_what_fits(self.indexed, order, self.budget_bytes)
+        seconds = seconds_of(self.indexed, tidied)
+        if seconds < self.seconds and fits(self.indexed, tidied, self.budget_bytes):
+            self.order, self.seconds, self.solver = tidied, seconds, solver
+        return tidied
+
+    def offer_bound(self, seconds: float) -> None:
+        """Take a lower bound on the seconds of every schedule within the budget."""
+        self.bound_seconds = max(self.bound_seconds, seconds)
