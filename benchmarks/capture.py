@@ -105,15 +105,23 @@ def save(folder: Path, name: str, entry: Entry) -> None:
     """Write a problem and its row, in place of an earlier capture of the same name; the other rows stay."""
     readme = folder / "README.md"
     rows = table(readme.read_text()) if readme.exists() else {}
-    earlier = [file for file in rows if re.fullmatch(rf"{re.escape(name)}(-\d+)?\.json", file)]
-    for file in earlier:
+    for file in [file for file in rows if name_of(file) == name]:
         del rows[file]
         (folder / file).unlink(missing_ok=True)
     write_whole(folder / entry.file, compact(entry.graph))
     rows[entry.file] = entry.row()
-    order = [*SUBJECTS, *RANDOM]
-    listed = sorted(rows, key=lambda file: next(i for i, known in enumerate(order) if file.startswith(known)))
+    listed = sorted(rows, key=lambda file: [*SUBJECTS, *RANDOM].index(name_of(file)))
     write_whole(readme, HEAD + "\n".join(rows[file] for file in listed) + "\n")
+
+
+def name_of(file: str) -> str:
+    """The name that a problem's file was captured under.
+
+    >>> name_of("gpt48-2610.json"), name_of("random-100-seed1.json")
+    ('gpt48', 'random-100-seed1')
+    """
+    stem = file.removesuffix(".json")
+    return stem if stem in RANDOM else stem.rpartition("-")[0]
 
 
 def main() -> None:
