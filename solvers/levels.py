@@ -23,10 +23,12 @@ class Grid:
 
     Attributes:
         levels: the level of each slot.
+        exact: whether every need that can occur has a slot of its own.
     """
 
-    def __init__(self, levels: Bytes) -> None:
+    def __init__(self, levels: Bytes, exact: bool) -> None:
         self.levels = levels
+        self.exact = exact
         self.size = levels.size
         self.below = cache(self._below)  # equal stages ask for the same shift
 
@@ -114,12 +116,13 @@ def level_grid(chain: Chain, chain_bytes: ChainBytes, slots: int) -> Grid:
     enough, else half of them evenly up to the top and half in equal ratios, which resolves small budgets too."""
     top, bottom = _top(chain, chain_bytes), min(chain_bytes.entry(0, chain_bytes.stage_count), 0)
     unit = _common_divisor(chain)
-    if top // unit < slots:
+    exact = top // unit < slots
+    if exact:
         levels = np.arange(0, top + 2 * unit, unit)
     else:
         ratios = np.geomspace(max(unit, top / slots / 8), top, slots // 2)
         levels = np.union1d(np.linspace(0, top, slots // 2), ratios).astype(np.int64) + 1
-    return Grid(np.concatenate(([bottom - 1], np.unique(levels))).astype(np.int64))
+    return Grid(np.concatenate(([bottom - 1], np.unique(levels))).astype(np.int64), exact)
 
 
 def _most_seconds(chain: Chain) -> float:

@@ -25,6 +25,7 @@ the menu of options per stage.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -32,9 +33,13 @@ import numpy as np
 
 from solvers.chain import Chain
 from solvers.levels import NEVER, NOTHING, Answers, Index, Seconds, faster, level_grid, reached_slots, settled
+from solvers.lower_bound import bound_seconds
+from solvers.optimistic import persistent_bound_seconds
 from solvers.persistent import Bytes, ChainBytes, Choice, persistent_schedule
 from solvers.ranges import Ranges, code_count, forbid, gather_facts
 from solvers.schedule import Schedule
+
+_GOOD_ENOUGH = 0.001  # relative distance from the persistent optimum that needs no finer proof
 
 
 class Point(NamedTuple):
@@ -73,6 +78,7 @@ class Table:
     """
 
     def __init__(self, chain: Chain, slots: int | None = None, effort: Effort | None = None) -> None:
+        self._chain = replace(chain, other_peak_bytes=0)  # the optimizer's peak is no part of a point's
         self._bytes = ChainBytes(chain)
         self._resident_bytes = chain.resident_bytes
         self._count = len(chain.stages)
@@ -81,7 +87,9 @@ class Table:
         again = level_grid(chain, self._bytes, effort.again_slots)
         known = gather_facts(self._bytes, again, self._seconds)
         self._ranges = [Ranges(known, list(range(self._count + 1)), effort.longest)]
-        if effort.longest < self._count:
+        self._whole = effort.longest >= self._count
+        self._exact = self._whole and again.exact and effort.slots == effort.again_slots
+        if not self._whole:
             posts = _posts(self._bytes, effort.spacing)
             self._ranges.append(Ranges(known, posts, len(posts), self._ranges[0]))
         same = effort.slots == effort.again_slots
@@ -99,6 +107,22 @@ class Table:
     def schedule(self, point: Point) -> Schedule:
         """The actions of one answer."""
         return persistent_schedule(self._count, self._choose, point.peak_bytes - self._resident_bytes)
+
+    def error_seconds(self, point: Point) -> float:
+        """By how much the point may lie above the persistent optimum within its peak: proven, not estimated.
+
+        Shared tensors count as the table's chain counts them. 0 where the grid is exact; else the distance from the
+        larger of the bound on all schedules and, up to 250 stages, a bound on persistent ones (``solvers.optimistic``;
+        refined until the distance is below 0.1 %, for a few seconds at most).
+        """
+        if self._exact:
+            return 0.0
+        bound = bound_seconds(self._chain, point.peak_bytes)
+        enough = point.seconds * (1 - _GOOD_ENOUGH)
+        if bound < enough and self._whole:
+            level = point.peak_bytes - self._resident_bytes
+            bound = max(bound, persistent_bound_seconds(self._chain, level, enough))
+        return max(0.0, point.seconds - bound)
 
     def _choose(self, start: int, end: int, level: int) -> tuple[Choice, int, int]:
         """The fastest choice within a level; what it shifts the rest by is taken from its exact need."""
