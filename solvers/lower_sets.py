@@ -1,0 +1,213 @@
+"""Canonical strategies over lower sets of the forward graph, by dynamic programming.
+
+Formulation: a lower set of the forward nodes holds every input of its members; its boundary is the members that a node
+outside reads. A rising sequence of lower sets cuts the forward pass into segments. After the forward pass only
+boundaries are there; a segment runs again as a whole before the first backward node that reads one of its other
+outputs. The dynamic program keeps, per lower set and per time spent on runs to repeat, the fewest bytes of
+boundaries, and refuses segments whose published peak (boundaries, the segment and its gradients, and what the next
+nodes need) is above the program's own budget. ``exact`` takes all lower sets, otherwise one per node: all that it
+depends on. The published peak is a model of an implied backward pass, so the true budget is met by a sweep and a
+bisection over the program's own, with both its fastest strategy and its slowest, which leaves the fewest bytes alive.
+Here the last segment stays, since its backward follows at once, nodes that no backward node needs do not run again,
+and everything is freed after its last read; a variant repeats the last segment too. Where no node is on the backward
+side there is nothing to run again, and the answer is the order of the nodes or none.
+Guarantee: none for a graph with its own backward nodes; every answer is held against the budget in exact bytes.
+Complexity: O(k^2 M) for k lower sets and M ticks of time, per budget tried; k is the number of forward nodes, or for
+``exact`` up to exponential in it. Units: bytes and seconds, the latter in ticks of the whole forward pass.
+
+Paper: Kusumoto, Inoue, Watanabe, Akiba, Koyama, "A graph theoretic framework of recomputation algorithms for
+memory-efficient backpropagation" (2019), sections 3 and 4.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.graph_problem import GraphCandidate
+from solvers.liveness import IndexedGraph, peak_profile, seconds_of
+
+Sets = NDArray[np.bool_]
+Answer = tuple[float, tuple[int, ...] | None]
+
+MOST_SETS = 2000  # one budget of the program took 1.6 s with 600 sets, and that grows with their square
+_TICKS = 256  # of the forward pass; the paper rounds times to 1 and 10
+_STEPS = 12  # of the program's own budget, evenly: the same for every true budget, so a larger one loses none of them
+_HALVINGS = 10  # of its range after that
+
+
+def solve(
+    indexed: IndexedGraph, budget_bytes: int, time_limit_seconds: float = 60.0, exact: bool = False
+) -> GraphCandidate:
+    """The fastest order that fits among the canonical strategies tried; the bound is 0 or infinite.
+
+    Raises:
+        ValueError: there are too many lower sets.
+
+    >>> from solvers.graph import Graph, Node
+    >>> forward = [Node(name=f"f{k}", seconds=1, output_bytes=2, inputs=(f"f{k - 1}",) if k else ()) for k in range(4)]
+    >>> backward = [Node(name=f"b{k}", seconds=1, output_bytes=1, inputs=(f"f{k}",) + ((f"b{k + 1}",) if k < 3 else ()),
+    ...                  side="backward") for k in (3, 2, 1, 0)]
+    >>> indexed = IndexedGraph(Graph(nodes=(*forward, *backward), outputs=("b0",)))
+    >>> solve(indexed, 7).order
+    (0, 1, 2, 3, 4, 5, 6, 0, 7)
+    """
+    if indexed.working_bytes.max() > budget_bytes:
+        return GraphCandidate(order=None, lower_bound_seconds=math.inf)
+    deadline = time.monotonic() + time_limit_seconds
+    if peak_profile(indexed, range(indexed.count)).max() <= budget_bytes:
+        return GraphCandidate(order=tuple(range(indexed.count)))
+    table = _Table(indexed, exact)
+    best: Answer = (math.inf, None)
+    step = table.most_bytes // _STEPS + 1
+    for own_bytes in range(step, table.most_bytes + step, step):
+        best = min(best, _best_of(indexed, table.strategies(own_bytes, deadline), budget_bytes))
+    low, high = 0, table.most_bytes
+    for _ in range(_HALVINGS):
+        middle = (low + high) // 2
+        strategies = table.strategies(middle, deadline)
+        found = _best_of(indexed, strategies, budget_bytes)
+        best = min(best, found)
+        # Without any strategy the program's budget is too small; where its strategies do not fit it is too large.
+        low, high = (middle, high) if found[1] or not strategies else (low, middle)
+    return GraphCandidate(order=best[1])
+
+
+def _best_of(indexed: IndexedGraph, strategies: list[NDArray[np.intp]], budget_bytes: int) -> Answer:
+    """Seconds and order of the fastest strategy that fits; infinite and None where none does."""
+    orders = [order for segment_of in strategies for order in _orders(indexed, segment_of)]
+    fitting = [order for order in orders if peak_profile(indexed, order).max() <= budget_bytes]
+    return min(((seconds_of(indexed, order), order) for order in fitting), default=(math.inf, None))
+
+
+def _orders(indexed: IndexedGraph, segment_of: NDArray[np.intp]) -> Iterator[tuple[int, ...]]:
+    """The order of runs of a strategy: with the last segment kept, and with it repeated too."""
+    last = segment_of.max(initial=-1)
+    yield _order(indexed, np.where(segment_of == last, -1, segment_of))
+    yield _order(indexed, segment_of)
+
+
+def _order(indexed: IndexedGraph, segment_of: NDArray[np.intp]) -> tuple[int, ...]:
+    """First runs in order, each segment's runs again before the first backward node that reads one of them.
+
+    ``segment_of`` has for every node its segment where it is to run again, else -1.
+    """
+    again, order = _needed_again(indexed, segment_of), []
+    waiting = {int(s) for s in segment_of[again]}
+    for k, node in enumerate(indexed.graph.nodes):
+        if node.side == "backward":
+            reads = {int(segment_of[i]) for i in indexed.inputs[k] if again[i]} & waiting
+            for s in sorted(reads):
+                order += [int(v) for v in np.flatnonzero(again & (segment_of == s)) if v < k]
+            waiting -= reads
+        order.append(k)
+    return tuple(order)
+
+
+def _needed_again(indexed: IndexedGraph, segment_of: NDArray[np.intp]) -> Sets:
+    """Nodes to run again that a backward node reads, directly or through others of them."""
+    again = np.zeros(indexed.count, dtype=bool)
+    for k in reversed(range(indexed.count)):
+        if again[k] or indexed.graph.nodes[k].side == "backward":
+            inputs = [i for i in indexed.inputs[k] if segment_of[i] >= 0]
+            again[inputs] = True
+    return again
+
+
+class _Table:
+    """The lower sets by size, with all that the recursion needs per pair of them; rows come before columns."""
+
+    def __init__(self, indexed: IndexedGraph, exact: bool) -> None:
+        self.count = indexed.count
+        self.forward = np.flatnonzero([node.side == "forward" for node in indexed.graph.nodes])
+        place = {int(v): p for p, v in enumerate(self.forward)}
+        self.inputs = [[place[i] for i in indexed.inputs[v] if i in place] for v in self.forward]
+        family = self._all_lower_sets() if exact else self._one_per_node()
+        self.sets = np.array(sorted(family, key=lambda members: (sum(members), members)), dtype=bool)
+        self.boundary, around = self._boundaries()
+        size = indexed.output_bytes[self.forward]
+        seconds = indexed.seconds[self.forward]
+        tick = float(seconds.sum()) / _TICKS or 1.0
+        members, inner = self.sets.astype(float), (self.sets & ~self.boundary) * seconds
+        self.bytes = (self.sets * size).sum(axis=1)
+        self.most_bytes = int(3 * size.sum()) + 1
+        self.ticks = np.rint((inner.sum(axis=1) - members @ inner.T) / tick).astype(np.intp)
+        held = (self.boundary * size).astype(float)
+        self.new_bytes = np.rint(held.sum(axis=1) - members @ held.T).astype(np.int64)
+        self.need = 2 * (self.bytes[None, :] - self.bytes[:, None]) + (around * size).sum(axis=1)
+        self.before = (members @ (~self.sets).T.astype(float)) == 0
+        np.fill_diagonal(self.before, False)
+
+    def strategies(self, budget_bytes: int, deadline: float) -> list[NDArray[np.intp]]:
+        """Per strategy each node's segment, or -1 for a node that stays: the fastest and the slowest that fit."""
+        rows = len(self.sets)
+        held = np.full((rows, 2 * _TICKS), np.inf)
+        came = np.zeros((rows, 2 * _TICKS), dtype=np.intp)
+        held[0, 0] = 0.0
+        for column in range(1, rows):
+            if time.monotonic() > deadline:
+                return []
+            for row in np.flatnonzero(self.before[:, column]):
+                shift = self.ticks[row, column]
+                reached = held[row, : 2 * _TICKS - shift]
+                after = np.where(reached + self.need[row, column] <= budget_bytes, reached, np.inf)
+                after += self.new_bytes[row, column]
+                better = np.flatnonzero(after < held[column, shift:])
+                held[column, shift + better] = after[better]
+                came[column, shift + better] = row
+        found = np.flatnonzero(np.isfinite(held[-1]))
+        return [self._segments(came, int(tick)) for tick in sorted({*found[:1], *found[-1:]})]
+
+    def _segments(self, came: NDArray[np.intp], tick: int) -> NDArray[np.intp]:
+        segment_of = np.full(self.count, -1, dtype=np.intp)
+        column = len(self.sets) - 1
+        while column:
+            row = came[column, tick]
+            dropped = self.sets[column] & ~self.sets[row] & ~self.boundary[column]
+            segment_of[self.forward[dropped]] = column
+            column, tick = row, tick - self.ticks[row, column]
+        return segment_of
+
+    def _one_per_node(self) -> set[tuple[bool, ...]]:
+        """Nothing, everything, and for each node all that it depends on."""
+        count = len(self.forward)
+        below = np.eye(count, dtype=bool)
+        for v, inputs in enumerate(self.inputs):
+            below[v] |= below[inputs].any(axis=0)
+        family = {tuple(row.tolist()) for row in below} | {(False,) * count, (True,) * count}
+        return _few_enough(family)
+
+    def _all_lower_sets(self) -> set[tuple[bool, ...]]:
+        """Every lower set, node by node: with a node only where its inputs are in."""
+        family: set[tuple[bool, ...]] = {()}
+        for inputs in self.inputs:
+            fit = {(*members, True) for members in family if all(members[i] for i in inputs)}
+            family = _few_enough(fit | {(*members, False) for members in family})
+        return family
+
+    def _boundaries(self) -> tuple[Sets, Sets]:
+        """Per set its boundary, and what has to be there beside it for the gradients that enter it from outside."""
+        boundary, readers = np.zeros_like(self.sets), np.zeros_like(self.sets)
+        for v, inputs in enumerate(self.inputs):
+            for i in inputs:
+                crossing = self.sets[:, i] & ~self.sets[:, v]
+                boundary[crossing, i] = True
+                readers[crossing, v] = True
+        around = readers.copy()
+        for v, inputs in enumerate(self.inputs):
+            for i in inputs:
+                around[readers[:, v], i] = True
+        return boundary, around & ~self.sets
+
+
+def _few_enough(family: set[tuple[bool, ...]]) -> set[tuple[bool, ...]]:
+    if len(family) > MOST_SETS:
+        raise ValueError(
+            f"lower_sets: expected at most {MOST_SETS} lower sets, got more than {MOST_SETS}; "
+            "take one per node (exact=False), or another method"
+        )
+    return family
