@@ -10,12 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers.chain import Chain
+from solvers.minimum_memory import smallest_level
 from solvers.persistent import Bytes, ChainBytes
 
 Index = NDArray[np.intp]
 
 NEVER = 1 << 60  # cost of a slot without an answer; three of them still sum within 64 bits
 NOTHING = np.iinfo(np.int64).min // 4  # need of a slot without an answer: sorts before every real one
+
+
+_TIGHT = 1.25  # up to this multiple of the smallest level slots are close together
 
 
 class Grid:
@@ -113,16 +117,24 @@ def faster(costs: Bytes, mask: int) -> tuple[Index, Index]:
 
 def level_grid(chain: Chain, chain_bytes: ChainBytes, slots: int) -> Grid:
     """Levels of the slots: the first holds nothing; then every multiple of the common divisor where they are few
-    enough, else half of them evenly up to the top and half in equal ratios, which resolves small budgets too."""
+    enough, else half of them evenly up to the top, a quarter in equal ratios from the smallest need of a stage on,
+    and a quarter evenly around the smallest level of the whole chain, where single boundaries decide."""
     top, bottom = _top(chain, chain_bytes), min(chain_bytes.entry(0, chain_bytes.stage_count), 0)
     unit = _common_divisor(chain)
     exact = top // unit < slots
     if exact:
         levels = np.arange(0, top + 2 * unit, unit)
     else:
-        ratios = np.geomspace(max(unit, top / slots / 8), top, slots // 2)
-        levels = np.union1d(np.linspace(0, top, slots // 2), ratios).astype(np.int64) + 1
+        least, tight = max(_least_need(chain_bytes), unit, top // (8 * slots)), smallest_level(chain_bytes)
+        ratios = np.geomspace(least, max(top, least), slots // 4)
+        around = np.linspace(min(least, tight), tight * _TIGHT, slots // 4)
+        levels = np.ceil(np.concatenate((np.linspace(0, top + 1, slots // 2), ratios, around)))
     return Grid(np.concatenate(([bottom - 1], np.unique(levels))).astype(np.int64), exact)
+
+
+def _least_need(b: ChainBytes) -> int:
+    """Level below which no stage can go backward."""
+    return min(b.backward(s, o) for s in range(b.stage_count) for o in range(len(b.stages[s].options)))
 
 
 def _most_seconds(chain: Chain) -> float:

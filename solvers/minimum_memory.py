@@ -40,6 +40,11 @@ def smallest_schedule(chain: Chain) -> Schedule:
     return min(found, key=lambda schedule: replay(chain, schedule).peak_bytes)
 
 
+def smallest_level(chain_bytes: ChainBytes) -> int:
+    """Bytes above the resident ones that the smallest persistent schedule needs."""
+    return int(_Needs(chain_bytes).first[0])
+
+
 def _smallest(chain: Chain) -> Schedule:
     return persistent_schedule(len(chain.stages), _Needs(ChainBytes(chain)).choose)
 
@@ -60,7 +65,7 @@ def shortage_of(chain: Chain, schedule: Schedule) -> Shortage:
 
 
 class _Needs:
-    """Smallest level of every range; ranges that cannot be run again stay at ``_NEVER``.
+    """Smallest level of every range (``first``: of those of the first pass), ``_NEVER`` where it cannot be run again.
 
     Ranges that run again are filled by rising length, all of one length at once; those of the first pass by start.
     """
@@ -80,10 +85,10 @@ class _Needs:
         self._keeps = self._keep_rows()
         for length in range(int(self._reach.max())):
             self._fill(length)
-        self._first = np.full(count + 1, _NEVER, dtype=np.int64)
-        self._first[count] = b.entry(count, count)
+        self.first = np.full(count + 1, _NEVER, dtype=np.int64)
+        self.first[count] = b.entry(count, count)
         for start in reversed(range(count)):
-            self._first[start] = max(self._best(start, count)[0], b.entry(start, count))
+            self.first[start] = max(self._best(start, count)[0], b.entry(start, count))
 
     def choose(self, start: int, end: int, token: int) -> tuple[Choice, int, int]:
         return self._best(start, end)[1], token, token
@@ -149,14 +154,14 @@ class _Needs:
 
     def _rest(self, start: int, end: int) -> int:
         if end == self.bytes.stage_count:
-            return int(self._first[start])
+            return int(self.first[start])
         return int(self._again[start, end - start]) if start <= end else int(self._entries[end])
 
     def _drops(self, start: int, end: int) -> Bytes:
         own = self.bytes.drop(start, end)
         last = start + own.size
         if end == self.bytes.stage_count:
-            rest = self._first[start + 1 : last + 1] + self._boundaries[start + 1 : last + 1]
+            rest = self.first[start + 1 : last + 1] + self._boundaries[start + 1 : last + 1]
         else:
             rest = self._rests[end, end - last : end - start][::-1]
         return np.maximum(np.maximum(own, rest), self._again[start, : own.size])
