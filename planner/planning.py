@@ -83,7 +83,8 @@ def feasible_solution(chain: Chain, budget_bytes: int, solver: str, time_limit_s
 
 def plan_of(profile: Profile, chain: Chain, solution: Solution, budget_bytes: int) -> Plan:
     """Bind a feasible solution to the profile's stage names and state its claims."""
-    assert solution.schedule is not None and solution.status != "infeasible" and solution.gap is not None
+    assert solution.schedule is not None and solution.gap is not None
+    assert solution.status in ("optimal", "feasible")
     replayed = replay(chain, solution.schedule)
     stages = _planned_stages(profile, chain, solution.schedule, replayed)
     # Seconds outside forward and backward (optimizer) are those of the unplanned step.

@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from solvers.graph import Graph
+from solvers.problem import check_budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphProblem:
+    """A graph and the most bytes that may be alive at once; ValueError for a budget that is no number of bytes."""
+
+    graph: Graph
+    budget_bytes: int
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget_bytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphCandidate:

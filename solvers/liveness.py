@@ -25,6 +25,7 @@ class IndexedGraph:
         readers: per node the indices that read it, rising.
         output_bytes, transient_bytes: int64, shape (count,).
         seconds: float64, shape (count,).
+        needed_until: per node the last first run that reads it, ``count`` for outputs; int64, shape (count,).
         is_output: per node whether it has to be alive at the end.
         working_bytes: per node its inputs, output, transient and the resident bytes: no budget below this runs it;
             int64, shape (count,).
@@ -44,6 +45,8 @@ class IndexedGraph:
         self.seconds = np.array([node.seconds for node in graph.nodes], dtype=np.float64)
         self.is_output = np.zeros(self.count, dtype=bool)
         self.is_output[[index[name] for name in graph.outputs]] = True
+        last = [max(readers, default=-1) for readers in self.readers]
+        self.needed_until: NDArray[np.int64] = np.where(self.is_output, self.count, np.array(last, dtype=np.int64))
         own = self.output_bytes + self.transient_bytes + graph.resident_bytes
         read = [self.output_bytes[list(inputs)].sum() for inputs in self.inputs]
         self.working_bytes: NDArray[np.int64] = own + np.array(read, dtype=np.int64)

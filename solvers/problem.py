@@ -1,14 +1,16 @@
-"""Problems and answers: a chain with a budget in, a schedule with its certificate out."""
+"""Problems and answers: a chain or a graph with a budget in, a schedule with its certificate out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from solvers.chain import Chain
+from solvers.graph_schedule import GraphSchedule
 from solvers.schedule import Schedule
 
-Status = Literal["optimal", "feasible", "infeasible"]
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+AnySchedule = TypeVar("AnySchedule", Schedule, GraphSchedule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +21,15 @@ class Problem:
     budget_bytes: int
 
     def __post_init__(self) -> None:
-        budget = self.budget_bytes
-        if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
-            raise ValueError(f"a budget: expected an integer number of bytes, not negative, got {budget!r}; correct it")
+        check_budget(self.budget_bytes)
+
+
+def check_budget(budget_bytes: int) -> None:
+    """Raises ValueError for what is no number of bytes."""
+    if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool) or budget_bytes < 0:
+        raise ValueError(
+            f"a budget: expected an integer number of bytes, not negative, got {budget_bytes!r}; correct it"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +38,8 @@ class Shortage:
 
     Attributes:
         minimum_budget_bytes: the smallest budget for which the method finds a schedule.
-        stage: name of the stage that forces it.
-        moment: ``"forward"``, ``"recompute"``, ``"backward"`` or ``"optimizer"``.
+        stage: name of the stage, or of a graph's node, that forces it.
+        moment: ``"forward"``, ``"recompute"``, ``"backward"`` or ``"optimizer"``; ``"run"`` of a graph's node.
     """
 
     minimum_budget_bytes: int
@@ -47,33 +55,36 @@ class Shortage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
+class Solution(Generic[AnySchedule]):
     """A solver's answer, replayed in exact bytes before anyone sees it.
 
     Attributes:
         solver: the method that made the schedule.
-        status: ``optimal`` (no schedule of the chain is faster within the
-            budget), ``feasible`` (within the budget, with a bound) or ``infeasible``.
-        schedule: None when infeasible.
-        peak_bytes: the replay's peak, the optimizer's included; None when infeasible.
-        seconds: the replay's seconds; None when infeasible.
+        status: ``optimal`` (no schedule is faster within the budget), ``feasible``
+            (within the budget, with a bound), ``infeasible``, or ``unknown``: none was
+            found in the time, and it is not proven that there is none.
+        schedule: None when infeasible or unknown.
+        peak_bytes: the replay's peak, the optimizer's included; None without a schedule.
+        seconds: the replay's seconds; None without a schedule.
         lower_bound_seconds: no schedule within the budget is faster than this.
         solve_seconds: wall-clock seconds spent.
-        shortage: when infeasible, the smallest feasible budget and what forces it.
+        shortage: without a schedule, the smallest budget known to be feasible and what forces it.
+        interrupted: Ctrl-C ended the search; the schedule is the best until then.
     """
 
     solver: str
     status: Status
-    schedule: Schedule | None
+    schedule: AnySchedule | None
     peak_bytes: int | None
     seconds: float | None
     lower_bound_seconds: float
     solve_seconds: float
     shortage: Shortage | None = None
+    interrupted: bool = False
 
     @property
     def gap(self) -> float | None:
-        """Relative distance of ``seconds`` from the lower bound; None when infeasible."""
+        """Relative distance of ``seconds`` from the lower bound; None without a schedule."""
         if self.seconds is None:
             return None
         if self.seconds <= 0:

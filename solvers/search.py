@@ -48,9 +48,12 @@ class Search:
             return True
         return self.order is not None and self.seconds - self.bound_seconds <= gap * self.seconds
 
-    def offer(self, order: Sequence[int], solver: str) -> list[int]:
-        """Tidy an order and take it where it fits and is the fastest; returns the tidied order."""
-        tidied = keep_what_fits(self.indexed, order, self.budget_bytes)
+    def offer(self, order: Sequence[int], solver: str, *, tidy: bool = True) -> list[int]:
+        """Tidy an order and take it where it fits and is the fastest; returns the tidied order.
+
+        ``tidy=False`` takes it as it is: a published method's own answer.
+        """
+        tidied = keep_what_fits(self.indexed, order, self.budget_bytes) if tidy else list(order)
         seconds = seconds_of(self.indexed, tidied)
         if seconds < self.seconds and fits(self.indexed, tidied, self.budget_bytes):
             self.order, self.seconds, self.solver = tidied, seconds, solver

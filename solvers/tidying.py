@@ -1,42 +1,21 @@
-"""Cheap repairs of an order of runs that never make it slower: what nobody reads goes, what fits is kept instead."""
+"""Cheap repairs of an order of runs that never make it slower: what fits is kept instead of run again."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from solvers.liveness import IndexedGraph, last_reads, peak_profile
-
-
-def read_runs(indexed: IndexedGraph, order: Sequence[int]) -> list[int]:
-    """The order without repeated runs that nobody reads, transitively; first runs stay.
-
-    >>> from solvers.graph import Graph, Node
-    >>> a, b = Node(name="a", seconds=1, output_bytes=4), Node(name="b", seconds=1, output_bytes=2, inputs=("a",))
-    >>> read_runs(IndexedGraph(Graph(nodes=(a, b), outputs=("b",))), [0, 1, 0])
-    [0, 1]
-    """
-    first: dict[int, int] = {}
-    for place, v in enumerate(order):
-        first.setdefault(v, place)
-    wanted = {v for v in range(indexed.count) if indexed.is_output[v]}
-    kept: list[int] = []
-    for place in reversed(range(len(order))):
-        v = order[place]
-        if v in wanted or first[v] == place:
-            kept.append(v)
-            wanted.discard(v)
-            wanted.update(indexed.inputs[v])
-    return kept[::-1]
+from solvers.spare_runs import without_spare_runs
 
 
 def keep_what_fits(indexed: IndexedGraph, order: Sequence[int], budget_bytes: int) -> list[int]:
     """Repeated runs dropped one by one, dearest first, where keeping the earlier output instead stays in the budget."""
-    best = read_runs(indexed, order)
+    best = without_spare_runs(indexed, order)
     while True:
         place = _needless(indexed, best, budget_bytes)
         if place is None:
             return best
-        best = read_runs(indexed, best[:place] + best[place + 1 :])
+        best = without_spare_runs(indexed, best[:place] + best[place + 1 :])
 
 
 def _needless(indexed: IndexedGraph, order: list[int], budget_bytes: int) -> int | None:

@@ -1,0 +1,238 @@
+"""The menu of graph methods: one call from a problem to a replayed, certified solution, and one to a frontier."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers import checkmate, graph_exhaustive, intervals, lower_sets
+from solvers.demand import demand_orders
+from solvers.graph import Graph
+from solvers.graph_bound import graph_bound_seconds
+from solvers.graph_problem import GraphCandidate, GraphProblem
+from solvers.graph_schedule import GraphSchedule
+from solvers.graph_simulator import replay_graph
+from solvers.improvement import Improvement
+from solvers.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
+from solvers.moment_search import MomentSearch, rerunnable_nodes
+from solvers.problem import Shortage, Solution
+from solvers.search import Search
+
+GraphSolution = Solution[GraphSchedule]
+Mask = NDArray[np.bool_]
+
+EXHAUSTIVE_NODES = 10  # auto asks the exact oracle up to here: milliseconds (tests/solvers/test_graph_suite.py)
+DEFAULT_SECONDS = 60.0
+LARGE_NODES, LARGE_SECONDS = 500, 25.0  # without a time limit of the user's, larger graphs get less: plans, not proofs
+DEFAULT_GAP = 1e-3  # within it a plan counts as good enough to stop
+
+_PROVEN = 1e-6  # relative distance from the bound that counts as none: what HiGHS is asked for at best
+_TRUSTED = 1e-6  # a bound this far above a replayed schedule is wrong
+_TIDIED = 3  # orders made on demand that are tidied: the fastest that fit
+_FIRST_ROUND = 0.35  # share of the time that one round of the moments program may take
+_FRONTIER_BUDGETS = 7
+
+Method = Callable[[Search, Mask], None]
+
+
+def _keep_all(search: Search, _: Mask) -> None:
+    search.offer(range(search.indexed.count), "keep_all")
+
+
+def _demand(search: Search, rerunnable: Mask) -> None:
+    """The fastest orders made on demand that fit, tidied."""
+    indexed = search.indexed
+    orders = demand_orders(indexed, rerunnable)
+    fitting = [order for order in orders if int(peak_profile(indexed, order).max()) <= search.budget_bytes]
+    for order in sorted(fitting, key=partial(seconds_of, indexed))[:_TIDIED]:
+        search.offer(order, "demand")
+
+
+def _moments(search: Search, rerunnable: Mask) -> None:
+    rounds = MomentSearch(search, rerunnable.copy())
+    while not search.done and not rounds.finished:
+        rounds.step(search.left_seconds)
+
+
+def _auto(search: Search, rerunnable: Mask) -> None:
+    """Quick orders first, then rounds of the moments program and of the local search in turn."""
+    _keep_all(search, rerunnable)
+    if search.done:
+        return
+    _demand(search, rerunnable)
+    if search.indexed.count <= EXHAUSTIVE_NODES:
+        METHODS["exhaustive"](search, rerunnable)
+        return
+    rounds, improvement = MomentSearch(search, rerunnable.copy()), Improvement(search, rerunnable)
+    while not search.done:
+        if not rounds.finished:
+            rounds.step(_FIRST_ROUND * search.left_seconds)
+        started = search.left_seconds
+        while search.order is not None and not search.done:
+            improvement.step()
+            if not rounds.finished and search.left_seconds < started * (1 - _FIRST_ROUND):
+                break
+        if rounds.finished and search.order is None:
+            return
+
+
+def _candidate(solve: Callable[..., GraphCandidate], name: str) -> Method:
+    """A method that answers once."""
+
+    def run(search: Search, _: Mask) -> None:
+        timed = {} if solve is graph_exhaustive.solve else {"time_limit_seconds": search.left_seconds}
+        candidate = solve(search.indexed, search.budget_bytes, **timed)
+        search.offer_bound(candidate.lower_bound_seconds)
+        if candidate.order is not None:
+            search.offer(candidate.order, name, tidy=False)
+
+    return run
+
+
+METHODS: dict[str, Method] = {
+    "keep_all": _keep_all,
+    "demand": _demand,
+    "lower_sets": _candidate(lower_sets.solve, "lower_sets"),
+    "lower_sets_exact": _candidate(partial(lower_sets.solve, exact=True), "lower_sets_exact"),
+    "checkmate": _candidate(checkmate.solve, "checkmate"),
+    "checkmate_rounding": _candidate(checkmate.round_relaxation, "checkmate_rounding"),
+    "intervals": _candidate(intervals.solve, "intervals"),
+    "moments": _moments,
+    "exhaustive": _candidate(graph_exhaustive.solve, "exhaustive"),
+    "auto": _auto,
+}
+
+
+def graph_solver_names() -> tuple[str, ...]:
+    """The methods that ``solve_graph`` and ``graph_frontier`` know."""
+    return tuple(METHODS)
+
+
+def solve_graph(
+    problem: GraphProblem,
+    solver: str = "auto",
+    time_limit_seconds: float | None = None,
+    gap: float = DEFAULT_GAP,
+) -> GraphSolution:
+    """The fastest schedule that ``solver`` finds within the budget, replayed, with a bound that holds for all.
+
+    Args:
+        problem: the graph and its budget in bytes.
+        solver: one of ``graph_solver_names()``; ``auto`` takes the best of all quick methods and searches on.
+        time_limit_seconds: the search ends then; None: 60, or 25 above 500 nodes.
+        gap: relative distance from the bound at which a search ends early.
+
+    Returns:
+        The solution; after Ctrl-C the best one until then, marked ``interrupted``.
+
+    Raises:
+        ValueError: an unknown solver, an impossible time limit or gap, or a graph too large for the solver.
+    """
+    _check(solver, time_limit_seconds, gap)
+    start, indexed = time.perf_counter(), IndexedGraph(problem.graph)
+    limit = time_limit_seconds or (LARGE_SECONDS if indexed.count > LARGE_NODES else DEFAULT_SECONDS)
+    search = Search(indexed, problem.budget_bytes, time_limit_seconds=limit, gap=gap)
+    interrupted = False
+    try:
+        search.offer_bound(graph_bound_seconds(indexed, problem.budget_bytes))
+        if search.bound_seconds < math.inf:
+            METHODS[solver](search, rerunnable_nodes(indexed))
+    except KeyboardInterrupt:
+        interrupted = True
+    return _solution(search, solver, time.perf_counter() - start, interrupted)
+
+
+def graph_frontier(
+    graph: Graph, solver: str = "auto", time_limit_seconds: float | None = None, gap: float = DEFAULT_GAP
+) -> list[GraphSolution]:
+    """Solutions at a handful of budgets between the smallest known feasible one and the unplanned peak.
+
+    Those that another one beats are left out; each is the answer to its own peak as a budget. The time limit is
+    shared by the budgets.
+    """
+    _check(solver, time_limit_seconds, gap)
+    indexed = IndexedGraph(graph)
+    low, high = _smallest_known(indexed)[0], int(peak_profile(indexed, range(indexed.count)).max())
+    share = (time_limit_seconds or DEFAULT_SECONDS) / _FRONTIER_BUDGETS
+    budgets = np.linspace(min(low, high), high, _FRONTIER_BUDGETS).astype(np.int64)
+    found = [solve_graph(GraphProblem(graph=graph, budget_bytes=int(b)), solver, share, gap) for b in budgets]
+    return _undominated([solution for solution in found if solution.schedule is not None])
+
+
+def _undominated(solutions: Sequence[GraphSolution]) -> list[GraphSolution]:
+    best: list[GraphSolution] = []
+    for solution in sorted(solutions, key=lambda s: (s.peak_bytes or 0, s.seconds or 0.0)):
+        if not best or (solution.seconds or 0.0) < (best[-1].seconds or 0.0):
+            best.append(solution)
+    return best
+
+
+def _check(solver: str, time_limit_seconds: float | None, gap: float) -> None:
+    if solver not in METHODS:
+        raise ValueError(
+            f"a solver of graphs: expected one of {', '.join(METHODS)}, got {solver!r}; choose one of them"
+        )
+    if time_limit_seconds is not None and not (time_limit_seconds > 0):
+        raise ValueError(
+            f"a time limit: expected seconds above zero, got {time_limit_seconds!r}; leave it out for the default"
+        )
+    if not 0 <= gap < 1:
+        raise ValueError(f"a gap: expected a share from 0 to below 1, got {gap!r}; leave it out for the default")
+
+
+def _solution(search: Search, solver: str, spent_seconds: float, interrupted: bool) -> GraphSolution:
+    if search.order is None:
+        return _without_schedule(search, solver, spent_seconds, interrupted)
+    schedule = schedule_of(search.indexed, search.order)
+    replayed = replay_graph(search.indexed.graph, schedule)
+    assert replayed.peak_bytes <= search.budget_bytes
+    bound = search.bound_seconds
+    if bound > replayed.seconds * (1 + _TRUSTED):  # a schedule at hand refutes it
+        bound = graph_bound_seconds(search.indexed, search.budget_bytes)
+    bound = min(bound, replayed.seconds)
+    return Solution(
+        solver=search.solver,
+        status="optimal" if replayed.seconds - bound <= _PROVEN * replayed.seconds else "feasible",
+        schedule=schedule,
+        peak_bytes=replayed.peak_bytes,
+        seconds=replayed.seconds,
+        lower_bound_seconds=bound,
+        solve_seconds=spent_seconds,
+        interrupted=interrupted,
+    )
+
+
+def _without_schedule(search: Search, solver: str, spent_seconds: float, interrupted: bool) -> GraphSolution:
+    known, node = _smallest_known(search.indexed)
+    proven = search.bound_seconds == math.inf and known > search.budget_bytes
+    bound = graph_bound_seconds(search.indexed, known) if proven else search.bound_seconds
+    return Solution(
+        solver=solver,
+        status="infeasible" if proven else "unknown",
+        schedule=None,
+        peak_bytes=None,
+        seconds=None,
+        lower_bound_seconds=bound,
+        solve_seconds=spent_seconds,
+        shortage=Shortage(minimum_budget_bytes=known, stage=search.indexed.graph.nodes[node].name, moment="run"),
+        interrupted=interrupted,
+    )
+
+
+def _smallest_known(indexed: IndexedGraph) -> tuple[int, int]:
+    """The smallest budget known to be feasible, and the node whose run needs it."""
+    if indexed.count <= EXHAUSTIVE_NODES:
+        smallest = graph_exhaustive.smallest_peak(indexed)
+        order = graph_exhaustive.solve(indexed, smallest).order
+        assert order is not None
+        orders: list[Sequence[int]] = [order]
+    else:
+        orders = [range(indexed.count), *demand_orders(indexed, rerunnable_nodes(indexed))]
+    peaks = [peak_profile(indexed, order) for order in orders]
+    k = int(np.argmin([peak.max() for peak in peaks]))
+    return int(peaks[k].max()), orders[k][int(peaks[k].argmax())]

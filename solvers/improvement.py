@@ -1,0 +1,118 @@
+"""Large-neighbourhood search: parts of a known order are solved again by the moments program, the rest held as it is.
+
+Formulation: moments are drawn at random among the first runs; at each, the budget is lowered by what the known order
+needs more between the moments than at them, so that the known order is a solution of the program. A stretch of
+neighbouring nodes, drawn at random, is free; of all others the program keeps what is alive at the moments. The
+stretch grows after rounds that end early and shrinks after rounds that run out of time.
+
+Guarantee: never worse than the order it starts from; proves nothing. Complexity: one integer program a round.
+Units: bytes and seconds.
+Source: large-neighbourhood search after Shaw, "Using constraint programming and local search methods to solve vehicle
+routing problems" (1998), on windows of Jain et al.'s stages ("Checkmate", 2020, section 4).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.liveness import last_reads, peak_profile
+from solvers.mip import Floats
+from solvers.moments import MomentsProgram
+from solvers.search import Search
+
+Mask = NDArray[np.bool_]
+
+FEWEST_MOMENTS = 12  # for a window of all nodes; smaller windows have more: orders are then read more exactly
+MOST_PAIRS = 30_000  # of a moment and a node: building the program takes about a second (1,000 nodes at 30 moments)
+ROUND_SECONDS = 4.0  # a window that takes longer is too large
+_FIRST_SHARE = 0.5  # of the nodes that may run again, free in the first round
+_REPAIRS = 3  # rounds with a lower budget after an order that does not fit
+
+
+class Improvement:
+    """Rounds on one search that has an order; ``step`` makes one."""
+
+    def __init__(self, search: Search, rerunnable: Mask, seed: int = 0) -> None:
+        self.search = search
+        self.rerunnable = rerunnable
+        self._rng = np.random.default_rng(seed)
+        self._share = _FIRST_SHARE
+
+    def step(self) -> None:
+        """Solve one window again, with repairs while its order does not fit."""
+        search, order = self.search, self.search.order
+        assert order is not None
+        moments = self._draw_moments(order)
+        places, reserved = _places_and_reserves(search, order, moments)
+        free = self._draw_window()
+        for _ in range(_REPAIRS):
+            program = MomentsProgram(search.indexed, search.budget_bytes, moments, self.rerunnable, reserved)
+            program.keep_others()
+            start = _fix_outside(program, search, order, places, free)
+            limit = min(ROUND_SECONDS, search.left_seconds)
+            answer = program.program.solve(time_limit_seconds=limit, relative_gap=search.gap / 10, start=start)
+            self._share = min(1.0, self._share * 1.2) if answer.status == "optimal" else max(0.05, self._share * 0.7)
+            if answer.values is None or search.left_seconds == 0:
+                return
+            found = search.offer(program.order(answer.values), "local search")
+            excess = _places_and_reserves(search, found, moments)[1]
+            profile = peak_profile(search.indexed, found)
+            if profile.max() <= search.budget_bytes:
+                return
+            reserved = [max(a, b) for a, b in zip(reserved, excess, strict=True)]
+
+    def _draw_moments(self, order: list[int]) -> list[int]:
+        """First runs at random, likelier where the budget is nearly used up; the fullest one always."""
+        indexed = self.search.indexed
+        profile = peak_profile(indexed, order)
+        fresh = np.unique(np.array(order), return_index=True)[1]  # places of the first runs, by node
+        load = profile[fresh] / self.search.budget_bytes
+        weights = np.maximum(load, 0.05) ** 8
+        most = max(FEWEST_MOMENTS, MOST_PAIRS // max(1, int(self.rerunnable.sum())))
+        count = min(indexed.count, most, round(FEWEST_MOMENTS / self._share))
+        picks = self._rng.choice(indexed.count, size=count, replace=False, p=weights / weights.sum())
+        return sorted({int(load.argmax()), *(int(pick) for pick in picks)})
+
+    def _draw_window(self) -> Mask:
+        nodes = np.flatnonzero(self.rerunnable)
+        size = max(1, round(self._share * nodes.size))
+        start = int(self._rng.integers(0, nodes.size - size + 1))
+        free = np.zeros(self.search.indexed.count, dtype=bool)
+        free[nodes[start : start + size]] = True
+        return free
+
+
+def _places_and_reserves(search: Search, order: list[int], moments: list[int]) -> tuple[list[int], list[int]]:
+    """Per moment its place in the order, and how much more memory is needed since the moment before than at it."""
+    profile = peak_profile(search.indexed, order)
+    place = {v: p for p, v in reversed(list(enumerate(order)))}
+    places = [place[moment] for moment in moments]
+    starts = [0, *(p + 1 for p in places[:-1])]
+    return places, [int(profile[a : b + 1].max() - profile[b]) for a, b in zip(starts, places, strict=True)]
+
+
+def _fix_outside(program: MomentsProgram, search: Search, order: list[int], places: list[int], free: Mask) -> Floats:
+    """Hold outside the window what the order holds; returns the order itself as a solution."""
+    values = np.zeros(len(program.program.costs))
+    values[list(program.kept.values())] = 1.0
+    alive = _alive_after(search, order, places)
+    for (k, v), variable in program.held.items():
+        on = k <= len(places) and v in alive[k - 1]
+        values[variable] = on
+        if not free[v]:
+            program.program.fix(variable, float(on))
+    for (k, v), variable in program.again.items():
+        values[variable] = v in _runs_between(order, places, k)
+    return values
+
+
+def _alive_after(search: Search, order: list[int], places: list[int]) -> list[set[int]]:
+    """Per place the nodes whose output is read later than there."""
+    last = last_reads(search.indexed, order)
+    return [{order[p] for p in range(place + 1) if last[p] > place} for place in places]
+
+
+def _runs_between(order: list[int], places: list[int], k: int) -> set[int]:
+    start = places[k - 1] + 1 if k else 0
+    return set(order[start : places[k] + 1] if k < len(places) else order[start:])
