@@ -77,15 +77,16 @@ class Answers(NamedTuple):
     codes: NDArray[np.int16]
 
 
-def reached_slots(needs: Bytes, grid: Grid, below: Index, shifts: Bytes) -> Index:
+def reached_slots(needs: Bytes, grid: Grid, below: Index, shifts: Bytes, window: slice = slice(None)) -> Index:
     """Per row and slot the last column whose need fits once the row's shift is added, counted through all rows.
 
-    ``below`` is right but for the next slot, whose exact need may lie low enough in it.
+    ``below`` is right but for the next slot, whose exact need may lie low enough in it. With a window, only its slots.
     """
-    below = below + np.arange(0, needs.size, grid.size)[:, None]
-    above = np.minimum(below + 1, np.arange(grid.size - 1, needs.size, grid.size)[:, None])
-    fits = needs.ravel().take(above, mode="clip") <= grid.levels - shifts[:, None]
-    return np.where(fits, above, below)
+    places = below[:, window] + np.arange(0, needs.size, grid.size)[:, None]
+    above = np.minimum(places + 1, np.arange(grid.size - 1, needs.size, grid.size)[:, None])
+    fits = needs.ravel().take(above, mode="clip") <= grid.levels[window] - shifts[:, None]
+    np.copyto(places, above, where=fits)
+    return places
 
 
 def settled(costs: Bytes, grid: Grid, rows: Index, columns: Index, needs: Bytes, mask: int) -> Answers:

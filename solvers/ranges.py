@@ -66,6 +66,13 @@ def code_count(chain_bytes: ChainBytes) -> int:
     return 2 * max(len(stage.options) for stage in chain_bytes.stages) + chain_bytes.stage_count + 1
 
 
+class _Span(NamedTuple):
+    """Slots of all ranges of a length: before ``least`` none has an answer, from ``most`` on none gets faster."""
+
+    least: int
+    most: int
+
+
 class Ranges:
     """Answers of all ranges between posts, up to ``longest`` posts apart.
 
@@ -86,6 +93,9 @@ class Ranges:
         self._options = known.options
         self._keep_below = [known.grid.slots_below(menu.shifts) for menu in known.keeps] if finer is None else []
         self._rests: list[Bytes] = []  # costs as the drop before a range sees them: shifted, with its runs and code
+        self._extremes: list[tuple[Bytes, Bytes]] = []  # per row the needs of the slowest and of the fastest answer
+        self._spans: list[_Span] = []
+        self._rest_spans: list[_Span] = []
         lengths = min(longest, int(self._reach.max(initial=0)))
         sizes = (self._starts.size - np.arange(lengths)) * known.grid.size
         self._offsets = np.concatenate(([0], np.cumsum(sizes)))
@@ -134,9 +144,14 @@ class Ranges:
     def _fill(self, length: int) -> None:
         """All ranges of one length: their answers, and what a drop before them makes of these."""
         rows = self._starts.size - length
-        costs = self._drops(rows, length)
+        lowest = self._lowest(rows, length)
+        window = self._window(rows, length, lowest)
+        best = self._drops(rows, length, lowest, window)
         if self.finer is None:
-            self._keep(costs, rows, length)
+            self._keep(best, rows, length, window)
+        costs = np.full((rows, self.known.grid.size), NEVER, dtype=np.int64)
+        costs[:, window] = best
+        costs[:, window.stop :] = best[:, -1:]
         costs[self._reach[:rows] <= length] = NEVER
         places = faster(costs, self.known.seconds.mask)
         needs = self._needs(costs[places] & self.known.seconds.mask, places, length)
@@ -149,6 +164,9 @@ class Ranges:
         answers = answers._replace(needs=stored)
         self.answers.append(answers)
         self._rests.append(self._rest(answers, rows, length))
+        self._extremes.append(_extremes(answers))
+        self._spans.append(self._span(*self._extremes[-1]))
+        self._rest_spans.append(self._span(*(needs + self._boundaries[:rows] for needs in self._extremes[-1])))
 
     def _entries(self, rows: int, length: int) -> Bytes:
         return self.known.entries[self._ends[length : length + rows]]
@@ -159,37 +177,64 @@ class Ranges:
         places = np.minimum(known.drop_offsets[starts] + stops - starts - 1, known.drop_needs.size - 1)
         return known.drop_needs[places] + known.entries[ends]
 
-    def _drops(self, rows: int, length: int) -> Bytes:
-        """The cheapest drop of each range and slot."""
-        grid = self.known.grid
-        best = np.full((rows, grid.size), 2 * NEVER, dtype=np.int64)
-        sums = np.empty_like(best)
-        starts, ends = self._starts[:rows], self._ends[length : length + rows]
-        for j in range(1, length + 1):
-            lowest = grid.first(self._own(starts, self._starts[j : j + rows], ends))
-            np.add(self._rests[length - j][j : j + rows], self.answers[j - 1].costs[:rows], out=sums)
-            forbid(sums, lowest)
-            np.minimum(best, sums, out=best)
-        return best - self.known.runs[self._starts[:rows], None]
+    def _lowest(self, rows: int, length: int) -> Index:
+        """The first slot that each drop fits in: a row per range, a column per post that it may stop at."""
+        starts, stops = np.arange(rows)[:, None], np.arange(1, length + 1)
+        own = self._own(self._starts[starts], self._starts[starts + stops], self._ends[starts + length])
+        return np.where(self._reach[:rows, None] > length, self.known.grid.first(own), 0)
 
-    def _keep(self, best: Bytes, rows: int, length: int) -> None:
+    def _window(self, rows: int, length: int, lowest: Index) -> slice:
+        """The slots in which the fastest answer of any range of this length may differ from slot to slot."""
+        pairs = [(self._spans[j - 1], self._rest_spans[length - j]) for j in range(1, length + 1)]
+        spans = [_Span(max(a.least, b.least), max(a.most, b.most)) for a, b in pairs]
+        if self.finer is None:
+            spans += [self._keep_span(menu, rows, length) for menu in self.known.keeps]
+        if self.finer is None and not length:
+            spans += [self._span(menu.backward_needs, menu.backward_needs) for menu in self.known.recomputes]
+        most = max([int(lowest.max(initial=0)), *(span.most for span in spans)])
+        return slice(min((span.least for span in spans), default=0), min(most + 1, self.known.grid.size))
+
+    def _keep_span(self, menu: Menu, rows: int, length: int) -> _Span:
+        slowest = fastest = self._entries(rows, length)
+        if length:
+            slowest, fastest = (needs[1:] for needs in self._extremes[length - 1])
+        own = np.maximum(self._entries(rows, length) + menu.forward_peak_bytes[:rows], menu.backward_needs[:rows])
+        return self._span(slowest + menu.shifts[:rows], np.maximum(fastest + menu.shifts[:rows], own))
+
+    def _span(self, least: Bytes, most: Bytes) -> _Span:
+        return _Span(int(self.known.grid.first(least).min()), int(self.known.grid.first(most).max()))
+
+    def _drops(self, rows: int, length: int, lowest: Index, window: slice) -> Bytes:
+        """The cheapest drop of each range and slot of the window."""
+        best = np.full((rows, window.stop - window.start), 2 * NEVER, dtype=np.int64)
+        sums = np.empty_like(best)
+        for j in range(1, length + 1):
+            again, rest = self.answers[j - 1].costs[:rows, window], self._rests[length - j][j : j + rows, window]
+            np.add(rest, again, out=sums)
+            forbid(sums, lowest[:, j - 1] - window.start)
+            np.minimum(best, sums, out=best)
+        best -= self.known.runs[self._starts[:rows], None]
+        return best
+
+    def _keep(self, best: Bytes, rows: int, length: int, window: slice) -> None:
         """Write keeping a range's first stage, and running a single one again, where that is cheaper."""
         grid, entries = self.known.grid, self._entries(rows, length)
         for code, menu in enumerate(self.known.keeps):
             needs = np.maximum(entries + menu.forward_peak_bytes[:rows], menu.backward_needs[:rows])
             if length:
                 rest = self.answers[length - 1]
-                slots = reached_slots(rest.needs[1:], grid, self._keep_below[code][:rows], menu.shifts[:rows])
-                sums = rest.costs[1:].ravel().take(slots, mode="clip") + (menu.costs[:rows, None] + code)
+                slots = reached_slots(rest.needs[1:], grid, self._keep_below[code][:rows], menu.shifts[:rows], window)
+                sums = rest.costs[1:].ravel().take(slots, mode="clip")
+                sums += menu.costs[:rows, None] + code
             else:
                 needs = np.maximum(needs, entries + menu.shifts)
-                sums = np.repeat(menu.costs[:, None] + code, grid.size, axis=1)
-            forbid(sums, grid.first(needs))
+                sums = np.repeat(menu.costs[:, None] + code, best.shape[1], axis=1)
+            forbid(sums, grid.first(needs) - window.start)
             np.minimum(best, sums, out=best)
         if not length:
             for code, menu in enumerate(self.known.recomputes, start=self._options):
-                sums = np.repeat(menu.costs[:, None] + code, grid.size, axis=1)
-                forbid(sums, grid.first(menu.backward_needs))
+                sums = np.repeat(menu.costs[:, None] + code, best.shape[1], axis=1)
+                forbid(sums, grid.first(menu.backward_needs) - window.start)
                 np.minimum(best, sums, out=best)
 
     def _rest(self, answers: Answers, rows: int, length: int) -> Bytes:
@@ -244,7 +289,16 @@ class Ranges:
                     mine[row] = theirs[start]
 
 
+def _extremes(answers: Answers) -> tuple[Bytes, Bytes]:
+    """Per row the needs of the slowest and of the fastest answer; out of the way where there is none."""
+    first = (answers.costs < NEVER).argmax(axis=1)
+    slowest = answers.needs[np.arange(first.size), first]
+    return np.where(slowest == NOTHING, -NOTHING, slowest), answers.needs[:, -1].copy()
+
+
 def forbid(costs: Bytes, lowest: Index) -> None:
     """Take the slots of each row before the lowest one out of the choice."""
     most = int(lowest.max(initial=0))
+    if most <= 0:
+        return
     np.copyto(costs[:, :most], NEVER, where=np.arange(most) < lowest[:, None])
