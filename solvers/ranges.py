@@ -297,8 +297,8 @@ def _extremes(answers: Answers) -> tuple[Bytes, Bytes]:
 
 
 def forbid(costs: Bytes, lowest: Index) -> None:
-    """Take the slots of each row before the lowest one out of the choice."""
+    """Take the slots of each row before the lowest one out of the choice, for good: runs may still be subtracted."""
     most = int(lowest.max(initial=0))
     if most <= 0:
         return
-    np.copyto(costs[:, :most], NEVER, where=np.arange(most) < lowest[:, None])
+    np.copyto(costs[:, :most], 2 * NEVER, where=np.arange(most) < lowest[:, None])
