@@ -192,7 +192,8 @@ class Ranges:
         if self.finer is None and not length:
             spans += [self._span(menu.backward_needs, menu.backward_needs) for menu in self.known.recomputes]
         most = max([int(lowest.max(initial=0)), *(span.most for span in spans)])
-        return slice(min((span.least for span in spans), default=0), min(most + 1, self.known.grid.size))
+        least = min([self.known.grid.size - 1, *(span.least for span in spans)])
+        return slice(least, max(least, min(most, self.known.grid.size - 1)) + 1)
 
     def _keep_span(self, menu: Menu, rows: int, length: int) -> _Span:
         slowest = fastest = self._entries(rows, length)
