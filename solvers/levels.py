@@ -58,7 +58,8 @@ class Seconds:
     def __init__(self, chain: Chain, codes: int) -> None:
         self.bits = codes.bit_length()
         self.mask = (1 << self.bits) - 1
-        self.tick_seconds = _most_seconds(chain) / 2.0 ** (59 - self.bits) or 1.0  # all sums stay below NEVER
+        # a power of two, so that whole and dyadic seconds stay exact; all sums stay below NEVER
+        self.tick_seconds = 2.0 ** (math.frexp(_most_seconds(chain))[1] - (59 - self.bits))
 
     def cost(self, seconds: float) -> int:
         """Seconds as a cost whose code is 0."""

@@ -7,7 +7,8 @@ The gradients of stages that already went backward are part of every need.
 
 Grid: levels are split into at most a few thousand slots. A slot holds the fastest answer found whose *exact* need
 fits in the slot, and that exact need is what shifts are added to; so rounding does not add up along the chain, as it
-does where costs are rounded. Chains whose levels all fit on the grid (small or homogeneous numbers) are solved exactly.
+does where costs are rounded. Half of the levels lie even, a quarter in equal ratios, and a quarter close together
+around the smallest budget. Chains whose levels all fit on the grid (small or homogeneous numbers) are solved exactly.
 
 Long chains (more than 250 stages): ranges that run again are solved in full up to 40 stages; longer ones start and
 stop at posts every ten stages and only drop, which is what they are for, since they occur where memory is so short
@@ -222,12 +223,21 @@ class Table:
         return np.maximum(parts, self._bytes.drop(start, self._count)[q - start - 1])
 
 
+_WHOLE_STAGES = 250  # solved in full up to here: 2 seconds at 200 stages on one slow core, and 300 MiB
+_LONG = Effort(slots=2000, again_slots=320, longest=40, spacing=10)  # 1000 stages: 3 seconds, 600 MiB, 0.6 % at most
+
+
 def effort_for(stage_count: int, slots: int | None = None) -> Effort:
-    """In full up to 250 stages."""
+    """What a table of so many stages looks at, unless told otherwise.
+
+    Measured on random chains of 50 and 100 stages against 8000 slots, at seven budgets from the smallest to the
+    unplanned peak: at 2000 and 1000 slots answers were at most 0.1 % slower, at 500 slots at most 0.3 %; with menus of
+    four options 2 % in the first hundredth above the smallest budget, 0.1 % elsewhere.
+    """
+    if stage_count > _WHOLE_STAGES and slots is None:
+        return _LONG
     slots = slots or max(500, min(4000, 100_000 // stage_count))
-    if stage_count <= 250:
-        return Effort(slots, slots, stage_count, stage_count)
-    return Effort(2000, 320, 40, 10)
+    return Effort(slots, slots, stage_count, stage_count)
 
 
 def _posts(chain_bytes: ChainBytes, spacing: int) -> list[int]:
