@@ -115,14 +115,15 @@ class Ranges:
         slot = int(np.searchsorted(answers.needs[row], level, side="right")) - 1
         return self._choice(start, int(answers.codes[row, slot])), int(answers.needs[row, slot])
 
-    def costs_from(self, start: int) -> tuple[Index, Bytes]:
-        """Where the ranges from a stage stop, and what they cost; without those that the finer posts know."""
+    def answers_from(self, start: int) -> tuple[Index, Bytes, Bytes]:
+        """Where the ranges from a stage stop, their costs and needs; without those that the finer posts know."""
         row, least = self._row_of.get(start), len(self.finer.answers) if self.finer else 0
         reach = 0 if row is None else min(len(self.answers), int(self._reach[row]))
         stops = np.array(self.posts[row + 1 : row + 1 + reach] if row is not None and reach > 0 else [], dtype=np.intp)
         far = np.flatnonzero(stops - start > least)
-        costs = [self.answers[length].costs[row] for length in far]
-        return stops[far], np.array(costs, dtype=np.int64).reshape(far.size, self.known.grid.size)
+        rows = [(self.answers[length].costs[row], self.answers[length].needs[row]) for length in far]
+        costs, needs = np.array(rows, dtype=np.int64).reshape(far.size, 2, self.known.grid.size).transpose(1, 0, 2)
+        return stops[far], costs, needs
 
     def needs_of(self, start: int, end: int) -> Bytes:
         """Exact needs of a range, a slot each."""

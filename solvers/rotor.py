@@ -187,18 +187,22 @@ class Table:
 
     def _drops(self, start: int) -> Bytes:
         """The cheapest drop of each slot."""
-        stops, again = self._again(start)
+        found = [ranges.answers_from(start) for ranges in self._ranges]
+        stops = np.concatenate([stops for stops, _, _ in found])
         if not stops.size:
             return np.full(self._known.grid.size, NEVER, dtype=np.int64)
-        sums = self._rests[stops] + (again if self._again_slots is None else again.take(self._again_slots, axis=1))
+        again = np.concatenate([self._on_this_grid(costs, needs) for _, costs, needs in found])
+        sums = self._rests[stops] + again
         forbid(sums, self._known.grid.first(self._bytes.drop(start, self._count)[stops - start - 1]))
         return sums.min(axis=0) - self._known.runs[start]
 
-    def _again(self, start: int) -> tuple[Index, Bytes]:
-        """Where the drop of a range that starts here may stop, and what running it again costs."""
-        found = [ranges.costs_from(start) for ranges in self._ranges]
-        stops = np.concatenate([stops for stops, _ in found])
-        return stops, np.concatenate([costs for _, costs in found])
+    def _on_this_grid(self, values: Bytes, needs: Bytes) -> Bytes:
+        """Values of ranges that run again, for the levels of the first pass."""
+        if self._again_slots is None:
+            return values
+        above = np.minimum(self._again_slots + 1, needs.shape[1] - 1)
+        fits = needs.take(above, axis=1) <= self._known.grid.levels
+        return np.where(fits, values.take(above, axis=1), values.take(self._again_slots, axis=1))
 
     def _needs(self, start: int, codes: Index, slots: Index) -> Bytes:
         """Exact needs of the choices made in some slots."""
@@ -216,10 +220,11 @@ class Table:
 
     def _drop_needs(self, start: int, code: int, slots: Index) -> Bytes:
         q = code - 2 * self._known.options
-        shift, again = self._bytes.boundary(q - 1), slots if self._again_slots is None else self._again_slots[slots]
+        shift = self._bytes.boundary(q - 1)
         rest = self._first.needs[q, self._shifted(q, shift)[slots]]
         ranges = next(ranges for ranges in self._ranges if ranges.knows(start, q - 1))
-        parts = np.maximum(rest + shift, ranges.needs_of(start, q - 1)[again])
+        needs = ranges.needs_of(start, q - 1)[None]
+        parts = np.maximum(rest + shift, self._on_this_grid(needs, needs)[0, slots])
         return np.maximum(parts, self._bytes.drop(start, self._count)[q - start - 1])
 
 
