@@ -194,6 +194,15 @@ def test_the_table_predicts_exactly_what_the_simulator_finds(seed: int) -> None:
         assert result.seconds == pytest.approx(point.seconds, rel=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_table_predicts_exactly_where_running_without_keeping_needs_most(seed: int) -> None:
+    chain = replace(random_chain(seed, most_stages=9, odd=True), other_peak_bytes=0)
+    stages = [replace(stage, forward_peak_bytes=stage.forward_peak_bytes + 4 * (seed % 8)) for stage in chain.stages]
+    chain = replace(chain, stages=tuple(replace(s, recomputable=True, linked=True) for s in stages))
+    for point in (table := Table(chain)).points():
+        assert replay(chain, table.schedule(point)).peak_bytes == point.peak_bytes
+
+
 def test_a_coarse_grid_still_keeps_exact_peaks_and_falling_seconds() -> None:
     chain = large_chain(3, 24, menu=2)
     table = Table(chain, slots=40)
