@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
 from solvers import checkmate, graph_exhaustive, intervals, lower_sets
 from solvers.demand import demand_orders
+from solvers.eviction import POWERS, eviction_order
 from solvers.graph import Graph
-from solvers.graph_bound import graph_bound_seconds
+from solvers.graph_bound import graph_bound_seconds, smallest_working_set
 from solvers.graph_problem import GraphCandidate, GraphProblem
 from solvers.graph_schedule import GraphSchedule
 from solvers.graph_simulator import replay_graph
@@ -34,8 +36,11 @@ DEFAULT_GAP = 1e-3  # within it a plan counts as good enough to stop
 _PROVEN = 1e-6  # relative distance from the bound that counts as none: what HiGHS is asked for at best
 _TRUSTED = 1e-6  # a bound this far above a replayed schedule is wrong
 _TIDIED = 3  # orders made on demand that are tidied: the fastest that fit
-_FIRST_ROUND = 0.35  # share of the time that one round of the moments program may take
+_NOISE = 0.4  # standard deviation of the logarithm of the factors on the scores
+_ROUND_SHARE = 0.35  # of the time that is left, for one round of the moments program
+_TRIAL_SHARE = 0.2  # of the search after a round, for orders by eviction with noise; the rest is local search
 _FRONTIER_BUDGETS = 7
+_HALVINGS = 8  # of the range between the largest op and the smallest known budget: to half a percent of it
 
 Method = Callable[[Search, Mask], None]
 
@@ -53,6 +58,26 @@ def _demand(search: Search, rerunnable: Mask) -> None:
         search.offer(order, "demand")
 
 
+def _eviction(search: Search, rerunnable: Mask) -> None:
+    """One order per power of the score, then orders with noise for the rest of the time."""
+    trials = _evictions(search, rerunnable)
+    while not search.done:
+        next(trials)
+
+
+def _evictions(search: Search, rerunnable: Mask) -> Iterator[None]:
+    """Endless trials: the published score, its other powers, then all of them with noise."""
+    rng, noise = np.random.default_rng(0), np.ones(search.indexed.count)
+    for trial in count():
+        power = POWERS[trial % len(POWERS)]
+        order = eviction_order(search.indexed, search.budget_bytes, rerunnable, power, noise)
+        if order is not None:
+            search.offer(order, "eviction")
+        yield
+        if trial + 1 >= len(POWERS):
+            noise = rng.lognormal(sigma=_NOISE, size=search.indexed.count)
+
+
 def _moments(search: Search, rerunnable: Mask) -> None:
     rounds = MomentSearch(search, rerunnable.copy())
     while not search.done and not rounds.finished:
@@ -64,21 +89,29 @@ def _auto(search: Search, rerunnable: Mask) -> None:
     _keep_all(search, rerunnable)
     if search.done:
         return
-    _demand(search, rerunnable)
     if search.indexed.count <= EXHAUSTIVE_NODES:
         METHODS["exhaustive"](search, rerunnable)
         return
+    _demand(search, rerunnable)
+    trials = _evictions(search, rerunnable)
+    for _ in POWERS:
+        next(trials)
     rounds, improvement = MomentSearch(search, rerunnable.copy()), Improvement(search, rerunnable)
     while not search.done:
+        before = search.left_seconds
         if not rounds.finished:
-            rounds.step(_FIRST_ROUND * search.left_seconds)
-        started = search.left_seconds
-        while search.order is not None and not search.done:
+            rounds.step(_ROUND_SHARE * before)
+        after = search.left_seconds
+        until = 0.0 if rounds.finished else after - (before - after)  # the search gets as long as the round took
+        _trials(search, trials, until if search.order is None else after - _TRIAL_SHARE * (after - until))
+        while search.order is not None and not search.done and search.left_seconds > until:
             improvement.step()
-            if not rounds.finished and search.left_seconds < started * (1 - _FIRST_ROUND):
-                break
-        if rounds.finished and search.order is None:
-            return
+
+
+def _trials(search: Search, trials: Iterator[None], until_seconds: float) -> None:
+    """Trials of eviction while more time is left than ``until_seconds``."""
+    while not search.done and search.left_seconds > until_seconds:
+        next(trials)
 
 
 def _candidate(solve: Callable[..., GraphCandidate], name: str) -> Method:
@@ -97,6 +130,7 @@ def _candidate(solve: Callable[..., GraphCandidate], name: str) -> Method:
 METHODS: dict[str, Method] = {
     "keep_all": _keep_all,
     "demand": _demand,
+    "eviction": _eviction,
     "lower_sets": _candidate(lower_sets.solve, "lower_sets"),
     "lower_sets_exact": _candidate(partial(lower_sets.solve, exact=True), "lower_sets_exact"),
     "checkmate": _candidate(checkmate.solve, "checkmate"),
@@ -209,7 +243,7 @@ def _solution(search: Search, solver: str, spent_seconds: float, interrupted: bo
 
 def _without_schedule(search: Search, solver: str, spent_seconds: float, interrupted: bool) -> GraphSolution:
     known, node = _smallest_known(search.indexed)
-    proven = search.bound_seconds == math.inf and known > search.budget_bytes
+    proven = search.bound_seconds == math.inf
     bound = graph_bound_seconds(search.indexed, known) if proven else search.bound_seconds
     return Solution(
         solver=solver,
@@ -232,7 +266,25 @@ def _smallest_known(indexed: IndexedGraph) -> tuple[int, int]:
         assert order is not None
         orders: list[Sequence[int]] = [order]
     else:
-        orders = [range(indexed.count), *demand_orders(indexed, rerunnable_nodes(indexed))]
+        rerunnable = rerunnable_nodes(indexed)
+        orders = [range(indexed.count), *demand_orders(indexed, rerunnable)]
+        orders += _smaller_evictions(indexed, rerunnable, min(int(peak_profile(indexed, o).max()) for o in orders))
     peaks = [peak_profile(indexed, order) for order in orders]
     k = int(np.argmin([peak.max() for peak in peaks]))
     return int(peaks[k].max()), orders[k][int(peaks[k].argmax())]
+
+
+def _smaller_evictions(indexed: IndexedGraph, rerunnable: Mask, known: int) -> Iterator[list[int]]:
+    """Orders by eviction within ever smaller budgets, by bisection below a known one."""
+    low = smallest_working_set(indexed)[0]
+    for _ in range(_HALVINGS):
+        if low >= known:
+            return
+        budget = (low + known) // 2
+        found = (eviction_order(indexed, budget, rerunnable, power) for power in POWERS)
+        order = next((order for order in found if order is not None), None)
+        if order is None:
+            low = budget + 1
+        else:
+            known = int(peak_profile(indexed, order).max())
+            yield order

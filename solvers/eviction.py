@@ -1,0 +1,133 @@
+"""Orders made by eviction: run on, and when the budget is full, drop the output that is cheapest to miss.
+
+Formulation: first runs in order; a missing input runs again first, with all that it needs. Before a run that would
+not fit, the alive output with the smallest score is dropped, inputs of the runs under way excepted. The score is what
+it costs to make the output again, its missing inputs included, per byte and per step until it is needed next
+(directly, or by a missing output that is made from it) to a power. As the schedule is planned ahead, the next need is
+known, where the published method, at run time, takes the time since the last one in its place.
+
+Guarantee: an order that is returned fits; one may exist where none is returned. Complexity: O(V E) for the scores and
+O(R V) for R runs. Units: bytes and seconds.
+Paper: Kirisame et al., "Dynamic tensor rematerialization" (2021), section 3, the heuristic h_DTR; the exact next need
+after Belady, "A study of replacement algorithms for a virtual-storage computer" (1966).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.liveness import IndexedGraph
+
+POWERS = (1.0, 0.5, 2.0, 0.0)  # of the steps until the next need: the published 1 first
+SCORINGS = 400  # of one order: scores of graphs with more nodes serve for several first runs
+MOST_RUNS_PER_NODE = 50  # an order that runs nodes more often than this on average is given up
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+
+def eviction_order(
+    indexed: IndexedGraph, budget_bytes: int, rerunnable: Mask, power: float = 1.0, noise: Floats | None = None
+) -> list[int] | None:
+    """An order of runs that fits the budget; None where this way finds none.
+
+    Args:
+        rerunnable: the nodes whose output may be dropped while it is needed, shape (count,).
+        power: of the steps until the next need.
+        noise: factors of the nodes' scores, shape (count,); all 1 where None.
+
+    >>> from solvers.graph import Graph, Node
+    >>> a, b = Node(name="a", seconds=1, output_bytes=4), Node(name="b", seconds=2, output_bytes=4)
+    >>> c = Node(name="c", seconds=1, output_bytes=1, inputs=("b",))
+    >>> d = Node(name="d", seconds=1, output_bytes=1, inputs=("a", "c"))
+    >>> eviction_order(IndexedGraph(Graph(nodes=(a, b, c, d), outputs=("d",))), 8, np.ones(4, dtype=bool))
+    [0, 1, 2, 0, 3]
+    """
+    if indexed.working_bytes.max() > budget_bytes:
+        return None
+    run = _Run(indexed, budget_bytes, rerunnable, power, np.ones(indexed.count) if noise is None else noise)
+    for t in range(indexed.count):
+        if not run.make(t):
+            return None
+    if not all(run.make(int(v)) for v in np.flatnonzero(indexed.is_output)):
+        return None
+    return run.order
+
+
+class _Run:
+    """The state while an order is made: what is alive, and since when scores hold."""
+
+    def __init__(self, indexed: IndexedGraph, budget_bytes: int, rerunnable: Mask, power: float, noise: Floats) -> None:
+        self.indexed = indexed
+        self.order: list[int] = []
+        self._room = budget_bytes - indexed.graph.resident_bytes
+        self._rerunnable = rerunnable
+        self._power = power
+        self._noise = noise
+        self._alive = np.zeros(indexed.count, dtype=bool)
+        self._ended = 0  # first runs that are done
+        self._scores = np.full(indexed.count, np.inf)
+        self._scored = -1  # the first run for which the scores are
+
+    def make(self, node: int) -> bool:
+        """Run a node, and before it what it misses; False where it does not fit."""
+        stack = [] if self._alive[node] else [node]
+        while stack:
+            v = stack[-1]
+            missing = [u for u in self.indexed.inputs[v] if not self._alive[u]]
+            if missing:
+                stack.append(missing[-1])
+                continue
+            if not self._run(v, stack):
+                return False
+            stack.pop()
+        return True
+
+    def _run(self, v: int, stack: list[int]) -> bool:
+        indexed = self.indexed
+        needed = int(indexed.output_bytes[v] + indexed.transient_bytes[v])
+        pinned = {u for w in stack for u in indexed.inputs[w]}
+        while needed > self._room:
+            victim = self._victim(pinned)
+            if victim is None:
+                return False
+            self._alive[victim] = False
+            self._room += int(indexed.output_bytes[victim])
+        self.order.append(v)
+        self._alive[v] = True
+        self._room -= int(indexed.output_bytes[v])
+        if v == self._ended:
+            self._ended += 1
+        return len(self.order) <= MOST_RUNS_PER_NODE * indexed.count
+
+    def _victim(self, pinned: set[int]) -> int | None:
+        if self._ended - self._scored >= max(1, self.indexed.count // SCORINGS):
+            self._score()
+        victim = self._cheapest(pinned)
+        if victim is None and self._ended > self._scored:
+            self._score()
+            victim = self._cheapest(pinned)
+        return victim
+
+    def _cheapest(self, pinned: set[int]) -> int | None:
+        choice = self._alive & (self.indexed.output_bytes > 0) & (self._scores < np.inf)
+        choice[list(pinned)] = False
+        nodes = np.flatnonzero(choice)
+        return int(nodes[self._scores[nodes].argmin()]) if nodes.size else None
+
+    def _score(self) -> None:
+        """Scores for the present first run; missing nodes pass their need on to what they are made from."""
+        indexed, now = self.indexed, self._ended
+        cost, need = indexed.seconds.copy(), np.full(indexed.count, np.inf)
+        alive = self._alive.tolist()
+        for v in range(now):
+            cost[v] += sum(cost[u] for u in indexed.inputs[v] if not alive[u])
+        for v in reversed(range(now)):
+            later = [float(r) if r >= now else need[r] for r in indexed.readers[v] if r >= now or not alive[r]]
+            need[v] = min(later, default=float(indexed.count) if indexed.is_output[v] else np.inf)
+        wait = np.maximum(1.0, need - now + 1)
+        per_byte = cost * self._noise / np.maximum(1, indexed.output_bytes)
+        self._scores = np.where(self._rerunnable, per_byte / wait**self._power, np.inf)
+        self._scores[np.isinf(need)] = 0.0
+        self._scored = now
