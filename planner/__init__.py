@@ -4,7 +4,7 @@ from planner.applier import Handle, PlanMismatch, apply, handle_of
 from planner.checkpointing import auto_checkpoint
 from planner.curves import pareto
 from planner.plan import Plan, PlannedStage
-from planner.planning import Infeasible, solve
+from planner.planning import Infeasible, NothingFound, solve
 from planner.program import UnsupportedPlan
 from profiler.measurement import Measurement, measure
 from profiler.profiling import ProfileError, profile
@@ -15,6 +15,7 @@ __all__ = [
     "Handle",
     "Infeasible",
     "Measurement",
+    "NothingFound",
     "Plan",
     "PlanMismatch",
     "PlannedStage",

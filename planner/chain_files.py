@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.documents import refusal_document
-from planner.planning import Infeasible, feasible_solution
+from planner.planning import NoPlan, feasible_solution
 from planner.sizes import parse_bytes
 from solvers import Chain, Replay, Schedule, Solution, keep_all, replay
 
@@ -60,7 +60,7 @@ def solution_file(document: Mapping[str, Any], schedule: Schedule) -> dict[str, 
     return {"format": SOLUTION_FORMAT, "version": SOLUTION_VERSION, **document, "schedule": schedule.to_list()}
 
 
-def chain_refusal(refusal: Infeasible, chain: Chain) -> dict[str, Any]:
+def chain_refusal(refusal: NoPlan, chain: Chain) -> dict[str, Any]:
     """The refusal document of a chain problem."""
     whole = keep_all_replay(chain)
     return refusal_document(
@@ -71,7 +71,9 @@ def chain_refusal(refusal: Infeasible, chain: Chain) -> dict[str, Any]:
     )
 
 
-def _document(chain: Chain, solution: Solution, schedule: Schedule, whole: Replay, budget_bytes: int) -> dict[str, Any]:
+def _document(
+    chain: Chain, solution: Solution[Schedule], schedule: Schedule, whole: Replay, budget_bytes: int
+) -> dict[str, Any]:
     replayed = replay(chain, schedule)
     stages = _stage_documents(chain, schedule, replayed)
     return {

@@ -14,24 +14,24 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand, TyperGroup
 
-from planner.planning import Infeasible
+from planner.planning import NoPlan
 
 WRONG_INPUT = 2
-INFEASIBLE = 3
+NO_PLAN = 3
 PLAIN_WIDTH = 100  # columns where the output is no terminal
 
 Report = Callable[[str, int, int], None]
 
 
 class Face(TyperGroup):
-    """The commands, ending as the contract says: 2 for wrong input, 3 for a budget that nothing fits."""
+    """The commands, ending as the contract says: 2 for wrong input, 3 where no plan comes out."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except Infeasible as refusal:
-            typer.echo(f"infeasible: {refusal}", err=True)
-            raise typer.Exit(INFEASIBLE) from refusal
+        except NoPlan as refusal:
+            typer.echo(f"{refusal.status}: {refusal}", err=True)
+            raise typer.Exit(NO_PLAN) from refusal
         except ValueError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(WRONG_INPUT) from error

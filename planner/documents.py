@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.comparison import ComparisonRow
 from planner.plan import Plan, PlannedStage
-from planner.planning import Infeasible
+from planner.planning import NoPlan
 from planner.training import TrainingRun
 from profiler.records import Profile
 
@@ -36,9 +36,7 @@ _OF_PLAN = (
 _UNKNOWN_WITHOUT_PLAN = (
     "predicted_peak_bytes",
     "predicted_seconds",
-    "lower_bound_seconds",
     "gap",
-    "solve_seconds",
     "recomputed_seconds",
 )
 
@@ -55,24 +53,26 @@ def _stage_document(stage: PlannedStage) -> dict[str, Any]:
 
 
 def refusal_document(
-    refusal: Infeasible, *, unplanned_peak_bytes: int, unplanned_seconds: float, resident_bytes: int
+    refusal: NoPlan, *, unplanned_peak_bytes: int, unplanned_seconds: float, resident_bytes: int
 ) -> dict[str, Any]:
-    """What ``solve --json`` says where no schedule fits: the smallest feasible budget and what forces it."""
+    """What ``solve --json`` says where there is no schedule: the smallest feasible budget known, and what forces it."""
     return {
         "solver": refusal.solver,
-        "status": "infeasible",
+        "status": refusal.status,
         "budget_bytes": refusal.budget_bytes,
         "minimum_budget_bytes": refusal.minimum_budget_bytes,
         "reason": refusal.reason,
         "unplanned_peak_bytes": unplanned_peak_bytes,
         "unplanned_seconds": unplanned_seconds,
         "resident_bytes": resident_bytes,
+        "lower_bound_seconds": refusal.lower_bound_seconds,
+        "solve_seconds": refusal.solve_seconds,
         **dict.fromkeys(_UNKNOWN_WITHOUT_PLAN),
         "stages": [],
     }
 
 
-def profile_refusal(refusal: Infeasible, profile: Profile) -> dict[str, Any]:
+def profile_refusal(refusal: NoPlan, profile: Profile) -> dict[str, Any]:
     """The refusal document of a profile's planning."""
     return refusal_document(
         refusal,

@@ -2,37 +2,96 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
+from typing import ClassVar, Literal, TypeVar
 
 from planner.cost_model import chain_of
 from planner.plan import Decision, Plan, PlannedStage
 from planner.program import program_of
-from planner.sizes import format_bytes, parse_bytes
+from planner.sizes import format_bytes, format_seconds, parse_bytes
 from profiler.records import Profile, StageRecord
 from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
+from solvers.graph_schedule import GraphSchedule
 from solvers.simulator import Replay
 
+AnySchedule = TypeVar("AnySchedule", Schedule, GraphSchedule)
 
-class Infeasible(ValueError):
-    """No schedule fits the budget.
+
+class NoPlan(ValueError):
+    """No schedule came out, and what is known instead.
 
     Attributes:
-        minimum_budget_bytes: the smallest budget that the solver can meet.
-        reason: the stage and moment that force it.
+        status: ``infeasible`` (proven) or ``unknown``.
+        minimum_budget_bytes: the smallest budget that is known to be feasible.
+        reason: the stage and moment, or the node, that force it.
         solver: the method that was asked.
         budget_bytes: what was asked for.
+        lower_bound_seconds: of a whole step; None where nothing finite is known.
+        solve_seconds: time that the solver took; None where it is not known.
     """
 
-    def __init__(self, *, minimum_budget_bytes: int, reason: str, solver: str, budget_bytes: int) -> None:
+    status: ClassVar[Literal["infeasible", "unknown"]]
+
+    def __init__(
+        self,
+        *,
+        minimum_budget_bytes: int,
+        reason: str,
+        solver: str,
+        budget_bytes: int,
+        lower_bound_seconds: float | None = None,
+        solve_seconds: float | None = None,
+    ) -> None:
         self.minimum_budget_bytes = minimum_budget_bytes
         self.reason = reason
         self.solver = solver
         self.budget_bytes = budget_bytes
-        super().__init__(
-            f"budget: expected at least {minimum_budget_bytes} bytes ({format_bytes(minimum_budget_bytes)}) for solver "
-            f"{solver!r}, got {budget_bytes} ({format_bytes(budget_bytes)}): {reason}; "
-            "raise the budget, make the batch smaller or try solver 'auto'"
+        self.lower_bound_seconds = lower_bound_seconds
+        self.solve_seconds = solve_seconds
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def _asked(self) -> str:
+        return f"{self.budget_bytes} ({format_bytes(self.budget_bytes)}) with solver {self.solver!r}"
+
+    @property
+    def _known(self) -> str:
+        return f"{self.minimum_budget_bytes} bytes ({format_bytes(self.minimum_budget_bytes)})"
+
+    @property
+    def _or_auto(self) -> str:
+        return "" if self.solver == "auto" else " or try solver 'auto'"
+
+
+class Infeasible(NoPlan):
+    """No schedule fits the budget; ``minimum_budget_bytes`` is the smallest one that the solver can meet."""
+
+    status = "infeasible"
+
+    def _message(self) -> str:
+        return (
+            f"budget: expected at least {self._known}, the least known to be enough, got {self._asked}: {self.reason}; "
+            f"raise the budget, make the batch smaller{self._or_auto}"
+        )
+
+
+class NothingFound(NoPlan):
+    """The search ended without a schedule, and without a proof that there is none."""
+
+    status = "unknown"
+
+    def _message(self) -> str:
+        spent = "" if self.solve_seconds is None else f" in {format_seconds(self.solve_seconds)}"
+        bound = "" if self.lower_bound_seconds is None else f", any would take {self.lower_bound_seconds:.6g} s or more"
+        return (
+            f"budget: expected a schedule within it, got none{spent} for {self._asked}; it is not proven that there is "
+            f"none{bound}; the smallest budget known to be feasible is {self._known}: {self.reason}; "
+            f"allow more time, raise the budget{self._or_auto}"
         )
 
 
@@ -62,26 +121,42 @@ def solve(
         profile = Profile.load(profile)
     budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
     chain = chain_of(profile)
-    solution = feasible_solution(chain, budget_bytes, solver, time_limit_seconds)
+    beside = profile.unplanned_seconds - chain.unplanned_seconds
+    solution = feasible_solution(chain, budget_bytes, solver, time_limit_seconds, beside_seconds=beside)
     return plan_of(profile, chain, solution, budget_bytes)
 
 
-def feasible_solution(chain: Chain, budget_bytes: int, solver: str, time_limit_seconds: float | None) -> Solution:
-    """The solver's answer for a chain; raises Infeasible where it has none."""
+def feasible_solution(
+    chain: Chain, budget_bytes: int, solver: str, time_limit_seconds: float | None, *, beside_seconds: float = 0.0
+) -> Solution[Schedule]:
+    """The solver's answer for a chain; raises Infeasible where it has none.
+
+    ``beside_seconds`` of a step lie outside the chain: a refusal's bound has them.
+    """
     problem = Problem(chain=chain, budget_bytes=budget_bytes)
     solution = solve_chain(problem, solver=solver, time_limit_seconds=time_limit_seconds)
-    if solution.schedule is None:
-        assert solution.shortage is not None
-        raise Infeasible(
-            minimum_budget_bytes=solution.shortage.minimum_budget_bytes,
-            reason=solution.shortage.reason,
-            solver=solver,
-            budget_bytes=budget_bytes,
-        )
-    return solution
+    return with_schedule(solution, budget_bytes, solver, beside_seconds=beside_seconds)
 
 
-def plan_of(profile: Profile, chain: Chain, solution: Solution, budget_bytes: int) -> Plan:
+def with_schedule(
+    solution: Solution[AnySchedule], budget_bytes: int, solver: str, *, beside_seconds: float = 0.0
+) -> Solution[AnySchedule]:
+    """The solution itself; raises Infeasible or NothingFound where it has no schedule."""
+    if solution.schedule is not None:
+        return solution
+    assert solution.shortage is not None
+    bound = solution.lower_bound_seconds + beside_seconds
+    raise (Infeasible if solution.status == "infeasible" else NothingFound)(
+        minimum_budget_bytes=solution.shortage.minimum_budget_bytes,
+        reason=solution.shortage.reason,
+        solver=solver,
+        budget_bytes=budget_bytes,
+        lower_bound_seconds=bound if math.isfinite(bound) else None,
+        solve_seconds=solution.solve_seconds,
+    )
+
+
+def plan_of(profile: Profile, chain: Chain, solution: Solution[Schedule], budget_bytes: int) -> Plan:
     """Bind a feasible solution to the profile's stage names and state its claims."""
     assert solution.schedule is not None and solution.gap is not None
     assert solution.status in ("optimal", "feasible")

@@ -51,6 +51,8 @@ class Shortage:
         """One sentence for a person."""
         if self.moment == "optimizer":
             return f"the optimizer step alone needs {self.minimum_budget_bytes} bytes"
+        if self.moment == "run":
+            return f"running node {self.stage!r} needs {self.minimum_budget_bytes} bytes in the leanest schedule known"
         return f"the {self.moment} of stage {self.stage!r} needs {self.minimum_budget_bytes} bytes"
 
 
