@@ -27,12 +27,16 @@ class _Style(NamedTuple):
 _STYLES = {
     "rotor": _Style("#0072B2", ".", 5, True),
     "ilp": _Style("#D55E00", "v", 8, True),
-    "auto": _Style("#56B4E9", "x", 8, True),
+    "auto": _Style("#0072B2", "x", 8, True),
     "exhaustive": _Style("#F0E442", "P", 8, True),
     "keep_all": _Style("#009E73", "s", 11, False),
     "recompute_all": _Style("#CC79A7", "^", 10, True),
     "chen_sqrt": _Style("#E69F00", "D", 8, True),
     "chen_greedy": _Style("#8B4513", "o", 13, False),
+    "demand": _Style("#009E73", "s", 9, False),
+    "lower_sets": _Style("#E69F00", "D", 6, True),
+    "hierarchy": _Style("#CC79A7", "^", 7, True),
+    "moments": _Style("#D55E00", "o", 6, False),
 }
 _OTHER = _Style("#444444", "+", 8, True)
 
@@ -89,9 +93,9 @@ def pareto_figure(frame: pd.DataFrame, *, title: str = "", budget_bytes: int | N
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _set_limits(axes, [*curves.values(), *([unplanned] if unplanned else [])], bound)
-    _draw_infeasible(axes, curves)
+    _draw_infeasible(axes, curves, bound)
     if bound is not None:
-        axes.plot(*bound, color="#555555", linestyle="--", linewidth=1.4, label="lower bound", zorder=2)
+        _draw_bound(axes, bound)
     for solver, curve in curves.items():
         _draw_solver(axes, solver, curve)
     if unplanned is not None:
@@ -123,19 +127,36 @@ def _curves(frame: pd.DataFrame, units: _Units) -> dict[str, _Curve]:
 
 
 def _set_limits(axes: Axes, curves: list[_Curve], bound: _Curve | None) -> None:
-    memory = [x for curve in curves for x in curve.memory]
+    memory = [x for curve in [*curves, *([bound] if bound else [])] for x in curve.memory]
     time = [y for curve in curves for y in curve.time]
     left, right, high = min(memory), max(memory), max(time)
     low = min(time + (bound.time if bound else []))
-    width, height = (right - left) or 0.2 * right, (high - low) or 0.2 * high
+    width, height = (right - left) or 0.2 * right or 1.0, (high - low) or 0.2 * high or 1.0
     axes.set_xlim(max(0.0, left - 0.14 * width), right + 0.06 * width)
     axes.set_ylim(max(0.0, low - 0.08 * height), high + 0.12 * height)
 
 
-def _draw_infeasible(axes: Axes, curves: dict[str, _Curve]) -> None:
+def _draw_infeasible(axes: Axes, curves: dict[str, _Curve], bound: _Curve | None) -> None:
+    """Where no plan fits, and where one may but none is known: between the bound's first budget and the first plan."""
     smallest = min(curve.memory[0] for curve in curves.values())
-    axes.axvspan(axes.get_xlim()[0], smallest, facecolor="#C03030", alpha=0.10, linewidth=0, label="no plan fits")
+    proven = smallest if bound is None else min(smallest, bound.memory[0])
+    axes.axvspan(axes.get_xlim()[0], proven, facecolor="#C03030", alpha=0.16, linewidth=0, label="no plan fits")
+    if proven < smallest:
+        axes.axvspan(proven, smallest, facecolor="#C03030", alpha=0.07, linewidth=0, label="no plan known")
     axes.axvline(smallest, color="#C03030", linewidth=0.8, alpha=0.6)
+
+
+def _draw_bound(axes: Axes, bound: _Curve) -> None:
+    """Steps to the left: what is proven for a budget holds for every smaller one, up to the next proof."""
+    axes.plot(
+        *bound,
+        color="#555555",
+        drawstyle="steps-pre",
+        linestyle="--",
+        linewidth=1.4,
+        label="lower bound",
+        zorder=2,
+    )
 
 
 def _draw_solver(axes: Axes, solver: str, curve: _Curve) -> None:
@@ -167,9 +188,10 @@ def _add_ratios(axes: Axes, memory: list[float], time: list[float]) -> None:
     if plain > 0:
         right = axes.secondary_yaxis("right", functions=_scaled(1 / plain))
         right.set_ylabel("times the unplanned step")
-    top = axes.secondary_xaxis("top", functions=_scaled(100 / whole))
-    top.set_xlabel("% of the unplanned peak", fontsize="small")
-    top.tick_params(labelsize="small")
+    if whole > 0:
+        top = axes.secondary_xaxis("top", functions=_scaled(100 / whole))
+        top.set_xlabel("% of the unplanned peak", fontsize="small")
+        top.tick_params(labelsize="small")
 
 
 def _scaled(factor: float) -> tuple[Any, Any]:

@@ -69,6 +69,24 @@ def test_the_infeasible_part_ends_at_the_smallest_peak():
     assert region.get_extents().transformed(axes.transData.inverted()).x1 == pytest.approx(40)
 
 
+def test_between_the_first_bound_and_the_smallest_peak_no_plan_is_known():
+    axes = pareto_figure(frame_of(*ROWS, ("lower_bound", 25, 0.02))).axes[0]
+    regions = {patch.get_label(): patch.get_extents().transformed(axes.transData.inverted()) for patch in axes.patches}
+    assert regions["no plan fits"].x1 == pytest.approx(25)
+    assert (regions["no plan known"].x0, regions["no plan known"].x1) == pytest.approx((25, 40))
+    assert axes.get_xlim()[0] < 25
+
+
+def test_the_bound_steps_to_the_left():
+    """What is proven for a budget holds for smaller ones; between two of them no more is proven."""
+    assert lines(pareto_figure(frame_of(*ROWS)))["lower bound"].get_drawstyle() == "steps-pre"
+
+
+def test_a_problem_without_bytes_or_seconds_can_be_drawn():
+    axes = pareto_figure(frame_of(("none", 0, 0.0), ("auto", 0, 0.0))).axes[0]
+    assert axes.get_xlim()[0] <= 0 < axes.get_xlim()[1]
+
+
 def test_large_models_are_drawn_in_gib_and_seconds():
     rows = [(solver, peak, seconds * 1000) for solver, peak, seconds in ROWS]
     figure = pareto_figure(frame_of(*rows, scale=GIB), budget_bytes=55 * GIB)
