@@ -9,14 +9,16 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import RenderableType
 
-from planner import Infeasible, Plan, Profile, Workload, chain_files, curves, documents, plots, report
+from planner import Infeasible, Plan, Profile, Workload, curves, documents, plots, problem_files, report, solution_files
 from planner.cli_demo import run_demo
 from planner.cli_shell import Face, ManyValues, check_folder, note, show, show_json, working
 from planner.comparison import ILP_SECONDS, compare_solvers
+from planner.graph_files import SOLUTION_FORMAT as GRAPH_SOLUTION
 from planner.plan import FORMAT as PLAN_FORMAT
 from planner.plan import VERSION as PLAN_VERSION
-from planner.planning import solve
+from planner.planning import NoPlan
 from planner.sizes import format_bytes, parse_bytes
 from planner.targets import load_target, parse_settings
 from planner.training import train_planned
@@ -24,9 +26,8 @@ from profiler.files import read_document, write_document, write_whole
 from profiler.profiling import profile
 from profiler.records import FORMAT as PROFILE_FORMAT
 from profiler.records import VERSION as PROFILE_VERSION
-from solvers import Chain, solver_names
-from solvers.chain import FORMAT as CHAIN_FORMAT
-from solvers.chain import VERSION as CHAIN_VERSION
+from solvers import solver_names
+from solvers.graph_suite import DEFAULT_GAP, graph_solver_names
 
 app = typer.Typer(
     cls=Face,
@@ -42,6 +43,13 @@ Settings = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="Move the model there first: cpu, cuda, cuda:1, ...")]
 BudgetText = Annotated[str, typer.Option("--budget", help="8GiB, 8GB, 512MiB, bytes, or 70% of the unplanned peak.")]
+SolverName = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help=f"Of a profile or a chain: {', '.join(solver_names())}. Of a graph: {', '.join(graph_solver_names())}.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")]
 TimeLimit = Annotated[float | None, typer.Option(help="Seconds for solvers that search.")]
 Out = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
@@ -79,49 +87,64 @@ def profile_command(
 
 @app.command("solve")
 def solve_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile, or a chain problem.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile, a chain problem or a graph problem.")],
     budget: BudgetText,
-    solver: Annotated[str, typer.Option(help=f"One of {', '.join(solver_names())}.")] = "auto",
+    solver: SolverName = "auto",
     time_limit: TimeLimit = None,
+    gap: Annotated[
+        float | None,
+        typer.Option(help=f"Graphs only: the search ends this close to the bound, a share ({DEFAULT_GAP:g} if unset)."),
+    ] = None,
     output: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Choose what to keep and what to recompute so that the step's true peak stays within the budget."""
+    """Choose what to keep and what to recompute so that the step's true peak stays within the budget.
+
+    FILE is a profile (planner profile -o), or a problem file: "format": "planner-chain" or "planner-graph". Ctrl-C ends
+    the search of a graph with the best plan so far.
+    """
     check_folder(output)
-    source = _profile_or_chain(file)
+    source = problem_files.read_source(file)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            document, saved = _solve(source, budget, solver, time_limit)
-    except Infeasible as refusal:
+            document, saved = problem_files.solve_source(
+                source, budget, solver=solver, time_limit_seconds=time_limit, gap=gap
+            )
+    except NoPlan as refusal:
         if as_json:
-            refused = documents.profile_refusal if isinstance(source, Profile) else chain_files.chain_refusal
-            show_json(refused(refusal, source))  # type: ignore[arg-type]  # each takes its own kind of source
+            show_json(problem_files.refusal_of(refusal, source))
         raise
+    if document.get("interrupted"):
+        note("interrupted: best plan so far")
     if output is not None:
         write_document(output, saved)
     if as_json:
         show_json(document)
     else:
-        show(report.plan_report(document))
+        show(_report(document, saved["format"]))
     _say_written(output)
 
 
 @app.command("pareto")
 def pareto_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile, a chain problem or a graph problem.")],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Picture: .png, .svg or .pdf.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Table of every point.")] = None,
-    time_limit: TimeLimit = None,
+    time_limit: Annotated[
+        float | None, typer.Option(help=f"Seconds for all searches together; {curves.GRAPH_SECONDS:g} for a graph.")
+    ] = None,
 ) -> None:
     """Draw every solver's memory/time curve, the unplanned point and the lower bound."""
     check_folder(output)
     check_folder(csv)
     if output is not None:
         plots.check_picture(output)
-    source = Profile.load(file)
+    source = problem_files.read_source(file)
     with contextlib.redirect_stdout(sys.stderr):
         frame = curves.pareto(source, time_limit_seconds=time_limit)
-    title = f"{source.model_class} on {source.device} ({source.device_name})"
+    if frame.attrs.get("left_out"):
+        note(f"left out: {', '.join(frame.attrs['left_out'])}; they come to their turn with a larger --time-limit")
+    title = problem_files.title_of(source, file)
     if csv is not None:
         write_whole(csv, frame.to_csv(index=False))
     if output is not None:
@@ -177,13 +200,19 @@ def compare_command(
 
 
 @app.command("show")
-def show_command(file: Annotated[Path, typer.Argument(metavar="FILE", help="A plan; or a profile.")]) -> None:
+def show_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A plan or a solution that solve wrote; or a profile.")],
+) -> None:
     """Print a plan file as a table."""
-    document = read_document(file, {PLAN_FORMAT: PLAN_VERSION, PROFILE_FORMAT: PROFILE_VERSION})
-    if document["format"] == PLAN_FORMAT:
+    own = {PLAN_FORMAT: PLAN_VERSION, PROFILE_FORMAT: PROFILE_VERSION}
+    document = read_document(file, own | solution_files.FORMATS)
+    if document["format"] == PROFILE_FORMAT:
+        show(report.profile_report(Profile.load(file)))
+    elif document["format"] == PLAN_FORMAT:
         show(report.plan_report(documents.plan_document(Plan.load(file))))
     else:
-        show(report.profile_report(Profile.load(file)))
+        solution_files.check_solution(document, str(file))
+        show(_report(document, document["format"]))
 
 
 @app.command("demo")
@@ -206,22 +235,8 @@ def _workload(target: str, settings: list[str] | None, device: str | None) -> Wo
         ) from error
 
 
-def _profile_or_chain(file: Path) -> Profile | Chain:
-    document = read_document(file, {PROFILE_FORMAT: PROFILE_VERSION, CHAIN_FORMAT: CHAIN_VERSION})
-    if document["format"] == CHAIN_FORMAT:
-        return chain_files.chain_from(document, str(file))
-    return Profile.from_document(document, str(file))
-
-
-def _solve(
-    source: Profile | Chain, budget: str, solver: str, time_limit: float | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The document to show, and the one to save."""
-    if isinstance(source, Profile):
-        plan = solve(source, budget, solver=solver, time_limit_seconds=time_limit)
-        return documents.plan_document(plan), plan.to_document()
-    document, schedule = chain_files.solve_chain_document(source, budget, solver=solver, time_limit_seconds=time_limit)
-    return document, chain_files.solution_file(document, schedule)
+def _report(document: dict[str, Any], kind: str) -> RenderableType:
+    return report.graph_report(document) if kind == GRAPH_SOLUTION else report.plan_report(document)
 
 
 def _fail_if_infeasible(document: dict[str, Any]) -> None:

@@ -1,66 +1,140 @@
-"""Curves: every solver's memory/time frontier for one profile, as a table."""
+"""Curves: every solver's memory/time frontier for one profile, chain or graph, as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from planner.chain_files import keep_all_replay
 from planner.cost_model import chain_of
+from planner.graph_files import unplanned_replay
+from planner.problem_files import Source, read_source
 from profiler.records import Profile
 from solvers import Chain, Solution
 from solvers import frontier as solver_frontier
+from solvers.graph import Graph
+from solvers.graph_bound import graph_bound_seconds, smallest_working_set
+from solvers.graph_suite import GraphSolution, graph_frontier, graph_solver_names
+from solvers.liveness import IndexedGraph
 from solvers.lower_bound import bound_seconds
 
 COLUMNS = ("solver", "budget_bytes", "peak_bytes", "seconds", "lower_bound_seconds", "status", "solve_seconds")
 SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "rotor")
+GRAPH_SOLVERS = ("auto", "moments", "hierarchy", "lower_sets", "demand")  # those of them that there are
+GRAPH_SECONDS = 45.0  # for all methods of a graph together: the whole command then takes about a minute
+_SHARES = {"auto": 4, "moments": 2}  # of the time; the others mostly need less than one share
 BOUND_POINTS = 40
+
+Row = dict[str, Any]
 
 
 def pareto(
-    profile: Profile | str | Path, *, solvers: Sequence[str] = SOLVERS, time_limit_seconds: float | None = None
+    problem: Source | str | Path, *, solvers: Sequence[str] | None = None, time_limit_seconds: float | None = None
 ) -> pd.DataFrame:
     """The memory/time frontier of every solver.
 
     Args:
-        profile: a Profile or the path of its file.
-        solvers: methods to draw; ``ilp`` solves a handful of budgets one by one.
-        time_limit_seconds: for methods that search.
+        problem: a Profile, a Chain, a Graph, or the path of its file.
+        solvers: methods to draw; None: the quick ones. ``ilp`` solves a handful of budgets one by one.
+        time_limit_seconds: for methods that search; all methods of a graph share it (45 where None).
 
     Returns:
         One row per point. Columns: ``solver``, ``budget_bytes`` (the smallest
         budget that the point answers), ``peak_bytes``, ``seconds`` (of the whole step),
         ``lower_bound_seconds``, ``status``, ``solve_seconds``. The rows of
-        ``lower_bound`` have no peak: no plan of these stages within that
-        budget is faster; the row ``none`` is the unplanned model.
+        ``lower_bound`` have no peak: no plan of these stages (no schedule of a graph) within that
+        budget is faster; none at all fits below a graph's first one. The row ``none`` is the unplanned
+        model. ``attrs["left_out"]`` names methods of a graph that came to no turn, by Ctrl-C or for want of time.
     """
-    if not isinstance(profile, Profile):
-        profile = Profile.load(profile)
-    chain = chain_of(profile)
-    beside = profile.unplanned_seconds - chain.unplanned_seconds
-    rows = [_unplanned(profile)]
-    for name in solvers:
+    source = problem if isinstance(problem, Profile | Chain | Graph) else read_source(problem)
+    if isinstance(source, Graph):
+        return _graph_curves(source, solvers, time_limit_seconds)
+    chain = chain_of(source) if isinstance(source, Profile) else source
+    unplanned = _unplanned_profile(source) if isinstance(source, Profile) else _unplanned_chain(source)
+    beside = unplanned["seconds"] - chain.unplanned_seconds
+    rows = [unplanned]
+    for name in solvers or SOLVERS:
         rows += [_row(s, beside, name) for s in solver_frontier(chain, name, time_limit_seconds)]
-    rows += _bound_rows(chain, rows, beside)
+    peaks = [row["peak_bytes"] for row in rows]
+    rows += _bound_rows(_even(min(peaks), max(peaks)), lambda budget: bound_seconds(chain, budget) + beside)
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def _unplanned(profile: Profile) -> dict[str, Any]:
+def _graph_curves(graph: Graph, solvers: Sequence[str] | None, time_limit_seconds: float | None) -> pd.DataFrame:
+    whole = unplanned_replay(graph)
+    names = list(solvers or (name for name in GRAPH_SOLVERS if name in graph_solver_names()))
+    found, left_out = _graph_solutions(graph, names, _limit(time_limit_seconds))
+    rows = [_unplanned(whole.peak_bytes, whole.seconds), *(_row(solution, 0.0, name) for name, solution in found)]
+    rows += _graph_bound_rows(graph, rows)
+    frame = pd.DataFrame(rows, columns=list(COLUMNS))
+    frame.attrs["left_out"] = left_out
+    return frame
+
+
+def _graph_solutions(
+    graph: Graph, names: list[str], time_limit_seconds: float
+) -> tuple[list[tuple[str, GraphSolution]], list[str]]:
+    """Every method's solutions, and the methods that came to no turn."""
+    deadline, found = time.perf_counter() + time_limit_seconds, []
+    for k, name in enumerate(names):
+        left = deadline - time.perf_counter()
+        if left <= 0 or any(solution.interrupted for _, solution in found):
+            return found, names[k:]
+        share = _SHARES.get(name, 1) / sum(_SHARES.get(other, 1) for other in names[k:])
+        found += [(name, solution) for solution in graph_frontier(graph, name, left * share)]
+    return found, []
+
+
+def _limit(seconds: float | None) -> float:
+    if seconds is None:
+        return GRAPH_SECONDS
+    if not seconds > 0:
+        raise ValueError(
+            f"a time limit: expected seconds above zero, got {seconds!r}; leave it out for {GRAPH_SECONDS:g}"
+        )
+    return seconds
+
+
+def _graph_bound_rows(graph: Graph, rows: list[Row]) -> list[Row]:
+    """The quick bound over the budgets, lifted to what the solutions proved: a bound holds for smaller budgets too."""
+    indexed = IndexedGraph(graph)
+    proven = [(row["peak_bytes"], row["lower_bound_seconds"]) for row in rows]
+    budgets = {*_even(smallest_working_set(indexed)[0], max(peak for peak, _ in proven)), *(peak for peak, _ in proven)}
+
+    def bound(budget: int) -> float:
+        return max([graph_bound_seconds(indexed, budget), *(seconds for peak, seconds in proven if peak >= budget)])
+
+    return list(_bound_rows(sorted(budgets), bound))
+
+
+def _unplanned_profile(profile: Profile) -> Row:
+    return _unplanned(profile.unplanned_peak_bytes, profile.unplanned_seconds)
+
+
+def _unplanned_chain(chain: Chain) -> Row:
+    whole = keep_all_replay(chain)
+    return _unplanned(whole.peak_bytes, whole.seconds)
+
+
+def _unplanned(peak_bytes: int, seconds: float) -> Row:
     return {
         "solver": "none",
-        "budget_bytes": profile.unplanned_peak_bytes,
-        "peak_bytes": profile.unplanned_peak_bytes,
-        "seconds": profile.unplanned_seconds,
-        "lower_bound_seconds": profile.unplanned_seconds,
+        "budget_bytes": peak_bytes,
+        "peak_bytes": peak_bytes,
+        "seconds": seconds,
+        "lower_bound_seconds": seconds,
         "status": "optimal",
         "solve_seconds": 0.0,
     }
 
 
-def _row(solution: Solution, beside: float, name: str) -> dict[str, Any]:
+def _row(solution: Solution[Any], beside: float, name: str) -> Row:
     assert solution.peak_bytes is not None and solution.seconds is not None
     return {
         "solver": name,
@@ -73,13 +147,18 @@ def _row(solution: Solution, beside: float, name: str) -> dict[str, Any]:
     }
 
 
-def _bound_rows(chain: Chain, rows: list[dict[str, Any]], beside: float) -> Iterator[dict[str, Any]]:
-    budgets = [row["peak_bytes"] for row in rows]
-    for budget in np.linspace(min(budgets), max(budgets), BOUND_POINTS, dtype=np.int64):
-        seconds = bound_seconds(chain, int(budget)) + beside
+def _even(low: int, high: int) -> list[int]:
+    return [int(budget) for budget in np.linspace(low, high, BOUND_POINTS, dtype=np.int64)]
+
+
+def _bound_rows(budgets: Iterable[int], bound: Callable[[int], float]) -> Iterator[Row]:
+    for budget in budgets:
+        seconds = bound(budget)
+        if not math.isfinite(seconds):
+            continue
         yield {
             "solver": "lower_bound",
-            "budget_bytes": int(budget),
+            "budget_bytes": budget,
             "peak_bytes": None,
             "seconds": seconds,
             "lower_bound_seconds": seconds,

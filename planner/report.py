@@ -22,6 +22,7 @@ _MEANINGS = {
     "segment": "segment: not even its input is kept; it runs again after the stages before it",
 }
 _NOTHING = "-"
+_NODES_SHOWN = 20  # of a graph: what fits a screen
 
 
 def plan_report(document: Mapping[str, Any]) -> RenderableType:
@@ -30,6 +31,20 @@ def plan_report(document: Mapping[str, Any]) -> RenderableType:
     used = [decision for decision in _MEANINGS if any(stage["decision"] == decision for stage in stages)]
     legend = facts([("", _MEANINGS[decision]) for decision in used])
     return Group(_plan_table(document), legend, "", facts(_claims(document)))
+
+
+def graph_report(document: Mapping[str, Any]) -> RenderableType:
+    """A graph's solution: its claims, and the nodes that run more than once, most seconds first."""
+    again = [node for node in document["stages"] if node["runs"] > 1]
+    claims = facts(_claims(document, "node"))
+    if not again:
+        return claims
+    shown = sorted(again, key=lambda node: -node["extra_seconds"])[:_NODES_SHOWN]
+    title = f"Nodes that run more than once: {len(shown)} of {len(again)}, most extra time first"
+    table = _table(title, ["node"], ["runs", "extra time"])
+    for node in shown:
+        table.add_row(escape(node["name"]), str(node["runs"]), _ms(node["extra_seconds"]))
+    return Group(claims, "", table)
 
 
 def _plan_table(document: Mapping[str, Any]) -> Table:
@@ -49,20 +64,23 @@ def _plan_table(document: Mapping[str, Any]) -> Table:
     return table
 
 
-def _claims(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _claims(document: Mapping[str, Any], part: str = "stage") -> list[tuple[str, str]]:
+    """What a plan promises; its parts are called stages, or nodes."""
     peak, budget, whole = (document[f"{n}_bytes"] for n in ("predicted_peak", "budget", "unplanned_peak"))
     again = [stage for stage in document["stages"] if stage["runs"] > 1]
     extra_runs = sum(stage["runs"] - 1 for stage in again)
+    of_all = f" of {len(document['stages'])}" if part == "node" else ""
     ops = f", {document['recomputed_ops']} ops" if "recomputed_ops" in document else ""
+    held = "parameters, optimizer states, batch" if part == "stage" else "alive throughout"
     solved = format_seconds(document["solve_seconds"])
     return [
         ("predicted peak", f"{_both(peak)}: {_share(peak, whole)} of the unplanned {format_bytes(whole)}"),
         ("budget", f"{_both(budget)}: {format_bytes(budget - peak)} to spare"),
         ("predicted time", _times(document)),
-        ("recomputed", f"{_count(extra_runs, 'extra run')} of {_count(len(again), 'stage')}{ops}"),
+        ("recomputed", f"{_count(extra_runs, 'extra run')} of {_count(len(again), part)}{of_all}{ops}"),
         ("solver", f"{document['solver']}, in {solved}"),
-        ("status", _status(document)),
-        ("resident", f"{format_bytes(document['resident_bytes'])} (parameters, optimizer states, batch)"),
+        ("status", _status(document, "plan of these stages" if part == "stage" else "schedule of this graph")),
+        ("resident", f"{format_bytes(document['resident_bytes'])} ({held})"),
     ]
 
 
@@ -71,11 +89,11 @@ def _times(document: Mapping[str, Any]) -> str:
     return f"{format_seconds(planned)}: {document['slowdown']:.2f} x the unplanned {format_seconds(plain)}"
 
 
-def _status(document: Mapping[str, Any]) -> str:
-    bound = format_seconds(document["lower_bound_seconds"])
+def _status(document: Mapping[str, Any], what: str) -> str:
+    bound = f"no {what} within the budget takes less than {format_seconds(document['lower_bound_seconds'])}"
     if document["status"] == "optimal":
-        return f"optimal: no plan of these stages within the budget is faster (bound {bound})"
-    return f"feasible: at most {document['gap']:.1%} from the fastest possible (bound {bound})"
+        return f"optimal: no {what} within the budget is faster"
+    return f"{document['status']}: at most {_percent(document['gap'])} of the time could be saved; {bound}"
 
 
 def profile_report(profile: Profile) -> RenderableType:
@@ -254,6 +272,11 @@ def _both(size: int) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.0%}" if whole else _NOTHING
+
+
+def _percent(part: float) -> str:
+    """One digit behind the point, more where a small part needs them."""
+    return f"{part:.1%}" if part >= 0.001 else f"{100 * part:.2g}%"
 
 
 def _count(number: int, what: str) -> str:

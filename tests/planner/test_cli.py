@@ -87,6 +87,7 @@ def test_an_infeasible_budget_exits_3_and_the_smallest_one_it_names_is_feasible(
     assert result.exit_code == 3
     assert document["status"] == "infeasible" and document["reason"]
     assert set(document) >= SOLVE_KEYS
+    assert document["lower_bound_seconds"] > 0
     assert str(document["minimum_budget_bytes"]) in result.stderr
     assert not (files / "never.json").exists()
     assert done("solve", files / "profile.json", "--budget", str(document["minimum_budget_bytes"]))
@@ -121,8 +122,16 @@ def test_an_infeasible_chain_exits_3(tmp_path):
     write_document(tmp_path / "chain.json", small_chain().to_dict())
     result = run("solve", tmp_path / "chain.json", "--budget", "2", "--json")
     assert result.exit_code == 3
-    minimum = json.loads(result.stdout)["minimum_budget_bytes"]
-    assert done("solve", tmp_path / "chain.json", "--budget", str(minimum))
+    document = json.loads(result.stdout)
+    assert document["lower_bound_seconds"] >= 12.0
+    assert done("solve", tmp_path / "chain.json", "--budget", str(document["minimum_budget_bytes"]))
+
+
+def test_show_prints_the_solution_of_a_chain_again(tmp_path):
+    write_document(tmp_path / "chain.json", small_chain().to_dict())
+    printed = done("solve", tmp_path / "chain.json", "--budget", "60%", "-o", tmp_path / "solution.json").stdout
+    assert "third" in printed
+    assert done("show", tmp_path / "solution.json").stdout == printed
 
 
 def test_pareto_writes_the_table_and_the_picture(files):
@@ -132,6 +141,16 @@ def test_pareto_writes_the_table_and_the_picture(files):
     assert {"none", "keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "rotor"} <= set(frame["solver"])
     assert (files / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "rotor" in result.stdout
+
+
+def test_pareto_of_a_chain_starts_at_the_step_that_keeps_everything(tmp_path):
+    write_document(tmp_path / "chain.json", small_chain().to_dict())
+    done("pareto", tmp_path / "chain.json", "-o", tmp_path / "curve.png", "--csv", tmp_path / "curve.csv")
+    frame = pd.read_csv(tmp_path / "curve.csv")
+    assert tuple(frame.columns) == COLUMNS
+    points = {row["solver"]: (row["peak_bytes"], row["seconds"]) for row in frame.to_dict("records")}
+    assert points["none"] == points["keep_all"] and points["none"][1] == 12.0
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_train_holds_the_prediction_against_the_measurement(files):

@@ -76,6 +76,24 @@ def test_a_solution_of_a_chain_needs_no_model(plan_document):
     assert "Solution of a chain" in text and "ops" not in line_with(text, "recomputed")
 
 
+def test_a_graph_shows_its_claims_and_the_nodes_that_cost_most():
+    names = ("name", "side", "decision", "runs", "extra_seconds")
+    again = [(f"again{k}", "forward", "recompute", 2, 0.001 * k) for k in range(1, 31)]
+    nodes = [*again, ("once", "backward", "keep", 1, 0.0)]
+    document = {
+        "solver": "moments", "status": "feasible", "budget_bytes": 90 * MIB, "predicted_peak_bytes": 80 * MIB,
+        "unplanned_peak_bytes": 160 * MIB, "predicted_seconds": 1.5, "unplanned_seconds": 1.0, "slowdown": 1.5,
+        "lower_bound_seconds": 1.4991, "gap": 0.0006, "solve_seconds": 0.02, "resident_bytes": 30 * MIB,
+        "stages": [dict(zip(names, node, strict=True)) for node in nodes],
+    }  # fmt: skip
+    text = text_of(report.graph_report(document))
+    assert "feasible: at most 0.06% of the time could be saved" in line_with(text, "status")
+    assert "no schedule of this graph within the budget takes less than 1.50 s" in " ".join(text.split())
+    assert "30 extra runs of 30 nodes of 31" in line_with(text, "recomputed")
+    assert text.index("again30") < text.index("again29") and "again11" in text
+    assert not any(line.split()[:1] in (["again10"], ["once"]) for line in text.splitlines())
+
+
 def stage(name: str, **values) -> StageRecord:
     phases = {"forward": Phase(seconds=0.00111), "backward": Phase(seconds=0.00222)}
     return StageRecord(name=name, kind="stage", **{**phases, **values})

@@ -1,0 +1,76 @@
+"""What FILE may be at the command line: a profile, a chain problem or a graph problem; each read and solved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from planner import chain_files, documents, graph_files
+from planner.planning import NoPlan, solve
+from profiler.files import read_document
+from profiler.records import FORMAT as PROFILE_FORMAT
+from profiler.records import VERSION as PROFILE_VERSION
+from profiler.records import Profile
+from solvers.chain import FORMAT as CHAIN_FORMAT
+from solvers.chain import VERSION as CHAIN_VERSION
+from solvers.chain import Chain
+from solvers.graph import FORMAT as GRAPH_FORMAT
+from solvers.graph import VERSION as GRAPH_VERSION
+from solvers.graph import Graph
+
+Source: TypeAlias = Profile | Chain | Graph
+FORMATS = {PROFILE_FORMAT: PROFILE_VERSION, CHAIN_FORMAT: CHAIN_VERSION, GRAPH_FORMAT: GRAPH_VERSION}
+
+
+def read_source(path: str | Path) -> Source:
+    """The profile, chain or graph of a file; ValueError with the file's name for anything else."""
+    document = read_document(path, FORMATS)
+    if document["format"] == CHAIN_FORMAT:
+        return chain_files.chain_from(document, str(path))
+    if document["format"] == GRAPH_FORMAT:
+        return graph_files.graph_from(document, str(path))
+    return Profile.from_document(document, str(path))
+
+
+def solve_source(
+    source: Source, budget: str, *, solver: str, time_limit_seconds: float | None, gap: float | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The document of a solution, and the one to save.
+
+    Raises:
+        NoPlan: no schedule came out.
+        ValueError: a solver or an option that this kind of problem does not have, or a budget that does not parse.
+    """
+    if isinstance(source, Graph):
+        document, actions = graph_files.solve_graph_document(
+            source, budget, solver=solver, time_limit_seconds=time_limit_seconds, gap=gap
+        )
+        return document, graph_files.solution_file(document, source, actions)
+    if gap is not None:
+        kind = "a profile" if isinstance(source, Profile) else "a chain problem"
+        raise ValueError(f"--gap: expected a graph problem, whose solvers search until then, got {kind}; leave it out")
+    if isinstance(source, Profile):
+        plan = solve(source, budget, solver=solver, time_limit_seconds=time_limit_seconds)
+        return documents.plan_document(plan), plan.to_document()
+    document, schedule = chain_files.solve_chain_document(
+        source, budget, solver=solver, time_limit_seconds=time_limit_seconds
+    )
+    return document, chain_files.solution_file(document, schedule)
+
+
+def refusal_of(refusal: NoPlan, source: Source) -> dict[str, Any]:
+    """What ``solve --json`` says where no schedule came out."""
+    if isinstance(source, Graph):
+        return graph_files.graph_refusal(refusal, source)
+    if isinstance(source, Chain):
+        return chain_files.chain_refusal(refusal, source)
+    return documents.profile_refusal(refusal, source)
+
+
+def title_of(source: Source, path: Path) -> str:
+    """What a picture of it is headed with."""
+    if isinstance(source, Profile):
+        return f"{source.model_class} on {source.device} ({source.device_name})"
+    if isinstance(source, Graph):
+        return f"{path.stem}: a graph of {len(source.nodes)} nodes"
+    return f"{path.stem}: a chain of {len(source.stages)} stages"
