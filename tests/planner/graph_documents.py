@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 
-def node(name: str, inputs: str = "", *, seconds: float = 1.0, output_bytes: int = 100, side: str = "forward") -> dict:
+def node(name: str, inputs: str = "", *, output_bytes: int = 100, **fields: Any) -> dict[str, Any]:
     """A node; ``inputs`` are names with spaces between them."""
-    return {
-        "name": name, "seconds": seconds, "output_bytes": output_bytes, "transient_bytes": 0,
-        "inputs": inputs.split(), "side": side,
-    }  # fmt: skip
+    plain = {"name": name, "seconds": 1.0, "output_bytes": output_bytes, "transient_bytes": 0, "side": "forward"}
+    return {**plain, "inputs": inputs.split(), **fields}
 
 
 def document(*nodes: dict, outputs: str = "", resident_bytes: int = 0) -> dict[str, Any]:

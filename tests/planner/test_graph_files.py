@@ -29,9 +29,9 @@ def step(tmp_path):
 
 @pytest.fixture
 def deep(tmp_path):
-    """Sixteen nodes, more than the oracle takes: unplanned peak 10, no node needs more than 3."""
+    """Sixteen nodes, more than the oracle takes: unplanned peak 10,000, no node needs more than 3,000."""
     path = tmp_path / "deep.json"
-    path.write_text(json.dumps(training_graph(8).to_dict()))
+    path.write_text(json.dumps(training_graph(8, size=1000).to_dict()))
     return path
 
 
@@ -95,7 +95,7 @@ def test_an_infeasible_graph_exits_3_and_names_the_budget_and_the_node(step, tmp
 
 
 def test_nothing_found_and_nothing_ruled_out_is_no_proof(deep):
-    result = run("solve", deep, "--budget", "5", "--solver", "keep_all", "--json")
+    result = run("solve", deep, "--budget", "5000", "--solver", "keep_all", "--json")
     answer = json.loads(result.stdout)
     assert (result.exit_code, answer["status"]) == (3, "unknown")
     assert answer["lower_bound_seconds"] >= 24.0
@@ -208,9 +208,19 @@ def test_pareto_of_a_graph_has_the_columns_curves_and_a_bound_below_them(step, t
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_bound_starts_at_the_largest_op_and_the_plans_where_they_fit(tmp_path):
+    """Each of two outputs needs 400 alone, and the second one beside the first 500."""
+    problem = document(node("u", transient_bytes=300), node("v", transient_bytes=300), outputs="u v")
+    (tmp_path / "two.json").write_text(json.dumps(problem))
+    done("pareto", tmp_path / "two.json", "--csv", tmp_path / "curve.csv", "--time-limit", "4")
+    rows = pd.read_csv(tmp_path / "curve.csv").to_dict("records")
+    assert min(row["budget_bytes"] for row in rows if row["solver"] == "lower_bound") == 400
+    assert min(row["budget_bytes"] for row in rows if row["solver"] != "lower_bound") == 500
+
+
 def test_pareto_names_what_came_to_no_turn(deep, tmp_path):
     result = done("pareto", deep, "--csv", tmp_path / "curve.csv", "--time-limit", "0.001")
-    assert "left out: moments" in result.stderr and "--time-limit" in result.stderr
+    assert "left out: lower_sets" in result.stderr and "--time-limit" in result.stderr
     assert "seconds above zero" in refused("pareto", deep, "--time-limit", "0")
 
 
