@@ -40,6 +40,8 @@ _STYLES = {
 }
 _OTHER = _Style("#444444", "+", 8, True)
 
+_TALLEST = 3.0  # times the fastest plan; the few slower ones at the smallest budgets would flatten all else
+
 
 class _Units(NamedTuple):
     bytes_name: str
@@ -98,6 +100,7 @@ def pareto_figure(frame: pd.DataFrame, *, title: str = "", budget_bytes: int | N
         _draw_bound(axes, bound)
     for solver, curve in curves.items():
         _draw_solver(axes, solver, curve)
+        _mark_beyond(axes, solver, curve, units.seconds_name)
     if unplanned is not None:
         axes.plot(*unplanned, linestyle="", marker="*", markersize=10, color="black", label="unplanned", zorder=5)
         _add_ratios(axes, *unplanned)
@@ -129,7 +132,8 @@ def _curves(frame: pd.DataFrame, units: _Units) -> dict[str, _Curve]:
 def _set_limits(axes: Axes, curves: list[_Curve], bound: _Curve | None) -> None:
     memory = [x for curve in [*curves, *([bound] if bound else [])] for x in curve.memory]
     time = [y for curve in curves for y in curve.time]
-    left, right, high = min(memory), max(memory), max(time)
+    left, right = min(memory), max(memory)
+    high = max(seconds for seconds in time if seconds <= _TALLEST * min(time))
     low = min(time + (bound.time if bound else []))
     width, height = (right - left) or 0.2 * right or 1.0, (high - low) or 0.2 * high or 1.0
     axes.set_xlim(max(0.0, left - 0.14 * width), right + 0.06 * width)
@@ -179,6 +183,22 @@ def _draw_solver(axes: Axes, solver: str, curve: _Curve) -> None:
         markeredgewidth=1.0 if style.filled else 1.6,
         label=solver,
         zorder=3 if len(marked) > 1 else 4,
+    )
+
+
+def _mark_beyond(axes: Axes, solver: str, curve: _Curve, unit: str) -> None:
+    """An arrow at the upper edge where a curve leaves the axes, with the time it comes from."""
+    if max(curve.time) <= axes.get_ylim()[1]:
+        return
+    slowest, place = max(zip(curve.time, curve.memory, strict=True))
+    axes.annotate(
+        f"\u2191 {slowest:,.0f} {unit}",
+        xy=(place, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(3, -12),
+        textcoords="offset points",
+        fontsize="small",
+        color=_STYLES.get(solver, _OTHER).colour,
     )
 
 

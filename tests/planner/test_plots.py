@@ -103,6 +103,12 @@ def test_every_point_lies_inside_the_axes():
         assert left < peak < right and low < seconds * 1e3 < high
 
 
+def test_a_plan_of_many_times_the_fastest_s_time_does_not_flatten_the_rest():
+    axes = pareto_figure(frame_of(*ROWS, ("auto", 30, 0.5), ("auto", 100, 0.01))).axes[0]
+    assert 16 < axes.get_ylim()[1] < 30
+    assert [text.get_text() for text in axes.texts] == ["\u2191 500 ms"]
+
+
 def test_a_single_point_can_be_drawn():
     axes = pareto_figure(frame_of(("none", 10, 0.01), ("keep_all", 10, 0.01))).axes[0]
     assert axes.get_xlim()[0] < 10 < axes.get_xlim()[1]
