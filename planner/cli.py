@@ -27,7 +27,7 @@ from profiler.profiling import profile
 from profiler.records import FORMAT as PROFILE_FORMAT
 from profiler.records import VERSION as PROFILE_VERSION
 from solvers import solver_names
-from solvers.graph_suite import DEFAULT_GAP, graph_solver_names
+from solvers.graph_suite import DEFAULT_GAP, DEFAULT_SECONDS, LARGE_NODES, LARGE_SECONDS, graph_solver_names
 
 app = typer.Typer(
     cls=Face,
@@ -51,7 +51,6 @@ SolverName = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")]
-TimeLimit = Annotated[float | None, typer.Option(help="Seconds for solvers that search.")]
 Out = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
 
 
@@ -90,7 +89,13 @@ def solve_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile, a chain problem or a graph problem.")],
     budget: BudgetText,
     solver: SolverName = "auto",
-    time_limit: TimeLimit = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds for solvers that search; "
+            f"of a graph {DEFAULT_SECONDS:g} if unset, {LARGE_SECONDS:g} above {LARGE_NODES} nodes."
+        ),
+    ] = None,
     gap: Annotated[
         float | None,
         typer.Option(help=f"Graphs only: the search ends this close to the bound, a share ({DEFAULT_GAP:g} if unset)."),
@@ -100,8 +105,9 @@ def solve_command(
 ) -> None:
     """Choose what to keep and what to recompute so that the step's true peak stays within the budget.
 
-    FILE is a profile (planner profile -o), or a problem file: "format": "planner-chain" or "planner-graph". Ctrl-C ends
-    the search of a graph with the best plan so far.
+    FILE is a profile (planner profile -o), or a problem file: "format": "planner-chain" or "planner-graph".
+
+    Ctrl-C ends the search of a graph with the best plan so far.
     """
     check_folder(output)
     source = problem_files.read_source(file)

@@ -40,8 +40,7 @@ def graph_report(document: Mapping[str, Any]) -> RenderableType:
     if not again:
         return claims
     shown = sorted(again, key=lambda node: -node["extra_seconds"])[:_NODES_SHOWN]
-    title = f"Nodes that run more than once: {len(shown)} of {len(again)}, most extra time first"
-    table = _table(title, ["node"], ["runs", "extra time"])
+    table = _table(f"Run again: {len(shown)} of {len(again)}, dearest first", ["node"], ["runs", "extra time"])
     for node in shown:
         table.add_row(escape(node["name"]), str(node["runs"]), _ms(node["extra_seconds"]))
     return Group(claims, "", table)
