@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from solvers.graph_schedule import GraphSchedule
 from solvers.graph_simulator import replay_graph
 from solvers.improvement import Improvement
 from solvers.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
+from solvers.merging import Merging
 from solvers.moment_search import MomentSearch, rerunnable_nodes
 from solvers.problem import Shortage, Solution
 from solvers.search import Search
@@ -38,7 +39,6 @@ _TRUSTED = 1e-6  # a bound this far above a replayed schedule is wrong
 _TIDIED = 3  # orders made on demand that are tidied: the fastest that fit
 _NOISE = 0.4  # standard deviation of the logarithm of the factors on the scores
 _ROUND_SHARE = 0.35  # of the time that is left, for one round of the moments program
-_TRIAL_SHARE = 0.2  # of the search after a round, for orders by eviction with noise; the rest is local search
 _FRONTIER_BUDGETS = 7
 _HALVINGS = 8  # of the range between the largest op and the smallest known budget: to half a percent of it
 
@@ -52,7 +52,7 @@ def _keep_all(search: Search, _: Mask) -> None:
 def _demand(search: Search, rerunnable: Mask) -> None:
     """The fastest orders made on demand that fit, tidied."""
     indexed = search.indexed
-    orders = demand_orders(indexed, rerunnable)
+    orders = takewhile(lambda _: not search.done, demand_orders(indexed, rerunnable))
     fitting = [order for order in orders if int(peak_profile(indexed, order).max()) <= search.budget_bytes]
     for order in sorted(fitting, key=partial(seconds_of, indexed))[:_TIDIED]:
         search.offer(order, "demand")
@@ -85,7 +85,7 @@ def _moments(search: Search, rerunnable: Mask) -> None:
 
 
 def _auto(search: Search, rerunnable: Mask) -> None:
-    """Quick orders first, then rounds of the moments program and of the local search in turn."""
+    """Quick orders first, then in turn rounds of the moments program, and as long as they took, of the search."""
     _keep_all(search, rerunnable)
     if search.done:
         return
@@ -96,22 +96,27 @@ def _auto(search: Search, rerunnable: Mask) -> None:
     trials = _evictions(search, rerunnable)
     for _ in POWERS:
         next(trials)
-    rounds, improvement = MomentSearch(search, rerunnable.copy()), Improvement(search, rerunnable)
+    rounds, moves = MomentSearch(search, rerunnable.copy()), _moves(search, rerunnable, trials)
     while not search.done:
         before = search.left_seconds
         if not rounds.finished:
             rounds.step(_ROUND_SHARE * before)
         after = search.left_seconds
-        until = 0.0 if rounds.finished else after - (before - after)  # the search gets as long as the round took
-        _trials(search, trials, until if search.order is None else after - _TRIAL_SHARE * (after - until))
-        while search.order is not None and not search.done and search.left_seconds > until:
-            improvement.step()
+        until = 0.0 if rounds.finished else after - (before - after)
+        while not search.done and search.left_seconds > until:
+            next(moves)
 
 
-def _trials(search: Search, trials: Iterator[None], until_seconds: float) -> None:
-    """Trials of eviction while more time is left than ``until_seconds``."""
-    while not search.done and search.left_seconds > until_seconds:
+def _moves(search: Search, rerunnable: Mask, trials: Iterator[None]) -> Iterator[None]:
+    """Endless improvement: merge orders, make a fresh one, solve a window again."""
+    merging, improvement = Merging(search), Improvement(search, rerunnable)
+    while True:
         next(trials)
+        yield
+        for step in (merging.step, merging.step, improvement.step):
+            if search.order is not None:
+                step()
+                yield
 
 
 def _candidate(solve: Callable[..., GraphCandidate], name: str) -> Method:

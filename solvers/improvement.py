@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.liveness import last_reads, peak_profile
+from solvers.liveness import peak_profile
 from solvers.mip import Floats
 from solvers.moments import MomentsProgram
 from solvers.search import Search
@@ -44,19 +44,20 @@ class Improvement:
         search, order = self.search, self.search.order
         assert order is not None
         moments = self._draw_moments(order)
-        places, reserved = _places_and_reserves(search, order, moments)
+        reserved = _reserves(search, order, moments)
         free = self._draw_window()
         for _ in range(_REPAIRS):
             program = MomentsProgram(search.indexed, search.budget_bytes, moments, self.rerunnable, reserved)
             program.keep_others()
-            start = _fix_outside(program, search, order, places, free)
+            start = program.encode(order)
+            _hold_outside(program, start, free)
             limit = min(ROUND_SECONDS, search.left_seconds)
             answer = program.program.solve(time_limit_seconds=limit, relative_gap=search.gap / 10, start=start)
             self._share = min(1.0, self._share * 1.2) if answer.status == "optimal" else max(0.05, self._share * 0.7)
             if answer.values is None or search.left_seconds == 0:
                 return
             found = search.offer(program.order(answer.values), "local search")
-            excess = _places_and_reserves(search, found, moments)[1]
+            excess = _reserves(search, found, moments)
             profile = peak_profile(search.indexed, found)
             if profile.max() <= search.budget_bytes:
                 return
@@ -83,36 +84,17 @@ class Improvement:
         return free
 
 
-def _places_and_reserves(search: Search, order: list[int], moments: list[int]) -> tuple[list[int], list[int]]:
-    """Per moment its place in the order, and how much more memory is needed since the moment before than at it."""
+def _reserves(search: Search, order: list[int], moments: list[int]) -> list[int]:
+    """Per moment how much more memory an order needs since the moment before than at it."""
     profile = peak_profile(search.indexed, order)
     place = {v: p for p, v in reversed(list(enumerate(order)))}
     places = [place[moment] for moment in moments]
     starts = [0, *(p + 1 for p in places[:-1])]
-    return places, [int(profile[a : b + 1].max() - profile[b]) for a, b in zip(starts, places, strict=True)]
+    return [int(profile[a : b + 1].max() - profile[b]) for a, b in zip(starts, places, strict=True)]
 
 
-def _fix_outside(program: MomentsProgram, search: Search, order: list[int], places: list[int], free: Mask) -> Floats:
-    """Hold outside the window what the order holds; returns the order itself as a solution."""
-    values = np.zeros(len(program.program.costs))
-    values[list(program.kept.values())] = 1.0
-    alive = _alive_after(search, order, places)
-    for (k, v), variable in program.held.items():
-        on = k <= len(places) and v in alive[k - 1]
-        values[variable] = on
+def _hold_outside(program: MomentsProgram, values: Floats, free: Mask) -> None:
+    """Keep outside the window what a solution holds."""
+    for (_, v), variable in program.held.items():
         if not free[v]:
-            program.program.fix(variable, float(on))
-    for (k, v), variable in program.again.items():
-        values[variable] = v in _runs_between(order, places, k)
-    return values
-
-
-def _alive_after(search: Search, order: list[int], places: list[int]) -> list[set[int]]:
-    """Per place the nodes whose output is read later than there."""
-    last = last_reads(search.indexed, order)
-    return [{order[p] for p in range(place + 1) if last[p] > place} for place in places]
-
-
-def _runs_between(order: list[int], places: list[int], k: int) -> set[int]:
-    start = places[k - 1] + 1 if k else 0
-    return set(order[start : places[k] + 1] if k < len(places) else order[start:])
+            program.program.fix(variable, values[variable])

@@ -1,13 +1,13 @@
 """Solves a graph by the moments program: few moments first, more where the order read from it exceeds the budget.
 
-Formulation: the program of ``solvers.moments`` at a dozen moments, each a relaxation of the whole problem. Its order
+Formulation: the program of ``solvers.moments`` at a few moments, each a relaxation of the whole problem. Its order
 is replayed in exact bytes. Where that exceeds the budget at a first run, the run becomes a moment; where it exceeds
 it between moments (what runs again needs room itself), the budget at the moments beside is lowered by the excess for
 the next round. Rounds with a lowered budget give orders, rounds without give bounds.
 
 Guarantee: the bound holds for every schedule of the graph; an order equal to it is optimal. Every order is exact.
-Complexity: each round is an integer program with O(V K) binaries, which HiGHS solves in 0.1 to 20 seconds where V is
-up to 2,000 and K about 12 (``benchmarks.solvers``); a round that runs out of time gives the bound it has reached.
+Complexity: each round is an integer program with O(V K) binaries, which HiGHS solves in 0.1 to 10 seconds where V is
+up to 2,600 and K about 4 to 12 (``benchmarks.solvers``); a round that runs out of time gives the bound it has reached.
 Units: bytes and seconds.
 Source: own combination of the stages of Jain et al., "Checkmate" (2020), section 4, with constraint generation.
 """
@@ -23,7 +23,8 @@ from solvers.liveness import IndexedGraph, peak_profile
 from solvers.moments import MomentsProgram
 from solvers.search import Search
 
-MOMENTS = 12  # to start with; more make programs slower, fewer make more rounds (benchmarks.solvers, 100 to 2,000 node
+MOMENTS = 4  # to start with: at 400 to 2,600 nodes optimal in 1 to 3 s where a dozen takes 8 to more than 20 s
+ADDED = 3  # moments a round: the worst ones; a round with more takes longer than several with few
 ROUND_GAP = 0.3  # share of the gap asked for that one round may leave
 _TRUST = 1e-7  # relative: HiGHS's tolerances must not lift a bound above an optimum
 PROMOTED_NODES = 300  # up to here the program stays small enough when late nodes are modelled in full
@@ -51,7 +52,9 @@ class MomentSearch:
         if not pure:
             program.keep_others()
         answer = program.program.solve(
-            time_limit_seconds=min(time_limit_seconds, search.left_seconds), relative_gap=ROUND_GAP * search.gap
+            time_limit_seconds=min(time_limit_seconds, search.left_seconds),
+            relative_gap=ROUND_GAP * search.gap,
+            start=None if search.order is None else program.encode(search.order),
         )
         if pure:
             search.offer_bound(answer.bound * program.unit_seconds * (1 - _TRUST))
@@ -102,7 +105,7 @@ def rerunnable_nodes(indexed: IndexedGraph) -> Mask:
 
 
 def first_moments(search: Search) -> list[int]:
-    """A dozen nodes, evenly among those that exceed the budget when every node runs once, and the worst of them."""
+    """A few nodes, evenly among those that exceed the budget when every node runs once, and the worst of them."""
     profile = peak_profile(search.indexed, range(search.indexed.count))
     over = np.flatnonzero(profile > search.budget_bytes)
     if not over.size:
@@ -119,18 +122,19 @@ def _fresh_runs(order: list[int]) -> NDArray[np.bool_]:
 
 
 def _missing_moments(order: list[int], excess: NDArray[np.int64], moments: set[int]) -> set[int]:
-    """The worst first run of every stretch of an order that exceeds the budget at first runs that are no moments."""
+    """The worst first run of the worst stretches of an order that exceed the budget at first runs that are no moments."""
     fresh = _fresh_runs(order)
-    found: set[int] = set()
+    found: list[tuple[int, int]] = []
     stretch: list[tuple[int, int]] = []
     for place in np.flatnonzero(fresh):
         v = order[place]
         if excess[place] > 0 and v not in moments:
             stretch.append((int(excess[place]), v))
         elif stretch:
-            found.add(max(stretch)[1])
+            found.append(max(stretch))
             stretch = []
-    return found | ({max(stretch)[1]} if stretch else set())
+    found += [max(stretch)] if stretch else []
+    return {v for _, v in sorted(found)[-ADDED:]}
 
 
 def _excess_at_moments(order: list[int], excess: NDArray[np.int64], moments: list[int]) -> dict[int, int]:

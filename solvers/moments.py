@@ -25,7 +25,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.liveness import IndexedGraph, runs_for
+from solvers.liveness import IndexedGraph, last_reads, runs_for
 from solvers.mip import Floats, Program
 
 _SCALE = 1e4  # what all first runs cost together in the program: far above HiGHS's absolute tolerances
@@ -61,6 +61,7 @@ class MomentsProgram:
         self._rerunnable = rerunnable
         self.held: dict[tuple[int, int], int] = {}
         self.again: dict[tuple[int, int], int] = {}
+        self._nodes_at: list[list[int]] = [[] for _ in range(len(self.ends) + 1)]
         self.kept: dict[tuple[int, int], int] = {}
         self._others: list[list[tuple[int, float]]] = [[] for _ in self.ends]
         self._make_variables()
@@ -82,6 +83,7 @@ class MomentsProgram:
         for v in np.flatnonzero(self._rerunnable):
             cost = float(self.indexed.seconds[v]) / self.unit_seconds
             for k in range(int(self._interval[v]) + 1, last[v] + 1):
+                self._nodes_at[k].append(int(v))
                 self.held[k, int(v)] = program.variable()
                 self.again[k, int(v)] = program.variable(cost=cost)
 
@@ -146,14 +148,58 @@ class MomentsProgram:
         ]
         self.program.row(terms + self._others[k], upper=room / max(1, self._budget_bytes))
 
+    def satisfied(self, k: int, values: Floats) -> bool:
+        """Whether a solution keeps what ``charge_between`` would ask of interval k."""
+        indexed, sizes = self.indexed, self.indexed.output_bytes + self.indexed.transient_bytes
+        used = sum(int(indexed.output_bytes[v]) * values[self.held[k, v]] for v in self._nodes_at[k])
+        used += sum(int(sizes[v]) * values[self.again[k, v]] for v in self._nodes_at[k])
+        return used + self._least_between(k) <= self._budget_bytes
+
     def keep_others(self) -> None:
         """Hold the nodes that are not modelled in full throughout, as an order read from a solution does."""
         for variable in self.kept.values():
             self.program.fix(variable, 1.0)
 
+    def charge_between(self, k: int) -> None:
+        """Make all that interval k holds or runs again fit the budget together, so that an order fits between too.
+
+        A restriction: what is freed early in the interval is counted to its end. With it the optimum bounds nothing.
+        """
+        indexed, sizes = self.indexed, self.indexed.output_bytes + self.indexed.transient_bytes
+        terms = [(self.held[k, v], self._share(int(indexed.output_bytes[v]))) for v in self._nodes_at[k]]
+        terms += [(self.again[k, v], self._share(int(sizes[v]))) for v in self._nodes_at[k]]
+        room = self._budget_bytes - self._least_between(k)
+        self.program.row(terms, upper=room / max(1, self._budget_bytes))
+
+    def _least_between(self, k: int) -> int:
+        """Bytes of the nodes that interval k does not choose, at the fullest of its first runs."""
+        indexed = self.indexed
+        most = 0
+        for t in range(self.ends[k - 1] + 1 if k else 0, self.ends[k] + 1):
+            fixed = ~self._rerunnable[: t + 1] | (self._interval[: t + 1] == k)
+            alive = fixed & (indexed.needed_until[: t + 1] >= t)
+            alive[t] = True
+            most = max(most, int(indexed.output_bytes[: t + 1][alive].sum()) + int(indexed.transient_bytes[t]))
+        return most + indexed.graph.resident_bytes
+
     def dropped_others(self, values: Floats) -> set[int]:
         """The nodes that are not modelled in full and not held in some gap."""
         return {v for (v, _), variable in self.kept.items() if values[variable] < 0.5}
+
+    def encode(self, order: Sequence[int]) -> Floats:
+        """An order of runs as a solution: what it holds at the moments, and what it runs again between them."""
+        values = np.zeros(len(self.program.costs))
+        values[list(self.kept.values())] = 1.0
+        last, place = last_reads(self.indexed, order), {v: p for p, v in reversed(list(enumerate(order)))}
+        stops = [place[end] for end in self.ends]
+        for p, v in enumerate(order):
+            made = int(np.searchsorted(stops, p))
+            for k in range(made + 1, int(np.searchsorted(stops, last[p])) + 1):
+                if (k, v) in self.held:
+                    values[self.held[k, v]] = 1.0
+            if p != place[v] and (made, v) in self.again:
+                values[self.again[made, v]] = 1.0
+        return values
 
     def order(self, values: Floats) -> list[int]:
         """An order of runs that holds at the moments what a solution holds, and runs again only what is then missing.

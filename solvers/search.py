@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from solvers.liveness import IndexedGraph, seconds_of
 from solvers.tidying import fits, keep_what_fits
 
-PROVEN_GAP = 1e-9  # relative distance of an order from the bound that counts as none
+REMEMBERED = 40  # orders that are kept for merging
 
 
 class Search:
@@ -17,6 +17,7 @@ class Search:
     Attributes:
         indexed, budget_bytes: the problem.
         order, seconds: the fastest order offered that fits; None and infinite before there is one.
+        seen: the orders offered last, as offered and tidied, whether they fit or not.
         solver: the method that offered it.
         bound_seconds: the largest lower bound offered; holds for every schedule within the budget.
         gap: relative distance at which the search may stop.
@@ -27,6 +28,7 @@ class Search:
         self.budget_bytes = budget_bytes
         self.gap = gap
         self.order: list[int] | None = None
+        self.seen: list[list[int]] = []
         self.solver = ""
         self.seconds = float("inf")
         self.bound_seconds = float(indexed.seconds.sum())
@@ -48,12 +50,18 @@ class Search:
             return True
         return self.order is not None and self.seconds - self.bound_seconds <= gap * self.seconds
 
+    def stop(self) -> None:
+        """End the search now."""
+        self._deadline = time.perf_counter()
+
     def offer(self, order: Sequence[int], solver: str, *, tidy: bool = True) -> list[int]:
         """Tidy an order and take it where it fits and is the fastest; returns the tidied order.
 
         ``tidy=False`` takes it as it is: a published method's own answer.
         """
         tidied = keep_what_fits(self.indexed, order, self.budget_bytes) if tidy else list(order)
+        self.seen += [list(order), tidied]
+        del self.seen[:-REMEMBERED]
         seconds = seconds_of(self.indexed, tidied)
         if seconds < self.seconds and fits(self.indexed, tidied, self.budget_bytes):
             self.order, self.seconds, self.solver = tidied, seconds, solver

@@ -9,17 +9,23 @@ from solvers.spare_runs import without_spare_runs
 
 
 def keep_what_fits(indexed: IndexedGraph, order: Sequence[int], budget_bytes: int) -> list[int]:
-    """Repeated runs dropped one by one, dearest first, where keeping the earlier output instead stays in the budget."""
+    """Repeated runs dropped, dearest first, where keeping the earlier output instead stays in the budget.
+
+    >>> from solvers.graph import Graph, Node
+    >>> a, b = Node(name="a", seconds=1, output_bytes=4), Node(name="b", seconds=1, output_bytes=2)
+    >>> c = Node(name="c", seconds=1, output_bytes=1, inputs=("a", "b"))
+    >>> indexed = IndexedGraph(Graph(nodes=(a, b, c), outputs=("c",)))
+    >>> keep_what_fits(indexed, [0, 1, 0, 2], 7)
+    [0, 1, 2]
+    """
     best = without_spare_runs(indexed, order)
-    while True:
-        place = _needless(indexed, best, budget_bytes)
-        if place is None:
-            return best
-        best = without_spare_runs(indexed, best[:place] + best[place + 1 :])
+    while needless := _needless(indexed, best, budget_bytes):
+        best = without_spare_runs(indexed, [v for place, v in enumerate(best) if place not in needless])
+    return best
 
 
-def _needless(indexed: IndexedGraph, order: list[int], budget_bytes: int) -> int | None:
-    """The place of the dearest repeated run that can be saved; None where there is none."""
+def _needless(indexed: IndexedGraph, order: list[int], budget_bytes: int) -> set[int]:
+    """The places of repeated runs that can all be saved together."""
     last, room = last_reads(indexed, order), budget_bytes - peak_profile(indexed, order)
     before: dict[int, int] = {}
     again: list[tuple[float, int, int]] = []
@@ -27,11 +33,13 @@ def _needless(indexed: IndexedGraph, order: list[int], budget_bytes: int) -> int
         if v in before:
             again.append((-float(indexed.seconds[v]), place, before[v]))
         before[v] = place
+    saved: set[int] = set()
     for _, place, earlier in sorted(again):
-        gap = room[last[earlier] + 1 : place]
-        if not gap.size or gap.min() >= indexed.output_bytes[order[place]]:
-            return place
-    return None
+        gap, size = room[last[earlier] + 1 : place], indexed.output_bytes[order[place]]
+        if not gap.size or gap.min() >= size:
+            gap -= size  # what the saved run itself read is not held longer: more room than counted here
+            saved.add(place)
+    return saved
 
 
 def fits(indexed: IndexedGraph, order: Sequence[int], budget_bytes: int) -> bool:

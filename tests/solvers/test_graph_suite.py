@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import pytest
 
 from solvers import graph_exhaustive
 from solvers.graph_bound import graph_bound_seconds
 from solvers.graph_problem import GraphProblem
 from solvers.graph_simulator import replay_graph
-from solvers.graph_suite import graph_frontier, graph_solver_names, solve_graph
+from solvers.graph_suite import solve_graph
 from solvers.liveness import IndexedGraph, peak_profile, seconds_of
-from tests.solvers.graphs import random_graph, training_graph
+from tests.solvers.graphs import random_graph
 
 RELATIVE = 1e-6  # what the integer programs are solved to
 

@@ -1,0 +1,71 @@
+"""Merges orders of runs: the best selection from everything that several of them run again.
+
+Formulation: a template (``solvers.template``) is the shortest order found that contains the best known order and some
+others, which need not fit the budget. More others are taken after rounds that end early, fewer after rounds that run
+out of time.
+
+Guarantee: never worse than the order it starts from; proves nothing. Complexity: one integer program a round.
+Units: bytes and seconds.
+Source: solution merging after Applegate, Bixby, Chvatal, Cook, "Finding tours in the TSP" (1999).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from solvers.search import Search
+from solvers.template import TemplateProgram, template_of
+
+ROUND_SECONDS = 4.0  # a template that takes longer is too large
+WHOLE_NODES = 800  # graphs with more are merged window by window: templates of 400 nodes take 0.3 to 4 s
+_QUICK_SECONDS = 1.0  # a template that takes less may be larger
+
+
+class Merging:
+    """Rounds on one search that has an order; ``step`` makes one."""
+
+    def __init__(self, search: Search, seed: int = 0) -> None:
+        self.search = search
+        self._rng = np.random.default_rng(seed)
+        self._others = 2
+        self._share = min(1.0, WHOLE_NODES / search.indexed.count)  # of the first runs, in one window
+        self._last_seconds = 0.0
+
+    def step(self) -> None:
+        """Merge the best order with some of the others seen; without others there is nothing to do."""
+        search, best = self.search, self.search.order
+        assert best is not None
+        others = [order for order in search.seen if order != best]
+        before = search.left_seconds
+        if before < self._last_seconds:
+            search.stop()  # no time for another round
+        if not others or search.done:
+            return
+        picks = self._rng.choice(len(others), size=min(self._others, len(others)), replace=False)
+        window = self._draw_window()
+        template = template_of(search.indexed, [best, *(others[int(pick)] for pick in picks)], window)
+        program = TemplateProgram(search.indexed, search.budget_bytes, template)
+        answer = program.program.solve(
+            time_limit_seconds=min(ROUND_SECONDS, before), relative_gap=search.gap / 10, start=program.encode(best)
+        )
+        self._last_seconds = before - search.left_seconds
+        self._adapt(answer.status == "optimal")
+        if answer.values is not None:
+            search.offer(program.order(answer.values), "merging")
+
+    def _draw_window(self) -> tuple[int, int]:
+        count = self.search.indexed.count
+        size = round(self._share * (count + 1))
+        start = int(self._rng.integers(0, count + 2 - size))
+        return start, start + size
+
+    def _adapt(self, solved: bool) -> None:
+        """Larger templates after quick rounds, smaller ones after those that ran out of time: windows first."""
+        if not solved and self._others > 1:
+            self._others -= 1
+        elif not solved:
+            self._share = max(0.05, self._share * 0.7)
+        elif self._last_seconds < _QUICK_SECONDS and self._share < 1.0:
+            self._share = min(1.0, self._share * 1.3)
+        elif self._last_seconds < _QUICK_SECONDS:
+            self._others += 1
