@@ -1,0 +1,218 @@
+"""Cuts a training graph into a chain of blocks: consecutive forward nodes and the backward nodes that go with them.
+
+A cut is narrow where forward nodes read only one output across it. Blocks lie between narrow cuts; where much crosses
+them there is none, as long as blocks stay small. The backward nodes, in their own order, are cut where they stop
+reading what one block made. What does not keep to neighbouring blocks is *lasting*: it is never run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.liveness import IndexedGraph, peak_profile
+
+MOST_BLOCKS = 60  # a table of 60 stages and 15 options takes about a second
+MOST_NODES = 80  # forward nodes of a block: programs for more take a second each and give no better answers
+_HUGE = 1 / 2  # of the forward's bytes: a block with more is cut even where much is read across
+_SIDE = 1 / 4  # of a block's bytes that either side of such a cut has at least
+
+Mask = NDArray[np.bool_]
+Bytes = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One stage of the chain that a graph is taken for.
+
+    Attributes:
+        forward, backward: its nodes, consecutive.
+        entry: what it reads of the block before: that block's boundary.
+        boundary: its outputs that the next block reads, forward or backward.
+        lasting: its outputs that are held from their first run until nobody reads them any more.
+        lasting_bytes: of all outputs, of whatever block, that are held until this block's backward is over.
+    """
+
+    forward: range
+    backward: range
+    entry: tuple[int, ...]
+    boundary: tuple[int, ...]
+    lasting: tuple[int, ...]
+    lasting_bytes: int
+
+
+def cut_into_blocks(indexed: IndexedGraph, rerunnable: Mask, largest_share: float) -> list[Block]:
+    """Blocks in forward order, which together hold every node; one block where there is nothing to cut.
+
+    ``largest_share``: of the forward's bytes in one block, where narrow cuts allow it.
+
+    >>> from solvers.graph import Graph, Node
+    >>> nodes = [Node(name=f"f{k}", seconds=1, output_bytes=1, inputs=(f"f{k-1}",) if k else ()) for k in range(3)]
+    >>> nodes += [Node(name=f"b{k}", seconds=1, output_bytes=1, inputs=(f"f{k}", *([f"b{k+1}"] if k < 2 else [])),
+    ...                side="backward") for k in (2, 1, 0)]
+    >>> indexed = IndexedGraph(Graph(nodes=tuple(nodes), outputs=("b0",)))
+    >>> for block in cut_into_blocks(indexed, np.ones(6, dtype=bool), 0.1):
+    ...     print(block.forward, block.backward, block.boundary, block.lasting_bytes)
+    range(0, 1) range(5, 6) (0,) 0
+    range(1, 2) range(5, 5) (1,) 0
+    range(2, 3) range(3, 5) () 0
+    """
+    turn = turning_point(indexed)
+    cuts = _forward_cuts(indexed, turn, largest_share)
+    block_of = np.searchsorted(cuts, np.arange(indexed.count), side="right") - 1
+    block_of[turn:] = -1
+    starts = _backward_starts(indexed, turn, block_of, len(cuts) - 1)
+    for k, (start, end) in enumerate(pairwise([*starts[::-1], indexed.count])):
+        block_of[start:end] = len(starts) - 1 - k
+    return _blocks(indexed, rerunnable, turn, block_of, cuts, [*starts, turn])
+
+
+def turning_point(indexed: IndexedGraph) -> int:
+    """The first backward node: as the labels say, or where they mix, the node after which most bytes lie idle."""
+    backward = np.array([node.side == "backward" for node in indexed.graph.nodes])
+    turn = int(backward.argmax()) if backward.any() else 0
+    if turn and backward[turn:].all():
+        return turn
+    idle = peak_profile(indexed, range(indexed.count)) - indexed.working_bytes
+    return int(idle.argmax()) + 1
+
+
+def _forward_cuts(indexed: IndexedGraph, turn: int, largest_share: float) -> list[int]:
+    """Where the blocks start, and the turning point."""
+    size = np.concatenate(([0], np.cumsum(indexed.output_bytes[:turn])))
+    count, crossing = _crossing(indexed, turn)
+    narrow = [p for p in range(1, turn) if count[p] <= 1]
+    cuts = _without_wide([0, *narrow, turn], size, crossing, largest_share)
+    return _merged(_split_huge(cuts, size, crossing), size)
+
+
+def _crossing(indexed: IndexedGraph, turn: int) -> tuple[Bytes, Bytes]:
+    """For every place of the forward nodes how many outputs with bytes are read across it, and their bytes."""
+    count, size = np.zeros(turn + 1, dtype=np.int64), np.zeros(turn + 1, dtype=np.int64)
+    for v in np.flatnonzero(indexed.output_bytes[:turn]):
+        last = max((r for r in indexed.readers[v] if r < turn), default=int(v))
+        count[v + 1 : last + 1] += 1
+        size[v + 1 : last + 1] += indexed.output_bytes[v]
+    return count, size
+
+
+def _without_wide(cuts: list[int], size: Bytes, crossing: Bytes, largest_share: float) -> list[int]:
+    """Where the most bytes cross there is no cut, as long as no block grows larger than its share."""
+    left = dict(zip(cuts[1:], cuts, strict=False))
+    right = dict(pairwise(cuts))
+    for cut in sorted(cuts[1:-1], key=lambda cut: (-crossing[cut], cut)):
+        before, after = left[cut], right[cut]
+        if after - before <= MOST_NODES and size[after] - size[before] <= largest_share * size[-1]:
+            right[before], left[after] = after, before
+            del left[cut], right[cut]
+    return [*sorted(right), cuts[-1]]
+
+
+def _merged(cuts: list[int], size: Bytes) -> list[int]:
+    """At most ``MOST_BLOCKS``: the two neighbours that are smallest together become one."""
+    cuts = list(cuts)
+    while len(cuts) - 1 > MOST_BLOCKS:
+        together = size[cuts[2:]] - size[cuts[:-2]]
+        del cuts[int(together.argmin()) + 1]
+    return cuts
+
+
+def _split_huge(cuts: list[int], size: Bytes, crossing: Bytes) -> list[int]:
+    """Blocks with most of the bytes are cut where the fewest bytes cross."""
+    done: list[int] = []
+    todo = list(reversed(list(pairwise(cuts))))
+    while todo:
+        start, end = todo.pop()
+        huge = size[end] - size[start] > _HUGE * size[-1]
+        place = _best_place(start, end, size, crossing) if huge else None
+        if place is not None:
+            todo += [(place, end), (start, place)]
+        else:
+            done.append(start)
+    return [*done, cuts[-1]]
+
+
+def _best_place(start: int, end: int, size: Bytes, crossing: Bytes) -> int | None:
+    whole = size[end] - size[start]
+    sides = np.minimum(size[start + 1 : end] - size[start], size[end] - size[start + 1 : end])
+    places = np.flatnonzero(sides >= whole * _SIDE) + start + 1
+    return int(places[crossing[places].argmin()]) if places.size else None
+
+
+def _backward_starts(indexed: IndexedGraph, turn: int, block_of: NDArray[np.intp], count: int) -> list[int]:
+    """Per block the first node of its backward; they fall.
+
+    A node that reads a block's outputs belongs before that block's backward is over, and not before the backward of
+    the blocks that have read what it reads; among the places that break the fewest of these rules, the last where the
+    fewest bytes of gradients, but some, are handed over: what reads a boundary goes with the block that it leads to,
+    whose backward has it anyway.
+    """
+    own, reach = _reads(indexed, turn, block_of)
+    gradients = _gradient_bytes(indexed, turn)
+    gradients[gradients == 0] = gradients.max() + 1
+    starts = [turn] * count
+    for k in reversed(range(count - 1)):
+        early = np.concatenate(([0], np.cumsum((reach >= 0) & (reach <= k))))
+        late = np.concatenate(([0], np.cumsum(own > k)))
+        wrong = early + late[-1] - late
+        best = np.flatnonzero(wrong == wrong.min())
+        starts[k] = max(starts[k + 1], turn + int(best[::-1][gradients[best][::-1].argmin()]))
+    return starts
+
+
+def _reads(indexed: IndexedGraph, turn: int, block_of: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Per backward node the last block whose outputs it reads, and the last that reads these too; -1 for none."""
+    reach_of = [max(int(block_of[r]) for r in (v, *indexed.readers[v]) if r < turn) for v in range(turn)]
+    nodes = range(turn, indexed.count)
+    own = [max((int(block_of[u]) for u in indexed.inputs[t] if u < turn), default=-1) for t in nodes]
+    reach = [max((reach_of[u] for u in indexed.inputs[t] if u < turn), default=-1) for t in nodes]
+    return np.array(own, dtype=np.intp), np.array(reach, dtype=np.intp)
+
+
+def _gradient_bytes(indexed: IndexedGraph, turn: int) -> Bytes:
+    """For every place of the backward nodes the bytes of their outputs that are read across it."""
+    size = np.zeros(indexed.count - turn + 1, dtype=np.int64)
+    for v in range(turn, indexed.count):
+        last = max(indexed.readers[v], default=v)
+        size[v + 1 - turn : last + 1 - turn] += 0 if indexed.is_output[v] else indexed.output_bytes[v]
+    return size
+
+
+def _blocks(
+    indexed: IndexedGraph,
+    rerunnable: Mask,
+    turn: int,
+    block_of: NDArray[np.intp],
+    cuts: Sequence[int],
+    starts: Sequence[int],
+) -> list[Block]:
+    count = len(cuts) - 1
+    boundary: list[list[int]] = [[] for _ in range(count)]
+    lasting: list[list[int]] = [[] for _ in range(count)]
+    held = [0] * count
+    for v in range(turn):
+        own, readers = int(block_of[v]), [(int(block_of[r]), r >= turn) for r in indexed.readers[v]]
+        outside = [k for k, late in readers if late or k != own]
+        if indexed.is_output[v] or (outside and not rerunnable[v]) or any(k not in (own, own + 1) for k in outside):
+            lasting[own].append(v)
+            phases = [k for k, late in readers if late]
+            until = 0 if indexed.is_output[v] else min([own, *phases])
+            held[until] += int(indexed.output_bytes[v])
+        elif own + 1 in outside:
+            boundary[own].append(v)
+    ends = [indexed.count, *starts]
+    return [
+        Block(
+            forward=range(cuts[k], cuts[k + 1]),
+            backward=range(starts[k], ends[k]),
+            entry=tuple(boundary[k - 1]) if k else (),
+            boundary=tuple(boundary[k]),
+            lasting=tuple(lasting[k]),
+            lasting_bytes=held[k],
+        )
+        for k in range(count)
+    ]
