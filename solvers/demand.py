@@ -26,7 +26,8 @@ Mode = Literal["drop", "rerun", "segment"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 THRESHOLDS = 10  # held sets tried, from nothing to all
-MOST_RUNS = 60_000  # longer orders are given up: they take seconds to write and are no good schedules
+MOST_RUNS_PER_NODE = 50  # longer orders are given up: they are no good schedules,
+MOST_RUNS = 20_000  # and take seconds to write
 
 
 def demand_orders(indexed: IndexedGraph, rerunnable: Mask) -> Iterator[list[int]]:
@@ -60,17 +61,20 @@ def demand_order(indexed: IndexedGraph, rerunnable: Mask, held: Mask, mode: Mode
     >>> demand_order(indexed, np.array([True, False, False]), np.zeros(3, dtype=bool), "drop")
     [0, 1, 0, 2]
     """
-    dropped = rerunnable & ~held
-    until = _kept_until(indexed, rerunnable, mode)
+    dropped, until = (rerunnable & ~held).tolist(), _kept_until(indexed, rerunnable, mode)
     alive: set[int] = set()
     order: list[int] = []
+    leaving: list[list[int]] = [[] for _ in range(indexed.count + 1)]  # per first run: what to look at when it is over
     for t in range(indexed.count):
-        for u in indexed.inputs[t]:
-            order += runs_for(indexed, alive, u)
-        order.append(t)
+        made = [v for u in indexed.inputs[t] for v in runs_for(indexed, alive, u)] + [t]
         alive.add(t)
-        alive = {v for v in alive if not dropped[v] or until(v, t) > t}
-        if len(order) > MOST_RUNS:
+        order += made
+        for v in (*leaving[t], *(v for v in made if dropped[v])):
+            if until(v, t) > t:
+                leaving[until(v, t)].append(v)
+            else:
+                alive.discard(v)
+        if len(order) > min(MOST_RUNS, MOST_RUNS_PER_NODE * indexed.count):
             return None
     for v in np.flatnonzero(indexed.is_output):
         order += runs_for(indexed, alive, int(v))

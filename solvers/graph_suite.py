@@ -38,6 +38,7 @@ _PROVEN = 1e-6  # relative distance from the bound that counts as none: what HiG
 _TRUSTED = 1e-6  # a bound this far above a replayed schedule is wrong
 _TIDIED = 3  # orders made on demand that are tidied: the fastest that fit
 _NOISE = 0.4  # standard deviation of the logarithm of the factors on the scores
+_START_SHARE = 0.9  # of the time has to be left for further first orders
 _ROUND_SHARE = 0.35  # of the time that is left, for one round of the moments program
 _FRONTIER_BUDGETS = 7
 _HALVINGS = 8  # of the range between the largest op and the smallest known budget: to half a percent of it
@@ -94,8 +95,10 @@ def _auto(search: Search, rerunnable: Mask) -> None:
         return
     _demand(search, rerunnable)
     trials = _evictions(search, rerunnable)
+    enough = _START_SHARE * search.left_seconds
     for _ in POWERS:
-        next(trials)
+        if search.order is None or search.left_seconds > enough:
+            next(trials)
     rounds, moves = MomentSearch(search, rerunnable.copy()), _moves(search, rerunnable, trials)
     while not search.done:
         before = search.left_seconds

@@ -38,6 +38,7 @@ class Improvement:
         self.rerunnable = rerunnable
         self._rng = np.random.default_rng(seed)
         self._share = _FIRST_SHARE
+        self._last_seconds = 0.0
 
     def step(self) -> None:
         """Solve one window again, with repairs while its order does not fit."""
@@ -47,12 +48,17 @@ class Improvement:
         reserved = _reserves(search, order, moments)
         free = self._draw_window()
         for _ in range(_REPAIRS):
+            before = search.left_seconds
+            if before < self._last_seconds:
+                search.stop()  # no time for another round
+                return
             program = MomentsProgram(search.indexed, search.budget_bytes, moments, self.rerunnable, reserved)
             program.keep_others()
             start = program.encode(order)
             _hold_outside(program, start, free)
             limit = min(ROUND_SECONDS, search.left_seconds)
             answer = program.program.solve(time_limit_seconds=limit, relative_gap=search.gap / 10, start=start)
+            self._last_seconds = before - search.left_seconds
             self._share = min(1.0, self._share * 1.2) if answer.status == "optimal" else max(0.05, self._share * 0.7)
             if answer.values is None or search.left_seconds == 0:
                 return

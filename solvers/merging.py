@@ -18,6 +18,8 @@ from solvers.template import TemplateProgram, template_of
 
 ROUND_SECONDS = 4.0  # a template that takes longer is too large
 WHOLE_NODES = 800  # graphs with more are merged window by window: templates of 400 nodes take 0.3 to 4 s
+_PLACES_A_SECOND = 1500  # a template's rows grow with the square of its places: 5,500 of them took 9 s to build
+_BUILD_SHARE = 0.3  # of the time left, for building a template's program
 _QUICK_SECONDS = 1.0  # a template that takes less may be larger
 
 
@@ -44,12 +46,15 @@ class Merging:
         picks = self._rng.choice(len(others), size=min(self._others, len(others)), replace=False)
         window = self._draw_window()
         template = template_of(search.indexed, [best, *(others[int(pick)] for pick in picks)], window)
+        if (len(template) / _PLACES_A_SECOND) ** 2 > _BUILD_SHARE * before:
+            self._adapt(solved=False)
+            return
         program = TemplateProgram(search.indexed, search.budget_bytes, template)
         answer = program.program.solve(
             time_limit_seconds=min(ROUND_SECONDS, before), relative_gap=search.gap / 10, start=program.encode(best)
         )
         self._last_seconds = before - search.left_seconds
-        self._adapt(answer.status == "optimal")
+        self._adapt(solved=answer.status == "optimal")
         if answer.values is not None:
             search.offer(program.order(answer.values), "merging")
 
@@ -59,7 +64,7 @@ class Merging:
         start = int(self._rng.integers(0, count + 2 - size))
         return start, start + size
 
-    def _adapt(self, solved: bool) -> None:
+    def _adapt(self, *, solved: bool) -> None:
         """Larger templates after quick rounds, smaller ones after those that ran out of time: windows first."""
         if not solved and self._others > 1:
             self._others -= 1

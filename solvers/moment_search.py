@@ -122,7 +122,7 @@ def _fresh_runs(order: list[int]) -> NDArray[np.bool_]:
 
 
 def _missing_moments(order: list[int], excess: NDArray[np.int64], moments: set[int]) -> set[int]:
-    """The worst first run of the worst stretches of an order that exceed the budget at first runs that are no moments."""
+    """The worst first runs of the worst stretches that exceed the budget at first runs that are no moments."""
     fresh = _fresh_runs(order)
     found: list[tuple[int, int]] = []
     stretch: list[tuple[int, int]] = []
