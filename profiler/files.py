@@ -55,12 +55,14 @@ def read_document(path: str | Path, formats: dict[str, int]) -> dict[str, Any]:
         raise ValueError(f"{path}: expected a readable JSON file, got {error}; check the path") from error
     try:
         document = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{path}: expected a JSON document, got one nested without end; make it again") from error
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path}: expected a whole JSON document, got one that breaks off: {error}; make it again"
         ) from error
     kind = document.get("format") if isinstance(document, dict) else None
-    if kind not in formats:
+    if not isinstance(kind, str) or kind not in formats:
         raise ValueError(f"{path}: expected a file of format {' or '.join(formats)}, got {kind!r}; pass another file")
     if document.get("version") != formats[kind]:
         raise ValueError(
@@ -73,7 +75,9 @@ def read_document(path: str | Path, formats: dict[str, int]) -> dict[str, Any]:
 
 def _refuse_nan(value: Any, path: str, where: str) -> None:
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{path}: expected finite numbers, got {value} at {where.lstrip('.')}; profile again")
+        raise ValueError(
+            f"{path}: expected finite numbers, got {value} at {where.lstrip('.')}; correct it or profile again"
+        )
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         _refuse_nan(item, path, f"{where}.{key}")

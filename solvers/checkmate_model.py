@@ -10,6 +10,7 @@ import numpy as np
 import pulp
 from numpy.typing import NDArray
 
+from solvers.interruptible import InterruptibleHiGHS
 from solvers.liveness import IndexedGraph
 
 Term = tuple[pulp.LpVariable, float]
@@ -63,7 +64,7 @@ class Model:
         # Without presolve: with it HiGHS 1.11 to 1.15.1 called wrong answers of ``solvers.ilp``'s programs optimal.
         presolve = "off" if self.kind == pulp.LpBinary else "choose"
         limit = max(0.01, time_limit_seconds)
-        self.program.solve(pulp.HiGHS(msg=False, timeLimit=limit, gapRel=1e-9, gapAbs=1e-7, presolve=presolve))
+        self.program.solve(InterruptibleHiGHS(msg=False, timeLimit=limit, gapRel=1e-9, gapAbs=1e-7, presolve=presolve))
         highs: Any = self.program.solverModel
         if highs.getInfo().primal_solution_status != _FEASIBLE:  # PuLP's status says "feasible" at any time limit
             return None

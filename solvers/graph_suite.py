@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers import checkmate, graph_exhaustive, intervals, lower_sets
+from solvers import checkmate, graph_exhaustive, hierarchy, intervals, lower_sets
 from solvers.demand import demand_orders
 from solvers.eviction import POWERS, eviction_order
 from solvers.graph import Graph
@@ -24,6 +24,7 @@ from solvers.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.merging import Merging
 from solvers.moment_search import MomentSearch, rerunnable_nodes
 from solvers.problem import Shortage, Solution
+from solvers.rotor import Table
 from solvers.search import Search
 
 GraphSolution = Solution[GraphSchedule]
@@ -100,6 +101,9 @@ def _auto(search: Search, rerunnable: Mask) -> None:
         if search.order is None or search.left_seconds > enough:
             next(trials)
     rounds, moves = MomentSearch(search, rerunnable.copy()), _moves(search, rerunnable, trials)
+    rounds.step(_ROUND_SHARE * search.left_seconds)
+    if not search.done:
+        hierarchy.solve(search, rerunnable, Table)
     while not search.done:
         before = search.left_seconds
         if not rounds.finished:
@@ -122,6 +126,20 @@ def _moves(search: Search, rerunnable: Mask, trials: Iterator[None]) -> Iterator
                 yield
 
 
+def _hierarchy(search: Search, rerunnable: Mask) -> None:
+    """Blocks, menus and the chain table, then local search from there."""
+    _keep_all(search, rerunnable)
+    if not search.done:
+        hierarchy.solve(search, rerunnable, Table)
+        _search_on(search, rerunnable, _evictions(search, rerunnable))
+
+
+def _search_on(search: Search, rerunnable: Mask, trials: Iterator[None]) -> None:
+    moves = _moves(search, rerunnable, trials)
+    while not search.done:
+        next(moves)
+
+
 def _candidate(solve: Callable[..., GraphCandidate], name: str) -> Method:
     """A method that answers once."""
 
@@ -139,6 +157,7 @@ METHODS: dict[str, Method] = {
     "keep_all": _keep_all,
     "demand": _demand,
     "eviction": _eviction,
+    "hierarchy": _hierarchy,
     "lower_sets": _candidate(lower_sets.solve, "lower_sets"),
     "lower_sets_exact": _candidate(partial(lower_sets.solve, exact=True), "lower_sets_exact"),
     "checkmate": _candidate(checkmate.solve, "checkmate"),
@@ -199,10 +218,15 @@ def graph_frontier(
     """
     _check(solver, time_limit_seconds, gap)
     indexed = IndexedGraph(graph)
-    low, high = _smallest_known(indexed)[0], int(peak_profile(indexed, range(indexed.count)).max())
-    share = (time_limit_seconds or DEFAULT_SECONDS) / _FRONTIER_BUDGETS
-    budgets = np.linspace(min(low, high), high, _FRONTIER_BUDGETS).astype(np.int64)
-    found = [solve_graph(GraphProblem(graph=graph, budget_bytes=int(b)), solver, share, gap) for b in budgets]
+    low = int(peak_profile(indexed, _smallest_known(graph)).max())
+    high = max(low, int(peak_profile(indexed, range(indexed.count)).max()))
+    limit = (time_limit_seconds or DEFAULT_SECONDS) / _FRONTIER_BUDGETS
+    found: list[GraphSolution] = []
+    for share in np.linspace(0.0, 1.0, _FRONTIER_BUDGETS) ** 2:  # closer where curves are steep
+        budget = low + round(float(share) * (high - low))
+        found.append(solve_graph(GraphProblem(graph=graph, budget_bytes=budget), solver, limit, gap))
+        if found[-1].interrupted:
+            break
     return _undominated([solution for solution in found if solution.schedule is not None])
 
 
@@ -228,6 +252,8 @@ def _check(solver: str, time_limit_seconds: float | None, gap: float) -> None:
 
 
 def _solution(search: Search, solver: str, spent_seconds: float, interrupted: bool) -> GraphSolution:
+    if search.order is None and solver == "auto" and search.bound_seconds < math.inf:
+        search.offer(_smallest_known(search.indexed.graph), "eviction")
     if search.order is None:
         return _without_schedule(search, solver, spent_seconds, interrupted)
     schedule = schedule_of(search.indexed, search.order)
@@ -250,9 +276,10 @@ def _solution(search: Search, solver: str, spent_seconds: float, interrupted: bo
 
 
 def _without_schedule(search: Search, solver: str, spent_seconds: float, interrupted: bool) -> GraphSolution:
-    known, node = _smallest_known(search.indexed)
+    profile = peak_profile(search.indexed, known := _smallest_known(search.indexed.graph))
     proven = search.bound_seconds == math.inf
-    bound = graph_bound_seconds(search.indexed, known) if proven else search.bound_seconds
+    minimum, node = int(profile.max()), known[int(profile.argmax())]
+    bound = graph_bound_seconds(search.indexed, minimum) if proven else search.bound_seconds
     return Solution(
         solver=solver,
         status="infeasible" if proven else "unknown",
@@ -261,25 +288,23 @@ def _without_schedule(search: Search, solver: str, spent_seconds: float, interru
         seconds=None,
         lower_bound_seconds=bound,
         solve_seconds=spent_seconds,
-        shortage=Shortage(minimum_budget_bytes=known, stage=search.indexed.graph.nodes[node].name, moment="run"),
+        shortage=Shortage(minimum_budget_bytes=minimum, stage=search.indexed.graph.nodes[node].name, moment="run"),
         interrupted=interrupted,
     )
 
 
-def _smallest_known(indexed: IndexedGraph) -> tuple[int, int]:
-    """The smallest budget known to be feasible, and the node whose run needs it."""
+@lru_cache(maxsize=4)
+def _smallest_known(graph: Graph) -> tuple[int, ...]:
+    """The order with the smallest peak that is known; of tiny graphs the smallest there is."""
+    indexed = IndexedGraph(graph)
     if indexed.count <= EXHAUSTIVE_NODES:
-        smallest = graph_exhaustive.smallest_peak(indexed)
-        order = graph_exhaustive.solve(indexed, smallest).order
+        order = graph_exhaustive.solve(indexed, graph_exhaustive.smallest_peak(indexed)).order
         assert order is not None
-        orders: list[Sequence[int]] = [order]
-    else:
-        rerunnable = rerunnable_nodes(indexed)
-        orders = [range(indexed.count), *demand_orders(indexed, rerunnable)]
-        orders += _smaller_evictions(indexed, rerunnable, min(int(peak_profile(indexed, o).max()) for o in orders))
-    peaks = [peak_profile(indexed, order) for order in orders]
-    k = int(np.argmin([peak.max() for peak in peaks]))
-    return int(peaks[k].max()), orders[k][int(peaks[k].argmax())]
+        return order
+    rerunnable = rerunnable_nodes(indexed)
+    orders = [list(range(indexed.count)), *demand_orders(indexed, rerunnable)]
+    orders += _smaller_evictions(indexed, rerunnable, min(int(peak_profile(indexed, o).max()) for o in orders))
+    return tuple(min(orders, key=lambda order: int(peak_profile(indexed, order).max())))
 
 
 def _smaller_evictions(indexed: IndexedGraph, rerunnable: Mask, known: int) -> Iterator[list[int]]:

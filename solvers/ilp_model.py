@@ -10,6 +10,7 @@ from typing import Any
 
 import pulp
 
+from solvers.interruptible import InterruptibleHiGHS
 from solvers.problem import Problem
 from solvers.schedule import Action, Schedule
 
@@ -72,7 +73,7 @@ class Model:
             return Outcome(schedule=None, bound_seconds=math.inf)
         # Without presolve: with it HiGHS 1.11 to 1.15.1 called answers of such programs optimal that CBC and the
         # exhaustive search beat; at 12 stages it is as fast without.
-        solver = pulp.HiGHS(msg=False, timeLimit=time_limit_seconds, gapRel=1e-9, gapAbs=1e-7, presolve="off")
+        solver = InterruptibleHiGHS(msg=False, timeLimit=time_limit_seconds, gapRel=1e-9, gapAbs=1e-7, presolve="off")
         status = self.program.solve(solver)
         if status == pulp.LpStatusInfeasible:
             return Outcome(schedule=None, bound_seconds=math.inf)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pulp
 
+from solvers.interruptible import InterruptibleHiGHS
 from solvers.liveness import IndexedGraph
 
 Term = tuple[pulp.LpVariable, float]
@@ -54,7 +55,7 @@ class Model:
         """
         # Without presolve: with it HiGHS 1.11 to 1.15.1 called wrong answers of ``solvers.ilp``'s programs optimal.
         limit = max(0.01, time_limit_seconds)
-        self.program.solve(pulp.HiGHS(msg=False, timeLimit=limit, gapRel=1e-9, gapAbs=1e-7, presolve="off"))
+        self.program.solve(InterruptibleHiGHS(msg=False, timeLimit=limit, gapRel=1e-9, gapAbs=1e-7, presolve="off"))
         highs: Any = self.program.solverModel
         if highs.getInfo().primal_solution_status != _FEASIBLE:  # PuLP's status says "feasible" at any time limit
             return None

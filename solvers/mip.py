@@ -13,11 +13,12 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
+from solvers.interruptible import run
+
 Floats = NDArray[np.float64]
 
 INFINITE = highspy.kHighsInf
 
-_LISTEN_SECONDS = 0.5  # a person who presses Ctrl-C does not wait longer
 _PROVEN = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kObjectiveTarget)
 
 
@@ -95,6 +96,8 @@ class Program:
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed; HiGHS has stopped.
         """
+        if not self.costs:
+            return self._empty_answer()
         highs = highspy.Highs()
         for name, value in (
             ("output_flag", False),
@@ -108,8 +111,14 @@ class Program:
             solution = highspy.HighsSolution()
             solution.col_value = [float(value) for value in start]
             highs.setSolution(solution)
-        _run(highs)
+        run(highs)
         return _answer(highs, relaxed)
+
+    def _empty_answer(self) -> Answer:
+        """HiGHS has no answer for a program without variables."""
+        if all(low <= 0.0 <= high for low, high in zip(self._row_lowers, self._row_uppers, strict=True)):
+            return Answer("optimal", np.zeros(0), self.offset, self.offset)
+        return Answer("infeasible", None, INFINITE, INFINITE)
 
     def _model(self, relaxed: bool) -> highspy.HighsLp:
         model = highspy.HighsLp()
@@ -130,19 +139,6 @@ class Program:
             kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
             model.integrality_ = [kinds[whole] for whole in self.integral]
         return model
-
-
-def _run(highs: highspy.Highs) -> None:
-    """Solve on another thread, so that Ctrl-C is heard while HiGHS works."""
-    highs.HandleUserInterrupt = True
-    highs.startSolve()
-    try:
-        while not highs.wait(_LISTEN_SECONDS)[0]:
-            pass
-    except KeyboardInterrupt:
-        highs.cancelSolve()
-        highs.wait()
-        raise
 
 
 def _answer(highs: highspy.Highs, relaxed: bool) -> Answer:
