@@ -3,8 +3,8 @@
 Formulation: for every output v of the block that its backward can need, ``kept[v]`` says that v stays from forward to
 backward and ``again[v]`` that it runs again in the backward, which finds its inputs kept or run again too. What the
 block before and lasting outputs offer is there. The kept bytes are bounded; minimised are the seconds of what runs
-again. One small program per bound gives a kept set; what runs again does so on demand, and is held until its last
-reader or, as a way of its own, made anew for each.
+again. One small program per bound gives a kept set; what runs again does so on demand, and all or some of it is held
+until its last reader, the rest made anew for each: each is a way of its own.
 
 Guarantee: fewest seconds for the kept bytes within the block; peaks are worked out in exact bytes, not bounded. Blocks
 that are the same but for their seconds, and these nearly, share the kept sets of the first of them.
@@ -16,7 +16,8 @@ re-materialization in PyTorch" (2023), section 3.2, of which the budgets on a bl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from solvers.liveness import IndexedGraph, runs_for
 from solvers.mip import Program
 
 BUDGETS = 12  # bounds on the kept bytes, evenly from nothing to all
+_HELD = (1.0, 0.7, 0.4, 0.2, 0.0)  # of the nodes, held once they run again: other shares make lower peaks
 _ALIKE = 0.25  # of a block's seconds: measured times of the same ops differ by up to a fifth (benchmarks/problems)
 _GAP = 3e-3  # of the programs: far below what the chain's model of a graph leaves out
 _SCALE = 1e4  # what all of a block's nodes cost together in the program: far above HiGHS's absolute tolerances
@@ -58,12 +60,16 @@ class Way:
 class BlockMenus:
     """Menus by block; blocks that are alike share one.
 
+    Args:
+        left_seconds: asked before each program; where no time is left a menu has its two ends only.
+
     Attributes:
         solved: how many distinct blocks there were to solve.
     """
 
-    def __init__(self, indexed: IndexedGraph) -> None:
+    def __init__(self, indexed: IndexedGraph, left_seconds: Callable[[], float] = lambda: math.inf) -> None:
         self._indexed = indexed
+        self._left_seconds = left_seconds
         self._known: dict[Any, list[tuple[Block, list[Way]]]] = {}
         self.solved = 0
 
@@ -73,7 +79,7 @@ class BlockMenus:
         for other, ways in alike:
             if self._nearly(block, other):
                 return ways
-        ways = _solve_block(self._indexed, block)
+        ways = _solve_block(self._indexed, block, self._left_seconds)
         self.solved += 1
         alike.append((block, ways))
         return ways
@@ -110,14 +116,15 @@ def _stays(indexed: IndexedGraph, block: Block, v: int) -> bool:
     return bool(indexed.is_output[v]) or max(indexed.readers[v], default=v) >= block.backward.stop
 
 
-def _solve_block(indexed: IndexedGraph, block: Block) -> list[Way]:
+def _solve_block(indexed: IndexedGraph, block: Block, left_seconds: Callable[[], float]) -> list[Way]:
     read = _read_in_backward(indexed, block)
     inner = sorted(read - set(block.boundary))
     most = int(indexed.output_bytes[inner].sum())
     kept_sets = dict.fromkeys([tuple(sorted(read)), ()])
     for budget in np.linspace(0, most, BUDGETS, endpoint=False):
-        kept_sets[_best_kept(indexed, block, read, int(budget))] = None
-    ways = [_way(indexed, block, kept, hold) for kept in kept_sets for hold in (True, False)]
+        if left_seconds() > 0:
+            kept_sets[_best_kept(indexed, block, read, int(budget))] = None
+    ways = [_way(indexed, block, kept, held) for kept in kept_sets for held in _held_sets(indexed, block)]
     return _undominated(indexed, block, ways)
 
 
@@ -159,8 +166,15 @@ def _there(indexed: IndexedGraph, block: Block) -> set[int]:
     return outside | set(block.lasting)
 
 
-def _backward_runs(indexed: IndexedGraph, block: Block, kept: Sequence[int], hold: bool) -> list[int]:
-    """The backward nodes, each after what has to run again for it; unless ``hold``, for it alone."""
+def _held_sets(indexed: IndexedGraph, block: Block) -> list[set[int]]:
+    """All of the block's forward nodes, then fewer and fewer, those left that take longest per byte."""
+    nodes = np.array(block.forward)
+    nodes = nodes[np.argsort(-indexed.seconds[nodes] / np.maximum(1, indexed.output_bytes[nodes]), kind="stable")]
+    return [set(nodes[: round(share * nodes.size)].tolist()) for share in _HELD]
+
+
+def _backward_runs(indexed: IndexedGraph, block: Block, kept: Sequence[int], held: set[int]) -> list[int]:
+    """The backward nodes, each after what has to run again for it; unless that is in ``held``, for it alone."""
     there = _there(indexed, block) | set(kept)
     alive, runs = set(there), []
     for t in block.backward:
@@ -168,14 +182,13 @@ def _backward_runs(indexed: IndexedGraph, block: Block, kept: Sequence[int], hol
             if u in block.forward:
                 runs += runs_for(indexed, alive, u)
         runs.append(t)
-        if not hold:
-            alive = set(there)
+        alive = {v for v in alive if v in there or v in held}
     return runs
 
 
-def _way(indexed: IndexedGraph, block: Block, kept: Sequence[int], hold: bool) -> Way:
+def _way(indexed: IndexedGraph, block: Block, kept: Sequence[int], held: set[int]) -> Way:
     boundary, size = set(block.boundary), indexed.output_bytes
-    backward = _backward_runs(indexed, block, kept, hold)
+    backward = _backward_runs(indexed, block, kept, held)
     kept_runs = _runs(indexed, block, kept, set())
     handed = {u for t in block.backward for u in indexed.inputs[t] if u >= block.forward.stop}
     handed = {u for u in handed if u < block.backward.start and not _stays(indexed, block, u)}

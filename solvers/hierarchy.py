@@ -62,7 +62,7 @@ def solve(search: Search, rerunnable: Mask, make_table: Callable[[Chain], ChainT
     >>> search.seconds
     9.0
     """
-    menus, seen = BlockMenus(search.indexed), set()
+    menus, seen = BlockMenus(search.indexed, lambda: search.left_seconds), set()
     for share in SHARES:
         blocks = cut_into_blocks(search.indexed, rerunnable, share)
         cuts = tuple(block.forward.start for block in blocks)

@@ -164,6 +164,14 @@ def test_the_chain_knows_the_unplanned_peak(reads_entry):
     assert points[-1].peak_bytes == unplanned(indexed)
 
 
+def test_without_time_a_menu_has_its_ends():
+    indexed, blocks = one_block_a_layer(layers([2.0] * 8))
+    block = next(block for block in blocks if indexed.graph.nodes[block.forward.start].name == "in3")
+    ways = BlockMenus(indexed, lambda: 0.0).menu(block)
+    assert [len(way.kept) for way in (ways[0], ways[-1])] == [2, 0]
+    assert {len(way.kept) for way in ways} == {2, 0}
+
+
 def test_with_all_the_memory_nothing_runs_again():
     for graph in (layers([2.0] * 8), training_graph(20), random_training_graph(60, 3)):
         indexed = IndexedGraph(graph)
