@@ -30,6 +30,7 @@ NAMES: tuple[str, ...] = (*BASELINES, "rotor", "ilp", "exhaustive", "auto")
 DEFAULT_ILP_SECONDS = 60.0  # proves most chains of 16 stages
 AUTO_ILP_SECONDS = 3.0  # what auto adds at most, unless it is given more
 AUTO_ILP_STAGES = 12  # proven in seconds up to here (tests/solvers and benchmarks)
+EXHAUSTIVE_STAGES = 6  # auto asks the oracle before it calls a budget of so short a chain infeasible
 FRONTIER_POINTS = 100  # replayed and returned; a curve needs no more
 LONG_CHAIN = 250  # stages from which a replay takes a good part of a second, and methods show fewer candidates
 LONG_FRONTIER_POINTS = 30
@@ -66,19 +67,25 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
             unproven, asks ``ilp``.
         time_limit_seconds: for ``ilp`` (60 where None) and the part that ``auto`` gives it (3 where None).
 
+    After Ctrl-C the solution is the best that the baselines have, marked ``interrupted``.
+
     Raises:
         ValueError: an unknown solver, an impossible time limit, or a chain too large for ``exhaustive``.
     """
     _check(solver, time_limit_seconds)
     start = time.perf_counter()
-    found, proven = _answer(problem, solver, time_limit_seconds)
+    interrupted = False
+    try:
+        found, proven = _answer(problem, solver, time_limit_seconds)
+    except KeyboardInterrupt:
+        found, proven, interrupted = _baselines(problem.chain), 0.0, True
     best = _fastest(problem, found)
     if best is None:
         return _infeasible(problem, solver, found, start)
     if proven > best.seconds * (1 + _TRUSTED):
         proven = 0.0  # a schedule at hand refutes it: a solver's numerical error must not pass for a proof
     bound = max(bound_seconds(problem.chain, problem.budget_bytes), proven)
-    return _solution(best, bound, time.perf_counter() - start)
+    return replace(_solution(best, bound, time.perf_counter() - start), interrupted=interrupted)
 
 
 def frontier(chain: Chain, solver: str = "auto", time_limit_seconds: float | None = None) -> list[Solution]:
@@ -247,6 +254,8 @@ def _auto(problem: Problem, time_limit_seconds: float | None) -> tuple[list[_Fou
     if not open_gap or limit <= 0 or len(chain.stages) > AUTO_ILP_STAGES:
         return found, 0.0
     more, proven = _ilp(problem, limit)
+    if len(chain.stages) <= EXHAUSTIVE_STAGES and _fastest(problem, found + more) is None:
+        return _proven(problem, "exhaustive", exhaustive.solve(problem))  # schedules of no other method's class
     return found + more, proven
 
 

@@ -81,6 +81,7 @@ def test_verdicts_agree_but_for_rare_chains_whose_smallest_schedule_is_not_persi
         for problem in problems(block):
             best = solve_chain(problem, "exhaustive").schedule
             mine = solve_chain(problem, "rotor").schedule
+            assert (solve_chain(problem, "auto").schedule is None) == (best is None)
             seen["rotor finds what is not there"] += mine is not None and best is None
             seen["rotor misses"] += mine is None and best is not None
             seen["both refuse"] += mine is None and best is None
@@ -104,3 +105,12 @@ def test_a_folded_chain_overestimates_and_never_underestimates() -> None:
         solution = solve_chain(Problem(chain=chain.folded(), budget_bytes=60), "rotor")
         assert solution.schedule is not None and solution.peak_bytes is not None
         assert replay(chain, solution.schedule).peak_bytes <= solution.peak_bytes
+
+
+def test_ctrl_c_leaves_the_best_of_the_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("solvers.suite._rotor", interrupted)
+    solution = solve_chain(Problem(chain=random_chain(1), budget_bytes=10_000))
+    assert solution.interrupted and solution.schedule is not None
