@@ -25,7 +25,7 @@ from solvers.merging import Merging
 from solvers.moment_search import MomentSearch, rerunnable_nodes
 from solvers.problem import Shortage, Solution
 from solvers.rotor import Table
-from solvers.search import Search
+from solvers.search import SMALLEST_GAP, Search
 
 GraphSolution = Solution[GraphSchedule]
 Mask = NDArray[np.bool_]
@@ -35,7 +35,6 @@ DEFAULT_SECONDS = 60.0
 LARGE_NODES, LARGE_SECONDS = 500, 25.0  # without a time limit of the user's, larger graphs get less: plans, not proofs
 DEFAULT_GAP = 1e-3  # within it a plan counts as good enough to stop
 
-_PROVEN = 1e-6  # relative distance from the bound that counts as none: what HiGHS is asked for at best
 _TRUSTED = 1e-6  # a bound this far above a replayed schedule is wrong
 _TIDIED = 3  # orders made on demand that are tidied: the fastest that fit
 _NOISE = 0.4  # standard deviation of the logarithm of the factors on the scores
@@ -265,7 +264,7 @@ def _solution(search: Search, solver: str, spent_seconds: float, interrupted: bo
     bound = min(bound, replayed.seconds)
     return Solution(
         solver=search.solver,
-        status="optimal" if replayed.seconds - bound <= _PROVEN * replayed.seconds else "feasible",
+        status="optimal" if replayed.seconds - bound <= SMALLEST_GAP * replayed.seconds else "feasible",
         schedule=schedule,
         peak_bytes=replayed.peak_bytes,
         seconds=replayed.seconds,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from solvers.liveness import IndexedGraph, seconds_of
 from solvers.tidying import fits, keep_what_fits
 
+SMALLEST_GAP = 1e-6  # what the integer programs are solved to: no search gets closer
 REMEMBERED = 40  # orders that are kept for merging
 
 
@@ -20,13 +21,13 @@ class Search:
         seen: the orders offered last, as offered and tidied, whether they fit or not.
         solver: the method that offered it.
         bound_seconds: the largest lower bound offered; holds for every schedule within the budget.
-        gap: relative distance at which the search may stop.
+        gap: relative distance at which the search may stop, at least 1e-6.
     """
 
     def __init__(self, indexed: IndexedGraph, budget_bytes: int, *, time_limit_seconds: float, gap: float) -> None:
         self.indexed = indexed
         self.budget_bytes = budget_bytes
-        self.gap = gap
+        self.gap = max(gap, SMALLEST_GAP)
         self.order: list[int] | None = None
         self.seen: list[list[int]] = []
         self.solver = ""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.random_graphs import random_training_graph
 from solvers import graph_exhaustive
 from solvers.graph_bound import graph_bound_seconds
 from solvers.graph_problem import GraphProblem
 from solvers.graph_simulator import replay_graph
-from solvers.graph_suite import solve_graph
+from solvers.graph_suite import graph_frontier, solve_graph
 from solvers.liveness import IndexedGraph, peak_profile, seconds_of
-from tests.solvers.graphs import random_graph
+from tests.solvers.graphs import random_graph, training_graph
 
 RELATIVE = 1e-6  # what the integer programs are solved to
 
@@ -69,3 +70,62 @@ def test_the_searches_against_the_oracle(solver, block):
         indexed = IndexedGraph(graph)
         for budget in budgets(indexed):
             check(graph, indexed, budget, solver, time_limit_seconds=5.0, gap=0.0)
+
+
+def half_budget(graph) -> int:
+    profile = peak_profile(IndexedGraph(graph), range(len(graph.nodes)))
+    return int(IndexedGraph(graph).working_bytes.max() + profile.max()) // 2
+
+
+def test_a_training_graph_is_proven_and_larger_budgets_are_never_slower():
+    graph = random_training_graph(60, 3)
+    low, high = half_budget(graph), int(peak_profile(IndexedGraph(graph), range(len(graph.nodes))).max())
+    solutions = [
+        solve_graph(GraphProblem(graph=graph, budget_bytes=budget), gap=0.0, time_limit_seconds=60.0)
+        for budget in (low, (low + high) // 2, high)
+    ]
+    assert [solution.status for solution in solutions] == ["optimal"] * 3
+    seconds = [solution.seconds for solution in solutions]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == pytest.approx(graph.unplanned_seconds)
+
+
+def test_a_budget_below_the_largest_op_is_infeasible_and_says_what_would_do():
+    graph = random_training_graph(60, 3)
+    solution = solve_graph(GraphProblem(graph=graph, budget_bytes=1000))
+    assert solution.status == "infeasible" and solution.shortage is not None
+    enough = solution.shortage.minimum_budget_bytes
+    assert solution.shortage.stage in {node.name for node in graph.nodes}
+    assert solve_graph(GraphProblem(graph=graph, budget_bytes=enough), time_limit_seconds=2.0).schedule is not None
+
+
+def test_a_method_that_finds_nothing_does_not_call_a_budget_infeasible():
+    graph = random_training_graph(60, 3)
+    solution = solve_graph(GraphProblem(graph=graph, budget_bytes=half_budget(graph)), "keep_all")
+    assert solution.status == "unknown" and solution.shortage is not None
+    assert solution.lower_bound_seconds >= graph.unplanned_seconds * (1 - RELATIVE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [({"solver": "magic"}, "expected one of"), ({"time_limit_seconds": 0.0}, "time limit"), ({"gap": 1.0}, "gap")],
+)
+def test_bad_arguments_are_named(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        solve_graph(GraphProblem(graph=training_graph(3), budget_bytes=9), **arguments)
+
+
+def test_ctrl_c_leaves_the_best_order_so_far(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("solvers.graph_suite.MomentSearch.step", interrupted)
+    graph = random_training_graph(60, 3)
+    solution = solve_graph(GraphProblem(graph=graph, budget_bytes=half_budget(graph)))
+    assert solution.interrupted and solution.status == "feasible"
+
+
+def test_a_frontier_falls_as_its_peaks_rise():
+    points = graph_frontier(random_training_graph(40, 1), "auto", time_limit_seconds=7.0)
+    peaks, seconds = [p.peak_bytes for p in points], [p.seconds for p in points]
+    assert peaks == sorted(set(peaks)) and seconds == sorted(set(seconds), reverse=True)
