@@ -85,7 +85,7 @@ def test_a_training_graph_is_proven_and_larger_budgets_are_never_slower():
         for budget in (low, (low + high) // 2, high)
     ]
     assert [solution.status for solution in solutions] == ["optimal"] * 3
-    seconds = [solution.seconds for solution in solutions]
+    seconds = [solution.seconds or 0.0 for solution in solutions]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] == pytest.approx(graph.unplanned_seconds)
 
@@ -127,5 +127,5 @@ def test_ctrl_c_leaves_the_best_order_so_far(monkeypatch):
 
 def test_a_frontier_falls_as_its_peaks_rise():
     points = graph_frontier(random_training_graph(40, 1), "auto", time_limit_seconds=7.0)
-    peaks, seconds = [p.peak_bytes for p in points], [p.seconds for p in points]
+    peaks, seconds = [p.peak_bytes or 0 for p in points], [p.seconds or 0.0 for p in points]
     assert peaks == sorted(set(peaks)) and seconds == sorted(set(seconds), reverse=True)
