@@ -25,7 +25,7 @@ from solvers.liveness import IndexedGraph
 from solvers.lower_bound import bound_seconds
 
 COLUMNS = ("solver", "budget_bytes", "peak_bytes", "seconds", "lower_bound_seconds", "status", "solve_seconds")
-SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "rotor")
+SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor")
 GRAPH_SOLVERS = ("auto", "lower_sets", "hierarchy", "demand", "moments")  # by rank; those of them that there are
 GRAPH_SECONDS = 45.0  # for all methods of a graph together: the whole command then takes about a minute
 _SHARES = {"auto": 4, "moments": 2}  # of the time; the others mostly need less than one share

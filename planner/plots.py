@@ -33,6 +33,7 @@ _STYLES = {
     "recompute_all": _Style("#CC79A7", "^", 10, True),
     "chen_sqrt": _Style("#E69F00", "D", 8, True),
     "chen_greedy": _Style("#8B4513", "o", 13, False),
+    "revolve": _Style("#56B4E9", "*", 8, True),
     "demand": _Style("#009E73", "s", 9, False),
     "lower_sets": _Style("#E69F00", "D", 6, True),
     "hierarchy": _Style("#CC79A7", "^", 7, True),

@@ -101,7 +101,8 @@ def rerunnable_nodes(indexed: IndexedGraph) -> Mask:
     forward = np.array([node.side == "forward" for node in nodes])
     idle = peak_profile(indexed, range(indexed.count)) - indexed.working_bytes
     early = np.arange(indexed.count) <= int(idle.argmax())
-    return (forward | early) & ~indexed.is_output
+    chosen = (forward | early) & ~indexed.is_output
+    return chosen if chosen.any() else np.ones(indexed.count, dtype=bool)
 
 
 def first_moments(search: Search) -> list[int]:

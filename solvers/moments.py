@@ -61,7 +61,6 @@ class MomentsProgram:
         self._rerunnable = rerunnable
         self.held: dict[tuple[int, int], int] = {}
         self.again: dict[tuple[int, int], int] = {}
-        self._nodes_at: list[list[int]] = [[] for _ in range(len(self.ends) + 1)]
         self.kept: dict[tuple[int, int], int] = {}
         self._others: list[list[tuple[int, float]]] = [[] for _ in self.ends]
         self._make_variables()
@@ -83,7 +82,6 @@ class MomentsProgram:
         for v in np.flatnonzero(self._rerunnable):
             cost = float(self.indexed.seconds[v]) / self.unit_seconds
             for k in range(int(self._interval[v]) + 1, last[v] + 1):
-                self._nodes_at[k].append(int(v))
                 self.held[k, int(v)] = program.variable()
                 self.again[k, int(v)] = program.variable(cost=cost)
 
@@ -148,39 +146,10 @@ class MomentsProgram:
         ]
         self.program.row(terms + self._others[k], upper=room / max(1, self._budget_bytes))
 
-    def satisfied(self, k: int, values: Floats) -> bool:
-        """Whether a solution keeps what ``charge_between`` would ask of interval k."""
-        indexed, sizes = self.indexed, self.indexed.output_bytes + self.indexed.transient_bytes
-        used = sum(int(indexed.output_bytes[v]) * values[self.held[k, v]] for v in self._nodes_at[k])
-        used += sum(int(sizes[v]) * values[self.again[k, v]] for v in self._nodes_at[k])
-        return used + self._least_between(k) <= self._budget_bytes
-
     def keep_others(self) -> None:
         """Hold the nodes that are not modelled in full throughout, as an order read from a solution does."""
         for variable in self.kept.values():
             self.program.fix(variable, 1.0)
-
-    def charge_between(self, k: int) -> None:
-        """Make all that interval k holds or runs again fit the budget together, so that an order fits between too.
-
-        A restriction: what is freed early in the interval is counted to its end. With it the optimum bounds nothing.
-        """
-        indexed, sizes = self.indexed, self.indexed.output_bytes + self.indexed.transient_bytes
-        terms = [(self.held[k, v], self._share(int(indexed.output_bytes[v]))) for v in self._nodes_at[k]]
-        terms += [(self.again[k, v], self._share(int(sizes[v]))) for v in self._nodes_at[k]]
-        room = self._budget_bytes - self._least_between(k)
-        self.program.row(terms, upper=room / max(1, self._budget_bytes))
-
-    def _least_between(self, k: int) -> int:
-        """Bytes of the nodes that interval k does not choose, at the fullest of its first runs."""
-        indexed = self.indexed
-        most = 0
-        for t in range(self.ends[k - 1] + 1 if k else 0, self.ends[k] + 1):
-            fixed = ~self._rerunnable[: t + 1] | (self._interval[: t + 1] == k)
-            alive = fixed & (indexed.needed_until[: t + 1] >= t)
-            alive[t] = True
-            most = max(most, int(indexed.output_bytes[: t + 1][alive].sum()) + int(indexed.transient_bytes[t]))
-        return most + indexed.graph.resident_bytes
 
     def dropped_others(self, values: Floats) -> set[int]:
         """The nodes that are not modelled in full and not held in some gap."""
