@@ -23,7 +23,7 @@ from solvers.improvement import Improvement
 from solvers.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.merging import Merging
 from solvers.moment_search import MomentSearch, rerunnable_nodes
-from solvers.problem import Shortage, Solution
+from solvers.problem import Shortage, Solution, check_time_limit
 from solvers.rotor import Table
 from solvers.search import SMALLEST_GAP, Search
 
@@ -130,11 +130,7 @@ def _hierarchy(search: Search, rerunnable: Mask) -> None:
     _keep_all(search, rerunnable)
     if not search.done:
         hierarchy.solve(search, rerunnable, Table)
-        _search_on(search, rerunnable, _evictions(search, rerunnable))
-
-
-def _search_on(search: Search, rerunnable: Mask, trials: Iterator[None]) -> None:
-    moves = _moves(search, rerunnable, trials)
+    moves = _moves(search, rerunnable, _evictions(search, rerunnable))
     while not search.done:
         next(moves)
 
@@ -242,10 +238,7 @@ def _check(solver: str, time_limit_seconds: float | None, gap: float) -> None:
         raise ValueError(
             f"a solver of graphs: expected one of {', '.join(METHODS)}, got {solver!r}; choose one of them"
         )
-    if time_limit_seconds is not None and not (time_limit_seconds > 0):
-        raise ValueError(
-            f"a time limit: expected seconds above zero, got {time_limit_seconds!r}; leave it out for the default"
-        )
+    check_time_limit(time_limit_seconds)
     if not 0 <= gap < 1:
         raise ValueError(f"a gap: expected a share from 0 to below 1, got {gap!r}; leave it out for the default")
 

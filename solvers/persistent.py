@@ -55,10 +55,6 @@ class ChainBytes:
         self._first_needs = [self._drop_needs(s, *first) for s in range(self.stage_count)]
         self.again_needs = [self._drop_needs(s, *again) for s in range(self.stage_count)]
 
-    def gradients_at(self, stage: int) -> int:
-        """Gradient bytes at the start of the backward of ``stage`` (-1: after the last backward)."""
-        return self._gradients[stage]
-
     def empty_stage(self, end: int) -> int:
         """The stage index at which the range that ends at ``end`` has nothing left to run."""
         return min(end, self.stage_count - 1) + 1

@@ -13,7 +13,7 @@ from solvers import chen_greedy, chen_sqrt, exhaustive, ilp, keep_all, recompute
 from solvers.chain import Chain
 from solvers.lower_bound import bound_seconds
 from solvers.minimum_memory import shortage, shortage_of, smallest_schedule
-from solvers.problem import Candidate, Problem, Solution
+from solvers.problem import Candidate, Problem, Solution, check_time_limit
 from solvers.rotor import Table
 from solvers.schedule import Schedule
 from solvers.simulator import replay
@@ -107,10 +107,7 @@ def frontier(chain: Chain, solver: str = "auto", time_limit_seconds: float | Non
 def _check(solver: str, time_limit_seconds: float | None) -> None:
     if solver not in NAMES:
         raise ValueError(f"a solver: expected one of {', '.join(NAMES)}, got {solver!r}; choose one of them")
-    if time_limit_seconds is not None and not (time_limit_seconds > 0):
-        raise ValueError(
-            f"a time limit: expected seconds above zero, got {time_limit_seconds!r}; leave it out for the default"
-        )
+    check_time_limit(time_limit_seconds)
 
 
 def _undominated(points: Iterable[_Point]) -> list[_Point]:
