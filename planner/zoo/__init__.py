@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from planner.zoo.language import build_bert, build_gpt2, build_llama, build_t5
+from planner.zoo.mindspore import build_mindspore_blocks
 from planner.zoo.mlp import build_mlp
 from planner.zoo.training import check_settings
 from planner.zoo.unet import build_unet
@@ -24,6 +25,7 @@ _BUILDERS: dict[str, Callable[..., Workload]] = {
     "resnet50": build_resnet50,
     "unet": build_unet,
     "mlp": build_mlp,
+    "mindspore_blocks": build_mindspore_blocks,
 }
 
 __all__ = ["build", "names"]

@@ -21,6 +21,7 @@ SMALL = {
     "resnet50": {"batch": 4, "hidden": 4, "image": 32, "classes": 3},
     "unet": {"batch": 2, "hidden": 4, "image": 32, "classes": 3},
     "mlp": {"batch": 4, "layers": 3, "hidden": 8},
+    "mindspore_blocks": {"batch": 2, "blocks": 2, "hidden": 8, "heads": 2, "seq": 4},
 }
 
 
@@ -109,7 +110,7 @@ def test_a_value_that_cannot_work_is_refused(name, settings, message):
 
 
 def test_an_unknown_model_lists_the_known_ones():
-    with pytest.raises(ValueError, match="expected one of gpt2, .*mlp, got 'gpt7'; use one of them"):
+    with pytest.raises(ValueError, match="expected one of gpt2, .*mindspore_blocks, got 'gpt7'; use one of them"):
         zoo.build("gpt7")
 
 
@@ -135,6 +136,25 @@ def test_the_unet_joins_each_level_once():
         )
     workload.step()
     assert joined == [4, 8, 16, 32]  # the deepest level is joined first; 32 is the image
+
+
+def test_the_attention_blocks_compute_what_the_tutorial_writes():
+    workload = small("mindspore_blocks", blocks=1)
+    block = workload.model.get_submodule("blocks.0").eval()  # no dropout
+    with torch.no_grad():
+        block.get_parameter("y").uniform_()
+    x = workload.inputs
+    assert isinstance(x, torch.Tensor) and x.shape == (2, 4, 2, 4)
+    scores = torch.einsum("bqhw,bkhw->bhqk", x, x) / 2.37891**2
+    weights = torch.softmax(scores - 0.0001 * (1 - block.get_parameter("y"))[:, None], dim=-1)
+    torch.testing.assert_close(block(x), torch.einsum("bhqk,bkhw->bqhw", weights, x))
+
+
+def test_the_attention_blocks_give_the_derivative_of_the_input():
+    workload = small("mindspore_blocks")
+    workload.step()
+    assert isinstance(workload.inputs, torch.Tensor) and workload.inputs.is_leaf
+    assert workload.inputs.grad is not None and workload.inputs.grad.abs().sum() > 0
 
 
 def test_settings_reach_the_model():
