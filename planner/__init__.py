@@ -5,9 +5,10 @@ from planner.checkpointing import auto_checkpoint
 from planner.curves import pareto
 from planner.plan import Plan, PlannedStage
 from planner.planning import Infeasible, NothingFound, solve
+from planner.profiling import profile
 from planner.program import UnsupportedPlan
 from profiler.measurement import Measurement, measure
-from profiler.profiling import ProfileError, profile
+from profiler.profiling import ProfileError
 from profiler.records import Profile
 from profiler.workload import Workload
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from planner.plan import Plan, PlannedStage
-from planner.program import program_of
-from planner.runtime import PlannedStep
+from planner.program import Program, program_of
+from planner.runtime import PlannedStep, selections_of
 from profiler.patching import Forward, ForwardPatches, is_patched
 
 _PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
@@ -69,8 +69,8 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
     _check_model(model, plan)
     program = program_of(plan.stages, plan.schedule)
     patches = ForwardPatches()
-    if program.dropped:
-        _install(model, plan, _Planned(plan.stages, program, model), patches)
+    if program.dropped or program.selective:
+        _install(model, plan, _Planned(plan, program, model), patches)
     handle = Handle(model, plan, patches)
     _PLANNED[model] = handle
     return handle
@@ -84,7 +84,7 @@ def handle_of(model: nn.Module) -> Handle | None:
 def _install(model: nn.Module, plan: Plan, planned: _Planned, patches: ForwardPatches) -> None:
     patches.wrap(model, planned.whole)
     modules = {}
-    for position in planned.dropped:
+    for position in planned.wrapped:
         name, _ = split_name(plan.stages[position].name)
         modules[name] = model.get_submodule(name)
     for name, module in modules.items():
@@ -94,12 +94,14 @@ def _install(model: nn.Module, plan: Plan, planned: _Planned, patches: ForwardPa
 class _Planned:
     """The wrappers of one applied plan, and the forward that is under way."""
 
-    def __init__(self, stages: tuple[PlannedStage, ...], program: Any, model: nn.Module) -> None:
-        self.dropped = sorted(program.dropped)
-        self._stages = stages
+    def __init__(self, plan: Plan, program: Program, model: nn.Module) -> None:
+        self.wrapped = sorted({*program.dropped, *program.selective})
+        self._plan = plan
+        self._selections = selections_of(plan)
+        self._strays: set[int] = set()
         self._program = program
         self._model = weakref.ref(model)
-        self._positions = {split_name(stages[k].name): k for k in self.dropped}
+        self._positions = {split_name(plan.stages[k].name): k for k in self.wrapped}
         self._step: PlannedStep | None = None
         self._counts: dict[str, int] = {}
         self._inside = False
@@ -111,7 +113,7 @@ class _Planned:
             model = self._model()
             if self._step is not None or model is None or not (model.training and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
-            self._step = PlannedStep(self._stages, self._program)
+            self._step = PlannedStep(self._plan, self._program, self._selections, self._strays)
             self._counts.clear()
             try:
                 return forward(*args, **kwargs)
@@ -122,7 +124,7 @@ class _Planned:
         return run
 
     def stage(self, forward: Forward, name: str, module: nn.Module) -> Forward:
-        """A stage's forward: keeps nothing while a planned step is under way."""
+        """A stage's forward: keeps what the plan says while a planned step is under way."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             step = self._step

@@ -10,7 +10,7 @@ from torch import nn
 
 from planner.applier import apply
 from planner.planning import solve
-from profiler.profiling import profile
+from planner.profiling import profile
 from profiler.stages import StagePattern
 from profiler.workload import LossFunction, Workload
 

@@ -19,11 +19,11 @@ from planner.graph_files import SOLUTION_FORMAT as GRAPH_SOLUTION
 from planner.plan import FORMAT as PLAN_FORMAT
 from planner.plan import VERSION as PLAN_VERSION
 from planner.planning import NoPlan
+from planner.profiling import profile
 from planner.sizes import format_bytes, parse_bytes
 from planner.targets import load_target, parse_settings
 from planner.training import train_planned
 from profiler.files import read_document, write_document, write_whole
-from profiler.profiling import profile
 from profiler.records import FORMAT as PROFILE_FORMAT
 from profiler.records import VERSION as PROFILE_VERSION
 from solvers import solver_names

@@ -19,11 +19,11 @@ from planner.curves import pareto
 from planner.documents import plan_document
 from planner.planning import solve
 from planner.plots import draw_pareto
+from planner.profiling import profile
 from planner.report import facts, frontier_report, plan_report
 from planner.sizes import format_bytes, format_seconds
 from planner.training import train_steps
 from profiler.measurement import measure
-from profiler.profiling import profile
 
 FOLDER = Path("planner-demo")
 STEPS = 5

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from profiler.records import Profile, SharedRecord, StageRecord
+from profiler.records import MenuRecord, OptionRecord, Profile, SharedRecord, StageRecord
+from profiler.stage_ops import StageOps
 from solvers.chain import Chain, Option, Shared, Stage
 
 
@@ -153,9 +154,11 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
         recompute_seconds=record.recompute_seconds,
         recompute_peak_bytes=record.recompute_peak_bytes + hidden,
     )
+    menu = timeline.profile.menus[record.menu] if record.menu >= 0 else None
+    inside = () if menu is None else tuple(_option(option, menu, record, keep) for option in menu.options)
     return Stage(
         name=record.name,
-        options=(keep,),
+        options=(keep, *inside),
         boundary_bytes=record.boundary_bytes,
         # Not keeping cannot be faster than keeping: where it was measured so, that was noise.
         forward_seconds=max(record.dropped.seconds, record.forward.seconds),
@@ -166,3 +169,33 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
         recomputable=record.recomputable,
         linked=bool(record.links),
     )
+
+
+def _option(option: OptionRecord, menu: MenuRecord, record: StageRecord, keep: Option) -> Option:
+    """An option inside the stage, by what it was measured to differ from keeping everything."""
+    # Keeping less cannot be faster: where it was measured so, that was noise.
+    forward_seconds = keep.forward_seconds + max(0.0, option.forward_seconds - menu.keep_forward_seconds)
+    return Option(
+        name=option.name,
+        forward_seconds=forward_seconds,
+        backward_seconds=keep.backward_seconds + max(0.0, option.backward_seconds - menu.keep_backward_seconds),
+        kept_bytes=keep.kept_bytes - option.freed_bytes + _held_beyond(option, menu.ops),
+        kept_output_bytes=min(record.kept_output_bytes, _kept_output(option, menu.ops)),
+        forward_peak_bytes=option.forward_peak_bytes,
+        backward_peak_bytes=option.backward_peak_bytes,
+        # It runs to its end then: the ops to run again are recorded along with it.
+        recompute_seconds=max(forward_seconds, keep.recompute_seconds),
+        recompute_peak_bytes=max(option.forward_peak_bytes, keep.recompute_peak_bytes),
+    )
+
+
+def _held_beyond(option: OptionRecord, ops: StageOps) -> int:
+    """Inputs that others hold too, and that this option holds for longer than the stage itself would."""
+    outside = [ops.storages[number] for number in option.kept if ops.storages[number].op < 0]
+    return sum(storage.size_bytes for storage in outside if not storage.exclusive)
+
+
+def _kept_output(option: OptionRecord, ops: StageOps) -> int:
+    """Bytes of the stage's output that the option keeps itself."""
+    kept = [ops.storages[number] for number in option.kept]
+    return sum(storage.size_bytes for storage in kept if storage.returned and storage.op >= 0)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from profiler.files import read_document, write_document
+from profiler.records import MenuRecord, OptionRecord, menu_document, menu_from
 from solvers.schedule import Schedule
 
 FORMAT = "planner-plan"
 VERSION = 1
-Decision = Literal["keep", "recompute", "segment"]
+Decision = Literal["keep", "selective", "recompute", "segment"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +23,12 @@ class PlannedStage:
 
     Attributes:
         name, kind, module_class: as in the profile; ``outside`` parts are always kept.
-        decision: ``keep``; ``recompute`` (its input is kept, it is run again);
+        decision: ``keep``; ``selective`` (some of its ops run again, see ``option``);
+            ``recompute`` (its input is kept, it is run again whole);
             ``segment`` (its input is dropped too and comes from the stage before).
+        option: what runs again inside a selective stage, in words.
+        menu: number of its ops and options in ``Plan.menus``; -1 for what has none.
+        recomputable: whether it may be run again as a whole.
         kept_bytes: bytes kept from its forward to its backward.
         runs: forwards of it in one step, the first included.
         extra_seconds: predicted seconds that the plan adds to it.
@@ -43,6 +48,9 @@ class PlannedStage:
     input_shapes: tuple[tuple[int, ...], ...]
     parameter_shapes: tuple[tuple[str, tuple[int, ...]], ...]
     mutated_buffers: tuple[str, ...]
+    option: str = ""
+    menu: int = -1
+    recomputable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +68,7 @@ class Plan:
         lower_bound_seconds: no plan of these stages within the budget is faster.
         gap: relative distance of the prediction from that bound.
         solve_seconds: time that the solver took.
+        menus: per kind of stage its ops and options; option k of the schedule, from 1, is ``options[k - 1]``.
     """
 
     model_class: str
@@ -82,6 +91,11 @@ class Plan:
     solve_seconds: float
     stages: tuple[PlannedStage, ...]
     schedule: Schedule
+    menus: tuple[MenuRecord, ...] = ()
+
+    def option_of(self, stage: int, option: int) -> OptionRecord | None:
+        """What option ``option`` of a stage is; None for keeping everything."""
+        return self.menus[self.stages[stage].menu].options[option - 1] if option else None
 
     @property
     def slowdown(self) -> float:
@@ -93,6 +107,7 @@ class Plan:
         document = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         document["stages"] = [dataclasses.asdict(stage) for stage in self.stages]
         document["schedule"] = self.schedule.to_list()
+        document["menus"] = [menu_document(menu) for menu in self.menus]
         return {"format": FORMAT, "version": VERSION, **document}
 
     def save(self, path: str | Path) -> None:
@@ -113,12 +128,20 @@ class Plan:
             data["stages"] = tuple(_stage(stage) for stage in data["stages"])
             data["input_shapes"] = tuple(tuple(shape) for shape in data["input_shapes"])
             data["schedule"] = Schedule.from_list(data["schedule"])
+            data["menus"] = tuple(menu_from(menu) for menu in data.get("menus", ()))
             plan = cls(**data)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: expected the fields of a plan, got a mismatch: {error}; solve again") from error
         if any(not 0 <= action.stage < len(plan.stages) for action in plan.schedule.actions):
             raise ValueError(f"{path}: expected a schedule of its own stages, got others; solve again")
+        if any(not 0 <= (action.option or 0) <= _options(plan, action.stage) for action in plan.schedule.actions):
+            raise ValueError(f"{path}: expected options of its own menus, got others; solve again")
         return plan
+
+
+def _options(plan: Plan, stage: int) -> int:
+    menu = plan.stages[stage].menu
+    return len(plan.menus[menu].options) if 0 <= menu < len(plan.menus) else 0
 
 
 def _stage(data: Mapping[str, Any]) -> PlannedStage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
@@ -188,6 +189,7 @@ def plan_of(profile: Profile, chain: Chain, solution: Solution[Schedule], budget
         solve_seconds=solution.solve_seconds,
         stages=stages,
         schedule=solution.schedule,
+        menus=profile.menus,
     )
 
 
@@ -205,13 +207,18 @@ def _planned_stages(profile: Profile, chain: Chain, schedule: Schedule, replayed
             extra_ops[action.stage] += record.recompute_ops if action.kind == "recompute" else record.forward_ops
         seen.add(action.stage)
     decisions = _decisions(profile.stages, schedule)
+    chosen = _chosen_options(chain, schedule)
+    for k, extra in _inner_seconds(chain, schedule, decisions).items():
+        again[k] += extra  # type: ignore[assignment]
+    for k, ops in _inner_ops(profile, chain, schedule).items():
+        extra_ops[k] += ops
     return tuple(
         PlannedStage(
             name=record.name,
             kind=record.kind,
             module_class=record.module_class,
             decision=decisions[k],
-            kept_bytes=_kept_bytes(record, decisions[k], profile, k),
+            kept_bytes=_kept_bytes(record, decisions[k], profile, k, chosen.get(k, 0)),
             runs=runs[k],
             extra_seconds=float(again[k]),
             extra_ops=extra_ops[k],
@@ -219,9 +226,37 @@ def _planned_stages(profile: Profile, chain: Chain, schedule: Schedule, replayed
             input_shapes=record.input_shapes,
             parameter_shapes=record.parameter_shapes,
             mutated_buffers=record.mutated_buffers,
+            option=chain.stages[k].options[chosen[k]].name if k in chosen else "",
+            menu=record.menu,
+            recomputable=record.recomputable,
         )
         for k, record in enumerate(profile.stages)
     )
+
+
+def _chosen_options(chain: Chain, schedule: Schedule) -> dict[int, int]:
+    """The option inside the stage that each selective stage goes backward with."""
+    found: dict[int, int] = {}
+    for action in schedule.actions:
+        if action.kind in ("forward", "recompute") and action.option is not None:
+            found[action.stage] = action.option
+    return {k: option for k, option in found.items() if option}
+
+
+def _inner_seconds(chain: Chain, schedule: Schedule, decisions: Sequence[Decision]) -> dict[int, float]:
+    """Seconds that running ops again inside a stage adds to its backward, and to its forward where it runs once."""
+    found = {}
+    for k, option in _chosen_options(chain, schedule).items():
+        keep, chosen = chain.stages[k].options[0], chain.stages[k].options[option]
+        found[k] = chosen.backward_seconds - keep.backward_seconds
+        if decisions[k] == "selective":
+            found[k] += chosen.forward_seconds - keep.forward_seconds
+    return found
+
+
+def _inner_ops(profile: Profile, chain: Chain, schedule: Schedule) -> dict[int, int]:
+    options = _chosen_options(chain, schedule)
+    return {k: len(profile.menus[profile.stages[k].menu].options[option - 1].rerun) for k, option in options.items()}
 
 
 def _decisions(records: tuple[StageRecord, ...], schedule: Schedule) -> list[Decision]:
@@ -240,14 +275,16 @@ def _decisions(records: tuple[StageRecord, ...], schedule: Schedule) -> list[Dec
     found: list[Decision] = []
     for k, record in enumerate(records):
         if first.get(k, 0) is not None:
-            found.append("keep")
+            found.append("selective" if first.get(k) else "keep")
         else:
             found.append("segment" if record.links and k - 1 in freed else "recompute")
     return found
 
 
-def _kept_bytes(record: StageRecord, decision: Decision, profile: Profile, k: int) -> int:
+def _kept_bytes(record: StageRecord, decision: Decision, profile: Profile, k: int, option: int) -> int:
     """Bytes this stage holds from forward to backward: what it saves, or its input, or nothing."""
+    if decision == "selective":
+        return max(0, record.kept_bytes - profile.menus[record.menu].options[option - 1].freed_bytes)
     if decision == "keep":
         return (
             record.kept_bytes

@@ -18,11 +18,12 @@ class UnsupportedPlan(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """Run a stage again: keep nothing, keep all, or stop once all is saved; ``hold`` its input beyond."""
+    """Run a stage again: keep nothing, keep (by an option; 0 keeps all), or stop once all is saved; hold its input."""
 
     stage: int
     mode: Mode
     hold: bool
+    option: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +32,14 @@ class Program:
 
     Attributes:
         dropped: stages whose first forward keeps nothing.
+        selective: stage -> option, for those whose first forward keeps a choice of what they save.
         holding: those of them whose linked input is held until they are run again.
         before_backward: stage -> reruns before its backward, in order.
         releases: stage -> stages whose held input is let go before that backward.
     """
 
     dropped: frozenset[int]
+    selective: dict[int, int]
     holding: frozenset[int]
     before_backward: dict[int, tuple[Rerun, ...]]
     releases: dict[int, tuple[int, ...]]
@@ -52,6 +55,7 @@ def program_of(stages: Sequence[PlannedStage], schedule: Schedule) -> Program:
     first, phases = _phases(schedule.actions)
     alive = _alive_after(set(), first)
     dropped = {a.stage for a in first if a.kind == "forward" and a.option is None}
+    selective = {a.stage: a.option for a in first if a.kind == "forward" and a.option}
     holding = {k for k in dropped if k - 1 in alive or not stages[k].links}
     _check(stages, dropped, holding)
     before: dict[int, tuple[Rerun, ...]] = {}
@@ -64,7 +68,13 @@ def program_of(stages: Sequence[PlannedStage], schedule: Schedule) -> Program:
         gone = {k for k in pending if k < backward and stages[k].links and k - 1 in alive and k - 1 not in boundaries}
         releases[backward] = tuple(sorted(gone))
         alive = boundaries
-    return Program(dropped=frozenset(dropped), holding=frozenset(holding), before_backward=before, releases=releases)
+    return Program(
+        dropped=frozenset(dropped),
+        selective=selective,
+        holding=frozenset(holding),
+        before_backward=before,
+        releases=releases,
+    )
 
 
 def _phases(actions: Sequence[Action]) -> tuple[list[Action], list[tuple[int, list[Action]]]]:
@@ -103,11 +113,11 @@ def _alive_after(alive: set[int], actions: Sequence[Action]) -> set[int]:
 
 
 def _rerun(action: Action, boundaries: set[int]) -> Rerun:
-    if action.kind == "recompute":
+    if action.kind == "recompute" and not action.option:
         return Rerun(action.stage, "until_saved", False)
     if action.option is None:
         return Rerun(action.stage, "drop", action.stage - 1 in boundaries)
-    return Rerun(action.stage, "keep", False)
+    return Rerun(action.stage, "keep", False, action.option)
 
 
 def _check(stages: Sequence[PlannedStage], dropped: set[int], holding: set[int]) -> None:

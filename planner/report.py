@@ -15,9 +15,10 @@ from planner.comparison import ComparisonRow
 from planner.sizes import format_bytes, format_seconds
 from profiler.records import OpRecord, Profile, StageRecord
 
-_COLOURS = {"keep": "green", "recompute": "yellow", "segment": "magenta"}
+_COLOURS = {"keep": "green", "selective": "cyan", "recompute": "yellow", "segment": "magenta"}
 _MEANINGS = {
     "keep": "keep: saved tensors stay until backward",
+    "selective": "selective: some of its ops run again in backward, the rest stays (planner show --ops lists them)",
     "recompute": "recompute: its input is kept, its forward runs again",
     "segment": "segment: not even its input is kept; it runs again after the stages before it",
 }

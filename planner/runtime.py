@@ -4,35 +4,60 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from planner.plan import PlannedStage
+from planner.plan import Plan
 from planner.program import Program, Rerun
 from profiler.rerun import CallState, CallTraits, detached, rerun_dropping, rerun_keeping, rerun_until_saved
+from profiler.selective import Kept, Selection, SelectiveCall, rerun_selecting, unpack
+from profiler.tape import Lazy
 from profiler.trees import device_of, map_tensors, tensors_in
 
 
 class PlannedStep:
     """One forward of a planned model, and what its backward will need."""
 
-    def __init__(self, stages: tuple[PlannedStage, ...], program: Program) -> None:
-        self.stages = stages
+    def __init__(
+        self, plan: Plan, program: Program, selections: dict[tuple[int, int], Selection], strays: set[int]
+    ) -> None:
+        self.plan = plan
         self.program = program
+        self.selections = selections
+        # Selective stages that were seen to run other ops than when profiled: they are recomputed whole.
+        self.strays = strays
         self.frames: dict[int, weakref.ref[Frame]] = {}
         self._last: tuple[int, Frame, list[weakref.ref[Tensor]]] | None = None
 
     def run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run stage ``position`` for the first time, keeping nothing but what the program says."""
+        if position in self.program.selective and position not in self.strays:
+            return self._run_selective(position, forward, args, kwargs)
         frame = Frame(self, position, module, forward)
         frame.take((args, kwargs), self._before(position))
         output = frame.run_first(args, kwargs)
         self.frames[position] = weakref.ref(frame)
         self._last = (position, frame, [weakref.ref(tensor) for tensor in tensors_in(output)])
         return output
+
+    def _run_selective(self, position: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        call = SelectiveCall(self.selections[position, self.program.selective[position]])
+        output = call.run(forward, args, kwargs)
+        self.check_followed(position, call)
+        return output
+
+    def check_followed(self, position: int, call: SelectiveCall) -> None:
+        """Where a stage ran other ops than when profiled, say so once, and recompute it whole from now on."""
+        if call.diverged is None:
+            return
+        stage = self.plan.stages[position]
+        instead = "is kept" if not stage.recomputable else "is recomputed as a whole from the next step on"
+        _warn_once(stage.name, f"it runs other ops than when profiled (from op {call.diverged} on); it {instead}")
+        if stage.recomputable:
+            self.strays.add(position)
 
     def _before(self, position: int) -> tuple[Frame, list[Tensor | None]] | None:
         """The frame of the stage directly before, with its outputs as far as they are alive."""
@@ -56,7 +81,7 @@ class Saved:
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
-        self.value: Tensor | None = None
+        self.value: Tensor | Kept | Lazy | None = None
 
 
 class Frame:
@@ -65,7 +90,7 @@ class Frame:
     def __init__(self, step: PlannedStep, position: int, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.step = step
         self.position = position
-        self.stage = step.stages[position]
+        self.stage = step.plan.stages[position]
         self._forward = forward
         self._module = module
         self._state: CallState | None = None
@@ -82,7 +107,8 @@ class Frame:
 
     def take(self, tree: Any, before: tuple[Frame, list[Tensor | None]] | None) -> None:
         """Take the arguments: hold them, but for linked tensors that the program drops."""
-        hold_linked = self.position in self.step.program.holding
+        program = self.step.program
+        hold_linked = self.position in program.holding or self.position not in program.dropped
         outputs = {} if before is None else {id(t): j for j, t in enumerate(before[1]) if t is not None}
         expected = {i for i, _ in self.stage.links}
         leaves = tensors_in(tree)
@@ -149,7 +175,12 @@ class Frame:
         if rerun.mode == "until_saved":
             self._fill(rerun_until_saved(self._forward, self._state, args, kwargs, len(self._saved)))
             return None
-        if rerun.mode == "keep":
+        if rerun.mode == "keep" and rerun.option:
+            selection = self.step.selections[self.position, rerun.option]
+            call, result = rerun_selecting(self._forward, self._state, args, kwargs, selection)
+            self.step.check_followed(self.position, call)
+            self._fill(call.saved)
+        elif rerun.mode == "keep":
             saved, result = rerun_keeping(self._forward, self._state, args, kwargs)
             self._fill(saved)
         else:
@@ -190,7 +221,7 @@ class Frame:
                     "changed in place since; leave this stage out of the plan or change a copy"
                 )
 
-    def _fill(self, tensors: list[Tensor]) -> None:
+    def _fill(self, tensors: Sequence[Tensor | Kept | Lazy]) -> None:
         if len(tensors) != len(self._saved):
             raise RuntimeError(
                 f"stage {self.stage.name!r}: expected {len(self._saved)} tensors saved for backward as in forward, "
@@ -216,7 +247,19 @@ def _unpack(packed: Tensor | Saved) -> Tensor:
     if packed.value is None:
         packed.frame.materialise()
     assert packed.value is not None
-    return packed.value
+    return unpack(packed.value)
+
+
+def selections_of(plan: Plan) -> dict[tuple[int, int], Selection]:
+    """What the ops of each stage are told, by stage and option, for all options that the schedule uses."""
+    used = {(action.stage, action.option) for action in plan.schedule.actions if action.option}
+    names: dict[int, tuple[str, ...]] = {}
+    found = {}
+    for stage, option in sorted(used):
+        menu = plan.stages[stage].menu
+        ops = names.setdefault(menu, tuple(op.op for op in plan.menus[menu].ops.ops))
+        found[stage, option] = Selection(ops, frozenset(plan.menus[menu].options[option - 1].rerun))
+    return found
 
 
 class _Leaf:

@@ -12,7 +12,7 @@ import torch
 
 from profiler.meter import Interval
 from profiler.probe import BACKWARD, FORWARD, OPTIMIZER, Place, outside_place, stage_place
-from profiler.records import OpRecord, Phase, Profile, ResidentBytes, SharedRecord, StageRecord
+from profiler.records import MenuRecord, OpRecord, Phase, Profile, ResidentBytes, SharedRecord, StageRecord
 from profiler.stages import ChosenStage, why_not_recomputable
 from profiler.storages import distinct_bytes
 from profiler.tracing import Call, Trace
@@ -34,6 +34,8 @@ class Measured:
     dropped_seconds: dict[str, float]
     freed: list[bool]
     reruns: list[RerunTimes]
+    menus: list[MenuRecord]
+    menu_of: dict[int, int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,6 +101,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         unplanned_seconds=statistics.median(measured.step_seconds),
         step_seconds=tuple(measured.step_seconds),
         op_records=_op_records(measured),
+        menus=tuple(measured.menus),
     )
 
 
@@ -281,6 +284,7 @@ class _Assembly:
             mutated_buffers=call.mutated_buffers,
             recomputable=not reason,
             reason=reason,
+            menu=m.menu_of[k],
         )
 
     def _reason(self, k: int, rerun: RerunTimes) -> str:

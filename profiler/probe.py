@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from profiler.meter import Interval, Meter
 from profiler.nodes import graph_nodes, next_node
 from profiler.patching import Forward, ForwardPatches
 from profiler.rerun import CallState, CallTraits, detached
+from profiler.selective import Selection, SelectiveCall
 from profiler.stages import ChosenStage
 from profiler.trees import device_of, map_tensors, tensors_in
 from profiler.workload import Workload
@@ -74,6 +75,8 @@ class StepProbe:
         self._run: _Run | None = None
         # Of the last plain step: (stage, input tensor) -> the interval in which its storage was freed.
         self.deaths: dict[tuple[int, int], str] = {}
+        # Of the last step: stages that ran other ops than their selection expects.
+        self.diverged: set[int] = set()
 
     def __enter__(self) -> StepProbe:
         for module in {id(s.call.module): s.call.module for s in self._stages}.values():
@@ -83,16 +86,19 @@ class StepProbe:
     def __exit__(self, *_: object) -> None:
         self._patches.remove()
 
-    def step(self, meter: Meter, *, mark_saves: bool = False) -> list[Interval]:
-        """One plain step: forward, backward, optimizer.
+    def step(
+        self, meter: Meter, *, mark_saves: bool = False, selections: Mapping[int, Selection] | None = None
+    ) -> list[Interval]:
+        """One step: forward, backward, optimizer.
 
         Args:
             meter: seconds or memory.
             mark_saves: also mark each tensor saved inside a stage, so that a
                 stage's last interval begins after its last saved tensor.
+            selections: stages that keep only a choice of what they save.
         """
         self._workload.zero_grad()
-        run = _Run(meter, "save" if mark_saves else "plain", len(self._stages))
+        run = _Run(meter, "save" if mark_saves else "plain", len(self._stages), selections=selections)
         with self._running(run):
             meter.start(outside_place(0).label(FORWARD))
             try:
@@ -109,6 +115,7 @@ class StepProbe:
             finally:
                 found = meter.stop()
         self.deaths = run.deaths
+        self.diverged = run.diverged
         return found
 
     def dropping_forward(
@@ -179,12 +186,21 @@ class _Run:
     """The state of one probed step."""
 
     def __init__(
-        self, meter: Meter, mode: str, count: int, *, traits: list[CallTraits] | None = None, hold_all: bool = False
+        self,
+        meter: Meter,
+        mode: str,
+        count: int,
+        *,
+        traits: list[CallTraits] | None = None,
+        hold_all: bool = False,
+        selections: Mapping[int, Selection] | None = None,
     ) -> None:
         self.meter = meter
         self.mode = mode
         self.traits = traits or []
         self.hold_all = hold_all
+        self.selections = selections or {}
+        self.diverged: set[int] = set()
         self.inside = False
         self.nodes: list[tuple[Place, int]] = []
         self.held: list[Any] = []
@@ -237,6 +253,12 @@ class _Run:
             for leaf, tensor in enumerate(tensors_in((args, kwargs))):
                 if tensor.layout is torch.strided:
                     self._inputs[position, leaf] = weakref.ref(tensor.untyped_storage())
+        if position in self.selections:
+            call = SelectiveCall(self.selections[position])
+            output = call.run(forward, args, kwargs)
+            if call.diverged is not None:
+                self.diverged.add(position)
+            return output
         if self.mode != "drop":
             return forward(*args, **kwargs)
         state = CallState(module, self.traits[position], device_of((args, kwargs)))

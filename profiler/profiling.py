@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from profiler.assembly import Measured, RerunTimes, alike, assemble, by_label, typical_seconds
+from profiler.menu_steps import MenuSteps
+from profiler.menus import Propose, grouped, steps_for
 from profiler.meter import memory_meter, time_meter
 from profiler.patching import is_patched
 from profiler.preservation import RandomState, preserved
 from profiler.probe import FirstRun, StepProbe
 from profiler.records import Profile, ResidentBytes
 from profiler.rerun import CallTraits, rerun_keeping, rerun_until_saved
+from profiler.stage_ops import Choice, StageOps
 from profiler.stages import ChosenStage, StagePattern, StagesError, choose_stages
 from profiler.storages import distinct_bytes
 from profiler.survivors import Survivors
@@ -37,6 +40,7 @@ def profile(
     workload: Workload,
     *,
     stages: Sequence[StagePattern] | None = None,
+    propose: Propose | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure one training step of a workload on the device it is on.
@@ -50,6 +54,7 @@ def profile(
         workload: the training step; its model in training mode.
         stages: None to find stages automatically; otherwise module names,
             glob patterns or module classes.
+        propose: names the choices inside a stage that are worth measuring; None for none.
         progress: called as ``progress(what, done, total)`` before each run.
 
     Returns:
@@ -72,7 +77,7 @@ def profile(
         first_step(workload)
         resident = resident_bytes_of(workload)
         try:
-            measured = _measure(workload, stages, resident.total, randomness, report)
+            measured = _measure(workload, stages, propose or _nothing, resident.total, randomness, report)
         except StagesError:
             raise
         except Exception as error:
@@ -87,10 +92,11 @@ class _Reporter:
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
         self._done = 0
+        self.runs = _RUNS
 
     def __call__(self, what: str) -> None:
         if self._progress is not None:
-            self._progress(what, self._done, _RUNS)
+            self._progress(what, self._done, max(self.runs, self._done + 1))
         self._done += 1
 
 
@@ -121,6 +127,7 @@ def resident_bytes_of(workload: Workload) -> ResidentBytes:
 def _measure(
     workload: Workload,
     patterns: Sequence[StagePattern] | None,
+    propose: Propose,
     resident_bytes: int,
     randomness: RandomState,
     report: _Reporter,
@@ -136,6 +143,8 @@ def _measure(
         )
     stages = choose_stages(trace, patterns)
     traits = [_traits(stage) for stage in stages]
+    groups = grouped(trace, stages, propose)
+    report.runs += steps_for(groups)
     with StepProbe(workload, stages) as probe:
         report("memory")
         randomness.restore()
@@ -150,6 +159,7 @@ def _measure(
             report("time")
             randomness.restore()
             steps.append(probe.step(time_meter(device)))
+        menus = MenuSteps(probe, by_label(memory), device, resident_bytes, randomness, report).measure(groups)
     return Measured(
         trace=trace,
         stages=stages,
@@ -161,7 +171,13 @@ def _measure(
         dropped_seconds=dropped_seconds,
         freed=freed,
         reruns=reruns,
+        menus=menus,
+        menu_of={k: number for number, group in enumerate(groups) for k in group.members},
     )
+
+
+def _nothing(_: StageOps) -> list[Choice]:
+    return []
 
 
 def _time_dropping(

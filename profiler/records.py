@@ -6,13 +6,14 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
 
 from profiler.files import read_document, write_document
+from profiler.stage_ops import StageOps
 
 FORMAT = "planner-profile"
 VERSION = 1
@@ -55,6 +56,7 @@ class StageRecord:
         input_shapes: shapes of the tensors that go in.
         draws_random, mutated_buffers: what a second run has to reinstate.
         recomputable: whether a second run gives the same result; ``reason`` says why not.
+        menu: number of its menu in ``Profile.menus``; -1 for what has none.
     """
 
     name: str
@@ -81,6 +83,49 @@ class StageRecord:
     draws_random: bool = False
     mutated_buffers: tuple[str, ...] = ()
     recomputable: bool = False
+    reason: str = ""
+    menu: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionRecord:
+    """One measured way to run the stages of a menu, other than keeping everything.
+
+    Attributes:
+        name: what runs again, in words.
+        kept: storages of the menu's dataflow that are kept, beside those that are held anyway.
+        rerun: ordinals of the ops that run again in backward.
+        forward_seconds, backward_seconds: of a stage run so; backward with what runs again in it.
+            To be compared with the menu's seconds of keeping everything, timed in the same steps.
+        freed_bytes: how much less is alive after the forward than when everything is kept.
+        forward_peak_bytes, backward_peak_bytes: above the bytes alive at the phase's start.
+    """
+
+    name: str
+    kept: tuple[int, ...]
+    rerun: tuple[int, ...]
+    forward_seconds: float
+    backward_seconds: float
+    freed_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MenuRecord:
+    """Stages that do the same: the dataflow of their forward, and the options measured on them.
+
+    Attributes:
+        ops: what their ops read, make and cost.
+        options: none of them beaten by another one in bytes and seconds.
+        keep_forward_seconds, keep_backward_seconds: of keeping everything, timed in the same steps.
+        reason: why there are no options; empty otherwise.
+    """
+
+    ops: StageOps
+    options: tuple[OptionRecord, ...] = ()
+    keep_forward_seconds: float = 0.0
+    keep_backward_seconds: float = 0.0
     reason: str = ""
 
 
@@ -151,6 +196,7 @@ class Profile:
         unplanned_seconds: median seconds of a plain step.
         step_seconds: each plain step that was timed.
         op_records: every aten op of one step.
+        menus: per kind of stage, its ops and its options inside the stage.
     """
 
     model_class: str
@@ -167,6 +213,11 @@ class Profile:
     unplanned_seconds: float
     step_seconds: tuple[float, ...]
     op_records: tuple[OpRecord, ...]
+    menus: tuple[MenuRecord, ...] = ()
+
+    def stage_level(self) -> Profile:
+        """The same profile without options inside stages: each is kept, or recomputed, as a whole."""
+        return replace(self, menus=tuple(replace(menu, options=()) for menu in self.menus))
 
     @property
     def fingerprint(self) -> str:
@@ -190,6 +241,7 @@ class Profile:
         """Write the profile as JSON, whole or not at all."""
         document = dataclasses.asdict(self)
         document["op_records"] = [list(dataclasses.astuple(op)) for op in self.op_records]
+        document["menus"] = [menu_document(menu) for menu in self.menus]
         write_document(path, {"format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint, **document})
 
     @classmethod
@@ -215,6 +267,7 @@ class Profile:
             data["step_seconds"] = tuple(data["step_seconds"])
             names = [field.name for field in dataclasses.fields(OpRecord)]
             data["op_records"] = tuple(OpRecord(**dict(zip(names, row, strict=True))) for row in data["op_records"])
+            data["menus"] = tuple(menu_from(menu) for menu in data.get("menus", ()))
             profile = cls(**data)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -237,9 +290,27 @@ def _stage(data: Mapping[str, Any]) -> StageRecord:
     return StageRecord(**values)
 
 
+def menu_document(menu: MenuRecord) -> dict[str, Any]:
+    """A menu as plain data."""
+    own = {f.name: getattr(menu, f.name) for f in dataclasses.fields(menu) if f.name not in ("ops", "options")}
+    options = [dataclasses.asdict(option) for option in menu.options]
+    return {"ops": menu.ops.to_document(), "options": options, **own}
+
+
+def menu_from(data: Mapping[str, Any]) -> MenuRecord:
+    """Read what ``menu_document`` wrote; raises KeyError, TypeError or ValueError on anything else."""
+    options = tuple(
+        OptionRecord(**{**row, "kept": tuple(row["kept"]), "rerun": tuple(row["rerun"])}) for row in data["options"]
+    )
+    return MenuRecord(**{**data, "ops": StageOps.from_document(data["ops"]), "options": options})
+
+
 def _shared(data: Mapping[str, Any]) -> SharedRecord:
     lists = {key: tuple(data[key]) for key in ("readers", "linked_readers", "savers")}
     return SharedRecord(**{**data, **lists})
+
+
+_MAY_BE_NEGATIVE = {"freed_bytes"}
 
 
 def _check_numbers(record: Any, where: str) -> None:
@@ -247,7 +318,8 @@ def _check_numbers(record: Any, where: str) -> None:
         value = getattr(record, field.name)
         if field.name.endswith(("_bytes", "_seconds", "seconds")) and isinstance(value, (int, float, str, type(None))):
             kind = (int,) if field.name.endswith("_bytes") else (int, float)
-            if not isinstance(value, kind) or isinstance(value, bool) or value < 0:
+            negative = value < 0 and field.name not in _MAY_BE_NEGATIVE if isinstance(value, (int, float)) else False
+            if not isinstance(value, kind) or isinstance(value, bool) or negative:
                 raise ValueError(
                     f"{where}: expected {field.name} to be a number, not negative, got {value!r}; profile again"
                 )

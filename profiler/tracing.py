@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.nodes import next_node
+from profiler.op_traits import traits_of, why_fixed
 from profiler.patching import Forward, ForwardPatches
 from profiler.preservation import RandomState
 from profiler.storages import StorageTable
@@ -71,6 +72,23 @@ class Save:
     op: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """What an op did with storages that were there before; versions count changes in place during the step.
+
+    Attributes:
+        reads: pairs (storage, version) whose contents it read.
+        writes: storages that it changed in place.
+        random: it drew random numbers.
+        fixed: why it must not run again; empty where it may.
+    """
+
+    reads: tuple[tuple[int, int], ...] = ()
+    writes: tuple[int, ...] = ()
+    random: bool = False
+    fixed: str = ""
+
+
 @dataclass(slots=True, kw_only=True)
 class Op:
     """One aten op as it was dispatched."""
@@ -82,6 +100,7 @@ class Op:
     output_bytes: int
     storages: tuple[int, ...]
     node: int
+    access: Access
     kept: bool = False
 
 
@@ -129,6 +148,7 @@ class _Recorder:
         self._open: list[int] = []
         self._counts: dict[int, int] = {}
         self._alive: list[Tensor] = []
+        self._versions: dict[int, int] = {}
         table = self.trace.storages
         persistent = [*workload.model.parameters(), *workload.model.buffers(), *tensors_in(workload.inputs)]
         self.trace.always_alive = table.numbers(persistent)
@@ -205,7 +225,25 @@ class _Recorder:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
-    def record(self, name: str, seconds: float, outputs: list[Tensor], known: set[int]) -> None:
+    def access(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Access:
+        """What an op is about to read and write."""
+        table, versions, traits = self.trace.storages, self._versions, traits_of(op)
+        skipped = {0} if traits.shape_only else set()
+        if traits.renews_statistics(args):
+            skipped |= set(traits.statistics)
+        read = tensors_in(([value for i, value in enumerate(args) if i not in skipped], kwargs))
+        writes = table.numbers(traits.writes(args, kwargs))
+        access = Access(
+            reads=tuple((number, versions.get(number, 0)) for number in sorted(table.numbers(read))),
+            writes=tuple(sorted(writes)),
+            random=traits.random,
+            fixed=why_fixed(traits, args, kwargs),
+        )
+        for number in writes:
+            versions[number] = versions.get(number, 0) + 1
+        return access
+
+    def record(self, name: str, seconds: float, outputs: list[Tensor], known: set[int], access: Access) -> None:
         table = self.trace.storages
         numbers = tuple(sorted(table.numbers(outputs) - known))
         current = torch._C._current_autograd_node() if self.side == "backward" else None
@@ -217,6 +255,7 @@ class _Recorder:
             output_bytes=table.total_bytes(numbers),
             storages=numbers,
             node=current._sequence_nr() if current is not None else next_node() - 1,
+            access=access,
         )
         (self.trace.ops if self.side == "forward" else self.trace.backward_ops).append(op)
 
@@ -247,8 +286,9 @@ class _OpMode(TorchDispatchMode):
         if recorder.paused:
             return func(*args, **kwargs)
         known = recorder.trace.storages.numbers(tensors_in((args, kwargs)))
+        access = recorder.access(func, args, kwargs)
         seconds, output = _timed(lambda: func(*args, **kwargs), recorder._device)
-        recorder.record(str(func), seconds, tensors_in(output), known)
+        recorder.record(str(func), seconds, tensors_in(output), known, access)
         return output
 
 

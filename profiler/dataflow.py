@@ -1,0 +1,106 @@
+"""Dataflow: the ops of a traced stage call as ``StageOps``, pooled over the stages that are alike."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from profiler.stage_ops import StageOp, StageOps, StageStorage
+from profiler.stages import ChosenStage
+from profiler.tracing import Op, Trace
+
+
+def stage_ops_of(trace: Trace, stage: ChosenStage) -> StageOps:
+    """What the ops of one stage's forward read, make and cost, storages numbered from 0."""
+    return _Reader(trace, stage).read()
+
+
+def pooled(alike: Sequence[StageOps]) -> StageOps:
+    """One of several equal dataflows, each op's seconds the median over them."""
+    seconds = [statistics.median(each.ops[k].seconds for each in alike) for k in range(len(alike[0].ops))]
+    first = alike[0]
+    return replace(first, ops=tuple(replace(op, seconds=value) for op, value in zip(first.ops, seconds, strict=True)))
+
+
+def without_seconds(ops: StageOps) -> StageOps:
+    """The dataflow alone: equal for stages that do the same."""
+    return replace(ops, ops=tuple(replace(op, seconds=0.0) for op in ops.ops))
+
+
+class _Reader:
+    def __init__(self, trace: Trace, stage: ChosenStage) -> None:
+        self._trace = trace
+        self._stage = stage
+        self._local: dict[int, int] = {}
+        self._storages: list[StageStorage] = []
+        self._base: dict[int, int] = {}
+        call = stage.call
+        self._saved = {save.storage for save in trace.saves[call.first_save : call.end_save]}
+        self._returned = {leaf.storage for leaf in call.outputs}
+
+    def read(self) -> StageOps:
+        call = self._stage.call
+        ops = [self._op(ordinal, op) for ordinal, op in enumerate(self._trace.ops[call.first_op : call.end_op])]
+        for storage in sorted(s for s in self._saved if s is not None and s not in self._local):
+            self._outside(storage, 0)  # Saved without an op of the stage having touched it.
+        return StageOps(ops=tuple(self._checked(ops)), storages=tuple(self._storages))
+
+    def _op(self, ordinal: int, op: Op) -> StageOp:
+        access = op.access
+        reads = tuple((self._number(s, v), v - self._base[s]) for s, v in access.reads)
+        writes = tuple(self._number(s, 0) for s in access.writes)
+        for local in writes:
+            self._storages[local] = replace(self._storages[local], versions=self._storages[local].versions + 1)
+        made = tuple(self._made(s, ordinal, output) for output, s in enumerate(op.storages))
+        prefix = self._stage.call.name
+        inner = op.module.removeprefix(prefix).removeprefix(".") if prefix else op.module
+        return StageOp(
+            op=op.name,
+            module=inner,
+            seconds=op.seconds,
+            reads=reads,
+            makes=made,
+            writes=writes,
+            random=access.random,
+            fixed=access.fixed,
+        )
+
+    def _number(self, storage: int, version: int) -> int:
+        return self._local[storage] if storage in self._local else self._outside(storage, version)
+
+    def _outside(self, storage: int, version: int) -> int:
+        """A storage that was there before the stage; its versions count from what it finds."""
+        self._base[storage] = version
+        held = storage in self._trace.always_alive or storage in self._saved
+        exclusive = storage in self._stage.boundary_storages
+        return self._add(storage, StageStorage(size_bytes=self._bytes(storage), op=-1, held=held, exclusive=exclusive))
+
+    def _made(self, storage: int, ordinal: int, output: int) -> int:
+        self._base[storage] = 0
+        return self._add(storage, StageStorage(size_bytes=self._bytes(storage), op=ordinal, output=output))
+
+    def _add(self, storage: int, entry: StageStorage) -> int:
+        self._local[storage] = len(self._storages)
+        saved, returned = storage in self._saved, storage in self._returned
+        self._storages.append(replace(entry, saved=saved, returned=returned))
+        return len(self._storages) - 1
+
+    def _bytes(self, storage: int) -> int:
+        return self._trace.storages.bytes_of[storage]
+
+    def _checked(self, ops: list[StageOp]) -> list[StageOp]:
+        """Ops that change, or read before it is changed, what comes from outside must not run again."""
+        outside = {n for n, storage in enumerate(self._storages) if storage.op < 0}
+        last = {n: self._storages[n].versions for n in outside}
+        return [_fixed_if(op, outside, last) for op in ops]
+
+
+def _fixed_if(op: StageOp, outside: set[int], last: dict[int, int]) -> StageOp:
+    if op.fixed:
+        return op
+    if outside & set(op.writes):
+        return replace(op, fixed="it changes what comes from outside of the stage")
+    if any(number in outside and version != last[number] for number, version in op.reads):
+        return replace(op, fixed="it reads what the stage changes afterwards")
+    return op

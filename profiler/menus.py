@@ -1,0 +1,172 @@
+"""Menus: the choices inside a stage, put into groups of stages that are alike, and measured in real steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from profiler.dataflow import pooled, stage_ops_of, without_seconds
+from profiler.meter import Interval
+from profiler.probe import BACKWARD, FORWARD, stage_place
+from profiler.selective import Selection
+from profiler.stage_ops import Choice, StageOps
+from profiler.stages import ChosenStage
+from profiler.tracing import Trace
+
+# Stages of one kind that together save less than this share are not worth the steps: they are kept or recomputed whole.
+SMALLEST_SHARE = 0.01
+Propose = Callable[[StageOps], Sequence[Choice]]
+# A choice is timed in about this many runs, in as many steps as that takes, within these limits.
+WANTED_SAMPLES = 6
+FEWEST_ROUNDS, MOST_ROUNDS = 2, 6
+
+
+@dataclass(slots=True)
+class Group:
+    """Stages that are alike, with the choices to measure on them.
+
+    Attributes:
+        ops: their common dataflow, seconds pooled.
+        members: positions among the stages.
+        choices: what to measure.
+    """
+
+    ops: StageOps
+    members: list[int]
+    choices: list[Choice] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ChoiceCost:
+    """What one choice was measured to cost.
+
+    Attributes:
+        freed_bytes: how much less a forward leaves alive than that of the unplanned stage.
+        forward_peak_bytes, backward_peak_bytes: above what is alive at the phase's start.
+    """
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    freed_bytes: int = 0
+    forward_peak_bytes: int = 0
+    backward_peak_bytes: int = 0
+
+
+# What the stages of one step do: stage -> (group, choice); choice ``KEEP`` is to keep everything.
+Assignment = dict[int, tuple[int, int]]
+KEEP = -1
+
+
+def grouped(trace: Trace, stages: Sequence[ChosenStage], propose: Propose) -> list[Group]:
+    """The groups of stages that do the same ops on the same kinds of storages, with their choices."""
+    found: dict[StageOps, Group] = {}
+    flows = [stage_ops_of(trace, stage) for stage in stages]
+    for k, flow in enumerate(flows):
+        found.setdefault(without_seconds(flow), Group(flow, [])).members.append(k)
+    all_bytes = sum(group.ops.saved_bytes * len(group.members) for group in found.values())
+    for group in found.values():
+        group.ops = pooled([flows[k] for k in group.members])
+        if group.ops.saved_bytes * len(group.members) >= SMALLEST_SHARE * all_bytes:
+            group.choices = list(propose(group.ops))
+    return list(found.values())
+
+
+def steps_for(groups: Sequence[Group]) -> int:
+    """How many steps the measurement takes."""
+    timed = len(time_assignments(groups))
+    return len(memory_assignments(groups)) + timed * rounds_for(timed)
+
+
+def memory_assignments(groups: Sequence[Group]) -> list[Assignment]:
+    """Steps in which every choice is run once; stages that are alike share the work.
+
+    Never two neighbouring stages in one step where what the first keeps is the
+    second's input: there a choice of the first would show in the bytes of the second.
+    """
+    found = _spread(groups, [list(range(len(group.choices))) for group in groups], 0)
+    if any(_keeps_output(group) for group in groups):
+        found = [{k: v for k, v in step.items() if k % 2 == odd} for step in found for odd in (0, 1)]
+    return [step for step in found if step]
+
+
+def time_assignments(groups: Sequence[Group], shift: int = 0) -> list[Assignment]:
+    """The same, with keeping everything as one more choice: what is compared is timed in the same steps.
+
+    Args:
+        groups: with their choices.
+        shift: turns which stage takes which choice.
+    """
+    return _spread(groups, [[*range(len(g.choices)), KEEP] if g.choices else [] for g in groups], shift)
+
+
+def _spread(groups: Sequence[Group], choices: Sequence[Sequence[int]], shift: int) -> list[Assignment]:
+    steps = max((-(-len(own) // len(group.members)) for own, group in zip(choices, groups, strict=True)), default=0)
+    found: list[Assignment] = [{} for _ in range(steps)]
+    for number, group in enumerate(groups):
+        width = len(group.members)
+        for place, choice in enumerate(choices[number]):
+            found[place // width][group.members[(place + shift) % width]] = (number, choice)
+    return found
+
+
+def _keeps_output(group: Group) -> bool:
+    return any(storage.saved and storage.returned and storage.op >= 0 for storage in group.ops.storages)
+
+
+def selections(groups: Sequence[Group], assignment: Assignment) -> dict[int, Selection]:
+    """What the stages of one step are told."""
+    return {
+        k: Selection(tuple(op.op for op in groups[g].ops.ops), groups[g].choices[c].rerun)
+        for k, (g, c) in assignment.items()
+        if c != KEEP
+    }
+
+
+def rounds_for(steps: int) -> int:
+    """How often the steps are repeated for timing."""
+    return min(MOST_ROUNDS, max(FEWEST_ROUNDS, WANTED_SAMPLES // max(1, steps)))
+
+
+class Costs:
+    """Collects what the steps showed."""
+
+    def __init__(self, groups: Sequence[Group], plain: dict[str, list[Interval]]) -> None:
+        self._plain = plain
+        self.costs = [[ChoiceCost() for _ in group.choices] for group in groups]
+        self._seconds: dict[tuple[str, int, int], list[float]] = {}
+
+    def add_memory(self, assignment: Assignment, step: dict[str, list[Interval]]) -> None:
+        """Take the bytes of a step under the memory meter."""
+        for k, (group, choice) in assignment.items():
+            forward, backward = (step.get(stage_place(k).label(phase), []) for phase in (FORWARD, BACKWARD))
+            cost = self.costs[group][choice]
+            cost.freed_bytes = _growth(self._plain[stage_place(k).label(FORWARD)]) - _growth(forward)
+            cost.forward_peak_bytes = _peak(forward)
+            cost.backward_peak_bytes = _peak(backward)
+
+    def add_seconds(self, assignment: Assignment, step: dict[str, list[Interval]]) -> None:
+        """Take the seconds of a step under the time meter."""
+        for k, (group, choice) in assignment.items():
+            for phase in (FORWARD, BACKWARD):
+                intervals = step.get(stage_place(k).label(phase), [])
+                self._seconds.setdefault((phase, group, choice), []).append(sum(i.seconds for i in intervals))
+
+    def finish(self) -> list[list[ChoiceCost]]:
+        """The costs by group and choice; the last of each group is that of keeping everything."""
+        found = [[*own, ChoiceCost()] for own in self.costs]
+        for (phase, group, choice), seconds in self._seconds.items():
+            # A machine stalls and never hurries: the lower quartile is steadier than the median.
+            typical = sorted(seconds)[len(seconds) // 4]
+            if phase == FORWARD:
+                found[group][choice].forward_seconds = typical
+            else:
+                found[group][choice].backward_seconds = typical
+        return found
+
+
+def _growth(intervals: Sequence[Interval]) -> int:
+    return intervals[-1].end_bytes - intervals[0].start_bytes
+
+
+def _peak(intervals: Sequence[Interval]) -> int:
+    return max((i.peak_bytes for i in intervals), default=0) - (intervals[0].start_bytes if intervals else 0)

@@ -1,0 +1,103 @@
+"""What an aten op does beside returning a result, as its schema says: what it changes, whether it may run again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Their first argument gives shape and kind only; its contents are not read.
+_SHAPE_ONLY = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
+    )
+)
+# BatchNorm kernels change these, though some schemas do not say so; in training mode they do not read them.
+_STATISTICS = ("running_mean", "running_var")
+_COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpTraits:
+    """What is known of an op without running it.
+
+    Attributes:
+        written: positions of arguments that it changes in place, and their names.
+        written_names: the same by name, for those given by keyword.
+        random: it draws random numbers.
+        shape_only: of its first argument only the shape and kind matter.
+        statistics: positions of running statistics (a BatchNorm); empty for other ops.
+        training: position of its argument ``training``; -1 where it has none.
+        fixed: why it must not run again; empty where nothing in its schema speaks against it.
+    """
+
+    written: tuple[int, ...]
+    written_names: tuple[str, ...]
+    random: bool
+    shape_only: bool
+    statistics: tuple[int, ...]
+    training: int
+    fixed: str
+
+    def writes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors that a call changes in place, as far as its schema says."""
+        places = [args[i] for i in self.written if i < len(args)] + [kwargs.get(name) for name in self.written_names]
+        return [
+            tensor
+            for place in places
+            for tensor in (place if isinstance(place, (list, tuple)) else [place])
+            if isinstance(tensor, Tensor)
+        ]
+
+    def renews_statistics(self, args: tuple[Any, ...]) -> bool:
+        """Whether a call updates running statistics without reading them."""
+        return bool(self.statistics) and (
+            self.training < 0 or (self.training < len(args) and bool(args[self.training]))
+        )
+
+
+_UNKNOWN = OpTraits(
+    written=(),
+    written_names=(),
+    random=False,
+    shape_only=False,
+    statistics=(),
+    training=-1,
+    fixed="it is no plain op",
+)
+
+
+@functools.cache
+def traits_of(op: Any) -> OpTraits:
+    """The traits of an overload, for example ``torch.ops.aten.mm.default``."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return _UNKNOWN
+    schema = op._schema
+    names = [argument.name for argument in schema.arguments]
+    written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    functional = schema.name.endswith("_functional")  # These return the new statistics and change nothing.
+    statistics = () if functional else tuple(names.index(name) for name in _STATISTICS if name in names)
+    return OpTraits(
+        written=tuple(i for i in written if i not in statistics),
+        written_names=tuple(names[i] for i in written if i not in statistics),
+        random=torch.Tag.nondeterministic_seeded in op.tags,
+        shape_only=schema.name in _SHAPE_ONLY,
+        statistics=statistics,
+        training=next((names.index(n) for n in ("training", "train", "is_training") if n in names), -1),
+        fixed="it communicates with other processes" if op.namespace in _COLLECTIVES else "",
+    )
+
+
+def why_fixed(traits: OpTraits, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Why this call must not run again; empty where it may."""
+    if traits.fixed:
+        return traits.fixed
+    if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+        return "it draws from a generator of its own, whose state is not known"
+    return ""

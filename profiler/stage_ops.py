@@ -1,0 +1,218 @@
+"""The ops of a stage: what each reads, makes and costs, and which run again for a choice of what to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+Value = tuple[int, int]
+_KINDS_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageStorage:
+    """A storage that ops of a stage touch: made in the stage, or come from outside of it.
+
+    Attributes:
+        size_bytes: of the storage, however many tensors view it.
+        op: ordinal of the op that made it; -1 where it comes from outside.
+        output: which of that op's new storages it is.
+        versions: how often ops of the stage change it in place.
+        saved: autograd saves it inside the stage.
+        held: it comes from outside and is alive until the stage's backward whatever the
+            stage keeps: a parameter, a buffer, or saved by the stage in any case.
+        exclusive: it comes from the stage before and lives for this stage alone.
+        returned: it is part of what the stage returns.
+    """
+
+    size_bytes: int
+    op: int
+    output: int = 0
+    versions: int = 0
+    saved: bool = False
+    held: bool = False
+    exclusive: bool = False
+    returned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOp:
+    """One aten op of a stage's forward. Its ordinal is its position in ``StageOps.ops``.
+
+    Attributes:
+        op: its name, for example ``aten.mm.default``.
+        module: name of the module that called it, relative to the stage; empty for the stage itself.
+        seconds: of the forward kernel.
+        reads: pairs (storage, version) whose contents it reads; version counts in-place changes.
+        makes: storages it makes.
+        writes: storages it changes in place.
+        random: it draws random numbers.
+        fixed: why it must not run again; empty where it may.
+    """
+
+    op: str
+    module: str
+    seconds: float
+    reads: tuple[Value, ...] = ()
+    makes: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    random: bool = False
+    fixed: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The op's name without library and overload: ``mm`` of ``aten.mm.default``."""
+        parts = self.op.split(".")
+        return parts[1] if len(parts) > 1 else self.op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOps:
+    """The dataflow of one stage's forward.
+
+    A value is a storage in one of its versions. What is kept of a storage is its last version.
+    """
+
+    ops: tuple[StageOp, ...]
+    storages: tuple[StageStorage, ...]
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that the unplanned stage saves of what it makes."""
+        return sum(storage.size_bytes for storage in self.storages if storage.saved and storage.op >= 0)
+
+    def writers(self) -> dict[Value, int]:
+        """The op that makes each value of the stage."""
+        found: dict[Value, int] = {}
+        version = [0] * len(self.storages)
+        for ordinal, op in enumerate(self.ops):
+            for storage in op.makes:
+                found[storage, 0] = ordinal
+            for storage in op.writes:
+                version[storage] += 1
+                found[storage, version[storage]] = ordinal
+        return found
+
+    def rerun(self, kept: Iterable[int]) -> frozenset[int]:
+        """Ordinals of the ops that must run again in backward when only ``kept`` storages are kept.
+
+        Raises:
+            ValueError: an op that must not run again would have to; the message names it.
+        """
+        held = set(kept) | {n for n, storage in enumerate(self.storages) if storage.held}
+        writers = self.writers()
+        waiting = [(n, s.versions) for n, s in enumerate(self.storages) if s.saved and n not in held]
+        found: set[int] = set()
+        while waiting:
+            number, version = value = waiting.pop()
+            if number in held and version == self.storages[number].versions:
+                continue
+            if value not in writers:
+                raise ValueError(
+                    "a choice of what to keep: expected the stage's inputs that it reads again to be kept, "
+                    f"got input {number} dropped or changed in place; keep it"
+                )
+            ordinal = writers[value]
+            if ordinal in found:
+                continue
+            op = self.ops[ordinal]
+            if op.fixed:
+                raise ValueError(
+                    f"op {ordinal} ({op.op} in {op.module or 'the stage itself'}): expected one that may run again, "
+                    f"got one that must not: {op.fixed}; keep what it makes"
+                )
+            found.add(ordinal)
+            waiting.extend(op.reads)
+        return frozenset(found)
+
+    def read_by(self, ordinals: Iterable[int]) -> frozenset[int]:
+        """Storages whose contents these ops read."""
+        return frozenset(number for ordinal in ordinals for number, _ in self.ops[ordinal].reads)
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"ops": [asdict(op) for op in self.ops], "storages": [asdict(s) for s in self.storages]}
+
+    @classmethod
+    def from_document(cls, data: Mapping[str, Any]) -> StageOps:
+        """Read what ``to_document`` wrote; raises KeyError or TypeError on anything else."""
+        return cls(
+            ops=tuple(_op(row) for row in data["ops"]),
+            storages=tuple(StageStorage(**row) for row in data["storages"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to run a stage: what it keeps, and so what runs again in its backward.
+
+    Attributes:
+        name: what a person calls it.
+        kept: storages that it keeps, beside those that are held anyway.
+        rerun: ordinals of the ops that run again.
+    """
+
+    name: str
+    kept: tuple[int, ...]
+    rerun: frozenset[int]
+
+    @classmethod
+    def of(cls, ops: StageOps, kept: Iterable[int], name: str = "") -> Choice:
+        """The choice to keep these storages; named after what runs again.
+
+        Raises:
+            ValueError: an op that must not run again would have to.
+        """
+        own = tuple(sorted({number for number in kept if not ops.storages[number].held}))
+        rerun = ops.rerun(own)
+        return cls(name or _named(ops, rerun), own, rerun)
+
+    @classmethod
+    def dropping(cls, ops: StageOps, ordinals: Iterable[int], name: str = "") -> Choice:
+        """The choice to run these ops again; what they read from other ops is kept.
+
+        Raises:
+            ValueError: one of the ops must not run again.
+        """
+        dropped = set(ordinals)
+        return cls.of(ops, _kept_without(ops, dropped), name)
+
+
+def _kept_without(ops: StageOps, dropped: set[int]) -> set[int]:
+    """What has to be kept so that no other ops than these run again, as far as in-place changes allow."""
+    writers = ops.writers()
+    dropped_storages = {number for (number, _), ordinal in writers.items() if ordinal in dropped}
+    kept = {n for n, s in enumerate(ops.storages) if s.saved and n not in dropped_storages}
+    waiting = [(n, s.versions) for n, s in enumerate(ops.storages) if s.saved and n in dropped_storages]
+    seen: set[Value] = set()
+    while waiting:
+        number, version = value = waiting.pop()
+        if value in seen or (number in kept and version == ops.storages[number].versions):
+            continue
+        seen.add(value)
+        if value not in writers or (writers[value] not in dropped and version == ops.storages[number].versions):
+            kept.add(number)
+        else:
+            waiting.extend(ops.ops[writers[value]].reads)
+    return kept
+
+
+def _named(ops: StageOps, rerun: frozenset[int]) -> str:
+    """A short name: the kinds of ops that run again, those of the most seconds first."""
+    if len(rerun) >= sum(bool(op.makes) for op in ops.ops):
+        return "everything"
+    seconds: dict[str, float] = {}
+    for ordinal in rerun:
+        op = ops.ops[ordinal]
+        seconds[op.kind] = seconds.get(op.kind, 0.0) + op.seconds
+    kinds = sorted(seconds, key=lambda kind: (-seconds[kind], kind))
+    more = f" and {len(kinds) - _KINDS_NAMED} kinds more" if len(kinds) > _KINDS_NAMED else ""
+    return ", ".join(kinds[:_KINDS_NAMED]) + more
+
+
+def _op(row: Mapping[str, Any]) -> StageOp:
+    values = dict(row)
+    values["reads"] = tuple((number, version) for number, version in values["reads"])
+    values["makes"], values["writes"] = tuple(values["makes"]), tuple(values["writes"])
+    return StageOp(**values)

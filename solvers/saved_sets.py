@@ -1,0 +1,176 @@
+"""Saved sets: which storages of one stage to keep from forward to backward at the least time of running ops again.
+
+Formulation: for every storage s a binary ``keep[s]``, for every op o a binary ``again[o]``. A value is a storage in
+one of its versions (an in-place op makes the next one); what is kept is the last version. A value is at hand if it is
+kept in that version or the op that makes it runs again. Every value that backward needs is at hand, and so is every
+value that an op which runs again reads, the one that it overwrites included. An op that must not run again has
+``again`` = 0. The bytes kept stay below a limit; minimised are the seconds of what runs again. Ops after the last
+needed one are not run again, because nothing asks for them.
+
+Guarantee: exact, up to HiGHS's relative gap of 1e-6. Complexity: a 0/1 program with one variable per op and storage
+and one row per read; milliseconds for a transformer block. Units: bytes and seconds.
+
+Source: the min-cut of Zheng et al. ("AOTAutograd", PyTorch) and Checkmate (Jain et al. 2020) with one stage, with
+the knapsack limit in place of the cut; both know values only, not storages and in-place ops.
+
+>>> storages = (Held(size_bytes=4, saved=True), Held(size_bytes=2, saved=True))
+>>> ops = (Step(seconds=1.0, makes=(0,)), Step(seconds=5.0, reads=((0, 0),), makes=(1,)))
+>>> cheapest(SavedSets(steps=ops, storages=storages), limit_bytes=3)
+SavedSet(kept=(1,), again=(0,), kept_bytes=2, seconds=1.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from solvers.mip import Program
+
+Value = tuple[int, int]
+SECONDS = 2.0  # per limit; blocks need milliseconds, whole models of a thousand ops about one
+_SCALE = 1e4  # what all ops cost together in the program: far above HiGHS's absolute tolerances
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A storage that ops make or read.
+
+    Attributes:
+        size_bytes: what keeping it costs; 0 for what is there anyway.
+        saved: backward needs its last version.
+        outside: no op of the stage makes it.
+    """
+
+    size_bytes: int
+    saved: bool = False
+    outside: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One op, in order.
+
+    Attributes:
+        seconds: of one more run.
+        reads: pairs (storage, version) that it reads.
+        makes: storages that it makes.
+        writes: storages that it changes in place; it reads the version before.
+        fixed: it must not run again.
+    """
+
+    seconds: float
+    reads: tuple[Value, ...] = ()
+    makes: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    fixed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedSets:
+    """The choice for one stage: its ops in order and its storages."""
+
+    steps: tuple[Step, ...]
+    storages: tuple[Held, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSet:
+    """An answer: storages kept, ops that run again, the bytes and the seconds of that."""
+
+    kept: tuple[int, ...]
+    again: tuple[int, ...]
+    kept_bytes: int
+    seconds: float
+
+
+def frontier(problem: SavedSets, count: int) -> list[SavedSet]:
+    """Saved sets between the most and the fewest bytes, at limits spread evenly, fewest seconds first.
+
+    Args:
+        problem: the stage.
+        count: how many limits are tried; equal answers are given once.
+    """
+    most = sum(storage.size_bytes for storage in problem.storages if storage.saved)
+    smallest = cheapest(problem, fewest_bytes(problem))
+    if smallest is None:
+        return []
+    step = (most - smallest.kept_bytes) / max(1, count)
+    limits = [most - round(step * number) for number in range(1, count)]
+    answers = [cheapest(problem, limit) for limit in limits]
+    found = {answer.kept: answer for answer in [*answers, smallest] if answer is not None}
+    return sorted(found.values(), key=lambda answer: (answer.seconds, -answer.kept_bytes))
+
+
+def cheapest(problem: SavedSets, limit_bytes: int) -> SavedSet | None:
+    """The saved set of at most ``limit_bytes`` that costs the least seconds; None where there is none."""
+    return _solved(problem, limit_bytes, 1.0, 1e-9)
+
+
+def fewest_bytes(problem: SavedSets) -> int:
+    """The least bytes with which backward is possible."""
+    answer = _solved(problem, None, 0.0, 1.0)
+    assert answer is not None  # To keep everything is always possible.
+    return answer.kept_bytes
+
+
+def _solved(problem: SavedSets, limit_bytes: int | None, per_second: float, per_byte: float) -> SavedSet | None:
+    program = Program()
+    all_seconds = sum(step.seconds for step in problem.steps) or 1.0
+    all_bytes = sum(storage.size_bytes for storage in problem.storages) or 1
+    keep = [program.variable(cost=_SCALE * per_byte * s.size_bytes / all_bytes) for s in problem.storages]
+    again = [program.variable(cost=_SCALE * per_second * step.seconds / all_seconds) for step in problem.steps]
+    _add_rows(program, problem, keep, again)
+    if limit_bytes is not None:
+        terms = [(keep[n], float(s.size_bytes)) for n, s in enumerate(problem.storages) if s.size_bytes]
+        program.row(terms, upper=float(limit_bytes))
+    answer = program.solve(time_limit_seconds=SECONDS)
+    if answer.values is None:
+        return None
+    kept = tuple(n for n in range(len(keep)) if answer.values[keep[n]] > 0.5)
+    run = tuple(o for o in range(len(again)) if answer.values[again[o]] > 0.5)
+    return SavedSet(
+        kept, run, sum(problem.storages[n].size_bytes for n in kept), sum(problem.steps[o].seconds for o in run)
+    )
+
+
+def _add_rows(program: Program, problem: SavedSets, keep: Sequence[int], again: Sequence[int]) -> None:
+    makers, last = _makers(problem)
+
+    def at_hand(value: Value) -> list[tuple[int, float]]:
+        kept = [(keep[value[0]], 1.0)] if value[1] == last[value[0]] else []
+        return kept + ([(again[makers[value]], 1.0)] if value in makers else [])
+
+    for number, storage in enumerate(problem.storages):
+        if storage.saved:
+            program.row(at_hand((number, last[number])), lower=1.0)
+        if storage.outside and not storage.size_bytes:
+            program.fix(keep[number], 1.0)
+    for ordinal, step in enumerate(problem.steps):
+        if step.fixed:
+            program.fix(again[ordinal], 0.0)
+            continue
+        for value in (*step.reads, *_overwritten(problem, ordinal)):
+            terms = [term for term in at_hand(value) if term[0] != again[ordinal]]
+            program.row([*terms, (again[ordinal], -1.0)], lower=0.0)
+
+
+def _makers(problem: SavedSets) -> tuple[dict[Value, int], list[int]]:
+    """The op that makes each value, and the last version of every storage."""
+    makers: dict[Value, int] = {}
+    version = [0] * len(problem.storages)
+    for ordinal, step in enumerate(problem.steps):
+        for number in step.makes:
+            makers[number, 0] = ordinal
+        for number in step.writes:
+            version[number] += 1
+            makers[number, version[number]] = ordinal
+    return makers, version
+
+
+def _overwritten(problem: SavedSets, ordinal: int) -> list[Value]:
+    """The versions before those that an op writes."""
+    counts = [0] * len(problem.storages)
+    for step in problem.steps[:ordinal]:
+        for number in step.writes:
+            counts[number] += 1
+    return [(number, counts[number]) for number in problem.steps[ordinal].writes]
