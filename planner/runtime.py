@@ -177,9 +177,9 @@ class Frame:
             return None
         if rerun.mode == "keep" and rerun.option:
             selection = self.step.selections[self.position, rerun.option]
-            call, result = rerun_selecting(self._forward, self._state, args, kwargs, selection)
+            call, saved, result = rerun_selecting(self._forward, self._state, args, kwargs, selection)
             self.step.check_followed(self.position, call)
-            self._fill(call.saved)
+            self._fill(saved)
         elif rerun.mode == "keep":
             saved, result = rerun_keeping(self._forward, self._state, args, kwargs)
             self._fill(saved)

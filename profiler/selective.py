@@ -55,24 +55,36 @@ class SelectiveCall:
     """One call of a stage under a selection.
 
     Attributes:
-        saved: what autograd was given in place of each saved tensor, in order,
-            where they are collected.
         diverged: the ordinal at which the call ran another op than the
             selection expects; None where it followed. From there on everything is kept.
     """
 
     def __init__(self, selection: Selection) -> None:
         self.diverged: int | None = None
-        self.saved: list[Any] = []
         self._tape = Tape()
-        self._mode = _Recording(self._tape, selection, self)
+        self._selection = selection
 
-    def run(self, call: Callable[..., Any], args: Any, kwargs: Any, *, collect: bool = False) -> Any:
-        """Run the call; with ``collect`` what would be saved goes to ``saved`` and the graph is never walked."""
-        pack = self._pack_aside if collect else self._pack
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), self._mode:
+    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the call and return its output."""
+        return self._run(call, args, kwargs, self._pack)
+
+    def run_aside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        """Run the call for what it would save, in order; its own graph must not be walked."""
+        saved: list[Any] = []
+
+        def pack(tensor: Tensor) -> None:
+            saved.append(self._pack(tensor))
+
+        output = detached(self._run(call, args, kwargs, pack))
+        taken = list(saved)
+        saved.clear()  # A node that outlives the rerun (a tensor stored somewhere) keeps the hook alive.
+        return taken, output
+
+    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any, pack: Callable[[Tensor], Any]) -> Any:
+        mode = _Recording(self._tape, self._selection)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), mode:
             output = call(*args, **kwargs)
-        self._mode.finish()
+        self.diverged = mode.finish()
         return output
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -84,9 +96,6 @@ class SelectiveCall:
         with torch._C._DisableTorchDispatch():
             return Kept(tensor.detach())
 
-    def _pack_aside(self, tensor: Tensor) -> None:
-        self.saved.append(self._pack(tensor))
-
 
 def unpack(packed: Any) -> Tensor:
     """The saved tensor itself."""
@@ -95,21 +104,21 @@ def unpack(packed: Any) -> Tensor:
 
 def rerun_selecting(
     call: Callable[..., Any], state: CallState, args: Any, kwargs: Any, selection: Selection
-) -> tuple[SelectiveCall, Any]:
-    """Run a call again under a selection; its ``saved`` in order, and the output cut off from the graph."""
+) -> tuple[SelectiveCall, list[Any], Any]:
+    """Run a call again under a selection: the run, what it saves in order, and the output cut off from the graph."""
     selective = SelectiveCall(selection)
     with state.reinstated(), torch.enable_grad():
-        output = detached(selective.run(call, args, kwargs, collect=True))
-    return selective, output
+        saved, output = selective.run_aside(call, args, kwargs)
+    return selective, saved, output
 
 
 class _Recording(TorchDispatchMode):
     """Counts the ops of a call, and has those recorded that will run again."""
 
-    def __init__(self, tape: Tape, selection: Selection, owner: SelectiveCall) -> None:
+    def __init__(self, tape: Tape, selection: Selection) -> None:
         super().__init__()
         self._tape = tape
-        self._owner = owner
+        self._diverged: int | None = None
         self._expected, self._kinds = _script(selection)
         self._ordinal = 0
         self._follows = True
@@ -130,12 +139,13 @@ class _Recording(TorchDispatchMode):
 
     def _leave(self, ordinal: int) -> None:
         self._follows = False
-        self._owner.diverged = ordinal
+        self._diverged = ordinal
 
-    def finish(self) -> None:
-        """The call is over; fewer ops than expected are a divergence too."""
+    def finish(self) -> int | None:
+        """The call is over: where it diverged; fewer ops than expected are a divergence too."""
         if self._follows and self._ordinal != len(self._expected):
             self._leave(self._ordinal)
+        return self._diverged
 
 
 @functools.lru_cache(maxsize=256)
