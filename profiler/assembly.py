@@ -72,7 +72,7 @@ def alike(stages: Sequence[ChosenStage]) -> list[int]:
         key = (
             type(call.module),
             tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in call.module.named_parameters()),
-            tuple((leaf.shape, leaf.dtype) for leaf in call.inputs),
+            tuple((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in call.inputs),
             call.end_op - call.first_op,
             call.end_save - call.first_save,
             call.draws_random,

@@ -57,12 +57,18 @@ Assignment = dict[int, tuple[int, int]]
 KEEP = -1
 
 
-def grouped(trace: Trace, stages: Sequence[ChosenStage], propose: Propose) -> list[Group]:
-    """The groups of stages that do the same ops on the same kinds of storages, with their choices."""
-    found: dict[StageOps, Group] = {}
+def grouped(trace: Trace, stages: Sequence[ChosenStage], kinds: Sequence[int], propose: Propose) -> list[Group]:
+    """The groups of stages that do the same ops on the same kinds of storages, with their choices.
+
+    Args:
+        trace, stages: the traced step and its stages.
+        kinds: a number for each stage; equal where structure and shapes are equal.
+        propose: names the choices that are worth measuring.
+    """
+    found: dict[tuple[int, StageOps], Group] = {}
     flows = [stage_ops_of(trace, stage) for stage in stages]
     for k, flow in enumerate(flows):
-        found.setdefault(without_seconds(flow), Group(flow, [])).members.append(k)
+        found.setdefault((kinds[k], without_seconds(flow)), Group(flow, [])).members.append(k)
     all_bytes = sum(group.ops.saved_bytes * len(group.members) for group in found.values())
     for group in found.values():
         group.ops = pooled([flows[k] for k in group.members])

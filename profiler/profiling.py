@@ -143,7 +143,7 @@ def _measure(
         )
     stages = choose_stages(trace, patterns)
     traits = [_traits(stage) for stage in stages]
-    groups = grouped(trace, stages, propose)
+    groups = grouped(trace, stages, alike(stages), propose)
     report.runs += steps_for(groups)
     with StepProbe(workload, stages) as probe:
         report("memory")

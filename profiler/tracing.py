@@ -29,6 +29,7 @@ class Leaf:
     identity: int
     shape: tuple[int, ...]
     dtype: str
+    requires_grad: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -215,7 +216,8 @@ class _Recorder:
     def _leaf(self, tensor: Tensor) -> Leaf:
         # Identities are compared later, so the objects must not be freed in between.
         self._alive.append(tensor)
-        return Leaf(self.trace.storages.number(tensor), id(tensor), tuple(tensor.shape), str(tensor.dtype))
+        number = self.trace.storages.number(tensor)
+        return Leaf(number, id(tensor), tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
         def pack(tensor: Tensor) -> Tensor:
