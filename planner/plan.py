@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from profiler.files import read_document, write_document
-from profiler.records import MenuRecord, OptionRecord, menu_document, menu_from
+from profiler.records import MenuRecord, OptionRecord, ResidentBytes, menu_document, menu_from
+from solvers.chain import Chain
 from solvers.schedule import Schedule
 
 FORMAT = "planner-plan"
@@ -69,6 +70,8 @@ class Plan:
         gap: relative distance of the prediction from that bound.
         solve_seconds: time that the solver took.
         menus: per kind of stage its ops and options; option k of the schedule, from 1, is ``options[k - 1]``.
+        chain: the problem that the schedule solves; None in files of older releases.
+        resident: what ``resident_bytes`` is made of; None in files of older releases.
     """
 
     model_class: str
@@ -92,6 +95,8 @@ class Plan:
     stages: tuple[PlannedStage, ...]
     schedule: Schedule
     menus: tuple[MenuRecord, ...] = ()
+    chain: Chain | None = None
+    resident: ResidentBytes | None = None
 
     def option_of(self, stage: int, option: int) -> OptionRecord | None:
         """What option ``option`` of a stage is; None for keeping everything."""
@@ -108,6 +113,8 @@ class Plan:
         document["stages"] = [dataclasses.asdict(stage) for stage in self.stages]
         document["schedule"] = self.schedule.to_list()
         document["menus"] = [menu_document(menu) for menu in self.menus]
+        document["chain"] = None if self.chain is None else self.chain.to_dict()
+        document["resident"] = None if self.resident is None else dataclasses.asdict(self.resident)
         return {"format": FORMAT, "version": VERSION, **document}
 
     def save(self, path: str | Path) -> None:
@@ -129,19 +136,34 @@ class Plan:
             data["input_shapes"] = tuple(tuple(shape) for shape in data["input_shapes"])
             data["schedule"] = Schedule.from_list(data["schedule"])
             data["menus"] = tuple(menu_from(menu) for menu in data.get("menus", ()))
+            data["chain"] = None if data.get("chain") is None else Chain.from_dict(data["chain"])
+            data["resident"] = None if data.get("resident") is None else _resident(data["resident"])
             plan = cls(**data)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: expected the fields of a plan, got a mismatch: {error}; solve again") from error
         if any(not 0 <= action.stage < len(plan.stages) for action in plan.schedule.actions):
             raise ValueError(f"{path}: expected a schedule of its own stages, got others; solve again")
         if any(not 0 <= (action.option or 0) <= _options(plan, action.stage) for action in plan.schedule.actions):
             raise ValueError(f"{path}: expected options of its own menus, got others; solve again")
+        if plan.chain is not None and not _fits(plan.chain, plan):
+            raise ValueError(f"{path}: expected the chain of its own stages, got another one; solve again")
         return plan
 
 
 def _options(plan: Plan, stage: int) -> int:
     menu = plan.stages[stage].menu
     return len(plan.menus[menu].options) if 0 <= menu < len(plan.menus) else 0
+
+
+def _fits(chain: Chain, plan: Plan) -> bool:
+    own = [(stage.name, 1 + _options(plan, k)) for k, stage in enumerate(plan.stages)]
+    return own == [(stage.name, len(stage.options)) for stage in chain.stages]
+
+
+def _resident(data: Mapping[str, Any]) -> ResidentBytes:
+    if not all(type(size) is int and size >= 0 for size in data.values()):
+        raise ValueError(f"resident: expected whole numbers of bytes, got {dict(data)}")
+    return ResidentBytes(**data)
 
 
 def _stage(data: Mapping[str, Any]) -> PlannedStage:

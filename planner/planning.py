@@ -190,6 +190,8 @@ def plan_of(profile: Profile, chain: Chain, solution: Solution[Schedule], budget
         stages=stages,
         schedule=solution.schedule,
         menus=profile.menus,
+        chain=chain,
+        resident=profile.resident,
     )
 
 

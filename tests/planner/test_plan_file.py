@@ -1,0 +1,52 @@
+"""A plan's file carries the chain that it was solved on; files without one are read as before."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import planner
+from planner.cost_model import chain_of
+from profiler.files import write_document
+from solvers import replay
+
+
+def test_a_plan_carries_the_chain_that_its_schedule_solves(files):
+    plan, profile = planner.Plan.load(files / "plan.json"), planner.Profile.load(files / "profile.json")
+    assert plan.chain == chain_of(profile)
+    assert plan.resident == profile.resident
+    assert plan.chain is not None
+    assert replay(plan.chain, plan.schedule).peak_bytes == plan.predicted_peak_bytes
+
+
+def test_a_file_without_a_chain_is_read(files, tmp_path):
+    document = json.loads((files / "plan.json").read_text())
+    write_document(tmp_path / "old.json", {k: v for k, v in document.items() if k not in ("chain", "resident")})
+    plan = planner.Plan.load(tmp_path / "old.json")
+    assert (plan.chain, plan.resident) == (None, None)
+    assert plan.schedule == planner.Plan.load(files / "plan.json").schedule
+
+
+SPOILT = [
+    ("chain", 3, "fields of a plan"),
+    ("chain", {"format": "planner-chain", "version": 1, "stages": []}, "fields of a plan"),
+    ("resident", {"parameters": -1, "buffers": 0, "optimizer": 0, "inputs": 0}, "whole numbers of bytes"),
+    ("resident", 7, "fields of a plan"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "words"), SPOILT)
+def test_a_spoilt_chain_is_refused(files, tmp_path, name, value, words):
+    document = json.loads((files / "plan.json").read_text())
+    write_document(tmp_path / "plan.json", {**document, name: value})
+    with pytest.raises(ValueError, match=words):
+        planner.Plan.load(tmp_path / "plan.json")
+
+
+def test_a_chain_of_other_stages_is_refused(files, tmp_path):
+    document = json.loads((files / "plan.json").read_text())
+    document["chain"]["stages"].pop()
+    write_document(tmp_path / "plan.json", document)
+    with pytest.raises(ValueError, match="its own stages"):
+        planner.Plan.load(tmp_path / "plan.json")
