@@ -43,6 +43,27 @@ class Replay:
         return max(self.timeline, key=lambda moment: moment.peak_bytes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """What a step holds beside its resident bytes as one of its actions begins. Numbers are stages, but for ``shared``.
+
+    Attributes:
+        boundaries: their outputs.
+        kept: what they keep, with the option.
+        residues: what they left behind without being kept.
+        shared: positions in ``Chain.shared``.
+        gradients: their parameters' gradients.
+        incoming: the gradients that its backward begins with; None before the first backward.
+    """
+
+    boundaries: tuple[int, ...]
+    kept: dict[int, Option]
+    residues: tuple[int, ...]
+    shared: tuple[int, ...]
+    gradients: tuple[int, ...]
+    incoming: int | None
+
+
 def replay(chain: Chain, schedule: Schedule) -> Replay:
     """Run ``schedule`` through ``chain``.
 
@@ -63,6 +84,18 @@ def replay(chain: Chain, schedule: Schedule) -> Replay:
         peak_bytes=max(peak, chain.other_peak_bytes),
         seconds=sum(moment.seconds for moment in timeline),
     )
+
+
+def alive_before(chain: Chain, schedule: Schedule, position: int) -> Alive:
+    """What ``before_bytes`` of action ``position`` is made of.
+
+    Raises:
+        ReplayError: an action before it is impossible.
+    """
+    state = _State(chain)
+    for k, action in enumerate(schedule.actions[:position]):
+        state.run(k, action)
+    return state.alive(schedule.actions[position])
 
 
 class _State:
@@ -92,6 +125,18 @@ class _State:
         if self.reached == len(stages) - 1 and self.pending >= 0:
             total += stages[self.pending].gradient_bytes
         return total
+
+    def alive(self, action: Action) -> Alive:
+        forward_over = self.reached == len(self.chain.stages) - 1
+        again = {action.stage} if action.kind == "recompute" else set()
+        return Alive(
+            boundaries=tuple(sorted(self.boundaries)),
+            kept=dict(sorted(self.kept.items())),
+            residues=tuple(sorted(self.residues - again)),
+            shared=tuple(i for i, tensor in enumerate(self.chain.shared) if self._holds(tensor)),
+            gradients=tuple(range(self.pending + 1, len(self.chain.stages))),
+            incoming=self.pending if forward_over and self.pending >= 0 else None,
+        )
 
     def _holds(self, tensor: Shared) -> bool:
         """Whether anybody holds a shared tensor at this moment."""

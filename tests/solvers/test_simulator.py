@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from solvers import Action, Chain, ReplayError, Schedule, replay
+from solvers import Action, Chain, Problem, ReplayError, Schedule, replay, solve_chain
 from solvers.chain import Shared
-from tests.solvers.chains import UNIT, unit_chain
+from solvers.simulator import Alive, alive_before
+from tests.solvers.chains import UNIT, random_chain, unit_chain
 
 
 def actions(*rows: tuple) -> Schedule:
@@ -90,3 +91,29 @@ def test_stages_that_run_once_and_boundaries_that_cannot_come_back() -> None:
     unlinked = Chain(stages=(UNIT, replace(UNIT, linked=False)))
     with pytest.raises(ReplayError, match="not linked"):
         replay(unlinked, actions(*DROPPED, ("free", 0)))
+
+
+def bytes_of(chain: Chain, alive: Alive) -> int:
+    stages = chain.stages
+    kept = sum(o.kept_bytes + (0 if k in alive.boundaries else o.kept_output_bytes) for k, o in alive.kept.items())
+    return (
+        chain.resident_bytes
+        + sum(stages[k].boundary_bytes for k in alive.boundaries)
+        + kept
+        + sum(stages[k].residue_bytes for k in alive.residues)
+        + sum(chain.shared[i].size_bytes for i in alive.shared)
+        + sum(stages[k].parameter_gradient_bytes for k in alive.gradients)
+        + (0 if alive.incoming is None else stages[alive.incoming].gradient_bytes)
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_alive_before_an_action_adds_up_to_its_bytes(seed) -> None:
+    chain = random_chain(seed, odd=seed % 2 == 0, shared=True)
+    for budget in (10, 15, 20, 30, 10**6):
+        schedule = solve_chain(Problem(chain=chain, budget_bytes=budget), solver="rotor").schedule
+        if schedule is None:
+            continue
+        timeline = replay(chain, schedule).timeline
+        found = [bytes_of(chain, alive_before(chain, schedule, k)) for k in range(len(timeline))]
+        assert found == [moment.before_bytes for moment in timeline]
