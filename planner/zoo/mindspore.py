@@ -69,7 +69,7 @@ def build_mindspore_blocks(
     the seed. Beyond the tutorial, the masks are trained as well: they are the only
     parameters.
 
-    Source: https://www.mindspore.cn/tutorials/en/r2.6.0rc1/parallel/recompute.html
+    Source: https://mindspore.cn/docs/en/r2.5.0/model_train/parallel/recompute.html
     """
     with seeded(seed):
         model = Blocks(blocks=blocks, batch=batch, seq=seq)
