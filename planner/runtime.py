@@ -35,7 +35,7 @@ class PlannedStep:
     def run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run stage ``position`` for the first time, keeping nothing but what the program says."""
         if position in self.program.selective and position not in self.strays:
-            return self._run_selective(position, forward, args, kwargs)
+            return self._run_selective(position, module, forward, args, kwargs)
         frame = Frame(self, position, module, forward)
         frame.take((args, kwargs), self._before(position))
         output = frame.run_first(args, kwargs)
@@ -43,8 +43,10 @@ class PlannedStep:
         self._last = (position, frame, [weakref.ref(tensor) for tensor in tensors_in(output)])
         return output
 
-    def _run_selective(self, position: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        call = SelectiveCall(self.selections[position, self.program.selective[position]])
+    def _run_selective(
+        self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        call = SelectiveCall(module, self.selections[position, self.program.selective[position]])
         output = call.run(forward, args, kwargs)
         self.check_followed(position, call)
         return output
@@ -55,7 +57,10 @@ class PlannedStep:
             return
         stage = self.plan.stages[position]
         instead = "is kept" if not stage.recomputable else "is recomputed as a whole from the next step on"
-        _warn_once(stage.name, f"it runs other ops than when profiled (from op {call.diverged} on); it {instead}")
+        _warn_once(
+            stage.name,
+            f"it runs other ops than when profiled (from its {call.diverged + 1}. watched op on); it {instead}",
+        )
         if stage.recomputable:
             self.strays.add(position)
 
@@ -177,7 +182,7 @@ class Frame:
             return None
         if rerun.mode == "keep" and rerun.option:
             selection = self.step.selections[self.position, rerun.option]
-            call, saved, result = rerun_selecting(self._forward, self._state, args, kwargs, selection)
+            call, saved, result = rerun_selecting(self._forward, self._module, self._state, args, kwargs, selection)
             self.step.check_followed(self.position, call)
             self._fill(saved)
         elif rerun.mode == "keep":
@@ -253,13 +258,9 @@ def _unpack(packed: Tensor | Saved) -> Tensor:
 def selections_of(plan: Plan) -> dict[tuple[int, int], Selection]:
     """What the ops of each stage are told, by stage and option, for all options that the schedule uses."""
     used = {(action.stage, action.option) for action in plan.schedule.actions if action.option}
-    names: dict[int, tuple[str, ...]] = {}
-    found = {}
-    for stage, option in sorted(used):
-        menu = plan.stages[stage].menu
-        ops = names.setdefault(menu, tuple(op.op for op in plan.menus[menu].ops.ops))
-        found[stage, option] = Selection(ops, frozenset(plan.menus[menu].options[option - 1].rerun))
-    return found
+    menus = {(plan.stages[stage].menu, option) for stage, option in used}
+    found = {(m, o): Selection.of(plan.menus[m].ops, plan.menus[m].options[o - 1].rerun) for m, o in menus}
+    return {(stage, option): found[plan.stages[stage].menu, option] for stage, option in used}
 
 
 class _Leaf:

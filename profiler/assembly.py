@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from profiler.meter import Interval
+from profiler.named_stages import around
 from profiler.probe import BACKWARD, FORWARD, OPTIMIZER, Place, outside_place, stage_place
 from profiler.records import MenuRecord, OpRecord, Phase, Profile, ResidentBytes, SharedRecord, StageRecord
 from profiler.stages import ChosenStage, why_not_recomputable
@@ -285,6 +286,7 @@ class _Assembly:
             recomputable=not reason,
             reason=reason,
             menu=m.menu_of[k],
+            around=around(m.trace, call),
         )
 
     def _reason(self, k: int, rerun: RerunTimes) -> str:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
+from profiler.named_stages import modules_inside, relative
 from profiler.stage_ops import StageOp, StageOps, StageStorage
 from profiler.stages import ChosenStage
 from profiler.tracing import Op, Trace
@@ -44,7 +45,11 @@ class _Reader:
         ops = [self._op(ordinal, op) for ordinal, op in enumerate(self._trace.ops[call.first_op : call.end_op])]
         for storage in sorted(s for s in self._saved if s is not None and s not in self._local):
             self._outside(storage, 0)  # Saved without an op of the stage having touched it.
-        return StageOps(ops=tuple(self._checked(ops)), storages=tuple(self._storages))
+        return StageOps(
+            ops=tuple(self._checked(ops)),
+            storages=tuple(self._storages),
+            modules=modules_inside(self._trace, call),
+        )
 
     def _op(self, ordinal: int, op: Op) -> StageOp:
         access = op.access
@@ -53,11 +58,9 @@ class _Reader:
         for local in writes:
             self._storages[local] = replace(self._storages[local], versions=self._storages[local].versions + 1)
         made = tuple(self._made(s, ordinal, output) for output, s in enumerate(op.storages))
-        prefix = self._stage.call.name
-        inner = op.module.removeprefix(prefix).removeprefix(".") if prefix else op.module
         return StageOp(
             op=op.name,
-            module=inner,
+            module=relative(op.module, self._stage.call.name),
             seconds=op.seconds,
             reads=reads,
             makes=made,

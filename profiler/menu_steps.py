@@ -93,7 +93,11 @@ def _menu(group: Group, costs: Sequence[ChoiceCost], reason: str) -> MenuRecord:
     options = [_option(c, cost) for c, cost in zip(group.choices, costs[:KEEP], strict=True)]
     return MenuRecord(
         ops=group.ops,
-        options=tuple(option for option in options if not _beaten(option, options)),
+        options=tuple(
+            option
+            for option, choice in zip(options, group.choices, strict=True)
+            if choice.stated or not _beaten(option, options)
+        ),
         keep_forward_seconds=costs[KEEP].forward_seconds,
         keep_backward_seconds=costs[KEEP].backward_seconds,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from profiler.dataflow import pooled, stage_ops_of, without_seconds
 from profiler.meter import Interval
+from profiler.named_stages import State, named_stages, names_outside
 from profiler.probe import BACKWARD, FORWARD, stage_place
 from profiler.selective import Selection
 from profiler.stage_ops import Choice, StageOps
@@ -57,23 +58,36 @@ Assignment = dict[int, tuple[int, int]]
 KEEP = -1
 
 
-def grouped(trace: Trace, stages: Sequence[ChosenStage], kinds: Sequence[int], propose: Propose) -> list[Group]:
+def grouped(
+    trace: Trace,
+    stages: Sequence[ChosenStage],
+    kinds: Sequence[int],
+    propose: Propose,
+    state: State | None = None,
+) -> list[Group]:
     """The groups of stages that do the same ops on the same kinds of storages, with their choices.
 
     Args:
         trace, stages: the traced step and its stages.
         kinds: a number for each stage; equal where structure and shapes are equal.
         propose: names the choices that are worth measuring.
+        state: names the choices that a person asks for.
+
+    Raises:
+        ChoiceError: what a person asks for cannot be.
     """
     found: dict[tuple[int, StageOps], Group] = {}
     flows = [stage_ops_of(trace, stage) for stage in stages]
     for k, flow in enumerate(flows):
         found.setdefault((kinds[k], without_seconds(flow)), Group(flow, [])).members.append(k)
+    stated = {} if state is None else state(named_stages(trace, stages, flows), names_outside(trace, stages))
     all_bytes = sum(group.ops.saved_bytes * len(group.members) for group in found.values())
     for group in found.values():
         group.ops = pooled([flows[k] for k in group.members])
         if group.ops.saved_bytes * len(group.members) >= SMALLEST_SHARE * all_bytes:
             group.choices = list(propose(group.ops))
+        own = {stated[k].rerun: stated[k] for k in group.members if k in stated}
+        group.choices = [*own.values(), *(choice for choice in group.choices if choice.rerun not in own)]
     return list(found.values())
 
 
@@ -121,11 +135,7 @@ def _keeps_output(group: Group) -> bool:
 
 def selections(groups: Sequence[Group], assignment: Assignment) -> dict[int, Selection]:
     """What the stages of one step are told."""
-    return {
-        k: Selection(tuple(op.op for op in groups[g].ops.ops), groups[g].choices[c].rerun)
-        for k, (g, c) in assignment.items()
-        if c != KEEP
-    }
+    return {k: Selection.of(groups[g].ops, groups[g].choices[c].rerun) for k, (g, c) in assignment.items() if c != KEEP}
 
 
 def rounds_for(steps: int) -> int:

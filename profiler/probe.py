@@ -254,7 +254,7 @@ class _Run:
                 if tensor.layout is torch.strided:
                     self._inputs[position, leaf] = weakref.ref(tensor.untyped_storage())
         if position in self.selections:
-            call = SelectiveCall(self.selections[position])
+            call = SelectiveCall(module, self.selections[position])
             output = call.run(forward, args, kwargs)
             if call.diverged is not None:
                 self.diverged.add(position)

@@ -13,12 +13,13 @@ from profiler.assembly import Measured, RerunTimes, alike, assemble, by_label, t
 from profiler.menu_steps import MenuSteps
 from profiler.menus import Propose, grouped, steps_for
 from profiler.meter import memory_meter, time_meter
+from profiler.named_stages import State
 from profiler.patching import is_patched
 from profiler.preservation import RandomState, preserved
 from profiler.probe import FirstRun, StepProbe
 from profiler.records import Profile, ResidentBytes
 from profiler.rerun import CallTraits, rerun_keeping, rerun_until_saved
-from profiler.stage_ops import Choice, StageOps
+from profiler.stage_ops import Choice, ChoiceError, StageOps
 from profiler.stages import ChosenStage, StagePattern, StagesError, choose_stages
 from profiler.storages import distinct_bytes
 from profiler.survivors import Survivors
@@ -41,6 +42,7 @@ def profile(
     *,
     stages: Sequence[StagePattern] | None = None,
     propose: Propose | None = None,
+    state: State | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure one training step of a workload on the device it is on.
@@ -55,6 +57,7 @@ def profile(
         stages: None to find stages automatically; otherwise module names,
             glob patterns or module classes.
         propose: names the choices inside a stage that are worth measuring; None for none.
+        state: names those that a person asks for; they are measured and never left out.
         progress: called as ``progress(what, done, total)`` before each run.
 
     Returns:
@@ -63,6 +66,7 @@ def profile(
     Raises:
         ProfileError: the step fails, or the model is in eval mode or planned.
         StagesError: a stage pattern matches nothing, or the step calls the model more than once.
+        ChoiceError: what ``state`` asks for cannot be.
     """
     if not workload.model.training:
         raise ProfileError("profile: expected a model in training mode, got one in eval mode; call model.train()")
@@ -77,8 +81,8 @@ def profile(
         first_step(workload)
         resident = resident_bytes_of(workload)
         try:
-            measured = _measure(workload, stages, propose or _nothing, resident.total, randomness, report)
-        except StagesError:
+            measured = _measure(workload, stages, propose or _nothing, state, resident.total, randomness, report)
+        except (StagesError, ChoiceError):
             raise
         except Exception as error:
             raise ProfileError(
@@ -128,6 +132,7 @@ def _measure(
     workload: Workload,
     patterns: Sequence[StagePattern] | None,
     propose: Propose,
+    state: State | None,
     resident_bytes: int,
     randomness: RandomState,
     report: _Reporter,
@@ -143,7 +148,7 @@ def _measure(
         )
     stages = choose_stages(trace, patterns)
     traits = [_traits(stage) for stage in stages]
-    groups = grouped(trace, stages, alike(stages), propose)
+    groups = grouped(trace, stages, alike(stages), propose, state)
     report.runs += steps_for(groups)
     with StepProbe(workload, stages) as probe:
         report("memory")

@@ -57,6 +57,7 @@ class StageRecord:
         draws_random, mutated_buffers: what a second run has to reinstate.
         recomputable: whether a second run gives the same result; ``reason`` says why not.
         menu: number of its menu in ``Profile.menus``; -1 for what has none.
+        around: pairs (name, class) of the modules whose call it is a part of, the model first.
     """
 
     name: str
@@ -85,6 +86,7 @@ class StageRecord:
     recomputable: bool = False
     reason: str = ""
     menu: int = -1
+    around: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,7 @@ class MenuRecord:
 
     Attributes:
         ops: what their ops read, make and cost.
-        options: none of them beaten by another one in bytes and seconds.
+        options: those that a person asked for, and none else that is beaten in bytes and seconds.
         keep_forward_seconds, keep_backward_seconds: of keeping everything, timed in the same steps.
         reason: why there are no options; empty otherwise.
     """
@@ -287,6 +289,7 @@ def _stage(data: Mapping[str, Any]) -> StageRecord:
     values["parameter_shapes"] = tuple((name, tuple(shape)) for name, shape in values["parameter_shapes"])
     values["input_shapes"] = tuple(tuple(shape) for shape in values["input_shapes"])
     values["mutated_buffers"] = tuple(values["mutated_buffers"])
+    values["around"] = tuple((name, kind) for name, kind in values.get("around", ()))
     return StageRecord(**values)
 
 

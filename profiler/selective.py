@@ -2,33 +2,58 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
 
-from profiler.op_traits import traits_of
 from profiler.rerun import CallState, detached
+from profiler.stage_ops import StageOps
 from profiler.tape import Lazy, Tape
-
-_PLAIN, _WATCHED, _TAPED = range(3)
+from profiler.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What to do with the ops of a stage, by their ordinals.
+    """What to do with the ops of a stage.
 
     Attributes:
-        ops: their names in order; a call that runs others does not follow the selection.
-        rerun: ordinals of those that run again in backward; what all others make is kept where backward needs it.
+        ops: names of the ops in the modules that are watched, in order; a call
+            that runs others there does not follow the selection.
+        rerun: positions in ``ops`` of those that run again in backward; what
+            all others make is kept where backward needs it.
+        watched: whether the stage's own ops are watched.
+        turns: modules inside the stage that are watched where the one around is not, or the other way round.
     """
 
     ops: tuple[str, ...]
     rerun: frozenset[int]
+    watched: bool = True
+    turns: tuple[tuple[str, bool], ...] = ()
+
+    @classmethod
+    def of(cls, ops: StageOps, rerun: Collection[int]) -> Selection:
+        """The selection by which ``rerun`` ops run again; only modules that have such ops are watched."""
+        inside = {op.module for op in ops.ops}
+        watched = {ops.ops[ordinal].module for ordinal in rerun}
+        counted = [ordinal for ordinal, op in enumerate(ops.ops) if op.module in watched]
+        turns = [(m, m in watched) for m in sorted(inside) if m and (m in watched) != (_around(m, inside) in watched)]
+        return cls(
+            ops=tuple(ops.ops[ordinal].op for ordinal in counted),
+            rerun=frozenset(position for position, ordinal in enumerate(counted) if ordinal in rerun),
+            watched="" in watched,
+            turns=tuple(turns),
+        )
+
+
+def _around(module: str, known: Collection[str]) -> str:
+    """The nearest module around one that is known; empty for the stage itself."""
+    around = module.rpartition(".")[0]
+    while around and around not in known:
+        around = around.rpartition(".")[0]
+    return around
 
 
 class Kept:
@@ -55,14 +80,15 @@ class SelectiveCall:
     """One call of a stage under a selection.
 
     Attributes:
-        diverged: the ordinal at which the call ran another op than the
-            selection expects; None where it followed. From there on everything is kept.
+        diverged: the op at which the call ran another one than the selection
+            expects; None where it followed. From there on everything is kept.
     """
 
-    def __init__(self, selection: Selection) -> None:
+    def __init__(self, module: nn.Module, selection: Selection) -> None:
         self.diverged: int | None = None
         self._tape = Tape()
-        self._selection = selection
+        self._watch = Watch(self._tape, module, selection)
+        self._watched = selection.watched
 
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the call and return its output."""
@@ -81,10 +107,9 @@ class SelectiveCall:
         return taken, output
 
     def _run(self, call: Callable[..., Any], args: Any, kwargs: Any, pack: Callable[[Tensor], Any]) -> Any:
-        mode = _Recording(self._tape, self._selection)
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), mode:
-            output = call(*args, **kwargs)
-        self.diverged = mode.finish()
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), self._watch.turns():
+            output = self._watch.turned(self._watched, call, args, kwargs)
+        self.diverged = self._watch.finish()
         return output
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -93,7 +118,7 @@ class SelectiveCall:
         remade = self._tape.remade_of(tensor) if tensor.layout is torch.strided else None
         if remade is not None:
             return Lazy(self._tape, remade, tensor)
-        with torch._C._DisableTorchDispatch():
+        with self._watch.unseen(tensor):
             return Kept(tensor.detach())
 
 
@@ -103,68 +128,10 @@ def unpack(packed: Any) -> Tensor:
 
 
 def rerun_selecting(
-    call: Callable[..., Any], state: CallState, args: Any, kwargs: Any, selection: Selection
+    call: Callable[..., Any], module: nn.Module, state: CallState, args: Any, kwargs: Any, selection: Selection
 ) -> tuple[SelectiveCall, list[Any], Any]:
     """Run a call again under a selection: the run, what it saves in order, and the output cut off from the graph."""
-    selective = SelectiveCall(selection)
+    selective = SelectiveCall(module, selection)
     with state.reinstated(), torch.enable_grad():
         saved, output = selective.run_aside(call, args, kwargs)
     return selective, saved, output
-
-
-class _Recording(TorchDispatchMode):
-    """Counts the ops of a call, and has those recorded that will run again."""
-
-    def __init__(self, tape: Tape, selection: Selection) -> None:
-        super().__init__()
-        self._tape = tape
-        self._diverged: int | None = None
-        self._expected, self._kinds = _script(selection)
-        self._ordinal = 0
-        self._follows = True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        ordinal = self._ordinal
-        self._ordinal = ordinal + 1
-        if self._follows and (ordinal >= len(self._expected) or func is not self._expected[ordinal]):
-            self._leave(ordinal)
-        kind = self._kinds[ordinal] if self._follows else _WATCHED
-        if kind == _TAPED:
-            return self._tape.run(ordinal, func, args, kwargs or {})
-        if kind == _WATCHED:
-            self._tape.spoil(args, kwargs or {}, traits_of(func))
-        return func(*args, **(kwargs or {}))
-
-    def _leave(self, ordinal: int) -> None:
-        self._follows = False
-        self._diverged = ordinal
-
-    def finish(self) -> int | None:
-        """The call is over: where it diverged; fewer ops than expected are a divergence too."""
-        if self._follows and self._ordinal != len(self._expected):
-            self._leave(self._ordinal)
-        return self._diverged
-
-
-@functools.lru_cache(maxsize=256)
-def _script(selection: Selection) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """The ops as overloads, and how each is run."""
-    expected = tuple(_overload(name) for name in selection.ops)
-    return expected, tuple(_kind(k in selection.rerun, op) for k, op in enumerate(expected))
-
-
-def _overload(name: str) -> Any:
-    """``torch.ops.aten.mm.default`` of ``aten.mm.default``; None of what is no plain op here."""
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
-
-
-def _kind(rerun: bool, op: Any) -> int:
-    if rerun:
-        return _TAPED
-    written = op is None or traits_of(op).written or traits_of(op).written_names
-    return _WATCHED if written else _PLAIN

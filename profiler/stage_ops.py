@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 Value = tuple[int, int]
 _KINDS_NAMED = 4
+
+
+class ChoiceError(ValueError):
+    """A choice inside a stage that cannot be; the message names the op, or what is not there, and says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +76,15 @@ class StageOps:
     """The dataflow of one stage's forward.
 
     A value is a storage in one of its versions. What is kept of a storage is its last version.
+
+    Attributes:
+        ops, storages: each referred to by its position.
+        modules: pairs (name relative to the stage, class) of the modules that ran, the stage itself first.
     """
 
     ops: tuple[StageOp, ...]
     storages: tuple[StageStorage, ...]
+    modules: tuple[tuple[str, str], ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -94,11 +103,15 @@ class StageOps:
                 found[storage, version[storage]] = ordinal
         return found
 
-    def rerun(self, kept: Iterable[int]) -> frozenset[int]:
+    def rerun(self, kept: Iterable[int], forced: Collection[int] = ()) -> frozenset[int]:
         """Ordinals of the ops that must run again in backward when only ``kept`` storages are kept.
 
+        Args:
+            kept: numbers of storages.
+            forced: ordinals of ops that may run again even if they must not.
+
         Raises:
-            ValueError: an op that must not run again would have to; the message names it.
+            ChoiceError: an op that must not run again would have to; the message names it.
         """
         held = set(kept) | {n for n, storage in enumerate(self.storages) if storage.held}
         writers = self.writers()
@@ -109,7 +122,7 @@ class StageOps:
             if number in held and version == self.storages[number].versions:
                 continue
             if value not in writers:
-                raise ValueError(
+                raise ChoiceError(
                     "a choice of what to keep: expected the stage's inputs that it reads again to be kept, "
                     f"got input {number} dropped or changed in place; keep it"
                 )
@@ -117,8 +130,8 @@ class StageOps:
             if ordinal in found:
                 continue
             op = self.ops[ordinal]
-            if op.fixed:
-                raise ValueError(
+            if op.fixed and ordinal not in forced:
+                raise ChoiceError(
                     f"op {ordinal} ({op.op} in {op.module or 'the stage itself'}): expected one that may run again, "
                     f"got one that must not: {op.fixed}; keep what it makes"
                 )
@@ -132,7 +145,11 @@ class StageOps:
 
     def to_document(self) -> dict[str, Any]:
         """Plain data."""
-        return {"ops": [asdict(op) for op in self.ops], "storages": [asdict(s) for s in self.storages]}
+        return {
+            "ops": [asdict(op) for op in self.ops],
+            "storages": [asdict(s) for s in self.storages],
+            "modules": list(self.modules),
+        }
 
     @classmethod
     def from_document(cls, data: Mapping[str, Any]) -> StageOps:
@@ -140,6 +157,7 @@ class StageOps:
         return cls(
             ops=tuple(_op(row) for row in data["ops"]),
             storages=tuple(StageStorage(**row) for row in data["storages"]),
+            modules=tuple((name, kind) for name, kind in data.get("modules", ())),
         )
 
 
@@ -151,32 +169,40 @@ class Choice:
         name: what a person calls it.
         kept: storages that it keeps, beside those that are held anyway.
         rerun: ordinals of the ops that run again.
+        stated: a person asked for it: it is measured whatever it costs, and never left out.
     """
 
     name: str
     kept: tuple[int, ...]
     rerun: frozenset[int]
+    stated: bool = False
 
     @classmethod
-    def of(cls, ops: StageOps, kept: Iterable[int], name: str = "") -> Choice:
+    def of(cls, ops: StageOps, kept: Iterable[int], name: str = "", forced: Collection[int] = ()) -> Choice:
         """The choice to keep these storages; named after what runs again.
 
+        Args:
+            ops: of the stage.
+            kept: numbers of storages.
+            name: what a person calls it.
+            forced: ordinals of ops that may run again even if they must not.
+
         Raises:
-            ValueError: an op that must not run again would have to.
+            ChoiceError: an op that must not run again would have to.
         """
         own = tuple(sorted({number for number in kept if not ops.storages[number].held}))
-        rerun = ops.rerun(own)
+        rerun = ops.rerun(own, forced)
         return cls(name or _named(ops, rerun), own, rerun)
 
     @classmethod
-    def dropping(cls, ops: StageOps, ordinals: Iterable[int], name: str = "") -> Choice:
+    def dropping(cls, ops: StageOps, ordinals: Iterable[int], name: str = "", forced: Collection[int] = ()) -> Choice:
         """The choice to run these ops again; what they read from other ops is kept.
 
         Raises:
-            ValueError: one of the ops must not run again.
+            ChoiceError: one of the ops must not run again.
         """
         dropped = set(ordinals)
-        return cls.of(ops, _kept_without(ops, dropped), name)
+        return cls.of(ops, _kept_without(ops, dropped), name, forced)
 
 
 def _kept_without(ops: StageOps, dropped: set[int]) -> set[int]:

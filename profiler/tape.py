@@ -25,10 +25,12 @@ Geometry = tuple[Any, Any, int, torch.dtype]
 class Remade:
     """A storage that an op on the tape makes: gone after forward, made again in backward."""
 
-    __slots__ = ("live", "pending", "readers", "root", "version", "waiting", "writers")
+    __slots__ = ("base", "live", "pending", "readers", "root", "version", "waiting", "writers")
 
-    def __init__(self, live: weakref.ref[Any], writer: int) -> None:
+    def __init__(self, live: weakref.ref[Any], base: int, writer: int) -> None:
         self.live = live
+        # Torch's own count of changes in place when the storage was new; ``version`` counts those on the tape.
+        self.base = base
         self.version = 0
         # Ops by their ordinals and placeholders by weak references: no cycle keeps a step's memory alive.
         self.writers = [writer]
@@ -133,18 +135,13 @@ class Tape:
     # Forward -----------------------------------------------------------------
 
     def remade_of(self, tensor: Tensor) -> Remade | None:
-        """The storage under ``tensor`` if an op on the tape made it."""
+        """The storage under ``tensor`` if an op on the tape made it and only such ops changed it since."""
         storage = tensor.untyped_storage()
         found = self._made.get(storage._cdata)
         # An address may be used again after its storage is gone.
-        return found if found is not None and found.live() is storage else None
-
-    def spoil(self, op_args: tuple[Any, ...], op_kwargs: dict[str, Any], traits: OpTraits) -> None:
-        """An op that is not recorded changes storages in place: from now on they can only be kept."""
-        for tensor in traits.writes(op_args, op_kwargs):
-            found = self.remade_of(tensor)
-            if found is not None:
-                del self._made[tensor.untyped_storage()._cdata]
+        if found is None or found.live() is not storage or tensor._version != found.base + found.version:
+            return None
+        return found
 
     def run(self, ordinal: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and record it."""
@@ -175,7 +172,7 @@ class Tape:
             storage = tensor.untyped_storage()
             if self._is_known(storage, record):
                 continue
-            remade = Remade(weakref.ref(storage), record.ordinal)
+            remade = Remade(weakref.ref(storage), tensor._version, record.ordinal)
             self._made[storage._cdata] = remade
             record.makes.append((leaf, remade))
 
