@@ -158,7 +158,7 @@ class StepProbe:
     def _forward(self, run: _Run) -> Tensor:
         loss = self._workload.forward()
         run.nodes.append((outside_place(len(self._stages)), next_node()))
-        _mark_backward(loss, run.nodes, run.mark)
+        mark_backward(loss, run.nodes, run.mark)
         return loss
 
     def _marked(self, forward: Forward, module: nn.Module) -> Forward:
@@ -304,7 +304,7 @@ class _NoHooks:
     def __exit__(self, *_: object) -> None: ...
 
 
-def _mark_backward(loss: Tensor, nodes: list[tuple[Place, int]], mark: Callable[[str], None]) -> None:
+def mark_backward(loss: Tensor, nodes: list[tuple[Place, int]], mark: Callable[[str], None]) -> None:
     """Mark the moment at which the first autograd node of each place runs.
 
     The engine runs ready nodes in falling order of their sequence number, so
