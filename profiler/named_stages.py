@@ -1,0 +1,94 @@
+"""Named stages: by which names of modules the stages of a step, and the ops inside them, can be called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from profiler.stage_ops import Choice, StageOps
+from profiler.stages import ChosenStage
+from profiler.tracing import Call, Trace
+
+Named = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedStage:
+    """A stage with the names around it and inside it.
+
+    Attributes:
+        name: the module's name (``#n``: its n-th further call).
+        around: pairs (name, class) of the modules whose call it is a part of, the model first.
+        ops: its dataflow, with the modules inside.
+    """
+
+    name: str
+    around: tuple[Named, ...]
+    ops: StageOps
+
+    @property
+    def module(self) -> str:
+        """The module's name, whichever of its calls the stage is."""
+        return self.name.partition("#")[0]
+
+    def inside(self) -> tuple[Named, ...]:
+        """Full names and classes of the modules that run in it; the stage itself comes first."""
+        return tuple((f"{self.module}.{name}" if name else self.module, kind) for name, kind in self.ops.modules)
+
+
+# Which choice a person states for which of the stages; the second argument names what ran outside of stages.
+State = Callable[[Sequence[NamedStage], Sequence[str]], Mapping[int, Choice]]
+
+
+def named_stages(trace: Trace, stages: Sequence[ChosenStage], flows: Sequence[StageOps]) -> tuple[NamedStage, ...]:
+    """The stages of a traced step, each with its dataflow."""
+    return tuple(
+        NamedStage(name=stage.name, around=around(trace, stage.call), ops=flow)
+        for stage, flow in zip(stages, flows, strict=True)
+    )
+
+
+def names_outside(trace: Trace, stages: Sequence[ChosenStage]) -> tuple[str, ...]:
+    """Names of the modules that ran, but as a part of no stage and around none."""
+    positions = {id(call): position for position, call in enumerate(trace.calls)}
+    chosen = {positions[id(stage.call)] for stage in stages}
+    covers = {position for k in chosen for position in _ancestors(trace, k)}
+    found = [
+        call.name
+        for position, call in enumerate(trace.calls)
+        if not (position in chosen | covers or chosen & set(_ancestors(trace, position)))
+    ]
+    return tuple(dict.fromkeys(found))
+
+
+def around(trace: Trace, call: Call) -> tuple[Named, ...]:
+    """Names and classes of the modules whose call one is a part of, the model first."""
+    position = next(k for k, each in enumerate(trace.calls) if each is call)
+    found = [trace.calls[k] for k in _ancestors(trace, position)]
+    return tuple((each.name, type(each.module).__name__) for each in reversed(found))
+
+
+def modules_inside(trace: Trace, call: Call) -> tuple[Named, ...]:
+    """Names, relative to it, and classes of the modules that ran in a call, itself first with an empty name."""
+    position = next(k for k, each in enumerate(trace.calls) if each is call)
+    inside = {position}
+    found = {"": type(call.module).__name__}
+    for k in range(position + 1, len(trace.calls)):
+        each = trace.calls[k]
+        if each.parent not in inside:
+            break  # Calls stand in the order in which they began: what is inside follows without a gap.
+        inside.add(k)
+        found[relative(each.name, call.name)] = type(each.module).__name__
+    return tuple(found.items())
+
+
+def relative(name: str, stage: str) -> str:
+    """A module's name as seen from a stage's module."""
+    return name.removeprefix(stage).removeprefix(".") if stage else name
+
+
+def _ancestors(trace: Trace, position: int) -> Iterable[int]:
+    parent = trace.calls[position].parent
+    while parent >= 0:
+        yield parent
+        parent = trace.calls[parent].parent
