@@ -7,8 +7,9 @@ value that an op which runs again reads, the one that it overwrites included. An
 ``again`` = 0. The bytes kept stay below a limit; minimised are the seconds of what runs again. Ops after the last
 needed one are not run again, because nothing asks for them.
 
-Guarantee: exact, up to HiGHS's relative gap of 1e-6. Complexity: a 0/1 program with one variable per op and storage
-and one row per read; milliseconds for a transformer block. Units: bytes and seconds.
+Guarantee: exact, up to HiGHS's relative gap of 1e-6; where the sizes have no large common divisor, a limit may be
+exceeded by a hundred-thousandth of all bytes per storage. Complexity: a 0/1 program with one variable per op and
+storage and one row per read; milliseconds for a transformer block. Units: bytes and seconds.
 
 Source: the min-cut of Zheng et al. ("AOTAutograd", PyTorch) and Checkmate (Jain et al. 2020) with one stage, with
 the knapsack limit in place of the cut; both know values only, not storages and in-place ops.
@@ -21,6 +22,7 @@ SavedSet(kept=(1,), again=(0,), kept_bytes=2, seconds=1.0)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +31,8 @@ from solvers.mip import Program
 Value = tuple[int, int]
 SECONDS = 2.0  # per limit; blocks need milliseconds, whole models of a thousand ops about one
 _SCALE = 1e4  # what all ops cost together in the program: far above HiGHS's absolute tolerances
+# All storages in units of the program's limit: HiGHS's tolerance of 1e-6 for each variable stays below a unit.
+_MOST_UNITS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +125,9 @@ def _solved(problem: SavedSets, limit_bytes: int | None, per_second: float, per_
     again = [program.variable(cost=_SCALE * per_second * step.seconds / all_seconds) for step in problem.steps]
     _add_rows(program, problem, keep, again)
     if limit_bytes is not None:
-        terms = [(keep[n], float(s.size_bytes)) for n, s in enumerate(problem.storages) if s.size_bytes]
-        program.row(terms, upper=float(limit_bytes))
+        unit = _unit_bytes(problem)
+        terms = [(keep[n], float(s.size_bytes // unit)) for n, s in enumerate(problem.storages) if s.size_bytes >= unit]
+        program.row(terms, upper=float(limit_bytes // unit))
     answer = program.solve(time_limit_seconds=SECONDS)
     if answer.values is None:
         return None
@@ -131,6 +136,13 @@ def _solved(problem: SavedSets, limit_bytes: int | None, per_second: float, per_
     return SavedSet(
         kept, run, sum(problem.storages[n].size_bytes for n in kept), sum(problem.steps[o].seconds for o in run)
     )
+
+
+def _unit_bytes(problem: SavedSets) -> int:
+    """What sizes are counted in; divides all of them unless that makes too many units."""
+    sizes = [storage.size_bytes for storage in problem.storages]
+    common = math.gcd(*sizes) or 1
+    return common * max(1, -(-sum(sizes) // (common * _MOST_UNITS)))
 
 
 def _add_rows(program: Program, problem: SavedSets, keep: Sequence[int], again: Sequence[int]) -> None:
