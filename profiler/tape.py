@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from profiler.op_traits import OpTraits, traits_of
 from profiler.rerun import RerunError
 
 Geometry = tuple[Any, Any, int, torch.dtype]
+# Whether an op runs because a tape runs it again; for those who watch a step.
+RUNNING_AGAIN: ContextVar[bool] = ContextVar("RUNNING_AGAIN", default=False)
 
 
 class Remade:
@@ -204,9 +207,13 @@ class Tape:
     def make(self, remade: Remade, version: int) -> None:
         """Make a storage again, in the version that was saved."""
         needed = self._needed(remade.writers[version])
-        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch.no_grad():
-            for record in needed:
-                _again(record)
+        token = RUNNING_AGAIN.set(True)
+        try:
+            with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch.no_grad():
+                for record in needed:
+                    _again(record)
+        finally:
+            RUNNING_AGAIN.reset(token)
 
     def _needed(self, wanted: int) -> list[Record]:
         """The ops that must run before and including ``wanted``, in order."""

@@ -1,0 +1,287 @@
+"""Alive: which tensors make up the highest moment of one real step, and which op, module and stage made each."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from profiler.meter import Interval, Meter
+from profiler.nodes import next_node
+from profiler.patching import Forward
+from profiler.step_marks import AGAIN, QuietPatches, StepMarks
+from profiler.storages import allocated_bytes
+from profiler.tape import RUNNING_AGAIN
+from profiler.trees import tensors_in
+from profiler.workload import Workload
+
+Kind = Literal["parameter", "buffer", "optimizer state", "batch", "gradient", "made in step"]
+_RESIDENT = "resident"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AliveStorage:
+    """A storage that is alive at the highest moment.
+
+    Attributes:
+        kind: what it is; ``gradient``: of the parameter ``module``.
+        size_bytes: of the storage, however many tensors view it.
+        op: the op that made it; empty for what was there before the step.
+        module: the module that called the op (in backward: whose op's backward it is), or the parameter's name.
+        label: where in the step it was made, as ``StepMarks`` labels it; ``resident`` before the step.
+        again: made in backward by an op that ran before, in forward.
+        shape, dtype: of the tensor as it was made.
+    """
+
+    kind: Kind
+    size_bytes: int
+    op: str = ""
+    module: str = ""
+    label: str = _RESIDENT
+    again: bool = False
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlivePeak:
+    """The highest moment of a step.
+
+    Attributes:
+        peak_bytes: the allocator's, of the watched step.
+        before_bytes: the allocator's as the op at the peak began.
+        label: where it stands, as ``StepMarks`` labels it.
+        op, module: the op that was running; empty between two ops.
+        storages: what was alive, its own results included, each storage once.
+    """
+
+    peak_bytes: int
+    before_bytes: int
+    label: str
+    op: str
+    module: str
+    storages: tuple[AliveStorage, ...]
+
+    @property
+    def explained_bytes(self) -> int:
+        """What the storages add up to; the rest of the peak are temporaries inside the op's kernel."""
+        return sum(storage.size_bytes for storage in self.storages)
+
+
+class AliveWatch:
+    """Watches one step of a workload.
+
+    Use as a context manager together with its ``StepMarks``, and apply a plan
+    inside of both, so that what runs again is seen in its module.
+
+    Args:
+        workload: the training step.
+        marks: its marks; they run the step.
+        meter: of memory, for the workload's device.
+    """
+
+    def __init__(self, workload: Workload, marks: StepMarks, meter: Meter) -> None:
+        self._workload = workload
+        self._marks = marks
+        self._meter = meter
+        self._patches = QuietPatches()
+        self._modules: list[str] = []
+
+    def __enter__(self) -> AliveWatch:
+        for name, module in self._workload.model.named_modules():
+            self._patches.wrap(module, lambda forward, n=name: self._named(forward, n))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.remove()
+
+    def _named(self, forward: Forward, name: str) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._modules.append(name)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._modules.pop()
+
+        return run
+
+    def step(self) -> AlivePeak:
+        """Run one step and tell what was alive at its highest moment."""
+        log = _Log(self._workload.device)
+        log.add_resident(self._workload)
+        step = _Step(log, self._meter, lambda: self._modules[-1] if self._modules else None)
+        with _Mode(step):
+            self._marks.step(step)
+        for name, parameter in self._workload.model.named_parameters():
+            if parameter.grad is not None:
+                log.name_gradient(parameter.grad, name)
+        return step.peak()
+
+
+@dataclass(slots=True)
+class _Mark:
+    """Where an interval of the meter begins: so many events had been logged; and those of its op's own results."""
+
+    events: int
+    label: str
+    op: str = ""
+    module: str = ""
+    made: list[tuple[int, int]] = field(default_factory=list)
+
+
+class _Log:
+    """Births and deaths of storages in order, as pairs (number, bytes from now on)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device_type = device.type
+        self.events: list[tuple[int, int]] = []
+        self.storages: list[AliveStorage] = []
+        self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
+
+    def add_resident(self, workload: Workload) -> None:
+        model = workload.model
+        optimizer = workload.optimizer
+        for name, parameter in model.named_parameters():
+            self.add([parameter], AliveStorage(kind="parameter", size_bytes=0, module=name))
+            if parameter.grad is not None:
+                self.add([parameter.grad], AliveStorage(kind="gradient", size_bytes=0, module=name))
+        for name, buffer in model.named_buffers():
+            self.add([buffer], AliveStorage(kind="buffer", size_bytes=0, module=name))
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for parameter, state in ({} if optimizer is None else optimizer.state).items():
+            tensors = [value for value in state.values() if isinstance(value, Tensor)]
+            self.add(tensors, AliveStorage(kind="optimizer state", size_bytes=0, module=names.get(id(parameter), "")))
+        self.add(tensors_in(workload.inputs), AliveStorage(kind="batch", size_bytes=0))
+
+    def add(self, tensors: Iterable[Tensor], made: AliveStorage) -> None:
+        """Log storages that are new, and those whose size has changed."""
+        for tensor in tensors:
+            if tensor.layout is not torch.strided or tensor.device.type != self._device_type:
+                continue
+            storage = tensor.untyped_storage()
+            size = allocated_bytes(storage)
+            number = self._number(storage)
+            if number is None:
+                number = self._watch(storage)
+                shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+                self.storages.append(replace(made, size_bytes=size, shape=shape, dtype=dtype))
+                self.events.append((number, size))
+            elif number >= 0 and size != self.storages[number].size_bytes:
+                self.storages[number] = replace(self.storages[number], size_bytes=size)
+                self.events.append((number, size))
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """What goes into an op without having been made by one is not the step's own."""
+        for tensor in tensors:
+            if tensor.layout is torch.strided and self._number(storage := tensor.untyped_storage()) is None:
+                self._known[id(storage)] = (-1, weakref.ref(storage, self._forgetting(id(storage))))
+
+    def name_gradient(self, gradient: Tensor, parameter: str) -> None:
+        number = self._number(gradient.untyped_storage()) if gradient.layout is torch.strided else None
+        if number is not None and number >= 0:
+            self.storages[number] = replace(self.storages[number], kind="gradient", module=parameter)
+
+    def _number(self, storage: Any) -> int | None:
+        found = self._known.get(id(storage))
+        return None if found is None else found[0]
+
+    def _watch(self, storage: Any) -> int:
+        number = len(self.storages)
+        key = id(storage)
+
+        def died(_: Any) -> None:
+            self._known.pop(key, None)
+            self.events.append((number, 0))
+
+        self._known[key] = (number, weakref.ref(storage, died))
+        return number
+
+    def _forgetting(self, key: int) -> Callable[[Any], None]:
+        def forget(_: Any) -> None:
+            self._known.pop(key, None)
+
+        return forget
+
+
+class _Step:
+    """The meter that the marks see: passes them on, and adds one before every op."""
+
+    def __init__(self, log: _Log, meter: Meter, module: Callable[[], str | None]) -> None:
+        self._log = log
+        self._meter = meter
+        self._module = module
+        self._marks: list[_Mark] = []
+        self._label = ""
+        self._module_of: dict[int, str] = {}  # by the autograd node that its first op made
+        self._intervals: list[Interval] = []
+
+    def start(self, label: str) -> None:
+        self._label = label
+        self._marks.append(_Mark(len(self._log.events), label))
+        with torch._C._DisableTorchDispatch():
+            self._meter.start(label)
+
+    def mark(self, label: str) -> None:
+        self._label = label
+        self._add(_Mark(len(self._log.events), label))
+
+    def _add(self, mark: _Mark) -> None:
+        self._marks.append(mark)
+        with torch._C._DisableTorchDispatch():
+            self._meter.mark(mark.label)
+
+    def stop(self) -> list[Interval]:
+        self._intervals = self._meter.stop()
+        return self._intervals
+
+    def run(self, op: Any, args: Any, kwargs: Any) -> Any:
+        mark = _Mark(len(self._log.events), self._label, str(op), self._module_now())
+        self._log.ignore(tensors_in((args, kwargs)))
+        self._add(mark)
+        output = op(*args, **kwargs)
+        again = RUNNING_AGAIN.get() or mark.label.startswith(AGAIN)
+        made = AliveStorage(
+            kind="made in step", size_bytes=0, op=mark.op, module=mark.module, label=mark.label, again=again
+        )
+        before = len(self._log.events)
+        self._log.add(tensors_in(output), made)
+        mark.made = self._log.events[before:]
+        return output
+
+    def _module_now(self) -> str:
+        """The module whose forward runs; in backward the one whose op's backward runs."""
+        module, node = self._module(), torch._C._current_autograd_node()
+        if module is None:
+            return "" if node is None else self._module_of.get(node._sequence_nr(), "")
+        if node is None:
+            self._module_of.setdefault(next_node() - 1, module)
+        return module
+
+    def peak(self) -> AlivePeak:
+        place, highest = max(enumerate(self._intervals), key=lambda pair: pair[1].peak_bytes)
+        mark = self._marks[place]
+        alive = dict([*self._log.events[: mark.events], *mark.made])
+        return AlivePeak(
+            peak_bytes=highest.peak_bytes,
+            before_bytes=highest.start_bytes,
+            label=mark.label,
+            op=mark.op,
+            module=mark.module,
+            storages=tuple(replace(self._log.storages[n], size_bytes=size) for n, size in alive.items() if size),
+        )
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, step: _Step) -> None:
+        super().__init__()
+        self._step = step
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._step.run(func, args, kwargs or {})
