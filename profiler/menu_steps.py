@@ -13,6 +13,7 @@ from profiler.menus import (
     ChoiceCost,
     Costs,
     Group,
+    families_of,
     memory_assignments,
     rounds_for,
     selections,
@@ -43,47 +44,41 @@ class MenuSteps:
         self._resident_bytes = resident_bytes
         self._randomness = randomness
         self._report = report
+        self._diverged: set[int] = set()
 
     def measure(self, groups: Sequence[Group]) -> list[MenuRecord]:
         """One menu per group; a group of which a choice cannot be carried out has none and says why."""
-        reasons = [""] * len(groups)
-        costs = self._costs(groups, reasons)
-        if costs is None:  # Some group fails: find out which, each on its own.
-            alone = [self._alone(group, reasons, number) for number, group in enumerate(groups)]
-            return [_menu(g, c, r) for g, c, r in zip(groups, alone, reasons, strict=True)]
-        return [_menu(g, c, r) for g, c, r in zip(groups, costs, reasons, strict=True)]
+        costs = self._costs(groups)
+        if isinstance(costs, str) and len(groups) > 1:  # Some group fails: find out which, each on its own.
+            return [menu for group in groups for menu in self.measure([group])]
+        if isinstance(costs, str):
+            return [MenuRecord(ops=group.ops, reason=costs) for group in groups]
+        strays = {group.family for group in groups if self._diverged & set(group.members)}
+        return [
+            _menu(group, own, "it does not run the same ops in every step" if group.family in strays else "")
+            for group, own in zip(groups, costs, strict=True)
+        ]
 
-    def _alone(self, group: Group, reasons: list[str], number: int) -> list[ChoiceCost]:
-        reason = [""]
-        costs = self._costs([group], reason)
-        reasons[number] = reason[0]
-        return [] if costs is None else costs[0]
-
-    def _costs(self, groups: Sequence[Group], reasons: list[str]) -> list[list[ChoiceCost]] | None:
-        costs = Costs(groups, self._plain)
+    def _costs(self, groups: Sequence[Group]) -> list[list[ChoiceCost]] | str:
+        """The costs by group and choice; or why a step failed."""
+        costs, families = Costs(groups, self._plain), families_of(groups)
         try:
             for assignment in memory_assignments(groups):
                 self._report("memory, options")
                 meter = memory_meter(self._device, self._resident_bytes)
-                costs.add_memory(assignment, by_label(self._step(meter, groups, assignment, reasons)))
-            for shift in range(rounds_for(len(time_assignments(groups)))):
-                for assignment in time_assignments(groups, shift):
+                costs.add_memory(assignment, by_label(self._step(meter, groups, assignment)))
+            for shift in range(rounds_for(len(time_assignments(families)))):
+                for assignment in time_assignments(families, shift):
                     self._report("time, options")
-                    found = self._step(time_meter(self._device), groups, assignment, reasons)
-                    costs.add_seconds(assignment, by_label(found))
+                    costs.add_seconds(assignment, by_label(self._step(time_meter(self._device), families, assignment)))
         except Exception as error:  # noqa: BLE001 - user code runs here; whatever it raises, the choice cannot be used.
-            reasons[0] = f"running it with a choice of what to keep fails: {type(error).__name__}: {error}"
-            return None
+            return f"running it with a choice of what to keep fails: {type(error).__name__}: {error}"
         return costs.finish()
 
-    def _step(
-        self, meter: Meter, groups: Sequence[Group], assignment: Assignment, reasons: list[str]
-    ) -> list[Interval]:
+    def _step(self, meter: Meter, groups: Sequence[Group], assignment: Assignment) -> list[Interval]:
         self._randomness.restore()
         found = self._probe.step(meter, selections=selections(groups, assignment))
-        for k in self._probe.diverged:
-            if k in assignment:
-                reasons[assignment[k][0]] = "it does not run the same ops in every step"
+        self._diverged |= self._probe.diverged
         return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from profiler.dataflow import pooled, stage_ops_of, without_seconds
@@ -30,11 +30,14 @@ class Group:
         ops: their common dataflow, seconds pooled.
         members: positions among the stages.
         choices: what to measure.
+        family: groups with the same number do the same and differ in their neighbours only
+            (at the ends of a chain gradients come and go otherwise): in bytes, not in seconds.
     """
 
     ops: StageOps
     members: list[int]
     choices: list[Choice] = field(default_factory=list)
+    family: int = 0
 
 
 @dataclass(slots=True)
@@ -62,14 +65,16 @@ def grouped(
     trace: Trace,
     stages: Sequence[ChosenStage],
     kinds: Sequence[int],
+    plain: Mapping[str, list[Interval]],
     propose: Propose,
     state: State | None = None,
 ) -> list[Group]:
-    """The groups of stages that do the same ops on the same kinds of storages, with their choices.
+    """The groups of stages that do the same ops, on the same kinds of storages and in the same bytes, with choices.
 
     Args:
         trace, stages: the traced step and its stages.
         kinds: a number for each stage; equal where structure and shapes are equal.
+        plain: the intervals of an unplanned step under the memory meter.
         propose: names the choices that are worth measuring.
         state: names the choices that a person asks for.
 
@@ -88,12 +93,32 @@ def grouped(
             group.choices = list(propose(group.ops))
         own = {stated[k].rerun: stated[k] for k in group.members if k in stated}
         group.choices = [*own.values(), *(choice for choice in group.choices if choice.rerun not in own)]
+    families = enumerate(found.values())
+    return [part for number, group in families for part in _parts(group, number, plain)]
+
+
+def _parts(group: Group, family: int, plain: Mapping[str, list[Interval]]) -> list[Group]:
+    """The group, split where the bytes of its stages' phases differ."""
+    found: dict[tuple[int, ...], Group] = {}
+    for k in group.members:
+        phases = [plain.get(stage_place(k).label(phase), []) for phase in (FORWARD, BACKWARD)]
+        bytes_of = tuple(number for phase in phases for number in (_growth(phase), _peak(phase)))
+        found.setdefault(bytes_of, Group(group.ops, [], group.choices, family)).members.append(k)
+    return list(found.values())
+
+
+def families_of(groups: Sequence[Group]) -> list[Group]:
+    """One group per family, with all its members."""
+    found: dict[int, Group] = {}
+    for group in groups:
+        family = found.setdefault(group.family, Group(group.ops, [], group.choices, group.family))
+        family.members = sorted([*family.members, *group.members])
     return list(found.values())
 
 
 def steps_for(groups: Sequence[Group]) -> int:
     """How many steps the measurement takes."""
-    timed = len(time_assignments(groups))
+    timed = len(time_assignments(families_of(groups)))
     return len(memory_assignments(groups)) + timed * rounds_for(timed)
 
 
@@ -109,14 +134,14 @@ def memory_assignments(groups: Sequence[Group]) -> list[Assignment]:
     return [step for step in found if step]
 
 
-def time_assignments(groups: Sequence[Group], shift: int = 0) -> list[Assignment]:
+def time_assignments(families: Sequence[Group], shift: int = 0) -> list[Assignment]:
     """The same, with keeping everything as one more choice: what is compared is timed in the same steps.
 
     Args:
-        groups: with their choices.
+        families: of ``families_of``; neighbours do not matter to seconds.
         shift: turns which stage takes which choice.
     """
-    return _spread(groups, [[*range(len(g.choices)), KEEP] if g.choices else [] for g in groups], shift)
+    return _spread(families, [[*range(len(g.choices)), KEEP] if g.choices else [] for g in families], shift)
 
 
 def _spread(groups: Sequence[Group], choices: Sequence[Sequence[int]], shift: int) -> list[Assignment]:
@@ -148,14 +173,15 @@ class Costs:
 
     def __init__(self, groups: Sequence[Group], plain: dict[str, list[Interval]]) -> None:
         self._plain = plain
-        self.costs = [[ChoiceCost() for _ in group.choices] for group in groups]
+        self._groups = groups
+        self._bytes = [[ChoiceCost() for _ in group.choices] for group in groups]
         self._seconds: dict[tuple[str, int, int], list[float]] = {}
 
     def add_memory(self, assignment: Assignment, step: dict[str, list[Interval]]) -> None:
         """Take the bytes of a step under the memory meter."""
         for k, (group, choice) in assignment.items():
             forward, backward = (step.get(stage_place(k).label(phase), []) for phase in (FORWARD, BACKWARD))
-            cost = self.costs[group][choice]
+            cost = self._bytes[group][choice]
             cost.freed_bytes = _growth(self._plain[stage_place(k).label(FORWARD)]) - _growth(forward)
             cost.forward_peak_bytes = _peak(forward)
             cost.backward_peak_bytes = _peak(backward)
@@ -169,19 +195,26 @@ class Costs:
 
     def finish(self) -> list[list[ChoiceCost]]:
         """The costs by group and choice; the last of each group is that of keeping everything."""
-        found = [[*own, ChoiceCost()] for own in self.costs]
-        for (phase, group, choice), seconds in self._seconds.items():
-            # A machine stalls and never hurries: the lower quartile is steadier than the median.
-            typical = sorted(seconds)[len(seconds) // 4]
-            if phase == FORWARD:
-                found[group][choice].forward_seconds = typical
-            else:
-                found[group][choice].backward_seconds = typical
-        return found
+        families = {family.family: number for number, family in enumerate(families_of(self._groups))}
+        return [
+            [self._timed(cost, families[group.family], choice) for choice, cost in enumerate(own)]
+            + [self._timed(ChoiceCost(), families[group.family], KEEP)]
+            for group, own in zip(self._groups, self._bytes, strict=True)
+        ]
+
+    def _timed(self, cost: ChoiceCost, family: int, choice: int) -> ChoiceCost:
+        cost.forward_seconds = _typical(self._seconds.get((FORWARD, family, choice), []))
+        cost.backward_seconds = _typical(self._seconds.get((BACKWARD, family, choice), []))
+        return cost
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    """A machine stalls and never hurries: the lower quartile is steadier than the median."""
+    return sorted(seconds)[len(seconds) // 4] if seconds else 0.0
 
 
 def _growth(intervals: Sequence[Interval]) -> int:
-    return intervals[-1].end_bytes - intervals[0].start_bytes
+    return intervals[-1].end_bytes - intervals[0].start_bytes if intervals else 0
 
 
 def _peak(intervals: Sequence[Interval]) -> int:

@@ -148,13 +148,13 @@ def _measure(
         )
     stages = choose_stages(trace, patterns)
     traits = [_traits(stage) for stage in stages]
-    groups = grouped(trace, stages, alike(stages), propose, state)
-    report.runs += steps_for(groups)
     with StepProbe(workload, stages) as probe:
         report("memory")
         randomness.restore()
         memory = probe.step(memory_meter(device, resident_bytes), mark_saves=True)
         deaths = probe.deaths
+        groups = grouped(trace, stages, alike(stages), by_label(memory), propose, state)
+        report.runs += steps_for(groups)
         report("memory, nothing kept")
         randomness.restore()
         dropped, _, freed = probe.dropping_forward(memory_meter(device, resident_bytes), traits, hold_all=False)
