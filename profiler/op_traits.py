@@ -34,6 +34,7 @@ class OpTraits:
         shape_only: of its first argument only the shape and kind matter.
         statistics: positions of running statistics (a BatchNorm); empty for other ops.
         training: position of its argument ``training``; -1 where it has none.
+        aliases: it returns its arguments or views of them, and nothing new.
         fixed: why it must not run again; empty where nothing in its schema speaks against it.
     """
 
@@ -43,7 +44,13 @@ class OpTraits:
     shape_only: bool
     statistics: tuple[int, ...]
     training: int
+    aliases: bool
     fixed: str
+
+    @property
+    def changes_in_place(self) -> bool:
+        """Whether it changes any of its arguments."""
+        return bool(self.written or self.written_names)
 
     def writes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors that a call changes in place, as far as its schema says."""
@@ -69,6 +76,7 @@ _UNKNOWN = OpTraits(
     shape_only=False,
     statistics=(),
     training=-1,
+    aliases=False,
     fixed="it is no plain op",
 )
 
@@ -90,6 +98,7 @@ def traits_of(op: Any) -> OpTraits:
         shape_only=schema.name in _SHAPE_ONLY,
         statistics=statistics,
         training=next((names.index(n) for n in ("training", "train", "is_training") if n in names), -1),
+        aliases=any(result.alias_info is not None for result in schema.returns),
         fixed="it communicates with other processes" if op.namespace in _COLLECTIVES else "",
     )
 

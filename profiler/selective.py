@@ -114,8 +114,8 @@ class SelectiveCall:
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.is_leaf and tensor.requires_grad:
-            return tensor
-        remade = self._tape.remade_of(tensor) if tensor.layout is torch.strided else None
+            return Kept(tensor)
+        remade = self._tape.remade_of(tensor)
         if remade is not None:
             return Lazy(self._tape, remade, tensor)
         with self._watch.unseen(tensor):

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from profiler.geometry import geometry_of, over, view_of
 from profiler.op_traits import OpTraits, traits_of
+from profiler.randomness import drawing_as, drawing_state
 from profiler.rerun import RerunError
 
-Geometry = tuple[Any, Any, int, torch.dtype]
 # Whether an op runs because a tape runs it again; for those who watch a step.
 RUNNING_AGAIN: ContextVar[bool] = ContextVar("RUNNING_AGAIN", default=False)
 
@@ -38,7 +38,8 @@ class Remade:
         # Ops by their ordinals and placeholders by weak references: no cycle keeps a step's memory alive.
         self.writers = [writer]
         self.readers: list[list[int]] = [[]]
-        self.waiting: list[list[weakref.ref[Lazy]]] = [[]]
+        # For its last version: as for any saved tensor, what is written to the storage later counts.
+        self.waiting: list[weakref.ref[Lazy]] = []
         self.pending = 0
         self.root: Tensor | None = None
 
@@ -47,7 +48,10 @@ class Remade:
         self.version += 1
         self.writers.append(writer)
         self.readers.append([])
-        self.waiting.append([])
+
+    def unfilled(self) -> list[Lazy]:
+        """The placeholders that wait for it."""
+        return [lazy for reference in self.waiting if (lazy := reference()) is not None and lazy.waits()]
 
 
 class Lazy:
@@ -56,27 +60,35 @@ class Lazy:
     The autograd node owns it, so what it holds goes exactly when autograd lets go of a saved tensor.
     """
 
-    __slots__ = ("__weakref__", "_geometry", "_remade", "_tape", "_value", "_version")
+    __slots__ = ("__weakref__", "_geometry", "_remade", "_tape", "_value")
 
     def __init__(self, tape: Tape, remade: Remade, tensor: Tensor) -> None:
         self._tape: Tape | None = tape
         self._remade = remade
-        self._version = remade.version
-        self._geometry = _geometry(tensor)
+        self._geometry = geometry_of(tensor)
         self._value: Tensor | None = None
-        remade.waiting[remade.version].append(weakref.ref(self))
+        remade.waiting.append(weakref.ref(self))
+
+    def waits(self) -> bool:
+        """Whether it is still without its tensor."""
+        return self._value is None
 
     def tensor(self) -> Tensor:
         """The saved tensor; runs what is needed for it."""
         if self._value is None:
             assert self._tape is not None
-            self._tape.make(self._remade, self._version)
+            self._tape.make(self._remade)
         assert self._value is not None
         return self._value
 
     def fill(self, root: Tensor) -> None:
         """Take the tensor from the storage made again."""
-        self._value = _view(root, self._geometry)
+        self._value = view_of(root, self._geometry)
+        self._tape = None
+
+    def fill_from(self, storage: Any) -> None:
+        """Take the tensor from the storage itself, which is still alive."""
+        self._value = over(storage, self._geometry)
         self._tape = None
 
 
@@ -87,7 +99,7 @@ class _Made:
 
     def __init__(self, remade: Remade, tensor: Tensor) -> None:
         self.remade = remade
-        self.geometry = _geometry(tensor)
+        self.geometry = geometry_of(tensor)
 
 
 class _Held:
@@ -97,7 +109,7 @@ class _Held:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = _cut_off(tensor)
-        self.version = tensor._version
+        self.version = _version(tensor)
 
 
 class _Shape:
@@ -113,7 +125,7 @@ class _Shape:
 class Record:
     """One op that may run again, with its arguments."""
 
-    __slots__ = ("args", "done", "kwargs", "makes", "op", "ordinal", "random", "reads", "traits", "writes")
+    __slots__ = ("args", "done", "grad", "kwargs", "makes", "op", "ordinal", "random", "reads", "traits", "writes")
 
     def __init__(self, ordinal: int, op: Any, traits: OpTraits) -> None:
         self.ordinal = ordinal
@@ -125,6 +137,7 @@ class Record:
         self.makes: list[tuple[int, Remade]] = []
         self.writes: list[tuple[Remade, int]] = []
         self.random: Any = None
+        self.grad = torch.is_grad_enabled()  # Some kernels make more where it is.
         self.done = False
 
 
@@ -139,28 +152,60 @@ class Tape:
 
     def remade_of(self, tensor: Tensor) -> Remade | None:
         """The storage under ``tensor`` if an op on the tape made it and only such ops changed it since."""
+        found = self._under(tensor)
+        return found if found is not None and _version(tensor) == found.base + found.version else None
+
+    def _under(self, tensor: Tensor) -> Remade | None:
+        if tensor.layout is not torch.strided:
+            return None
         storage = tensor.untyped_storage()
         found = self._made.get(storage._cdata)
         # An address may be used again after its storage is gone.
-        if found is None or found.live() is not storage or tensor._version != found.base + found.version:
-            return None
-        return found
+        return found if found is not None and found.live() is storage else None
+
+    def spoil(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An op that is not recorded is about to change storages in place: from now on they can only be kept."""
+        for tensor in traits_of(op).writes(args, kwargs):
+            found = self._under(tensor)
+            if found is not None:
+                self._settle(found)
+                del self._made[tensor.untyped_storage()._cdata]
+
+    def settle(self) -> None:
+        """Fill every placeholder and take no more: what comes now may change what the recorded ops read."""
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch.no_grad():
+            for remade in [remade for record in self._records.values() for _, remade in record.makes]:
+                self._settle(remade)
+        self._made.clear()
+
+    def _settle(self, remade: Remade) -> None:
+        storage = remade.live()
+        for lazy in remade.unfilled():
+            if storage is not None:
+                lazy.fill_from(storage)
+            else:
+                lazy.tensor()
 
     def run(self, ordinal: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and record it."""
         traits = traits_of(op)
+        written = traits.writes(args, kwargs)
+        if any(self.remade_of(tensor) is None for tensor in written):
+            self.spoil(op, args, kwargs)
+            return op(*args, **kwargs)  # It changes what is kept, and must not do so twice.
         record = Record(ordinal, op, traits)
         record.args = self._encoded(args, record, traits.shape_only)
         record.kwargs = {name: self._encode(value, record) for name, value in kwargs.items()} if kwargs else kwargs
         if traits.random:
-            record.random = _random_state(args, kwargs)
+            record.random = drawing_state(args, kwargs)
         result = op(*args, **kwargs)
-        for tensor in traits.writes(args, kwargs):
+        for tensor in written:
             found = self.remade_of(tensor)
             if found is not None:
                 found.written(ordinal)
                 record.writes.append((found, found.version))
-        self._register(result, record)
+        if not traits.aliases:
+            self._register(result, record)
         for remade, version in record.reads:
             remade.readers[version].append(ordinal)
             remade.pending += 1
@@ -170,12 +215,12 @@ class Tape:
     def _register(self, result: Any, record: Record) -> None:
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         for leaf, tensor in enumerate(outputs):
-            if not isinstance(tensor, Tensor):
+            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
                 continue
             storage = tensor.untyped_storage()
             if self._is_known(storage, record):
                 continue
-            remade = Remade(weakref.ref(storage), tensor._version, record.ordinal)
+            remade = Remade(weakref.ref(storage), _version(tensor), record.ordinal)
             self._made[storage._cdata] = remade
             record.makes.append((leaf, remade))
 
@@ -183,12 +228,12 @@ class Tape:
         found = self._made.get(storage._cdata)
         if found is not None and found.live() is storage:
             return True
-        return any(held.tensor.untyped_storage() is storage for held in _held_in((record.args, record.kwargs)))
+        held = _held_in((record.args, record.kwargs))
+        return any(h.tensor.layout is torch.strided and h.tensor.untyped_storage() is storage for h in held)
 
     def _encoded(self, args: tuple[Any, ...], record: Record, shape_only: bool) -> list[Any]:
-        encoded = [self._encode(value, record) for value in args[1:]] if shape_only else None
-        if encoded is not None:
-            return [_Shape(args[0]), *encoded]
+        if shape_only and args[0].layout is torch.strided:
+            return [_Shape(args[0]), *(self._encode(value, record) for value in args[1:])]
         return [self._encode(value, record) for value in args]
 
     def _encode(self, value: Any, record: Record) -> Any:
@@ -204,9 +249,9 @@ class Tape:
 
     # Backward ----------------------------------------------------------------
 
-    def make(self, remade: Remade, version: int) -> None:
-        """Make a storage again, in the version that was saved."""
-        needed = self._needed(remade.writers[version])
+    def make(self, remade: Remade) -> None:
+        """Make a storage again, in its last version."""
+        needed = self._needed(remade.writers[-1])
         token = RUNNING_AGAIN.set(True)
         try:
             with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch.no_grad():
@@ -234,12 +279,14 @@ class Tape:
 
 
 def _again(record: Record) -> None:
-    args = _shaped(record) if record.traits.shape_only else [_decoded(value) for value in record.args]
+    shaped = record.traits.shape_only and isinstance(record.args[0], _Shape)
+    args = _shaped(record) if shaped else [_decoded(value) for value in record.args]
     if record.traits.renews_statistics(tuple(args)):
         for place in record.traits.statistics:  # They have been updated once, by the forward.
             args[place] = None if args[place] is None else args[place].clone()
     kwargs = {name: _decoded(value) for name, value in record.kwargs.items()}
-    with _random_as(record.random):
+    torch._C._set_grad_enabled(record.grad)
+    with drawing_as(record.random):
         result = record.op(*args, **kwargs)
     outputs = result if isinstance(result, (tuple, list)) else (result,)
     record.done = True
@@ -257,9 +304,8 @@ def _again(record: Record) -> None:
 
 
 def _made_again(remade: Remade, version: int, root: Tensor) -> None:
-    for reference in remade.waiting[version]:
-        lazy = reference()
-        if lazy is not None:
+    if version == remade.version:
+        for lazy in remade.unfilled():
             lazy.fill(root)
     # The writer that changes it next is a reader of it too.
     remade.root = root if remade.pending else None
@@ -275,9 +321,9 @@ def _shaped(record: Record) -> list[Any]:
 def _decoded(value: Any) -> Any:
     if isinstance(value, _Made):
         assert value.remade.root is not None
-        return _view(value.remade.root, value.geometry)
+        return view_of(value.remade.root, value.geometry)
     if isinstance(value, _Held):
-        if value.tensor._version != value.version:
+        if _version(value.tensor) != value.version:
             raise RerunError(
                 "expected a tensor that a recomputed op reads to be as it was in forward, got one that was changed in "
                 "place since; change a copy, or leave this stage out of the plan"
@@ -301,6 +347,10 @@ def _held_in(value: Any) -> Iterator[_Held]:
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView
 
 
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version  # Inference tensors count no changes.
+
+
 def _cut_off(tensor: Tensor) -> Tensor:
     """The tensor without its graph, sharing its version counter; for use inside a dispatch mode.
 
@@ -312,48 +362,3 @@ def _cut_off(tensor: Tensor) -> Tensor:
         return tensor.detach()
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_VIEWS, without)
-
-
-def _geometry(tensor: Tensor) -> Geometry:
-    return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
-
-
-def _view(root: Tensor, geometry: Geometry) -> Tensor:
-    size, stride, offset, dtype = geometry
-    if root.dtype != dtype:
-        whole = torch.empty(0, dtype=dtype, device=root.device)
-        return whole.set_(root.untyped_storage(), offset, size, stride)
-    if root.size() == size and root.stride() == stride and root.storage_offset() == offset:
-        return root.detach()
-    return root.as_strided(size, stride, offset)
-
-
-def _random_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The states of the generators that an op may draw from; on the CPU outside of torch's allocator."""
-    tensors: list[Tensor] = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-    if device is None:
-        return torch.get_rng_state().numpy().copy(), None
-    return device, torch.cuda.get_rng_state(device)
-
-
-@contextmanager
-def _random_as(state: Any) -> Iterator[None]:
-    """Inside, random numbers come as they came in forward; on leaving, the generators are as before."""
-    if state is None:
-        yield
-        return
-    first, cuda = state
-    if cuda is None:
-        now = torch.get_rng_state()
-        torch.set_rng_state(torch.from_numpy(first))
-    else:
-        now = torch.cuda.get_rng_state(first)
-        torch.cuda.set_rng_state(cuda, first)
-    try:
-        yield
-    finally:
-        if cuda is None:
-            torch.set_rng_state(now)
-        else:
-            torch.cuda.set_rng_state(now, first)

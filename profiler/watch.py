@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.op_traits import traits_of
 from profiler.tape import Tape
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Watch(TorchDispatchMode):
     def __init__(self, tape: Tape, module: nn.Module, selection: Selection) -> None:
         super().__init__()
         self._tape = tape
-        self._expected = _overloads(selection.ops)
+        self._expected, self._writing = _overloads(selection.ops)
         self._rerun = selection.rerun
         self._turns = _turning(module, selection)
         self._ordinal = 0
@@ -46,10 +47,13 @@ class Watch(TorchDispatchMode):
         ordinal = self._ordinal
         if ordinal >= len(self._expected) or func is not self._expected[ordinal]:
             self._diverged = ordinal
+            self._tape.settle()
             return func(*args, **(kwargs or {}))
         self._ordinal = ordinal + 1
         if ordinal in self._rerun:
             return self._tape.run(ordinal, func, args, kwargs or {})
+        if ordinal in self._writing:
+            self._tape.spoil(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def turned(self, watching: bool, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -128,8 +132,10 @@ def _turning(module: nn.Module, selection: Selection) -> list[tuple[nn.Module, b
 
 
 @functools.lru_cache(maxsize=256)
-def _overloads(names: tuple[str, ...]) -> tuple[Any, ...]:
-    return tuple(_overload(name) for name in names)
+def _overloads(names: tuple[str, ...]) -> tuple[tuple[Any, ...], frozenset[int]]:
+    """The ops of these names, and which of them change something in place."""
+    found = tuple(_overload(name) for name in names)
+    return found, frozenset(k for k, op in enumerate(found) if op is None or traits_of(op).changes_in_place)
 
 
 def _overload(name: str) -> Any:
