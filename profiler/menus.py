@@ -129,7 +129,7 @@ def memory_assignments(groups: Sequence[Group]) -> list[Assignment]:
     second's input: there a choice of the first would show in the bytes of the second.
     """
     found = _spread(groups, [list(range(len(group.choices))) for group in groups], 0)
-    if any(_keeps_output(group) for group in groups):
+    if _neighbours_meddle(groups):
         found = [{k: v for k, v in step.items() if k % 2 == odd} for step in found for odd in (0, 1)]
     return [step for step in found if step]
 
@@ -154,8 +154,12 @@ def _spread(groups: Sequence[Group], choices: Sequence[Sequence[int]], shift: in
     return found
 
 
-def _keeps_output(group: Group) -> bool:
-    return any(storage.saved and storage.returned and storage.op >= 0 for storage in group.ops.storages)
+def _neighbours_meddle(groups: Sequence[Group]) -> bool:
+    """Whether a stage keeps what it returns while the next one, that takes it, does not."""
+    flows = {k: group.ops for group in groups for k in group.members}
+    keeps = {k for k, ops in flows.items() if any(s.saved and s.returned and s.op >= 0 for s in ops.storages)}
+    lets_go = {k for k, ops in flows.items() if any(s.exclusive and not s.held for s in ops.storages)}
+    return any(k + 1 in lets_go for k in keeps)
 
 
 def selections(groups: Sequence[Group], assignment: Assignment) -> dict[int, Selection]:
