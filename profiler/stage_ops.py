@@ -14,6 +14,16 @@ class ChoiceError(ValueError):
     """A choice inside a stage that cannot be; the message names the op, or what is not there, and says why."""
 
 
+def kind_of(op: str) -> str:
+    """An op's name without library and overload.
+
+    >>> kind_of("aten.mm.default")
+    'mm'
+    """
+    parts = op.split(".")
+    return parts[1] if len(parts) > 1 else op
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStorage:
     """A storage that ops of a stage touch: made in the stage, or come from outside of it.
@@ -66,9 +76,8 @@ class StageOp:
 
     @property
     def kind(self) -> str:
-        """The op's name without library and overload: ``mm`` of ``aten.mm.default``."""
-        parts = self.op.split(".")
-        return parts[1] if len(parts) > 1 else self.op
+        """The op's name without library and overload."""
+        return kind_of(self.op)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
