@@ -25,7 +25,7 @@ INDUCTOR_BUDGETS = (0.1, 0.5, 0.9)
 MIB = 2**20
 
 
-def rows_of(name: str, peers: Iterable[Peer], rounds: int, settings: dict[str, int]) -> Iterator[dict[str, Any]]:
+def rows_of(name: str, peers: Iterable[Peer], rounds: int, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One row per peer: its step, and ours under a plan that may use as much memory as it did."""
     ours = build(name, **settings)
     profile = planner.profile(ours)
@@ -71,9 +71,9 @@ def planned_peak(workload: planner.Workload, plan: planner.Plan) -> int:
         return planner.measure(workload, repeats=1).peak_bytes
 
 
-def settings_of(name: str) -> dict[str, int]:
-    """Twelve layers where the zoo's model has layers."""
-    return {} if name == "mindspore_blocks" else {"layers": LAYERS}
+def settings_of(name: str, device: str) -> dict[str, Any]:
+    """The device, and twelve layers where the zoo's model has layers."""
+    return {"device": device, **({} if name == "mindspore_blocks" else {"layers": LAYERS})}
 
 
 def summary(rows: list[dict[str, Any]], solvers: Iterable[str]) -> list[str]:
@@ -94,6 +94,7 @@ def main() -> None:
     """Measure, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["gpt2"])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--inductor", action="store_true", help="peers that Inductor compiles, as a table of their own")
     parser.add_argument("--solvers", nargs="*", help=f"memory budget solvers: {', '.join(SOLVERS)}")
     parser.add_argument("--budgets", nargs="*", type=float, help="memory budgets from 0 to 1")
@@ -106,11 +107,13 @@ def main() -> None:
     for name in options.models:
         compiled = compiled_peers(INDUCTOR if options.inductor else AOT_EAGER, solvers, budgets)
         peers = compiled if options.inductor else [*eager_peers(), *compiled]
-        rows.extend(rows_of(name, peers, options.rounds, settings_of(name)))
+        rows.extend(rows_of(name, peers, options.rounds, settings_of(name, options.device)))
     title = "Our plans against Inductor's" if options.inductor else "Our plans against torch's own ways"
     notes = ["Inductor fuses ops into its own kernels; our plan runs eager"] if options.inductor else []
     base = "peers-inductor" if options.inductor else "peers"
-    write_result(options.out, result_name(base, "cpu"), title, pd.DataFrame(rows), [*notes, *summary(rows, solvers)])
+    write_result(
+        options.out, result_name(base, options.device), title, pd.DataFrame(rows), [*notes, *summary(rows, solvers)]
+    )
 
 
 if __name__ == "__main__":
