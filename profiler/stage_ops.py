@@ -201,7 +201,7 @@ class Choice:
         """
         own = tuple(sorted({number for number in kept if not ops.storages[number].held}))
         rerun = ops.rerun(own, forced)
-        return cls(name or _named(ops, rerun), own, rerun)
+        return cls(name or _named(ops, own, rerun), own, rerun)
 
     @classmethod
     def dropping(cls, ops: StageOps, ordinals: Iterable[int], name: str = "", forced: Collection[int] = ()) -> Choice:
@@ -233,17 +233,17 @@ def _kept_without(ops: StageOps, dropped: set[int]) -> set[int]:
     return kept
 
 
-def _named(ops: StageOps, rerun: frozenset[int]) -> str:
-    """A short name: the kinds of ops that run again, those of the most seconds first."""
-    if len(rerun) >= sum(bool(op.makes) for op in ops.ops):
-        return "everything"
+def _named(ops: StageOps, kept: tuple[int, ...], rerun: frozenset[int]) -> str:
+    """A short name: how many ops run again, and of which kinds, those of the most seconds first."""
+    if all(ops.storages[number].op < 0 for number in kept):
+        return f"everything ({len(rerun)} ops)"
     seconds: dict[str, float] = {}
     for ordinal in rerun:
         op = ops.ops[ordinal]
         seconds[op.kind] = seconds.get(op.kind, 0.0) + op.seconds
     kinds = sorted(seconds, key=lambda kind: (-seconds[kind], kind))
-    more = f" and {len(kinds) - _KINDS_NAMED} kinds more" if len(kinds) > _KINDS_NAMED else ""
-    return ", ".join(kinds[:_KINDS_NAMED]) + more
+    more = ", ..." if len(kinds) > _KINDS_NAMED else ""
+    return f"{', '.join(kinds[:_KINDS_NAMED])}{more} ({len(rerun)} ops)"
 
 
 def _op(row: Mapping[str, Any]) -> StageOp:
