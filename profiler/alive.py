@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from profiler.meter import Interval, Meter
 from profiler.nodes import next_node
 from profiler.patching import Forward
+from profiler.rerun import RUNNING_AGAIN
 from profiler.step_marks import AGAIN, QuietPatches, StepMarks
 from profiler.storages import allocated_bytes
-from profiler.tape import RUNNING_AGAIN
 from profiler.trees import tensors_in
 from profiler.workload import Workload
 
@@ -244,7 +244,7 @@ class _Step:
         self._log.ignore(tensors_in((args, kwargs)))
         self._add(mark)
         output = op(*args, **kwargs)
-        again = RUNNING_AGAIN.get() or mark.label.startswith(AGAIN)
+        again = RUNNING_AGAIN.get() > 0 or mark.label.startswith(AGAIN)
         made = AliveStorage(
             kind="made in step", size_bytes=0, op=mark.op, module=mark.module, label=mark.label, again=again
         )

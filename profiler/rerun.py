@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from profiler.trees import map_tensors
+
+# How deep what runs now is a second run inside another one; 0 in a first run.
+RUNNING_AGAIN: ContextVar[int] = ContextVar("RUNNING_AGAIN", default=0)
 
 
 class _AllSaved(BaseException):
@@ -60,8 +64,19 @@ class CallState:
     @contextmanager
     def reinstated(self) -> Iterator[None]:
         """Inside, the surroundings are those of the first run; on leaving, those of before are back."""
-        with _random_state(self), _own_buffers(self._module, self._buffers), _autocast_as(self._autocast):
+        buffers, autocast = _own_buffers(self._module, self._buffers), _autocast_as(self._autocast)
+        with running_again(), _random_state(self), buffers, autocast:
             yield
+
+
+@contextmanager
+def running_again() -> Iterator[None]:
+    """Inside, ops run for the second time: whoever watches the ops of a first run takes no notice."""
+    token = RUNNING_AGAIN.set(RUNNING_AGAIN.get() + 1)
+    try:
+        yield
+    finally:
+        RUNNING_AGAIN.reset(token)
 
 
 def rerun_dropping(call: Callable[..., Any], state: CallState, args: Any, kwargs: Any) -> Any:

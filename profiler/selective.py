@@ -35,9 +35,13 @@ class Selection:
 
     @classmethod
     def of(cls, ops: StageOps, rerun: Collection[int]) -> Selection:
-        """The selection by which ``rerun`` ops run again; only modules that have such ops are watched."""
+        """The selection by which ``rerun`` ops run again.
+
+        Only modules that have such ops, or that change in place what such ops make, are watched.
+        """
         inside = {op.module for op in ops.ops}
-        watched = {ops.ops[ordinal].module for ordinal in rerun}
+        made = {number for ordinal in rerun for number in ops.ops[ordinal].makes}
+        watched = {op.module for k, op in enumerate(ops.ops) if k in rerun or made.intersection(op.writes)}
         counted = [ordinal for ordinal, op in enumerate(ops.ops) if op.module in watched]
         turns = [(m, m in watched) for m in sorted(inside) if m and (m in watched) != (_around(m, inside) in watched)]
         return cls(
@@ -110,6 +114,7 @@ class SelectiveCall:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack), self._watch.turns():
             output = self._watch.turned(self._watched, call, args, kwargs)
         self.diverged = self._watch.finish()
+        self._tape.finish()
         return output
 
     def _pack(self, tensor: Tensor) -> Any:

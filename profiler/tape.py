@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,10 +18,7 @@ from torch import Tensor
 from profiler.geometry import geometry_of, over, view_of
 from profiler.op_traits import OpTraits, traits_of
 from profiler.randomness import drawing_as, drawing_state
-from profiler.rerun import RerunError
-
-# Whether an op runs because a tape runs it again; for those who watch a step.
-RUNNING_AGAIN: ContextVar[bool] = ContextVar("RUNNING_AGAIN", default=False)
+from profiler.rerun import RerunError, running_again
 
 
 class Remade:
@@ -147,13 +143,15 @@ class Tape:
     def __init__(self) -> None:
         self._made: dict[int, Remade] = {}
         self._records: dict[int, Record] = {}
+        self._recording = True
 
     # Forward -----------------------------------------------------------------
 
     def remade_of(self, tensor: Tensor) -> Remade | None:
         """The storage under ``tensor`` if an op on the tape made it and only such ops changed it since."""
         found = self._under(tensor)
-        return found if found is not None and _version(tensor) == found.base + found.version else None
+        # Fewer changes are no sign of others: pieces of ``unsafe_split`` count their own alone, ``_foreach`` ops none.
+        return found if found is not None and _version(tensor) <= found.base + found.version else None
 
     def _under(self, tensor: Tensor) -> Remade | None:
         if tensor.layout is not torch.strided:
@@ -170,6 +168,11 @@ class Tape:
             if found is not None:
                 self._settle(found)
                 del self._made[tensor.untyped_storage()._cdata]
+
+    def finish(self) -> None:
+        """The call is over."""
+        self._recording = False
+        self._made.clear()
 
     def settle(self) -> None:
         """Fill every placeholder and take no more: what comes now may change what the recorded ops read."""
@@ -251,14 +254,16 @@ class Tape:
 
     def make(self, remade: Remade) -> None:
         """Make a storage again, in its last version."""
-        needed = self._needed(remade.writers[-1])
-        token = RUNNING_AGAIN.set(True)
-        try:
-            with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch.no_grad():
-                for record in needed:
-                    _again(record)
-        finally:
-            RUNNING_AGAIN.reset(token)
+        with running_again(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch.no_grad():
+            if self._recording and remade.live() is not None:
+                self._settle(remade)
+                return
+            needed = self._needed(remade.writers[-1])
+            for record in needed:
+                _again(record)
+        if self._recording:  # A backward inside the call: what it had made is recorded no further.
+            known = {id(made) for record in needed for _, made in record.makes}
+            self._made = {key: made for key, made in self._made.items() if id(made) not in known}
 
     def _needed(self, wanted: int) -> list[Record]:
         """The ops that must run before and including ``wanted``, in order."""

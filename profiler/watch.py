@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.op_traits import traits_of
+from profiler.rerun import RUNNING_AGAIN
 from profiler.tape import Tape
 
 if TYPE_CHECKING:
@@ -38,11 +39,12 @@ class Watch(TorchDispatchMode):
         self._diverged: int | None = None
         self._watching = False
         self._entered = False
+        self._depth = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not self._watching or self._diverged is not None:
+        if not self._watching or self._diverged is not None or RUNNING_AGAIN.get() != self._depth:
             return func(*args, **(kwargs or {}))
         ordinal = self._ordinal
         if ordinal >= len(self._expected) or func is not self._expected[ordinal]:
@@ -82,6 +84,7 @@ class Watch(TorchDispatchMode):
     @contextmanager
     def turns(self) -> Iterator[None]:
         """Inside, modules at which the watch begins or ends make it do so."""
+        self._depth = RUNNING_AGAIN.get()
         before = [(module, module.__dict__.get("forward", _MISSING)) for module, _ in self._turns]
         for module, watching in self._turns:
             module.__dict__["forward"] = functools.partial(self._turn, watching, module.forward)
