@@ -36,6 +36,9 @@ class _Reader:
         self._local: dict[int, int] = {}
         self._storages: list[StageStorage] = []
         self._base: dict[int, int] = {}
+        # Version of what comes from outside as the step's forward leaves it.
+        self._final: dict[int, int] = {}
+        self._renewed = {storage for op in trace.ops for storage in op.access.renews}
         call = stage.call
         self._saved = {save.storage for save in trace.saves[call.first_save : call.end_save]}
         self._returned = {leaf.storage for leaf in call.outputs}
@@ -75,6 +78,7 @@ class _Reader:
     def _outside(self, storage: int, version: int) -> int:
         """A storage that was there before the stage; its versions count from what it finds."""
         self._base[storage] = version
+        self._final[len(self._storages)] = self._trace.versions.get(storage, 0) - version
         held = storage in self._trace.always_alive or storage in self._saved
         exclusive = storage in self._stage.boundary_storages
         return self._add(storage, StageStorage(size_bytes=self._bytes(storage), op=-1, held=held, exclusive=exclusive))
@@ -93,17 +97,41 @@ class _Reader:
         return self._trace.storages.bytes_of[storage]
 
     def _checked(self, ops: list[StageOp]) -> list[StageOp]:
-        """Ops that change, or read before it is changed, what comes from outside must not run again."""
-        outside = {n for n, storage in enumerate(self._storages) if storage.op < 0}
-        last = {n: self._storages[n].versions for n in outside}
-        return [_fixed_if(op, outside, last) for op in ops]
+        """Ops that change, or read before it is changed, what comes from outside must not run again.
+
+        Nor must those that make storage which is read though no op has filled it: something else has, out of sight.
+        """
+        unseen = self._filled_unseen(ops)
+        renewed = {self._local[storage] for storage in self._renewed if storage in self._local}
+        return [_fixed_if(op, self._final, renewed, unseen) for op in ops]
+
+    def _filled_unseen(self, ops: list[StageOp]) -> set[int]:
+        """Storages that hold nothing when they are made, and are read or saved all the same."""
+        accesses = [op.access for op in self._trace.ops[self._stage.call.first_op : self._stage.call.end_op]]
+        blank = {n for op, access in zip(ops, accesses, strict=True) if access.blank for n in op.makes}
+        found = {n for n in blank if self._storages[n].saved and not self._storages[n].versions}
+        for op, access in zip(ops, accesses, strict=True):
+            if not access.looks:
+                filled = set(op.writes) if access.fills else set()
+                found |= {n for n, version in op.reads if version == 0 and n in blank and n not in filled}
+        return found
 
 
-def _fixed_if(op: StageOp, outside: set[int], last: dict[int, int]) -> StageOp:
+def _fixed_if(op: StageOp, final: dict[int, int], renewed: set[int], unseen: set[int]) -> StageOp:
+    """The op, with why it must not run again.
+
+    Args:
+        op: as traced.
+        final: last versions of storages that come from outside.
+        renewed: those that kernels change without counting it.
+        unseen: storages that something other than an op has filled.
+    """
     if op.fixed:
         return op
-    if outside & set(op.writes):
+    if unseen.intersection(op.makes):
+        return replace(op, fixed="what it makes is filled by something that is no op")
+    if final.keys() & set(op.writes):
         return replace(op, fixed="it changes what comes from outside of the stage")
-    if any(number in outside and version != last[number] for number, version in op.reads):
-        return replace(op, fixed="it reads what the stage changes afterwards")
+    if any(number in renewed or version != final.get(number, version) for number, version in op.reads):
+        return replace(op, fixed="it reads what is changed afterwards")
     return op

@@ -18,6 +18,20 @@ _SHAPE_ONLY = frozenset(
         *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
     )
 )
+# They make storage that holds nothing yet.
+_BLANK = frozenset(
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+)
+# In-place ops that do not need what was there before; a part may be left as it was.
+_FILLING = frozenset(
+    f"aten::{name}_"
+    for name in (
+        *("copy", "fill", "zero", "set", "rrelu_with_noise", "_foreach_copy", "_foreach_zero"),
+        *("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform"),
+        *("index_put", "_index_put_impl", "index_copy", "index_fill", "masked_fill", "masked_scatter", "scatter"),
+    )
+) | {"aten::rrelu_with_noise"}
 # BatchNorm kernels change these, though some schemas do not say so; in training mode they do not read them.
 _STATISTICS = ("running_mean", "running_var")
 _COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
@@ -28,29 +42,32 @@ class OpTraits:
     """What is known of an op without running it.
 
     Attributes:
+        changes_in_place: it changes any of its arguments.
         written: positions of arguments that it changes in place, and their names.
         written_names: the same by name, for those given by keyword.
         random: it draws random numbers.
         shape_only: of its first argument only the shape and kind matter.
         statistics: positions of running statistics (a BatchNorm); empty for other ops.
         training: position of its argument ``training``; -1 where it has none.
+        blank: it makes storage that holds nothing yet.
+        fills: what it changes in place need not hold anything before.
+        state: position of an argument that a random generator keeps its state in; -1 where it has none.
         aliases: it returns its arguments or views of them, and nothing new.
         fixed: why it must not run again; empty where nothing in its schema speaks against it.
     """
 
+    changes_in_place: bool
     written: tuple[int, ...]
     written_names: tuple[str, ...]
     random: bool
     shape_only: bool
     statistics: tuple[int, ...]
     training: int
+    blank: bool
+    fills: bool
+    state: int
     aliases: bool
     fixed: str
-
-    @property
-    def changes_in_place(self) -> bool:
-        """Whether it changes any of its arguments."""
-        return bool(self.written or self.written_names)
 
     def writes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors that a call changes in place, as far as its schema says."""
@@ -70,12 +87,16 @@ class OpTraits:
 
 
 _UNKNOWN = OpTraits(
+    changes_in_place=False,
     written=(),
     written_names=(),
     random=False,
     shape_only=False,
     statistics=(),
     training=-1,
+    blank=False,
+    fills=False,
+    state=-1,
     aliases=False,
     fixed="it is no plain op",
 )
@@ -92,12 +113,16 @@ def traits_of(op: Any) -> OpTraits:
     functional = schema.name.endswith("_functional")  # These return the new statistics and change nothing.
     statistics = () if functional else tuple(names.index(name) for name in _STATISTICS if name in names)
     return OpTraits(
+        changes_in_place=any(i not in statistics for i in written),
         written=tuple(i for i in written if i not in statistics),
         written_names=tuple(names[i] for i in written if i not in statistics),
         random=torch.Tag.nondeterministic_seeded in op.tags,
         shape_only=schema.name in _SHAPE_ONLY,
         statistics=statistics,
         training=next((names.index(n) for n in ("training", "train", "is_training") if n in names), -1),
+        blank=schema.name in _BLANK,
+        fills=schema.name in _FILLING or any(argument.is_out for argument in schema.arguments),
+        state=names.index("dropout_state") if "dropout_state" in names else -1,
         aliases=any(result.alias_info is not None for result in schema.returns),
         fixed="it communicates with other processes" if op.namespace in _COLLECTIVES else "",
     )
@@ -109,4 +134,6 @@ def why_fixed(traits: OpTraits, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         return traits.fixed
     if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
         return "it draws from a generator of its own, whose state is not known"
+    if 0 <= traits.state < len(args) and isinstance(args[traits.state], Tensor):
+        return "it draws from a state of its own, which it changes"
     return ""

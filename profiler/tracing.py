@@ -80,12 +80,20 @@ class Access:
     Attributes:
         reads: pairs (storage, version) whose contents it read.
         writes: storages that it changed in place.
+        renews: running statistics that it changed without having read them.
+        looks: it returned views of what it read, and touched no contents.
+        blank: what it made holds nothing yet.
+        fills: what it changed need not have held anything.
         random: it drew random numbers.
         fixed: why it must not run again; empty where it may.
     """
 
     reads: tuple[tuple[int, int], ...] = ()
     writes: tuple[int, ...] = ()
+    renews: tuple[int, ...] = ()
+    looks: bool = False
+    blank: bool = False
+    fills: bool = False
     random: bool = False
     fixed: str = ""
 
@@ -107,7 +115,14 @@ class Op:
 
 @dataclass(slots=True)
 class Trace:
-    """One traced step."""
+    """One traced step.
+
+    Attributes:
+        calls, saves, ops, backward_ops: in order.
+        storages: all that it met, by number.
+        always_alive: those of parameters, buffers and the batch.
+        versions: how often each was changed in place until the end of the forward.
+    """
 
     calls: list[Call] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
@@ -115,6 +130,7 @@ class Trace:
     backward_ops: list[Op] = field(default_factory=list)
     storages: StorageTable = field(default_factory=StorageTable)
     always_alive: set[int] = field(default_factory=set)
+    versions: dict[int, int] = field(default_factory=dict)
 
 
 def trace_step(workload: Workload) -> Trace:
@@ -131,7 +147,7 @@ def trace_step(workload: Workload) -> Trace:
         with recorder.mode:
             with recorder.saving():
                 loss = workload.forward()
-            recorder.side = "backward"
+            recorder.begin_backward()
             loss.backward()
         del loss
     finally:
@@ -231,13 +247,17 @@ class _Recorder:
         """What an op is about to read and write."""
         table, versions, traits = self.trace.storages, self._versions, traits_of(op)
         skipped = {0} if traits.shape_only else set()
-        if traits.renews_statistics(args):
-            skipped |= set(traits.statistics)
+        renewed = set(traits.statistics) if traits.renews_statistics(args) else set()
+        skipped |= renewed
         read = tensors_in(([value for i, value in enumerate(args) if i not in skipped], kwargs))
         writes = table.numbers(traits.writes(args, kwargs))
         access = Access(
             reads=tuple((number, versions.get(number, 0)) for number in sorted(table.numbers(read))),
             writes=tuple(sorted(writes)),
+            renews=tuple(sorted(table.numbers(tensors_in([args[i] for i in renewed if i < len(args)])))),
+            looks=traits.aliases and not writes,
+            blank=traits.blank,
+            fills=traits.fills,
             random=traits.random,
             fixed=why_fixed(traits, args, kwargs),
         )
@@ -260,6 +280,10 @@ class _Recorder:
             access=access,
         )
         (self.trace.ops if self.side == "forward" else self.trace.backward_ops).append(op)
+
+    def begin_backward(self) -> None:
+        self.side = "backward"
+        self.trace.versions = dict(self._versions)
 
     def finish(self) -> Trace:
         trace = self.trace
