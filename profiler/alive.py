@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.meter import Interval, Meter
 from profiler.nodes import next_node
+from profiler.op_traits import traits_of
 from profiler.patching import Forward
 from profiler.rerun import RUNNING_AGAIN
+from profiler.stage_ops import makes_room
 from profiler.step_marks import AGAIN, QuietPatches, StepMarks
 from profiler.storages import allocated_bytes
 from profiler.trees import tensors_in
@@ -31,7 +33,7 @@ class AliveStorage:
     Attributes:
         kind: what it is; ``gradient``: of the parameter ``module``.
         size_bytes: of the storage, however many tensors view it.
-        op: the op that made it; empty for what was there before the step.
+        op: the op that made it, or filled it; empty for what was there before the step.
         module: the module that called the op (in backward: whose op's backward it is), or the parameter's name.
         label: where in the step it was made, as ``StepMarks`` labels it; ``resident`` before the step.
         again: made in backward by an op that ran before, in forward.
@@ -175,6 +177,13 @@ class _Log:
                 self.storages[number] = replace(self.storages[number], size_bytes=size)
                 self.events.append((number, size))
 
+    def fill(self, tensors: Iterable[Tensor], op: str) -> None:
+        """An op has changed these in place: where they were mere room, it is their maker."""
+        for tensor in tensors:
+            number = self._number(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+            if number is not None and number >= 0 and makes_room(self.storages[number].op):
+                self.storages[number] = replace(self.storages[number], op=op)
+
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """What goes into an op without having been made by one is not the step's own."""
         for tensor in tensors:
@@ -251,6 +260,7 @@ class _Step:
         before = len(self._log.events)
         self._log.add(tensors_in(output), made)
         mark.made = self._log.events[before:]
+        self._log.fill(traits_of(op).writes(args, kwargs), mark.op)
         return output
 
     def _module_now(self) -> str:

@@ -24,6 +24,18 @@ def kind_of(op: str) -> str:
     return parts[1] if len(parts) > 1 else op
 
 
+_ROOM = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+
+
+def makes_room(op: str) -> bool:
+    """Whether an op only makes room that another one fills; whoever names the maker of a tensor means that one.
+
+    >>> makes_room("aten.empty_like.default"), makes_room("aten.zeros_like.default")
+    (True, False)
+    """
+    return kind_of(op) in _ROOM
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStorage:
     """A storage that ops of a stage touch: made in the stage, or come from outside of it.

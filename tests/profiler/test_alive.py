@@ -70,6 +70,26 @@ def test_gradients_are_named_after_their_parameters() -> None:
     assert gradients["0.weight"] == (256 * 64 * 4, "aten.mm.default", "backward:stage:0")
 
 
+class Masked(nn.Module):
+    """Fills room that it has made, and looks at a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.empty_like(x)
+        mask[1:].bernoulli_(0.5)
+        return x * mask * self.weight
+
+
+def test_what_only_makes_room_is_named_after_what_fills_it() -> None:
+    found = peak_of(Workload(model=Masked(), inputs=torch.ones(1000), loss=lambda y: y.sum()))
+    ops = {s.op for s in found.storages if s.size_bytes == 4000 and s.kind == "made in step"}
+    assert "aten.bernoulli_.float" in ops
+    assert not any("empty" in op for op in ops)
+
+
 def test_what_a_kernel_needs_for_itself_is_left_over() -> None:
     """The backward of a BatchNorm on the CPU needs a buffer of its input's size."""
     found = peak_of(workload("batchnorm"))
