@@ -9,7 +9,6 @@ op that reads it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -192,13 +191,15 @@ class Tape:
     def run(self, ordinal: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and record it."""
         traits = traits_of(op)
-        written = traits.writes(args, kwargs)
+        written = traits.writes(args, kwargs) if traits.changes_in_place else ()
         if any(self.remade_of(tensor) is None for tensor in written):
             self.spoil(op, args, kwargs)
             return op(*args, **kwargs)  # It changes what is kept, and must not do so twice.
         record = Record(ordinal, op, traits)
-        record.args = self._encoded(args, record, traits.shape_only)
-        record.kwargs = {name: self._encode(value, record) for name, value in kwargs.items()} if kwargs else kwargs
+        given: set[int] = set()
+        record.args = self._encoded(args, record, given)
+        if kwargs:
+            record.kwargs = {name: self._encode(value, record, given) for name, value in kwargs.items()}
         if traits.random:
             record.random = drawing_state(args, kwargs)
         result = op(*args, **kwargs)
@@ -208,46 +209,47 @@ class Tape:
                 found.written(ordinal)
                 record.writes.append((found, found.version))
         if not traits.aliases:
-            self._register(result, record)
+            self._register(result, record, given)
         for remade, version in record.reads:
             remade.readers[version].append(ordinal)
             remade.pending += 1
         self._records[ordinal] = record
         return result
 
-    def _register(self, result: Any, record: Record) -> None:
+    def _register(self, result: Any, record: Record, given: set[int]) -> None:
+        """Note the storages that an op made: those under its results that were not under its arguments."""
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         for leaf, tensor in enumerate(outputs):
             if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
                 continue
             storage = tensor.untyped_storage()
-            if self._is_known(storage, record):
+            key = storage._cdata
+            if key in given:
                 continue
-            remade = Remade(weakref.ref(storage), _version(tensor), record.ordinal)
-            self._made[storage._cdata] = remade
+            given.add(key)
+            remade = self._made[key] = Remade(weakref.ref(storage), _version(tensor), record.ordinal)
             record.makes.append((leaf, remade))
 
-    def _is_known(self, storage: Any, record: Record) -> bool:
-        found = self._made.get(storage._cdata)
-        if found is not None and found.live() is storage:
-            return True
-        held = _held_in((record.args, record.kwargs))
-        return any(h.tensor.layout is torch.strided and h.tensor.untyped_storage() is storage for h in held)
+    def _encoded(self, args: tuple[Any, ...], record: Record, given: set[int]) -> list[Any]:
+        if record.traits.shape_only and args[0].layout is torch.strided:
+            given.add(args[0].untyped_storage()._cdata)
+            return [_Shape(args[0]), *(self._encode(value, record, given) for value in args[1:])]
+        return [self._encode(value, record, given) for value in args]
 
-    def _encoded(self, args: tuple[Any, ...], record: Record, shape_only: bool) -> list[Any]:
-        if shape_only and args[0].layout is torch.strided:
-            return [_Shape(args[0]), *(self._encode(value, record) for value in args[1:])]
-        return [self._encode(value, record) for value in args]
-
-    def _encode(self, value: Any, record: Record) -> Any:
+    def _encode(self, value: Any, record: Record, given: set[int]) -> Any:
         if isinstance(value, Tensor):
-            found = self.remade_of(value)
-            if found is None:
+            if value.layout is not torch.strided:
+                return _Held(value)
+            storage = value.untyped_storage()
+            key = storage._cdata
+            given.add(key)
+            found = self._made.get(key)
+            if found is None or found.live() is not storage or _version(value) > found.base + found.version:
                 return _Held(value)
             record.reads.append((found, found.version))
             return _Made(found, value)
         if isinstance(value, (list, tuple)):
-            return [self._encode(item, record) for item in value]
+            return [self._encode(item, record, given) for item in value]
         return value
 
     # Backward ----------------------------------------------------------------
@@ -337,16 +339,6 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, list):
         return [_decoded(item) for item in value]
     return value
-
-
-def _held_in(value: Any) -> Iterator[_Held]:
-    if isinstance(value, _Held):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _held_in(item)
-    elif isinstance(value, dict):
-        yield from _held_in(list(value.values()))
 
 
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView

@@ -41,6 +41,12 @@ class Watch(TorchDispatchMode):
         self._entered = False
         self._depth = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch would wrap ``__torch_dispatch__`` so that Dynamo leaves it alone, at several microseconds an op;
+        # a watched stage runs outside of what Dynamo compiles anyway.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
