@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import planner
 from planner import runtime
 from planner.cost_model import chain_of
-from profiler import rerun
+from profiler import rerun, tape
 from profiler.workload import Workload
 from solvers import replay
 from tests.odd_models import MODELS, workload
@@ -68,6 +68,9 @@ def bookkeeping_muted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rerun.CallState, "__init__", muted(rerun.CallState.__init__))
     for name in ("_random_state", "_own_buffers"):
         monkeypatch.setattr(rerun, name, muted_around(getattr(rerun, name)))
+    for name in ("view_of", "over", "drawing_state"):
+        monkeypatch.setattr(tape, name, muted(getattr(tape, name)))
+    monkeypatch.setattr(tape, "drawing_as", muted_around(tape.drawing_as))
 
 
 def state_after(work: Workload, steps: int = 2) -> dict[str, Any]:
