@@ -91,7 +91,10 @@ class Workload:
         if self.optimizer is not None and self.optimizer.state:
             raise ValueError("device: expected an optimizer without states, got a used one; move the model first")
         self.model.to(target)
-        self.inputs = map_tensors(lambda tensor: tensor.to(target), self.inputs)
+        # Moved without its graph: an input that takes a gradient stays a leaf.
+        self.inputs = map_tensors(
+            lambda tensor: tensor.detach().to(target).requires_grad_(tensor.requires_grad), self.inputs
+        )
         return self
 
     def forward(self) -> Tensor:
