@@ -13,17 +13,23 @@ from profiler.menus import (
     ChoiceCost,
     Costs,
     Group,
+    Propose,
     families_of,
     memory_assignments,
     rounds_for,
     selections,
     time_assignments,
+    without,
 )
 from profiler.meter import Interval, Meter, memory_meter, time_meter
 from profiler.preservation import RandomState
 from profiler.probe import StepProbe
 from profiler.records import MenuRecord, OptionRecord
+from profiler.selective import Selection
 from profiler.stage_ops import Choice
+
+# Steps in which what runs again is held against the forward; each without the ops that the one before found.
+CHECKS = 3
 
 
 class MenuSteps:
@@ -45,6 +51,38 @@ class MenuSteps:
         self._randomness = randomness
         self._report = report
         self._diverged: set[int] = set()
+
+    def check(self, groups: Sequence[Group], propose: Propose) -> None:
+        """Find the ops that do not give the same again, and propose choices without them instead.
+
+        Raises:
+            ChoiceError: a person asked for a choice with such an op.
+        """
+        for _ in range(CHECKS):
+            wrong = self._wrong(groups)
+            if not wrong:
+                return
+            for group in groups:
+                if group.family in wrong:
+                    without(group, wrong[group.family], propose)
+        for group in groups:
+            if group.family in wrong:
+                group.choices = []
+
+    def _wrong(self, groups: Sequence[Group]) -> dict[int, set[int]]:
+        """Family -> ops that do not give the same again, when all that its choices run again runs again."""
+        families = {family.members[0]: family for family in families_of(groups) if family.choices}
+        reruns = {k: frozenset().union(*(c.rerun for c in family.choices)) for k, family in families.items()}
+        if not families:
+            return {}
+        self._report("check, options")
+        self._randomness.restore()
+        told = {k: Selection.of(families[k].ops, rerun) for k, rerun in reruns.items()}
+        try:
+            self._probe.step(time_meter(self._device), selections=told, check=True)
+        except Exception:  # noqa: BLE001 - user code runs here; whatever it raises comes again when choices are measured.
+            return {}
+        return {families[k].family: ordinals for k, ordinals in self._probe.wrong.items()}
 
     def measure(self, groups: Sequence[Group]) -> list[MenuRecord]:
         """One menu per group; a group of which a choice cannot be carried out has none and says why."""

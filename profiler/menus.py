@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from profiler.dataflow import pooled, stage_ops_of, without_seconds
 from profiler.meter import Interval
 from profiler.named_stages import State, named_stages, names_outside
 from profiler.probe import BACKWARD, FORWARD, stage_place
 from profiler.selective import Selection
-from profiler.stage_ops import Choice, StageOps
+from profiler.stage_ops import Choice, ChoiceError, StageOps
 from profiler.stages import ChosenStage
 from profiler.tracing import Trace
 
@@ -20,6 +20,7 @@ Propose = Callable[[StageOps], Sequence[Choice]]
 # A choice is timed in about this many runs, in as many steps as that takes, within these limits.
 WANTED_SAMPLES = 6
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 6
+_UNLIKE = "run again, it did not give the same"
 
 
 @dataclass(slots=True)
@@ -105,6 +106,26 @@ def _parts(group: Group, family: int, plain: Mapping[str, list[Interval]]) -> li
         bytes_of = tuple(number for phase in phases for number in (_growth(phase), _peak(phase)))
         found.setdefault(bytes_of, Group(group.ops, [], group.choices, family)).members.append(k)
     return list(found.values())
+
+
+def without(group: Group, wrong: set[int], propose: Propose) -> None:
+    """Give the group choices in which none of these ops runs again: they do not give the same again.
+
+    Raises:
+        ChoiceError: a person asked for a choice with one of them.
+    """
+    stated = [choice for choice in group.choices if choice.stated]
+    for choice in stated:
+        for ordinal in sorted(choice.rerun & wrong):
+            if not group.ops.ops[ordinal].fixed:  # Else it was forced.
+                raise ChoiceError(
+                    f"op {ordinal} ({group.ops.ops[ordinal].op}): expected one that gives the same when it runs again, "
+                    "got another result (something out of torch's sight writes to it); keep what it makes"
+                )
+    ops = [replace(op, fixed=op.fixed or _UNLIKE) if k in wrong else op for k, op in enumerate(group.ops.ops)]
+    group.ops = replace(group.ops, ops=tuple(ops))
+    own = {choice.rerun for choice in stated}
+    group.choices = [*stated, *(choice for choice in propose(group.ops) if choice.rerun not in own)]
 
 
 def families_of(groups: Sequence[Group]) -> list[Group]:

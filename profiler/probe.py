@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from profiler.checking import CheckedCall
 from profiler.meter import Interval, Meter
 from profiler.nodes import graph_nodes, next_node
 from profiler.patching import Forward, ForwardPatches
@@ -77,6 +78,8 @@ class StepProbe:
         self.deaths: dict[tuple[int, int], str] = {}
         # Of the last step: stages that ran other ops than their selection expects.
         self.diverged: set[int] = set()
+        # Of the last step that was checked: stage -> ordinals of ops that did not give the same again.
+        self.wrong: dict[int, set[int]] = {}
 
     def __enter__(self) -> StepProbe:
         for module in {id(s.call.module): s.call.module for s in self._stages}.values():
@@ -87,7 +90,12 @@ class StepProbe:
         self._patches.remove()
 
     def step(
-        self, meter: Meter, *, mark_saves: bool = False, selections: Mapping[int, Selection] | None = None
+        self,
+        meter: Meter,
+        *,
+        mark_saves: bool = False,
+        selections: Mapping[int, Selection] | None = None,
+        check: bool = False,
     ) -> list[Interval]:
         """One step: forward, backward, optimizer.
 
@@ -96,9 +104,10 @@ class StepProbe:
             mark_saves: also mark each tensor saved inside a stage, so that a
                 stage's last interval begins after its last saved tensor.
             selections: stages that keep only a choice of what they save.
+            check: hold what they make again against what they made first.
         """
         self._workload.zero_grad()
-        run = _Run(meter, "save" if mark_saves else "plain", len(self._stages), selections=selections)
+        run = _Run(meter, "save" if mark_saves else "plain", len(self._stages), selections=selections, check=check)
         with self._running(run):
             meter.start(outside_place(0).label(FORWARD))
             try:
@@ -116,6 +125,7 @@ class StepProbe:
                 found = meter.stop()
         self.deaths = run.deaths
         self.diverged = run.diverged
+        self.wrong = {position: call.wrong for position, call in run.checked.items() if call.wrong}
         return found
 
     def dropping_forward(
@@ -194,12 +204,15 @@ class _Run:
         traits: list[CallTraits] | None = None,
         hold_all: bool = False,
         selections: Mapping[int, Selection] | None = None,
+        check: bool = False,
     ) -> None:
         self.meter = meter
         self.mode = mode
         self.traits = traits or []
         self.hold_all = hold_all
         self.selections = selections or {}
+        self.check = check
+        self.checked: dict[int, CheckedCall] = {}
         self.diverged: set[int] = set()
         self.inside = False
         self.nodes: list[tuple[Place, int]] = []
@@ -254,7 +267,7 @@ class _Run:
                 if tensor.layout is torch.strided:
                     self._inputs[position, leaf] = weakref.ref(tensor.untyped_storage())
         if position in self.selections:
-            call = SelectiveCall(module, self.selections[position])
+            call = self._selective(position, module)
             output = call.run(forward, args, kwargs)
             if call.diverged is not None:
                 self.diverged.add(position)
@@ -279,6 +292,12 @@ class _Run:
                 )
             )
         return output
+
+    def _selective(self, position: int, module: nn.Module) -> SelectiveCall:
+        if not self.check:
+            return SelectiveCall(module, self.selections[position])
+        self.checked[position] = CheckedCall(module, self.selections[position])
+        return self.checked[position]
 
     def _hold(self, stage: ChosenStage, position: int, args: Any, kwargs: Any) -> None:
         linked = {leaf for leaf, _ in stage.links}

@@ -164,7 +164,9 @@ def _measure(
             report("time")
             randomness.restore()
             steps.append(probe.step(time_meter(device)))
-        menus = MenuSteps(probe, by_label(memory), device, resident_bytes, randomness, report).measure(groups)
+        steps_of_menus = MenuSteps(probe, by_label(memory), device, resident_bytes, randomness, report)
+        steps_of_menus.check(groups, propose)
+        menus = steps_of_menus.measure(groups)
     return Measured(
         trace=trace,
         stages=stages,

@@ -26,12 +26,14 @@ class Selection:
             all others make is kept where backward needs it.
         watched: whether the stage's own ops are watched.
         turns: modules inside the stage that are watched where the one around is not, or the other way round.
+        ordinals: which of the stage's ops ``ops`` are.
     """
 
     ops: tuple[str, ...]
     rerun: frozenset[int]
     watched: bool = True
     turns: tuple[tuple[str, bool], ...] = ()
+    ordinals: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, ops: StageOps, rerun: Collection[int]) -> Selection:
@@ -49,6 +51,7 @@ class Selection:
             rerun=frozenset(position for position, ordinal in enumerate(counted) if ordinal in rerun),
             watched="" in watched,
             turns=tuple(turns),
+            ordinals=tuple(counted),
         )
 
 

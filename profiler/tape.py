@@ -64,6 +64,11 @@ class Lazy:
         self._value: Tensor | None = None
         remade.waiting.append(weakref.ref(self))
 
+    @property
+    def writers(self) -> list[int]:
+        """Ordinals of the ops that make its storage."""
+        return self._remade.writers
+
     def waits(self) -> bool:
         """Whether it is still without its tensor."""
         return self._value is None
