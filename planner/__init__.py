@@ -1,12 +1,14 @@
 """The sublinear-memory planner: profile a real PyTorch model, plan under a memory budget, train under the plan."""
 
 from planner.applier import Handle, PlanMismatch, apply, handle_of
+from planner.by_hand import state
 from planner.checkpointing import auto_checkpoint
 from planner.curves import pareto
 from planner.plan import Plan, PlannedStage
 from planner.planning import Infeasible, NothingFound, solve
 from planner.profiling import profile
 from planner.program import UnsupportedPlan
+from planner.rules import Rule, Rules
 from profiler.measurement import Measurement, measure
 from profiler.profiling import ProfileError
 from profiler.records import Profile
@@ -22,6 +24,8 @@ __all__ = [
     "PlannedStage",
     "Profile",
     "ProfileError",
+    "Rule",
+    "Rules",
     "UnsupportedPlan",
     "Workload",
     "apply",
@@ -31,4 +35,5 @@ __all__ = [
     "pareto",
     "profile",
     "solve",
+    "state",
 ]

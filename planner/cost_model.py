@@ -155,7 +155,9 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
         recompute_peak_bytes=record.recompute_peak_bytes + hidden,
     )
     menu = timeline.profile.menus[record.menu] if record.menu >= 0 else None
-    inside = () if menu is None else tuple(_option(option, menu, record, keep) for option in menu.options)
+    before = timeline.profile.stages[k - 1] if record.links else None
+    released = 0 if before is None else before.boundary_bytes - before.kept_output_bytes
+    inside = () if menu is None else tuple(_option(option, menu, record, keep, released) for option in menu.options)
     return Stage(
         name=record.name,
         options=(keep, *inside),
@@ -171,15 +173,18 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
     )
 
 
-def _option(option: OptionRecord, menu: MenuRecord, record: StageRecord, keep: Option) -> Option:
-    """An option inside the stage, by what it was measured to differ from keeping everything."""
+def _option(option: OptionRecord, menu: MenuRecord, record: StageRecord, keep: Option, released_bytes: int) -> Option:
+    """An option inside the stage, by what it was measured to differ from keeping everything.
+
+    ``released_bytes`` of its input go after the forward unless the stage itself keeps its input.
+    """
     # Keeping less cannot be faster: where it was measured so, that was noise.
     forward_seconds = keep.forward_seconds + max(0.0, option.forward_seconds - menu.keep_forward_seconds)
     return Option(
         name=option.name,
         forward_seconds=forward_seconds,
         backward_seconds=keep.backward_seconds + max(0.0, option.backward_seconds - menu.keep_backward_seconds),
-        kept_bytes=keep.kept_bytes - option.freed_bytes + _held_beyond(option, menu.ops),
+        kept_bytes=keep.kept_bytes - option.freed_bytes + _held_beyond(option, menu.ops, released_bytes),
         kept_output_bytes=min(record.kept_output_bytes, _kept_output(option, menu.ops)),
         forward_peak_bytes=option.forward_peak_bytes,
         backward_peak_bytes=option.backward_peak_bytes,
@@ -189,10 +194,12 @@ def _option(option: OptionRecord, menu: MenuRecord, record: StageRecord, keep: O
     )
 
 
-def _held_beyond(option: OptionRecord, ops: StageOps) -> int:
-    """Inputs that others hold too, and that this option holds for longer than the stage itself would."""
+def _held_beyond(option: OptionRecord, ops: StageOps, released_bytes: int) -> int:
+    """Bytes of inputs that this option holds and the stage itself would not; they go when the stage is already left."""
     outside = [ops.storages[number] for number in option.kept if ops.storages[number].op < 0]
-    return sum(storage.size_bytes for storage in outside if not storage.exclusive)
+    exclusive = sum(storage.size_bytes for storage in outside if storage.exclusive)
+    others = sum(storage.size_bytes for storage in outside if not storage.exclusive)
+    return others + min(exclusive, released_bytes)
 
 
 def _kept_output(option: OptionRecord, ops: StageOps) -> int:

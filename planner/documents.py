@@ -44,7 +44,8 @@ _UNKNOWN_WITHOUT_PLAN = (
 def plan_document(plan: Plan) -> dict[str, Any]:
     """What ``solve --json`` says of a plan: its claims, and per stage the decision. Bytes and seconds."""
     claims = {name: getattr(plan, name) for name in _OF_PLAN}
-    return {**claims, "slowdown": plan.slowdown, "stages": [_stage_document(stage) for stage in plan.stages]}
+    stated = {"stated": list(plan.stated), "restricted": plan.restricted} if plan.stated else {}
+    return {**claims, "slowdown": plan.slowdown, **stated, "stages": [_stage_document(stage) for stage in plan.stages]}
 
 
 def _stage_document(stage: PlannedStage) -> dict[str, Any]:

@@ -72,6 +72,8 @@ class Plan:
         menus: per kind of stage its ops and options; option k of the schedule, from 1, is ``options[k - 1]``.
         chain: the problem that the schedule solves; None in files of older releases.
         resident: what ``resident_bytes`` is made of; None in files of older releases.
+        stated: what was stated by hand and what it came to, one line each; empty for a plan that was solved for.
+        restricted: status and bound hold among the plans that do what was stated.
     """
 
     model_class: str
@@ -97,6 +99,8 @@ class Plan:
     menus: tuple[MenuRecord, ...] = ()
     chain: Chain | None = None
     resident: ResidentBytes | None = None
+    stated: tuple[str, ...] = ()
+    restricted: bool = False
 
     def option_of(self, stage: int, option: int) -> OptionRecord | None:
         """What option ``option`` of a stage is; None for keeping everything."""
@@ -138,6 +142,7 @@ class Plan:
             data["menus"] = tuple(menu_from(menu) for menu in data.get("menus", ()))
             data["chain"] = None if data.get("chain") is None else Chain.from_dict(data["chain"])
             data["resident"] = None if data.get("resident") is None else _resident(data["resident"])
+            data["stated"] = tuple(data.get("stated", ()))
             plan = cls(**data)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: expected the fields of a plan, got a mismatch: {error}; solve again") from error

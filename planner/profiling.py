@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from planner.menus import choices_for
+from planner.rules import Rule, Rules, rules_from
+from planner.stating import stated_by
 from profiler import profiling
 from profiler.profiling import Progress
 from profiler.records import Profile
@@ -17,6 +20,7 @@ def profile(
     *,
     stages: Sequence[StagePattern] | None = None,
     menus: bool = True,
+    rules: Rules | Rule | Sequence[Rule] | str | Path | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure one training step of a workload on the device it is on.
@@ -31,6 +35,8 @@ def profile(
         stages: None to find stages automatically; otherwise module names,
             glob patterns or module classes.
         menus: measure options inside stages; without, a stage is kept or recomputed as a whole.
+        rules: a plan stated by hand, or the path of its file: what it says of ops inside stages is measured as well,
+            so that ``planner.state`` can predict it.
         progress: called as ``progress(what, done, total)`` before each run.
 
     Returns:
@@ -39,5 +45,14 @@ def profile(
     Raises:
         ProfileError: the step fails, or the model is in eval mode or planned.
         StagesError: a stage pattern matches nothing, or the step calls the model more than once.
+        ChoiceError: a rule names what is not there, or an op that must not run again.
+        ValueError: rules that cannot be read.
     """
-    return profiling.profile(workload, stages=stages, propose=choices_for if menus else None, progress=progress)
+    stated = None if rules is None else rules_from(rules)
+    return profiling.profile(
+        workload,
+        stages=stages,
+        propose=choices_for if menus else None,
+        state=None if stated is None else (lambda named, outside: stated_by(stated, named, outside).choices()),
+        progress=progress,
+    )

@@ -77,11 +77,24 @@ def _claims(document: Mapping[str, Any], part: str = "stage") -> list[tuple[str,
         ("predicted peak", f"{_both(peak)}: {_share(peak, whole)} of the unplanned {format_bytes(whole)}"),
         ("budget", f"{_both(budget)}: {format_bytes(budget - peak)} to spare"),
         ("predicted time", _times(document)),
+        *_stated(document),
         ("recomputed", f"{_count(extra_runs, 'extra run')} of {_count(len(again), part)}{of_all}{ops}"),
         ("solver", f"{document['solver']}, in {solved}"),
-        ("status", _status(document, "plan of these stages" if part == "stage" else "schedule of this graph")),
+        ("status", _status(document, _bounded(document, part))),
         ("resident", f"{format_bytes(document['resident_bytes'])} ({held})"),
     ]
+
+
+def _stated(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was stated by hand, one line a rule."""
+    return [("" if number else "stated", escape(line)) for number, line in enumerate(document.get("stated", ()))]
+
+
+def _bounded(document: Mapping[str, Any], part: str) -> str:
+    """What status and bound hold for."""
+    if part == "node":
+        return "schedule of this graph"
+    return "plan that does what is stated" if document.get("restricted") else "plan of these stages"
 
 
 def _times(document: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from profiler.dataflow import pooled, stage_ops_of, without_seconds
 from profiler.meter import Interval
-from profiler.named_stages import State, named_stages, names_outside
+from profiler.named_stages import State, names_outside, with_names
 from profiler.probe import BACKWARD, FORWARD, stage_place
 from profiler.selective import Selection
 from profiler.stage_ops import Choice, ChoiceError, StageOps
@@ -86,7 +86,7 @@ def grouped(
     flows = [stage_ops_of(trace, stage) for stage in stages]
     for k, flow in enumerate(flows):
         found.setdefault((kinds[k], without_seconds(flow)), Group(flow, [])).members.append(k)
-    stated = {} if state is None else state(named_stages(trace, stages, flows), names_outside(trace, stages))
+    stated = {} if state is None else state(with_names(trace, stages, flows), names_outside(trace, stages))
     all_bytes = sum(group.ops.saved_bytes * len(group.members) for group in found.values())
     for group in found.values():
         group.ops = pooled([flows[k] for k in group.members])

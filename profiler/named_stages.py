@@ -40,7 +40,7 @@ class NamedStage:
 State = Callable[[Sequence[NamedStage], Sequence[str]], Mapping[int, Choice]]
 
 
-def named_stages(trace: Trace, stages: Sequence[ChosenStage], flows: Sequence[StageOps]) -> tuple[NamedStage, ...]:
+def with_names(trace: Trace, stages: Sequence[ChosenStage], flows: Sequence[StageOps]) -> tuple[NamedStage, ...]:
     """The stages of a traced step, each with its dataflow."""
     return tuple(
         NamedStage(name=stage.name, around=around(trace, stage.call), ops=flow)

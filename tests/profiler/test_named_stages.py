@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from profiler.dataflow import stage_ops_of
-from profiler.named_stages import named_stages, names_outside
+from profiler.named_stages import names_outside, with_names
 from profiler.profiling import profile
 from profiler.stage_ops import Choice, ChoiceError, StageOp, StageOps, StageStorage
 from profiler.stages import choose_stages
@@ -32,7 +32,7 @@ def test_names_around_inside_and_outside_of_stages():
     work = Workload(model=Outer(), inputs=torch.randn(4, 8), loss=lambda y: y.sum())
     trace = trace_step(work)
     stages = choose_stages(trace, ["body.*"])
-    first, second = named_stages(trace, stages, [stage_ops_of(trace, stage) for stage in stages])
+    first, second = with_names(trace, stages, [stage_ops_of(trace, stage) for stage in stages])
     assert first.around == (("", "Outer"), ("body", "Sequential"))
     assert first.inside() == (("body.0", "Sequential"), ("body.0.0", "Linear"), ("body.0.1", "GELU"))
     assert second.inside()[0] == ("body.1", "Sequential")
@@ -43,7 +43,7 @@ def test_a_further_call_of_a_module_has_the_module_s_names():
     work = workload("shared")
     trace = trace_step(work)
     stages = choose_stages(trace, ["shared"])
-    found = named_stages(trace, stages, [stage_ops_of(trace, stage) for stage in stages])
+    found = with_names(trace, stages, [stage_ops_of(trace, stage) for stage in stages])
     assert [stage.name for stage in found] == ["shared", "shared#1", "shared#2"]
     assert {stage.module for stage in found} == {"shared"}
     assert all(("shared.inner.2", "GELU") in stage.inside() for stage in found)

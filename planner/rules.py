@@ -1,0 +1,224 @@
+"""Rules: a plan stated by hand, as plain data, in Python or in a TOML or JSON file.
+
+A file has the fields of ``Rules``; its rules have those of ``Rule``::
+
+    checkpoints = ["transformer.h.3", "transformer.h.7"]   # keep what these return, recompute what lies between
+    rest = "keep"                                          # or "solve": the solver decides what no rule names
+
+    [[rules]]
+    modules = "transformer.h.*.mlp"
+    ops = ["tanh", "mul"]
+    action = "recompute"                                   # or "keep", or "solve"
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+Action = Literal["recompute", "keep", "solve"]
+Rest = Literal["keep", "solve"]
+Pattern = str | type[nn.Module]
+_OP = re.compile(r"[^#\s]+(#[0-9]{1,9})?|#[0-9]{1,9}")
+_ENDINGS = {".toml": tomllib.loads, ".json": json.loads}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Parts of a model: ops inside modules, or whole modules where ``ops`` is empty."""
+
+    module: str
+    ops: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What to do with the parts of a model that it names.
+
+    A module that is a stage, or that contains stages, is recomputed from the
+    input of each stage. In one that lies inside a stage everything runs again
+    but the ops that make its output. Named ops run again themselves.
+
+    Attributes:
+        modules: names of modules, glob patterns or classes; one, or several. ``"name:op"`` names an op inside.
+            Empty: all, for the ops named.
+        ops: of these modules only the ops named so: a kind (``gelu``), a full name (``aten.gelu.default``), a glob
+            pattern, ``gelu#1`` for the second one of a kind in each module, or a number (``12`` or ``#12``) for
+            one op of the stage, counted from 0. Empty: the modules as a whole.
+        action: ``recompute``; ``keep``; or ``solve``, to leave whole stages to the solver.
+        force: run again even an op that must not be, at the user's own risk.
+    """
+
+    modules: Pattern | Sequence[Pattern] = ()
+    ops: str | int | Sequence[str | int] = ()
+    action: Action = "recompute"
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        modules = _listed(self.modules, "modules", _module, "a name, a glob pattern or a class")
+        ops = _listed(self.ops, "ops", _op, "an op's name or number")
+        if self.action not in get_args(Action):
+            raise ValueError(f"a rule: expected action {_either(Action)}, got {self.action!r}; choose one of them")
+        if not isinstance(self.force, bool):
+            raise ValueError(f"a rule: expected force to be true or false, got {self.force!r}; correct it")
+        if ops and any(":" in text for text in modules):
+            raise ValueError(f"a rule: expected ops once, got {ops[0]!r} beside {modules[0]!r}; name them in one place")
+        if not modules and not ops:
+            raise ValueError('a rule: expected modules or ops, got neither; name some (modules = "*" means all)')
+        object.__setattr__(self, "modules", modules or ("*",))
+        object.__setattr__(self, "ops", ops)
+        wrong = [op for target in self.targets for op in target.ops if not _OP.fullmatch(op)]
+        if wrong:
+            raise ValueError(f"a rule: expected an op such as gelu, gelu#1 or #12, got {wrong[0]!r}; correct it")
+        if self.action == "solve" and any(target.ops for target in self.targets):
+            raise ValueError("a rule: expected whole stages to solve for, got ops; leave the ops out, or state them")
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """What it names, one entry per pattern of modules."""
+        modules: tuple[str, ...] = self.modules  # type: ignore[assignment]  # as __post_init__ left them
+        ops: tuple[str, ...] = self.ops  # type: ignore[assignment]
+        parts = [text.partition(":") for text in modules]
+        return tuple(Target(module, (op,) if colon else ops) for module, colon, op in parts)
+
+    @property
+    def text(self) -> str:
+        """The rule in words."""
+        named = ", ".join(f"{', '.join(t.ops)} in {t.module}" if t.ops else t.module for t in self.targets)
+        verb = {"keep": "keep", "recompute": "recompute", "solve": "solve for"}[self.action]
+        return f"{verb} {named}{' (forced)' if self.force else ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """A stated plan: the later of two rules that name the same part wins.
+
+    Attributes:
+        rules: in order.
+        checkpoints: stages whose outputs are kept. The stages up to each one, from the one before it on, are
+            recomputed together from what that one returned. Those behind the last one are kept.
+        rest: what happens to stages that nothing names: ``keep``, or ``solve``.
+    """
+
+    rules: Sequence[Rule] = ()
+    checkpoints: Pattern | Sequence[Pattern] = ()
+    rest: Rest = "keep"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rules, (str, Rule)) or not all(isinstance(rule, Rule) for rule in self.rules):
+            raise ValueError(f"rules: expected a list of planner.Rule, got {self.rules!r}; put them into a list")
+        object.__setattr__(self, "rules", tuple(self.rules))
+        names = _listed(self.checkpoints, "checkpoints", _module, "a name, a glob pattern or a class")
+        object.__setattr__(self, "checkpoints", names)
+        if self.rest not in get_args(Rest):
+            raise ValueError(f"rules: expected rest {_either(Rest)}, got {self.rest!r}; choose one of them")
+        if not self.rules and not names:
+            raise ValueError("rules: expected at least one rule or checkpoint, got none; state something")
+
+    @property
+    def checkpoint_patterns(self) -> tuple[str, ...]:
+        """The checkpoints as texts."""
+        return self.checkpoints  # type: ignore[return-value]  # as __post_init__ left them
+
+    @classmethod
+    def load(cls, path: str | Path) -> Rules:
+        """Read a TOML or JSON file.
+
+        Raises:
+            ValueError: no such file, neither of the two, or what it says is no plan; the message names the file.
+        """
+        path = Path(path)
+        read = _ENDINGS.get(path.suffix.lower())
+        if read is None:
+            raise ValueError(f"{path}: expected a file ending in .toml or .json, got {path.suffix!r}; rename it")
+        return cls.from_document(_parsed(path, read), str(path))
+
+    @classmethod
+    def from_document(cls, document: Any, where: str) -> Rules:
+        """Read plain data; ``where`` names it in errors."""
+        values = _checked(document, cls, where)
+        listed = values.pop("rules", [])
+        if not isinstance(listed, list):
+            raise ValueError(f"{where}: expected rules to be a list, got {listed!r}; write [[rules]] above each")
+        rules = tuple(_rule(each, f"{where}: rule {k + 1}") for k, each in enumerate(listed))
+        return _built(cls, {**values, "rules": rules}, where)
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain data, as it stands in a file."""
+        rules = [{field.name: getattr(rule, field.name) for field in fields(rule)} for rule in self.rules]
+        listed = [{**rule, "modules": list(rule["modules"]), "ops": list(rule["ops"])} for rule in rules]
+        return {"rules": listed, "checkpoints": list(self.checkpoint_patterns), "rest": self.rest}
+
+
+def rules_from(given: Rules | Rule | Sequence[Rule] | str | Path) -> Rules:
+    """Rules as users pass them: made already, a list of rules, or the path of a file."""
+    if isinstance(given, Rules):
+        return given
+    if isinstance(given, (str, Path)):
+        return Rules.load(given)
+    return Rules(rules=(given,) if isinstance(given, Rule) else given)
+
+
+def _parsed(path: Path, read: Callable[[str], Any]) -> Any:
+    try:
+        return read(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected a readable file of rules, got {error}; check the path") from error
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
+        kind = path.suffix.removeprefix(".").upper()
+        raise ValueError(f"{path}: expected {kind}, got something else: {error}; correct it there") from error
+
+
+def _rule(data: Any, where: str) -> Rule:
+    return _built(Rule, _checked(data, Rule, where), where)
+
+
+def _checked(data: Any, kind: type, where: str) -> dict[str, Any]:
+    """A table with no other keys than the fields of ``kind``."""
+    known = [field.name for field in fields(kind)]
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where}: expected a table with {', '.join(known)}, got {data!r}; correct it")
+    unknown = sorted(set(data) - set(known))
+    if unknown:
+        raise ValueError(f"{where}: expected {', '.join(known)}, got {', '.join(unknown)}; remove or rename it")
+    return dict(data)
+
+
+def _built(kind: type, values: Mapping[str, Any], where: str) -> Any:
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _listed(given: Any, name: str, text: Callable[[Any], str | None], expected: str) -> tuple[str, ...]:
+    """One or several patterns as texts."""
+    items = given if isinstance(given, (list, tuple)) else [given]
+    found = [text(item) for item in items]
+    if None in found or "" in found:
+        wrong = next(item for item, each in zip(items, found, strict=True) if not each)
+        raise ValueError(f"{name}: expected {expected}, or a list of them, got {wrong!r}; correct it")
+    return tuple(str(each) for each in found)
+
+
+def _module(item: Any) -> str | None:
+    if isinstance(item, type):
+        return item.__name__
+    return item.strip() if isinstance(item, str) else None
+
+
+def _op(item: Any) -> str | None:
+    if isinstance(item, int) and not isinstance(item, bool):
+        return f"#{item}" if item >= 0 else None
+    return item.strip() if isinstance(item, str) else None
+
+
+def _either(kind: Any) -> str:
+    return " or ".join(repr(value) for value in get_args(kind))
