@@ -14,11 +14,13 @@ from profiler.menus import (
     Costs,
     Group,
     Propose,
+    at_fault,
     families_of,
     memory_assignments,
     rounds_for,
     selections,
     time_assignments,
+    unforced,
     without,
 )
 from profiler.meter import Interval, Meter, memory_meter, time_meter
@@ -67,12 +69,15 @@ class MenuSteps:
                     without(group, wrong[group.family], propose)
         for group in groups:
             if group.family in wrong:
-                group.choices = []
+                group.choices = [choice for choice in group.choices if choice.stated]
 
     def _wrong(self, groups: Sequence[Group]) -> dict[int, set[int]]:
-        """Family -> ops that do not give the same again, when all that its choices run again runs again."""
-        families = {family.members[0]: family for family in families_of(groups) if family.choices}
-        reruns = {k: frozenset().union(*(c.rerun for c in family.choices)) for k, family in families.items()}
+        """Family -> ops that do not give the same again, when all that its choices run again runs again.
+
+        Choices with an op that a person forces are left out: they are at the person's own risk.
+        """
+        families = {family.members[0]: family for family in families_of(groups) if unforced(family)}
+        reruns = {k: frozenset().union(*(c.rerun for c in unforced(family))) for k, family in families.items()}
         if not families:
             return {}
         self._report("check, options")
@@ -82,7 +87,7 @@ class MenuSteps:
             self._probe.step(time_meter(self._device), selections=told, check=True)
         except Exception:  # noqa: BLE001 - user code runs here; whatever it raises comes again when choices are measured.
             return {}
-        return {families[k].family: ordinals for k, ordinals in self._probe.wrong.items()}
+        return {families[k].family: at_fault(families[k].ops, reruns[k], o) for k, o in self._probe.wrong.items()}
 
     def measure(self, groups: Sequence[Group]) -> list[MenuRecord]:
         """One menu per group; a group of which a choice cannot be carried out has none and says why."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from profiler.dataflow import pooled, stage_ops_of, without_seconds
@@ -108,6 +108,25 @@ def _parts(group: Group, family: int, plain: Mapping[str, list[Interval]]) -> li
     return list(found.values())
 
 
+def at_fault(ops: StageOps, rerun: Collection[int], wrong: Collection[int]) -> set[int]:
+    """Those of the ops that gave something else again which did not merely read what another one of them makes."""
+    found: set[int] = set()
+    spoilt: set[int] = set()
+    for ordinal in sorted(rerun):
+        op = ops.ops[ordinal]
+        misled = any(number in spoilt and number not in op.writes for number, _ in op.reads)
+        if ordinal in wrong and not misled:
+            found.add(ordinal)
+        if ordinal in wrong or misled:
+            spoilt |= {*op.makes, *op.writes}
+    return found
+
+
+def unforced(group: Group) -> list[Choice]:
+    """The choices in which no op runs again that must not."""
+    return [choice for choice in group.choices if not any(group.ops.ops[ordinal].fixed for ordinal in choice.rerun)]
+
+
 def without(group: Group, wrong: set[int], propose: Propose) -> None:
     """Give the group choices in which none of these ops runs again: they do not give the same again.
 
@@ -115,9 +134,9 @@ def without(group: Group, wrong: set[int], propose: Propose) -> None:
         ChoiceError: a person asked for a choice with one of them.
     """
     stated = [choice for choice in group.choices if choice.stated]
-    for choice in stated:
+    for choice in unforced(group):
         for ordinal in sorted(choice.rerun & wrong):
-            if not group.ops.ops[ordinal].fixed:  # Else it was forced.
+            if choice.stated:
                 raise ChoiceError(
                     f"op {ordinal} ({group.ops.ops[ordinal].op}): expected one that gives the same when it runs again, "
                     "got another result (something out of torch's sight writes to it); keep what it makes"

@@ -261,3 +261,32 @@ def test_stated_options_are_there_for_the_solver_too(solved_rules, gpt2_profile)
     options = [option.rerun for menu in gpt2_profile.menus for option in menu.options]
     assert any(len(rerun) == 1 for rerun in options)
     assert planner.solve(gpt2_profile, "90%").predicted_peak_bytes <= 0.9 * gpt2_profile.unplanned_peak_bytes
+
+
+class OutOfSight(nn.Module):
+    """Fills a tensor behind torch's back: made again it would be empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.zeros_like(x).detach()
+        scale.numpy()[:] = 2.0
+        return x + torch.tanh(self.linear(x) * scale)
+
+
+def out_of_sight() -> planner.Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[OutOfSight() for _ in range(3)])
+    return planner.Workload(model=model, inputs=torch.randn(64, 16), loss=lambda y: y.square().mean())
+
+
+def test_what_does_not_give_the_same_again_is_refused_and_what_is_stated_beside_it_is_not():
+    with pytest.raises(ChoiceError, match="zeros_like.*gives the same when it runs again"):
+        planner.profile(out_of_sight(), stages=["OutOfSight"], rules=Rule(ops="*"), menus=False)
+    tanh = Rules(rules=[Rule(modules="OutOfSight", ops="tanh")])
+    profile = planner.profile(out_of_sight(), stages=["OutOfSight"], rules=tanh)
+    with pytest.raises(ChoiceError, match="zeros_like.*did not give the same"):
+        planner.state(profile, Rule(ops=["zeros_like", "tanh"]))
+    assert decisions(planner.state(profile, tanh)) == ["selective"] * 3
