@@ -40,7 +40,9 @@ class _Reader:
         self._final: dict[int, int] = {}
         self._renewed = {storage for op in trace.ops for storage in op.access.renews}
         call = stage.call
-        self._saved = {save.storage for save in trace.saves[call.first_save : call.end_save]}
+        self._saved: dict[int | None, set[str]] = {}
+        for save in trace.saves[call.first_save : call.end_save]:
+            self._saved.setdefault(save.storage, set()).add(relative(save.module, call.name))
         self._returned = {leaf.storage for leaf in call.outputs}
 
     def read(self) -> StageOps:
@@ -89,8 +91,9 @@ class _Reader:
 
     def _add(self, storage: int, entry: StageStorage) -> int:
         self._local[storage] = len(self._storages)
-        saved, returned = storage in self._saved, storage in self._returned
-        self._storages.append(replace(entry, saved=saved, returned=returned))
+        saved_in = tuple(sorted(self._saved.get(storage, ())))
+        saved, returned = bool(saved_in), storage in self._returned
+        self._storages.append(replace(entry, saved=saved, saved_in=saved_in, returned=returned))
         return len(self._storages) - 1
 
     def _bytes(self, storage: int) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from profiler.rerun import CallState, detached
 from profiler.stage_ops import StageOps
 from profiler.tape import Lazy, Tape
-from profiler.watch import Watch
+from profiler.watch import Turn, Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +41,43 @@ class Selection:
 
         Only modules that have such ops, or that change in place what such ops make, are watched.
         """
-        inside = {op.module for op in ops.ops}
-        made = {number for ordinal in rerun for number in ops.ops[ordinal].makes}
-        watched = {op.module for k, op in enumerate(ops.ops) if k in rerun or made.intersection(op.writes)}
+        watched = {ops.ops[ordinal].module for ordinal in rerun}
         counted = [ordinal for ordinal, op in enumerate(ops.ops) if op.module in watched]
-        turns = [(m, m in watched) for m in sorted(inside) if m and (m in watched) != (_around(m, inside) in watched)]
         return cls(
             ops=tuple(ops.ops[ordinal].op for ordinal in counted),
             rerun=frozenset(position for position, ordinal in enumerate(counted) if ordinal in rerun),
-            watched="" in watched,
-            turns=tuple(turns),
-            ordinals=tuple(counted),
+            turns=_turns({op.module for op in ops.ops}, watched, _savers(ops, rerun)),
         )
 
 
+def _savers(ops: StageOps, rerun: Collection[int]) -> set[str]:
+    """Modules in which autograd saves what ops that run again have made."""
+    made = {number for ordinal in rerun for number in (*ops.ops[ordinal].makes, *ops.ops[ordinal].writes)}
+    saved = [storage for number, storage in enumerate(ops.storages) if storage.saved and number in made]
+    return {module for storage in saved for module in storage.saved_in or ("",)}
+
+
+def _turns(modules: set[str], watched: set[str], savers: set[str]) -> tuple[Turn, ...]:
+    """Where watching begins or ends, and where saved tensors are looked at.
+
+    Args:
+        modules: those with ops of their own.
+        watched: those of them with ops that run again.
+        savers: those in which what these make is saved.
+    """
+    known = modules | {""}
+    found = []
+    for module in sorted(known | savers):
+        begins = module in watched and not (module and _around(module, known) in watched)
+        ends = module in modules - watched and _around(module, known) in watched
+        if begins or ends or module in savers:
+            # Where ops are watched hooks are on: without them autograd detaches what it saves, which is an op more.
+            found.append(Turn(module, begins if begins or ends else None, begins or module in savers))
+    return tuple(found)
+
+
 def _around(module: str, known: Collection[str]) -> str:
-    """The nearest module around one that is known; empty for the stage itself."""
+    """The nearest module around one that is known; empty for the stage itself, and for what is around that."""
     around = module.rpartition(".")[0]
     while around and around not in known:
         around = around.rpartition(".")[0]
@@ -95,11 +116,10 @@ class SelectiveCall:
         self.diverged: int | None = None
         self._tape = Tape()
         self._watch = Watch(self._tape, module, selection)
-        self._watched = selection.watched
 
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the call and return its output."""
-        return self._run(call, args, kwargs, self._pack)
+        return self._run(call, args, kwargs, torch.autograd.graph.saved_tensors_hooks(self._pack, unpack))
 
     def run_aside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         """Run the call for what it would save, in order; its own graph must not be walked."""
@@ -108,14 +128,15 @@ class SelectiveCall:
         def pack(tensor: Tensor) -> None:
             saved.append(self._pack(tensor))
 
-        output = detached(self._run(call, args, kwargs, pack))
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            output = detached(self._run(call, args, kwargs, None))
         taken = list(saved)
         saved.clear()  # A node that outlives the rerun (a tensor stored somewhere) keeps the hook alive.
         return taken, output
 
-    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any, pack: Callable[[Tensor], Any]) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), self._watch.turns():
-            output = self._watch.turned(self._watched, call, args, kwargs)
+    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any, hooks: Any) -> Any:
+        with self._watch.turns(hooks):
+            output = self._watch.whole(call, args, kwargs)
         self.diverged = self._watch.finish()
         self._tape.finish()
         return output

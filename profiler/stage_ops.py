@@ -46,6 +46,7 @@ class StageStorage:
         output: which of that op's new storages it is.
         versions: how often ops of the stage change it in place.
         saved: autograd saves it inside the stage.
+        saved_in: modules in which it does, relative to the stage; empty where that is not known.
         held: it comes from outside and is alive until the stage's backward whatever the
             stage keeps: a parameter, a buffer, or saved by the stage in any case.
         exclusive: it comes from the stage before and lives for this stage alone.
@@ -57,6 +58,7 @@ class StageStorage:
     output: int = 0
     versions: int = 0
     saved: bool = False
+    saved_in: tuple[str, ...] = ()
     held: bool = False
     exclusive: bool = False
     returned: bool = False
@@ -177,7 +179,7 @@ class StageOps:
         """Read what ``to_document`` wrote; raises KeyError or TypeError on anything else."""
         return cls(
             ops=tuple(_op(row) for row in data["ops"]),
-            storages=tuple(StageStorage(**row) for row in data["storages"]),
+            storages=tuple(StageStorage(**{**row, "saved_in": tuple(row["saved_in"])}) for row in data["storages"]),
             modules=tuple((name, kind) for name, kind in data.get("modules", ())),
         )
 

@@ -67,10 +67,11 @@ class Call:
 
 @dataclass(slots=True)
 class Save:
-    """A tensor that autograd saved: its storage, and how many ops had run before."""
+    """A tensor that autograd saved: its storage, how many ops had run before, and in which module."""
 
     storage: int | None
     op: int
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +239,7 @@ class _Recorder:
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
         def pack(tensor: Tensor) -> Tensor:
             with self._off():
-                self.trace.saves.append(Save(self.trace.storages.number(tensor), len(self.trace.ops)))
+                self.trace.saves.append(Save(self.trace.storages.number(tensor), len(self.trace.ops), self.module))
                 return tensor.detach()
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 
 _MISSING = object()
 _NOTHING = nullcontext()
+
+
+class Turn(NamedTuple):
+    """A module at which something changes: whether ops are watched (None: as before), whether saved tensors are."""
+
+    module: str
+    watched: bool | None
+    saves: bool
 
 
 class Watch(TorchDispatchMode):
@@ -39,6 +47,8 @@ class Watch(TorchDispatchMode):
         self._diverged: int | None = None
         self._watching = False
         self._entered = False
+        self._hooks: Any = None
+        self._hooked = False
         self._depth = 0
 
     @classmethod
@@ -87,13 +97,24 @@ class Watch(TorchDispatchMode):
         else:
             self.__exit__(None, None, None)
 
+    def whole(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the stage's own call inside ``turns``."""
+        own = next((turn for module, turn in self._turns if module is None), None)
+        return call(*args, **kwargs) if own is None else self._turn(own, call, *args, **kwargs)
+
     @contextmanager
-    def turns(self) -> Iterator[None]:
-        """Inside, modules at which the watch begins or ends make it do so."""
+    def turns(self, hooks: Any) -> Iterator[None]:
+        """Inside, modules at which something changes make it do so.
+
+        Args:
+            hooks: for tensors that autograd saves there; None where hooks of the caller see all of them.
+        """
         self._depth = RUNNING_AGAIN.get()
-        before = [(module, module.__dict__.get("forward", _MISSING)) for module, _ in self._turns]
-        for module, watching in self._turns:
-            module.__dict__["forward"] = functools.partial(self._turn, watching, module.forward)
+        self._hooks = hooks
+        inner = [(module, turn) for module, turn in self._turns if module is not None]
+        before = [(module, module.__dict__.get("forward", _MISSING)) for module, _ in inner]
+        for module, turn in inner:
+            module.__dict__["forward"] = functools.partial(self._turn, turn, module.forward)
         try:
             yield
         finally:
@@ -103,10 +124,18 @@ class Watch(TorchDispatchMode):
                 else:
                     module.__dict__["forward"] = forward
 
-    def _turn(self, watching: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _turn(self, turn: Turn, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():  # As the trace did not tell modules apart there.
             return forward(*args, **kwargs)
-        return self.turned(watching, forward, args, kwargs)
+        watching = self._watching if turn.watched is None else turn.watched
+        if not turn.saves or self._hooks is None or self._hooked:
+            return self.turned(watching, forward, args, kwargs)
+        self._hooked = True
+        try:
+            with self._hooks:
+                return self.turned(watching, forward, args, kwargs)
+        finally:
+            self._hooked = False
 
     def unseen(self, tensor: Tensor) -> AbstractContextManager[Any]:
         """Inside, what is done with ``tensor`` is no op of the call."""
@@ -130,13 +159,15 @@ class Watch(TorchDispatchMode):
         return self._diverged
 
 
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[Any, list[tuple[nn.Module, bool]]]] = weakref.WeakKeyDictionary()
+_Turns = list[tuple[nn.Module | None, Turn]]
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Turns]] = weakref.WeakKeyDictionary()
 
 
-def _turning(module: nn.Module, selection: Selection) -> list[tuple[nn.Module, bool]]:
+def _turning(module: nn.Module, selection: Selection) -> _Turns:
+    """The turns with their modules; None for the stage itself, which would otherwise keep itself alive."""
     known = _KNOWN.setdefault(module, {})
     if selection.turns not in known:
-        known[selection.turns] = [(module.get_submodule(name), on) for name, on in selection.turns]
+        known[selection.turns] = [(module.get_submodule(t.module) if t.module else None, t) for t in selection.turns]
     return known[selection.turns]
 
 
