@@ -18,8 +18,8 @@ from profiler.tracing import Trace
 SMALLEST_SHARE = 0.01
 Propose = Callable[[StageOps], Sequence[Choice]]
 # A choice is timed in about this many runs, in as many steps as that takes, within these limits.
-WANTED_SAMPLES = 6
-FEWEST_ROUNDS, MOST_ROUNDS = 2, 6
+WANTED_SAMPLES = 9
+FEWEST_ROUNDS, MOST_ROUNDS = 2, 9
 _UNLIKE = "run again, it did not give the same"
 
 
