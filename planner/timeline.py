@@ -1,0 +1,168 @@
+"""Timelines: the bytes alive over one training step, action by action, as a plan predicts them or as measured."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import pandas as pd
+
+from planner.plan import Plan
+from solvers import Chain, Schedule, keep_all, replay
+from solvers.simulator import Moment
+
+Phase = Literal["forward", "backward", "optimizer"]
+Kind = Literal["forward", "recompute", "backward", "free", "optimizer"]
+_TIMES, _SIZES = ("start_seconds", "seconds"), ("bytes_before", "bytes_peak", "bytes_after")
+COLUMNS = ("series", "phase", "stage", "action", *_TIMES, *_SIZES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One action of a step: when it runs, and the bytes alive before, at its peak, and after it.
+
+    ``recompute`` is any run of a stage but its first.
+    """
+
+    phase: Phase
+    stage: str
+    action: Kind
+    start_seconds: float
+    end_seconds: float
+    before_bytes: int
+    peak_bytes: int
+    after_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One step, from its first forward to the end of the optimizer's step."""
+
+    source: Literal["predicted", "measured"]
+    planned: bool
+    spans: tuple[Span, ...]
+
+    @property
+    def series(self) -> str:
+        """What it is called in tables: for example ``predicted_planned``."""
+        return f"{self.source}_{'planned' if self.planned else 'unplanned'}"
+
+    @property
+    def peak(self) -> Span:
+        """The first of the actions with the highest peak."""
+        return max(self.spans, key=lambda span: span.peak_bytes)
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.spans[-1].end_seconds
+
+    def phases(self) -> list[tuple[Phase, float, float]]:
+        """Each phase with its first and last second."""
+        found = []
+        for phase, spans in itertools.groupby(self.spans, key=lambda span: span.phase):
+            inside = list(spans)
+            found.append((phase, inside[0].start_seconds, inside[-1].end_seconds))
+        return found
+
+
+def chain_in(plan: Plan, where: str = "a plan") -> Chain:
+    """The chain that a plan was solved on; ``where`` names the plan in errors.
+
+    Raises:
+        ValueError: the plan has none, or one that does not give what the plan predicts.
+    """
+    if plan.chain is None:
+        raise ValueError(
+            f"{where}: expected a plan that carries the chain it was solved on, got one of an older release; "
+            "solve the profile again"
+        )
+    if replay(plan.chain, plan.schedule).peak_bytes != plan.predicted_peak_bytes:
+        raise ValueError(
+            f"{where}: expected its chain to give the predicted peak of {plan.predicted_peak_bytes} bytes, "
+            "got another one; solve the profile again"
+        )
+    return plan.chain
+
+
+def predicted_timelines(chain: Chain, schedule: Schedule, *, beside_seconds: float = 0.0) -> list[Timeline]:
+    """The step that keeps everything, and the one that follows ``schedule``.
+
+    Args:
+        chain: what the stages cost.
+        schedule: of its stages.
+        beside_seconds: of the step outside of the chain: the optimizer's.
+    """
+    return [
+        _predicted(chain, keep_all.schedules(chain)[0], planned=False, beside_seconds=beside_seconds),
+        _predicted(chain, schedule, planned=True, beside_seconds=beside_seconds),
+    ]
+
+
+def beside_seconds_of(plan: Plan, chain: Chain) -> float:
+    """Seconds of a step that lie outside of forward and backward; noise may make the measured ones negative."""
+    return max(0.0, plan.unplanned_seconds - chain.unplanned_seconds)
+
+
+def _predicted(chain: Chain, schedule: Schedule, *, planned: bool, beside_seconds: float) -> Timeline:
+    spans: list[Span] = []
+    seen: set[int] = set()
+    now = 0.0
+    phase: Phase = "forward"
+    for moment in replay(chain, schedule).timeline:
+        kind, again = moment.action.kind, moment.action.stage in seen
+        if kind in ("backward", "recompute") or (kind == "forward" and again):
+            phase = "backward"  # What runs again before the first backward belongs to it.
+        elif kind == "forward":
+            seen.add(moment.action.stage)
+        spans.append(_span(chain, moment, phase, now, again=again))
+        now += moment.seconds
+    if chain.other_peak_bytes:
+        spans.append(_optimizer(chain, spans[-1].after_bytes, now, beside_seconds))
+    return Timeline(source="predicted", planned=planned, spans=tuple(spans))
+
+
+def _span(chain: Chain, moment: Moment, phase: Phase, start: float, *, again: bool) -> Span:
+    kind = moment.action.kind
+    return Span(
+        phase=phase,
+        stage=chain.stages[moment.action.stage].name,
+        action="recompute" if kind == "forward" and again else kind,
+        start_seconds=start,
+        end_seconds=start + moment.seconds,
+        before_bytes=moment.before_bytes,
+        peak_bytes=moment.peak_bytes,
+        after_bytes=moment.after_bytes,
+    )
+
+
+def _optimizer(chain: Chain, before_bytes: int, start: float, seconds: float) -> Span:
+    return Span(
+        phase="optimizer",
+        stage="",
+        action="optimizer",
+        start_seconds=start,
+        end_seconds=start + seconds,
+        before_bytes=before_bytes,
+        peak_bytes=max(before_bytes, chain.other_peak_bytes),
+        after_bytes=before_bytes,
+    )
+
+
+def timeline_table(timelines: Iterable[Timeline]) -> pd.DataFrame:
+    """All timelines as one table.
+
+    Columns: ``series`` (``predicted`` or ``measured``, ``planned`` or
+    ``unplanned``), ``phase``, ``stage`` (empty for the optimizer), ``action``,
+    ``start_seconds`` and ``seconds`` (since the step began, at the action's
+    start and end), ``bytes_before``, ``bytes_peak``, ``bytes_after``.
+    """
+    rows = [_row(timeline.series, span) for timeline in timelines for span in timeline.spans]
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def _row(series: str, span: Span) -> Sequence[str | float | int]:
+    sizes = (span.before_bytes, span.peak_bytes, span.after_bytes)
+    return series, span.phase, span.stage, span.action, span.start_seconds, span.end_seconds, *sizes
