@@ -1,0 +1,212 @@
+"""Op fates: which ops of a kind of stages are kept, recomputed, or neither, and why in bytes and seconds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.sizes import format_seconds
+from planner.stage_kinds import StageKind
+from profiler.records import MenuRecord
+from profiler.stage_ops import ChoiceError, StageOps, makes_room
+
+Fate = Literal["recomputed", "kept", "not needed", "view"]
+_SMALL = 10  # what an op frees is no reason to run it again where an op that reads it frees so many times more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpFate:
+    """What happens to one op, or to several that are alike.
+
+    Attributes:
+        ordinals: their positions in the stage.
+        op: their kind.
+        module: that called them, relative to the stage.
+        fate: ``recomputed``: they run again in backward; ``kept``: what they
+            make stays until backward; ``not needed``: backward does not need
+            it; ``view``: they make nothing of their own.
+        size_bytes: kept: what stays; recomputed: what need not stay.
+        seconds: of running them once.
+        why: bytes against seconds, or what needs them.
+    """
+
+    ordinals: tuple[int, ...]
+    op: str
+    module: str
+    fate: Fate
+    size_bytes: int
+    seconds: float
+    why: str
+
+
+def op_fates(kind: StageKind) -> list[OpFate]:
+    """Every op of a kind of stages on its own, in order; none where the ops are not known."""
+    if kind.menu is None:
+        return []
+    stage = _Stage(kind, kind.menu)
+    return [stage.fate_of([ordinal]) for ordinal in range(len(kind.menu.ops.ops))]
+
+
+def grouped_fates(kind: StageKind) -> list[OpFate]:
+    """Ops of the same kind, module and fate together; views left out; first those that run again, largest first."""
+    if kind.menu is None:
+        return []
+    stage, ops = _Stage(kind, kind.menu), kind.menu.ops.ops
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for ordinal, op in enumerate(ops):
+        groups.setdefault((stage.what(ordinal), op.kind, op.module), []).append(ordinal)
+    found = [stage.fate_of(ordinals) for ordinals in groups.values()]
+    order: tuple[Fate, ...] = ("recomputed", "kept", "not needed")
+    return sorted(
+        (fate for fate in found if fate.fate in order),
+        key=lambda fate: (order.index(fate.fate), -fate.size_bytes, -fate.seconds),
+    )
+
+
+def makers(ops: StageOps) -> dict[int, int]:
+    """The op to name for each storage that is made in a stage: where one only makes room, the one that fills it."""
+    found = {number: ordinal for ordinal, op in enumerate(ops.ops) for number in op.makes}
+    for ordinal, op in enumerate(ops.ops):
+        for number in op.writes:
+            if number in found and makes_room(ops.ops[found[number]].op):
+                found[number] = ordinal
+    return found
+
+
+def held_bytes(kind: StageKind) -> tuple[int, int]:
+    """Tensors from outside of the stage that its backward reads and that are alive anyway, and their bytes."""
+    storages = kind.menu.ops.storages if kind.menu is not None else ()
+    held = [storage.size_bytes for storage in storages if storage.held and storage.saved]
+    return len(held), sum(held)
+
+
+class _Stage:
+    """The ops of a kind of stages under their decision."""
+
+    def __init__(self, kind: StageKind, menu: MenuRecord) -> None:
+        self._ops: StageOps = menu.ops
+        self._storages = menu.ops.storages
+        self._made: dict[int, list[int]] = {ordinal: [] for ordinal in range(len(menu.ops.ops))}
+        for number, ordinal in makers(menu.ops).items():
+            self._made[ordinal].append(number)
+        self._readers = _readers(menu.ops)
+        self._values = _values(menu.ops)
+        saved = [n for n, storage in enumerate(self._storages) if storage.saved and storage.op >= 0]
+        self._kept: set[int] = set()
+        if kind.decision in ("recompute", "segment"):
+            self._rerun = frozenset(range(self._end_of(saved)))
+        elif kind.chosen is None:
+            self._rerun = frozenset[int]()
+            self._kept = set(saved)
+        else:
+            self._rerun = frozenset(kind.chosen.rerun)
+            # An op that runs again makes all its results again, also those that need not have been dropped.
+            self._kept = {n for n in kind.chosen.kept if self._storages[n].op not in self._rerun}
+
+    def _end_of(self, saved: Sequence[int]) -> int:
+        """A stage that runs again as a whole stops behind the op that makes its last saved tensor."""
+        writers = self._ops.writers()
+        return 1 + max((writers[n, self._storages[n].versions] for n in saved), default=-1)
+
+    def what(self, ordinal: int) -> Fate:
+        op = self._ops.ops[ordinal]
+        touched = {*self._made[ordinal], *op.writes}
+        if not touched:
+            return "view"
+        if ordinal in self._rerun:
+            return "recomputed"
+        return "kept" if self._kept & touched else "not needed"
+
+    def fate_of(self, ordinals: Sequence[int]) -> OpFate:
+        """The fate of ops that share one."""
+        first = self._ops.ops[ordinals[0]]
+        fate = self.what(ordinals[0])
+        made = {n for ordinal in ordinals for n in self._made[ordinal]}
+        if fate == "recomputed":
+            counted = {n for n in made if self._storages[n].saved}
+        else:
+            counted = made & self._kept
+        size = sum(self._storages[n].size_bytes for n in counted)
+        seconds = sum(self._ops.ops[ordinal].seconds for ordinal in ordinals)
+        return OpFate(
+            ordinals=tuple(ordinals),
+            op=first.kind,
+            module=first.module,
+            fate=fate,
+            size_bytes=size,
+            seconds=seconds,
+            why=self._why(ordinals, fate, counted, size, seconds),
+        )
+
+    def _why(self, ordinals: Sequence[int], fate: Fate, counted: set[int], size: int, seconds: float) -> str:
+        if fate == "recomputed":
+            return self._why_again(ordinals, size, seconds)
+        if fate == "kept":
+            return self._why_kept(ordinals, counted, size)
+        made = [self._storages[n] for ordinal in ordinals for n in self._made[ordinal]]
+        return "the stage's output" if any(storage.returned for storage in made) else ""
+
+    def _why_again(self, ordinals: Sequence[int], size: int, seconds: float) -> str:
+        """What running again is worth: by its own bytes, or because an op that is worth more reads the result."""
+        reader = next(self._readers_again(ordinals), None)
+        if size and (reader is None or _SMALL * size >= self._dropped(reader)):
+            return _rate(seconds, size)
+        if reader is not None:
+            return f"runs again to reach op {reader} ({self._ops.ops[reader].kind})"
+        writes = [n for ordinal in ordinals for n in self._ops.ops[ordinal].writes]
+        return f"changes again what op {self._storages[writes[0]].op} makes" if writes else "runs again with the stage"
+
+    def _readers_again(self, ordinals: Sequence[int]) -> Iterator[int]:
+        """Ops that run again and read what these make, those worth most first."""
+        values = [value for ordinal in ordinals for value in self._values[ordinal]]
+        found = {k for value in values for k in self._readers.get(value, ()) if k in self._rerun} - {*ordinals}
+        return iter(sorted(found, key=lambda k: (-self._dropped(k), k)))
+
+    def _dropped(self, ordinal: int) -> int:
+        """Bytes of what an op makes that are saved and not kept."""
+        made = [self._storages[n] for n in self._made[ordinal] if n not in self._kept]
+        return sum(storage.size_bytes for storage in made if storage.saved)
+
+    def _why_kept(self, ordinals: Sequence[int], kept: set[int], size: int) -> str:
+        if not kept:
+            return "changes in place what is kept"
+        needed = sorted(n for n in kept if not self._storages[n].saved)
+        if needed and len(needed) == len(kept):
+            readers = [k for k in sorted(self._rerun) if any(n in needed for n, _ in self._ops.ops[k].reads)]
+            reader = f"op {readers[0]} ({self._ops.ops[readers[0]].kind})" if readers else "an op"
+            return f"{reader}, which runs again, reads it"
+        try:
+            again = self._ops.rerun(self._kept - kept, self._rerun) - self._rerun
+        except ChoiceError:
+            return f"must not run again: {self._fixed(ordinals)}"
+        seconds = sum(self._ops.ops[k].seconds for k in again)
+        more = len(again) - len(ordinals)
+        others = f", with {more} op{'s' if more > 1 else ''} before it" if more > 0 else ""
+        return f"{_rate(seconds, size)} to make again{others}"
+
+    def _fixed(self, ordinals: Sequence[int]) -> str:
+        reasons = [self._ops.ops[ordinal].fixed for ordinal in ordinals]
+        return next((reason for reason in reasons if reason), "an op before it must not")
+
+
+def _rate(seconds: float, size_bytes: int) -> str:
+    return f"{format_seconds(seconds * 2**20 / size_bytes)} a MiB"
+
+
+def _readers(ops: StageOps) -> dict[tuple[int, int], list[int]]:
+    """Per value, the ops that read it, in order."""
+    reads = itertools.chain.from_iterable(((value, k) for value in op.reads) for k, op in enumerate(ops.ops))
+    found: dict[tuple[int, int], list[int]] = {}
+    for value, ordinal in reads:
+        found.setdefault(value, []).append(ordinal)
+    return found
+
+
+def _values(ops: StageOps) -> dict[int, list[tuple[int, int]]]:
+    """Per op, the values that it makes: of new storages the first version, of changed ones a later one."""
+    found: dict[int, list[tuple[int, int]]] = {ordinal: [] for ordinal in range(len(ops.ops))}
+    for value, ordinal in ops.writers().items():
+        found[ordinal].append(value)
+    return found

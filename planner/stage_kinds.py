@@ -1,0 +1,132 @@
+"""Kinds of stages: those of a plan that are alike and are treated alike, and how their names are said in short."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.plan import Decision, Plan
+from profiler.records import MenuRecord, OptionRecord
+
+_NAMED = 3  # ranges of numbers; of more the first ones and the last
+_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")  # what stands before and behind the last number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageKind:
+    """Stages that have the same ops and the same decision.
+
+    Attributes:
+        members: their positions in the plan.
+        names: of the stages.
+        decision: what happens to them.
+        option: number of the option that they go backward with; 0 keeps everything.
+        menu: their ops and options; None for what has none.
+        runs: forwards of each of them in one step.
+    """
+
+    members: tuple[int, ...]
+    names: tuple[str, ...]
+    decision: Decision
+    option: int
+    menu: MenuRecord | None
+    runs: int
+
+    @property
+    def chosen(self) -> OptionRecord | None:
+        """The option inside the stages; None for keeping everything."""
+        return self.menu.options[self.option - 1] if self.menu is not None and self.option else None
+
+    @property
+    def title(self) -> str:
+        """Their names in short."""
+        return names_in_short(self.names)
+
+
+def stage_kinds(plan: Plan) -> tuple[StageKind, ...]:
+    """The kinds of a plan's stages in the order in which they first come; outside parts left out."""
+    options = options_of(plan)
+    found: dict[tuple[int, str, int, int], list[int]] = {}
+    for k, stage in enumerate(plan.stages):
+        if stage.kind == "stage":
+            alone = -2 - k if stage.menu < 0 else stage.menu
+            found.setdefault((alone, stage.decision, options.get(k, 0), stage.runs), []).append(k)
+    return tuple(_kind(plan, members, options) for members in found.values())
+
+
+def options_of(plan: Plan) -> dict[int, int]:
+    """The option that each kept stage goes backward with."""
+    actions = plan.schedule.actions
+    return {a.stage: a.option for a in actions if a.kind in ("forward", "recompute") and a.option is not None}
+
+
+def _kind(plan: Plan, members: Sequence[int], options: dict[int, int]) -> StageKind:
+    first = plan.stages[members[0]]
+    return StageKind(
+        members=tuple(members),
+        names=tuple(plan.stages[k].name for k in members),
+        decision=first.decision,
+        option=options.get(members[0], 0),
+        menu=plan.menus[first.menu] if 0 <= first.menu < len(plan.menus) else None,
+        runs=first.runs,
+    )
+
+
+def names_in_short(names: Sequence[str]) -> str:
+    """Numbered names as ranges, and how many there are.
+
+    >>> names_in_short(["transformer.h.0"])
+    'transformer.h.0'
+    >>> names_in_short([f"transformer.h.{k}" for k in (3, 4, 5, 7)])
+    'transformer.h.3 to 5, 7 (4 stages)'
+    >>> names_in_short([str(k) for k in range(0, 20, 2)])
+    '0, 2, ... 18 (10 stages)'
+    >>> names_in_short(["layers.0.attn", "layers.0.mlp", "layers.1.attn", "layers.2.mlp"])
+    'layers.0.attn ... layers.2.mlp (4 stages)'
+    """
+    if len(names) == 1:
+        return names[0]
+    if len({_around(name) for name in names}) > 1:
+        shown = f"{names[0]}{', ' if len(names) == 2 else ' ... '}{names[-1].removeprefix(common_path(names))}"
+    else:
+        runs = _ranges(names)
+        shown = ", ".join(runs if len(runs) <= _NAMED else [*runs[: _NAMED - 1], f"... {runs[-1]}"])
+    return f"{shown} ({len(names)} stages)"
+
+
+def common_path(names: Sequence[str]) -> str:
+    """The modules around all of these, with the last dot; empty where there are none.
+
+    A number alone says too little: the module that it counts in stays with it.
+
+    >>> common_path(["transformer.drop", "transformer.h.0", "transformer.h.1"])
+    'transformer.'
+    >>> common_path(["transformer.h.0", "transformer.h.1"])
+    'transformer.'
+    """
+    paths = [name.split(".") for name in names]
+    columns = zip(*(path[:-1] for path in paths), strict=False)
+    common = [parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, columns)]
+    while common and any(parts[len(common)][:1].isdigit() for parts in paths):
+        common.pop()
+    return "".join(f"{part}." for part in common)
+
+
+def _around(name: str) -> tuple[str, str]:
+    """What stands before and behind the last number in a name."""
+    match = _NUMBERED.fullmatch(name)
+    return (name, "") if match is None else (match[1], match[3])
+
+
+def _ranges(names: Sequence[str]) -> list[str]:
+    """Neighbouring numbers as one; what stands before and behind the numbers is the same for all."""
+    before, behind = _around(names[0])
+    numbers = [int(name[len(before) : len(name) - len(behind)]) for name in names]
+    found = []
+    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        values = [value for _, value in run]
+        text = f"{values[0]}{behind}" if len(values) == 1 else f"{values[0]} to {values[-1]}{behind}"
+        found.append(text if found else before + text)
+    return found
