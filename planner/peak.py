@@ -1,0 +1,237 @@
+"""The peak explained: what is alive at the highest moment of a step, and which op made it; as predicted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from planner.op_fates import makers
+from planner.plan import Plan
+from planner.timeline import Span, Timeline
+from profiler.records import MenuRecord, ResidentBytes
+from profiler.stage_ops import StageOps
+from solvers import Chain, Schedule
+from solvers.simulator import alive_before
+
+KEPT = "kept from forward"
+MADE_AGAIN = "made again"
+OUTPUTS = "outputs of stages"
+LEFT = "left by stages that keep nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Something that is alive at a peak.
+
+    Attributes:
+        what: what it is there for.
+        size_bytes: may be negative where the chain counts too much elsewhere.
+        op: the op that made it, as torch calls it; empty where that is not known.
+        module: the module that called the op; for a gradient the parameter.
+        stage: the stage that made it.
+        phase: in which it was made; empty for what was there before the step.
+        tensors: how many storages; 0 where that is not known.
+    """
+
+    what: str
+    size_bytes: int
+    op: str = ""
+    module: str = ""
+    stage: str = ""
+    phase: str = ""
+    tensors: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The highest moment of a step, explained.
+
+    Attributes:
+        source: ``predicted`` or ``measured``.
+        peak_bytes: what the parts add up to.
+        phase, stage, action: where in the step it stands.
+        op: the op that was running, with its module; empty where that is not known.
+        seconds: since the step began; None where that is not known.
+        parts: what is alive, each thing once.
+    """
+
+    source: str
+    peak_bytes: int
+    phase: str
+    stage: str
+    action: str
+    op: str = ""
+    seconds: float | None = None
+    parts: tuple[Part, ...]
+
+
+def predicted_peak(
+    chain: Chain,
+    schedule: Schedule,
+    timeline: Timeline,
+    *,
+    plan: Plan | None = None,
+) -> Peak:
+    """Explain the highest moment of a planned step by what the replay holds then.
+
+    Args:
+        chain, schedule: what was solved and how.
+        timeline: of the same schedule.
+        plan: says what is resident, and which ops the stages have; without, only stages are named.
+    """
+    span = timeline.peak
+    if span.action == "optimizer":
+        parts = [*_resident(chain, plan), *_all_gradients(chain)]
+        parts.append(_left(span, parts, "made by the optimizer's step"))
+    else:
+        position = timeline.spans.index(span)
+        parts = _Explained(chain, schedule, position, plan).parts()
+        assert sum(part.size_bytes for part in parts) == span.before_bytes
+        parts.append(_left(span, parts, _meanwhile(span)))
+    return Peak(
+        source="predicted",
+        peak_bytes=span.peak_bytes,
+        phase=span.phase,
+        stage=span.stage,
+        action=span.action,
+        seconds=(span.start_seconds + span.end_seconds) / 2,
+        parts=tuple(part for part in parts if part.size_bytes),
+    )
+
+
+def _left(span: Span, parts: list[Part], what: str) -> Part:
+    left = span.peak_bytes - sum(part.size_bytes for part in parts)
+    return Part(what=what, size_bytes=left, stage=span.stage, phase=span.phase)
+
+
+def _meanwhile(span: Span) -> str:
+    if span.action == "backward":
+        return "made as its backward runs"
+    return "made as its forward runs" if span.action == "forward" else "made as it runs again"
+
+
+def _resident(chain: Chain, plan: Plan | None) -> Iterator[Part]:
+    """What is there before the step; the chain's number counts."""
+    nothing = ResidentBytes(parameters=0, buffers=0, optimizer=0, inputs=0)
+    known = plan.resident if plan is not None and plan.resident is not None else nothing
+    named = {
+        "parameters": known.parameters,
+        "optimizer states": known.optimizer,
+        "buffers": known.buffers,
+        "batch": known.inputs,
+        "gradients from before": known.gradients,
+    }
+    for what, size in named.items():
+        yield Part(what=what, size_bytes=size)
+    yield Part(what="resident" if not known.total else "other resident", size_bytes=chain.resident_bytes - known.total)
+
+
+def _all_gradients(chain: Chain) -> list[Part]:
+    return [_gradients(chain, k) for k in range(len(chain.stages))]
+
+
+def _gradients(chain: Chain, k: int) -> Part:
+    stage = chain.stages[k]
+    return Part(
+        what="gradients of parameters", size_bytes=stage.parameter_gradient_bytes, stage=stage.name, phase="backward"
+    )
+
+
+class _Explained:
+    """What is alive as an action begins, thing by thing."""
+
+    def __init__(self, chain: Chain, schedule: Schedule, position: int, plan: Plan | None) -> None:
+        self._stages = chain.stages
+        self._chain = chain
+        self._plan = plan
+        self._alive = alive_before(chain, schedule, position)
+        runs = Counter(a.stage for a in schedule.actions[:position] if a.kind in ("forward", "recompute"))
+        self._again = {k for k, count in runs.items() if count > 1}
+        self._outputs = {k: chain.stages[k].boundary_bytes for k in self._alive.boundaries}
+
+    def parts(self) -> list[Part]:
+        alive = self._alive
+        found = [*_resident(self._chain, self._plan), *(part for k in alive.kept for part in self._kept(k))]
+        found += [self._output(k, size) for k, size in self._outputs.items()]
+        found += [self._of(LEFT, k, self._stages[k].residue_bytes) for k in alive.residues]
+        found += [self._shared(number) for number in alive.shared]
+        found += [_gradients(self._chain, k) for k in alive.gradients]
+        if alive.incoming is not None:
+            size = self._stages[alive.incoming].gradient_bytes
+            found.append(self._of("gradients of activations", alive.incoming, size, "backward"))
+        return found
+
+    def _of(self, what: str, k: int, size_bytes: int, phase: str = "forward") -> Part:
+        return Part(what=what, size_bytes=size_bytes, stage=self._stages[k].name, phase=phase)
+
+    def _kept(self, k: int) -> Iterator[Part]:
+        """What a stage keeps, storage by storage; what that leaves over or falls short by comes last."""
+        option, menu = self._alive.kept[k], self._menu(k)
+        left = option.kept_bytes + (0 if k in self._alive.boundaries else option.kept_output_bytes)
+        number = next(i for i, each in enumerate(self._stages[k].options) if each is option)
+        for part in () if menu is None else self._stored(k, menu, number, left):
+            left -= part.size_bytes
+            yield part
+        if left < 0:  # The stage lets go of its input, which its replay counts as alive.
+            given = min(-left, self._outputs.get(k - 1, 0))
+            self._outputs[k - 1] = self._outputs.get(k - 1, 0) - given
+            left += given
+        yield self._of(KEPT if menu is None else "kept, not told apart", k, left)
+
+    def _stored(self, k: int, menu: MenuRecord, option: int, left: int) -> Iterator[Part]:
+        """The storages that a stage keeps, and those of its output that are held for longer than the next stage does.
+
+        What it returns is mostly counted as its output, or as held by several
+        stages: it is named here as far as there are bytes left for it.
+        """
+        kept = MADE_AGAIN if k in self._again else KEPT
+        for what, storages in ((kept, _kept_storages(menu, option)), (OUTPUTS, _outputs_beside(menu, option))):
+            for number in storages:
+                entry = menu.ops.storages[number]
+                if not entry.returned or entry.size_bytes <= left:
+                    left -= entry.size_bytes
+                    yield self._made(what, k, menu.ops, number)
+
+    def _output(self, k: int, size_bytes: int) -> Part:
+        menu = self._menu(k)
+        made = [] if menu is None else [n for n, s in enumerate(menu.ops.storages) if s.returned and s.op >= 0]
+        if menu is None or len(made) != 1:
+            return self._of(OUTPUTS, k, size_bytes)
+        return replace(self._made(OUTPUTS, k, menu.ops, made[0]), size_bytes=size_bytes)
+
+    def _made(self, what: str, k: int, ops: StageOps, storage: int) -> Part:
+        entry = ops.storages[storage]
+        phase = "backward" if what == MADE_AGAIN else "forward"
+        part = replace(self._of(what, k, entry.size_bytes, phase), tensors=1)
+        if entry.op < 0:
+            return replace(part, what="inputs kept for ops that run again")
+        maker = ops.ops[makers(ops)[storage]]
+        return replace(part, op=maker.op, module=maker.module)
+
+    def _shared(self, number: int) -> Part:
+        tensor = self._chain.shared[number]
+        return replace(self._output(tensor.born, tensor.size_bytes), what="held by several stages", tensors=1)
+
+    def _menu(self, k: int) -> MenuRecord | None:
+        menu = -1 if self._plan is None else self._plan.stages[k].menu
+        return None if self._plan is None or not 0 <= menu < len(self._plan.menus) else self._plan.menus[menu]
+
+
+def _kept_storages(menu: MenuRecord, option: int) -> list[int]:
+    """Storages that an option keeps itself, those that the stage returns last."""
+    storages = menu.ops.storages
+    if option:
+        chosen = menu.options[option - 1]
+        inputs = [n for n in chosen.kept if storages[n].op < 0 and not storages[n].exclusive]
+        # An op that runs again makes all its results again, also those that need not have been dropped.
+        kept = [*inputs, *(n for n in chosen.kept if storages[n].op >= 0 and storages[n].op not in chosen.rerun)]
+    else:
+        kept = [n for n, storage in enumerate(storages) if storage.saved and storage.op >= 0]
+    return sorted(kept, key=lambda n: storages[n].returned)
+
+
+def _outputs_beside(menu: MenuRecord, option: int) -> list[int]:
+    """Storages that the stage returns and the option does not keep."""
+    kept = set(_kept_storages(menu, option))
+    return [n for n, s in enumerate(menu.ops.storages) if s.returned and s.op >= 0 and n not in kept]

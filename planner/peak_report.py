@@ -1,0 +1,117 @@
+"""The explained peak as people and programs read it: alike parts together as a table, and every part as CSV rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from planner.peak import Part, Peak
+from planner.plan import Plan
+from planner.sizes import format_bytes
+from planner.stage_kinds import common_path, names_in_short
+from profiler.stage_ops import kind_of
+
+COLUMNS = ("series", "what", "op", "module", "stage", "phase", "tensors", "bytes")
+ROWS_SHOWN = 12
+_EVERY_STAGE = ("gradients of parameters", "gradients of activations", "left by stages that keep nothing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakRow:
+    """Parts that are alike: the same reason, the same kind of op, stages of the same class."""
+
+    what: str
+    op: str
+    where: str
+    tensors: int
+    size_bytes: int
+
+
+def peak_rows(peak: Peak, plan: Plan | None = None) -> list[PeakRow]:
+    """The parts of a peak, alike ones together, largest first.
+
+    Args:
+        peak: explained.
+        plan: says of which class the stages are, and in which order they run.
+    """
+    stages = () if plan is None else plan.stages
+    classes = {stage.name: stage.module_class for stage in stages if stage.kind == "stage"}
+    order = {stage.name: k for k, stage in enumerate(stages)}
+    groups: dict[tuple[str, str, str, str], list[Part]] = {}
+    for part in sorted(peak.parts, key=lambda part: order.get(part.stage, 0)):
+        alike = "" if part.what in _EVERY_STAGE or plan is None else classes.get(part.stage, part.stage)
+        groups.setdefault((part.what, _kind(part), part.phase, alike), []).append(part)
+    path = path_of(plan)
+    return sorted((_row(key[1], parts, path) for key, parts in groups.items()), key=lambda row: -row.size_bytes)
+
+
+def path_of(plan: Plan | None) -> str:
+    """The modules around all stages: rows leave them out of the stages' names."""
+    return "" if plan is None else common_path([stage.name for stage in plan.stages if stage.kind == "stage"])
+
+
+def _kind(part: Part) -> str:
+    return "" if part.what in _EVERY_STAGE else kind_of(part.op)
+
+
+def _row(op: str, parts: Sequence[Part], path: str) -> PeakRow:
+    stages = list(dict.fromkeys(part.stage for part in parts if part.stage))
+    modules = {part.module for part in parts}
+    inside = f" ({modules.pop()})" if op and len(modules) == 1 and "" not in modules else ""
+    return PeakRow(
+        what=parts[0].what,
+        op=op + inside,
+        where=names_in_short(stages).replace(path, "") if stages else "",
+        tensors=sum(part.tensors for part in parts),
+        size_bytes=sum(part.size_bytes for part in parts),
+    )
+
+
+def peak_report(peak: Peak, plan: Plan | None = None, *, limit: int = ROWS_SHOWN) -> RenderableType:
+    """What is alive at the peak, largest first; ``limit`` rows, or all for 0."""
+    rows = peak_rows(peak, plan)
+    shown = rows[: limit or None]
+    table = Table(title=escape(peak_title(peak)), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table.pad_edge = False
+    for name in ("alive", "made by", "in"):
+        table.add_column(name, overflow="fold")
+    for name in ("tensors", "size", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in shown:
+        tensors = str(row.tensors) if row.tensors else "-"
+        share = f"{row.size_bytes / peak.peak_bytes:.0%}" if peak.peak_bytes else "-"
+        cells = (row.what, escape(row.op) or "-", escape(row.where) or "-")
+        table.add_row(*cells, tensors, format_bytes(row.size_bytes), share)
+    rest = sum(row.size_bytes for row in rows[len(shown) :])
+    notes = [f"and {len(rows) - len(shown)} smaller ones: {format_bytes(rest)}"] if len(rows) > len(shown) else []
+    notes += [f"names of stages without {path_of(plan)!r}"] if path_of(plan) else []
+    return Group(table, *([escape("; ".join(notes))] if notes else []))
+
+
+def peak_title(peak: Peak) -> str:
+    """One line: how much, where in the step, and at which op."""
+    where = {"optimizer": "in the optimizer's step"}.get(peak.action, f"in the {peak.action} of {peak.stage}")
+    at = f", at {peak.op}" if peak.op else ""
+    return f"Peak, {peak.source}: {format_bytes(peak.peak_bytes)} ({peak.peak_bytes:,} bytes) {where}{at}"
+
+
+def peak_table(peaks: Iterable[Peak]) -> pd.DataFrame:
+    """Every part of every peak, one row each.
+
+    Columns: ``series`` (``predicted`` or ``measured``), ``what``, ``op`` (that
+    made it), ``module`` (relative to the stage), ``stage``, ``phase`` (in which
+    it was made), ``tensors`` (0 where not known), ``bytes``. The bytes of a
+    series add up to its peak.
+    """
+    rows = [
+        (peak.source, p.what, p.op, p.module, p.stage, p.phase, p.tensors, p.size_bytes)
+        for peak in peaks
+        for p in sorted(peak.parts, key=lambda part: -part.size_bytes)
+    ]
+    return pd.DataFrame(rows, columns=list(COLUMNS))
