@@ -12,6 +12,7 @@ from profiler.probe import BACKWARD, FORWARD, stage_place
 from profiler.selective import Selection
 from profiler.stage_ops import Choice, ChoiceError, StageOps
 from profiler.stages import ChosenStage
+from profiler.steady_times import Sample, steady_seconds
 from profiler.tracing import Trace
 
 # Stages of one kind that together save less than this share are not worth the steps: they are kept or recomputed whole.
@@ -219,7 +220,8 @@ class Costs:
         self._plain = plain
         self._groups = groups
         self._bytes = [[ChoiceCost() for _ in group.choices] for group in groups]
-        self._seconds: dict[tuple[str, int, int], list[float]] = {}
+        self._samples: list[Sample] = []
+        self._steps = 0
 
     def add_memory(self, assignment: Assignment, step: dict[str, list[Interval]]) -> None:
         """Take the bytes of a step under the memory meter."""
@@ -234,27 +236,21 @@ class Costs:
         """Take the seconds of a step under the time meter."""
         for k, (group, choice) in assignment.items():
             for phase in (FORWARD, BACKWARD):
-                intervals = step.get(stage_place(k).label(phase), [])
-                self._seconds.setdefault((phase, group, choice), []).append(sum(i.seconds for i in intervals))
+                seconds = sum(i.seconds for i in step.get(stage_place(k).label(phase), []))
+                self._samples.append(Sample(self._steps, (phase, group, choice), seconds))
+        self._steps += 1
 
     def finish(self) -> list[list[ChoiceCost]]:
         """The costs by group and choice; the last of each group is that of keeping everything."""
         families = {family.family: number for number, family in enumerate(families_of(self._groups))}
-        return [
-            [self._timed(cost, families[group.family], choice) for choice, cost in enumerate(own)]
-            + [self._timed(ChoiceCost(), families[group.family], KEEP)]
-            for group, own in zip(self._groups, self._bytes, strict=True)
-        ]
-
-    def _timed(self, cost: ChoiceCost, family: int, choice: int) -> ChoiceCost:
-        cost.forward_seconds = _typical(self._seconds.get((FORWARD, family, choice), []))
-        cost.backward_seconds = _typical(self._seconds.get((BACKWARD, family, choice), []))
-        return cost
-
-
-def _typical(seconds: Sequence[float]) -> float:
-    """A machine stalls and never hurries: the lower quartile is steadier than the median."""
-    return sorted(seconds)[len(seconds) // 4] if seconds else 0.0
+        seconds = steady_seconds(self._samples)
+        found = [[*own, ChoiceCost()] for own in self._bytes]
+        for group, costs in zip(self._groups, found, strict=True):
+            for choice in (*range(len(costs) - 1), KEEP):
+                key = (families[group.family], choice)
+                costs[choice].forward_seconds = seconds.get((FORWARD, *key), 0.0)
+                costs[choice].backward_seconds = seconds.get((BACKWARD, *key), 0.0)
+        return found
 
 
 def _growth(intervals: Sequence[Interval]) -> int:
