@@ -4,6 +4,7 @@ from planner.applier import Handle, PlanMismatch, apply, handle_of
 from planner.by_hand import state
 from planner.checkpointing import auto_checkpoint
 from planner.curves import pareto
+from planner.functions import recompute
 from planner.plan import Plan, PlannedStage
 from planner.planning import Infeasible, NothingFound, solve
 from planner.profiling import profile
@@ -34,6 +35,7 @@ __all__ = [
     "measure",
     "pareto",
     "profile",
+    "recompute",
     "solve",
     "state",
 ]

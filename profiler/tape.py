@@ -9,15 +9,17 @@ op that reads it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from profiler.geometry import geometry_of, over, view_of
+from profiler.held import Held, Holder, held_in, version_of
 from profiler.op_traits import OpTraits, traits_of
 from profiler.randomness import drawing_as, drawing_state
-from profiler.rerun import RerunError, running_again
+from profiler.rerun import running_again
 
 
 class Remade:
@@ -102,16 +104,6 @@ class _Made:
         self.geometry = geometry_of(tensor)
 
 
-class _Held:
-    """In an op's recorded arguments: a tensor that is alive anyway, or kept for this op."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = _cut_off(tensor)
-        self.version = _version(tensor)
-
-
 class _Shape:
     """In an op's recorded arguments: a tensor of which only shape and kind matter."""
 
@@ -148,6 +140,7 @@ class Tape:
         self._made: dict[int, Remade] = {}
         self._records: dict[int, Record] = {}
         self._recording = True
+        self._handed_over = False
 
     # Forward -----------------------------------------------------------------
 
@@ -155,7 +148,7 @@ class Tape:
         """The storage under ``tensor`` if an op on the tape made it and only such ops changed it since."""
         found = self._under(tensor)
         # Fewer changes are no sign of others: pieces of ``unsafe_split`` count their own alone, ``_foreach`` ops none.
-        return found if found is not None and _version(tensor) <= found.base + found.version else None
+        return found if found is not None and version_of(tensor) <= found.base + found.version else None
 
     def _under(self, tensor: Tensor) -> Remade | None:
         if tensor.layout is not torch.strided:
@@ -177,6 +170,22 @@ class Tape:
         """The call is over."""
         self._recording = False
         self._made.clear()
+
+    def hand_over(self, holder_of: Callable[[Tensor], Holder]) -> None:
+        """Let somebody else hold what the recorded ops read from outside; for after the call."""
+        self._handed_over = True
+        for record in self._records.values():
+            for held in held_in((record.args, record.kwargs)):
+                held.hand_over(holder_of)
+
+    def trim(self) -> None:
+        """Forget the ops that nothing needs; for after a call of which not only those were recorded."""
+        made = [remade for record in self._records.values() for _, remade in record.makes]
+        wanted = [remade.writers[-1] for remade in made if remade.unfilled()]
+        needed = {record.ordinal for writer in wanted for record in self._needed(writer)}
+        for ordinal in self._records.keys() - needed:
+            for remade, _ in self._records.pop(ordinal).reads:
+                remade.pending -= 1
 
     def settle(self) -> None:
         """Fill every placeholder and take no more: what comes now may change what the recorded ops read."""
@@ -232,7 +241,7 @@ class Tape:
             if key in given:
                 continue
             given.add(key)
-            remade = self._made[key] = Remade(weakref.ref(storage), _version(tensor), record.ordinal)
+            remade = self._made[key] = Remade(weakref.ref(storage), version_of(tensor), record.ordinal)
             record.makes.append((leaf, remade))
 
     def _encoded(self, args: tuple[Any, ...], record: Record, given: set[int]) -> list[Any]:
@@ -244,13 +253,13 @@ class Tape:
     def _encode(self, value: Any, record: Record, given: set[int]) -> Any:
         if isinstance(value, Tensor):
             if value.layout is not torch.strided:
-                return _Held(value)
+                return Held(value)
             storage = value.untyped_storage()
             key = storage._cdata
             given.add(key)
             found = self._made.get(key)
-            if found is None or found.live() is not storage or _version(value) > found.base + found.version:
-                return _Held(value)
+            if found is None or found.live() is not storage or version_of(value) > found.base + found.version:
+                return Held(value)
             record.reads.append((found, found.version))
             return _Made(found, value)
         if isinstance(value, (list, tuple)):
@@ -261,6 +270,10 @@ class Tape:
 
     def make(self, remade: Remade) -> None:
         """Make a storage again, in its last version."""
+        if self._handed_over:  # Who holds something may have to run a part of the model for it, gradients and all.
+            for record in self._needed(remade.writers[-1]):
+                for held in held_in((record.args, record.kwargs)):
+                    held.tensor()
         with running_again(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch.no_grad():
             if self._recording and remade.live() is not None:
                 self._settle(remade)
@@ -334,33 +347,8 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, _Made):
         assert value.remade.root is not None
         return view_of(value.remade.root, value.geometry)
-    if isinstance(value, _Held):
-        if _version(value.tensor) != value.version:
-            raise RerunError(
-                "expected a tensor that a recomputed op reads to be as it was in forward, got one that was changed in "
-                "place since; change a copy, or leave this stage out of the plan"
-            )
-        return value.tensor
+    if isinstance(value, Held):
+        return value.tensor()
     if isinstance(value, list):
         return [_decoded(item) for item in value]
     return value
-
-
-_VIEWS = torch._C.DispatchKey.ADInplaceOrView
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version  # Inference tensors count no changes.
-
-
-def _cut_off(tensor: Tensor) -> Tensor:
-    """The tensor without its graph, sharing its version counter; for use inside a dispatch mode.
-
-    There torch leaves out the layer that makes a detached tensor share the counter.
-    """
-    without = torch._C._dispatch_tls_is_dispatch_key_excluded(_VIEWS)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(_VIEWS, False)
-    try:
-        return tensor.detach()
-    finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(_VIEWS, without)

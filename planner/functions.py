@@ -1,0 +1,226 @@
+"""Functions that are run again: what a plain function saves for backward is dropped and made again there."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from profiler.geometry import geometry_of
+from profiler.op_traits import traits_of, why_fixed
+from profiler.rerun import RUNNING_AGAIN
+from profiler.selective import Kept, unpack
+from profiler.tape import Lazy, Tape
+from profiler.trees import tensors_in
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_PLAIN = (Tensor, nn.Parameter)
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def recompute(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that does what ``function`` does, and keeps nothing for backward but what it reads.
+
+    With gradients enabled, the ops that it runs are recorded, and what autograd saves of their results is dropped.
+    When backward asks for it, those ops run again, below autograd: the same kernels on the same inputs, with the same
+    random numbers. The function's own code runs once, so what else it does it does once. Needs no plan, and may be
+    used inside a model that is profiled and planned, inside ``torch.utils.checkpoint`` and inside itself. What must
+    not run again (ops that communicate, that change what is not their own, that draw from a generator of their own)
+    is kept.
+
+    Args:
+        function: a function, method, lambda, ``functools.partial`` or any other callable; works as a decorator.
+
+    Returns:
+        The wrapped function, with the name and the documentation of its own.
+
+    Raises:
+        ValueError: no callable, or one that returns before it has run (a generator, a coroutine).
+
+    >>> act = recompute(torch.nn.functional.gelu)
+    >>> act.__name__
+    'gelu'
+    """
+    if not callable(function):
+        raise ValueError(f"recompute: expected a function, got {type(function).__name__}; pass the function itself")
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    if any(is_kind(function) for is_kind in kinds):
+        raise ValueError(
+            "recompute: expected a function that has run when it returns, got a generator or coroutine; "
+            "wrap the functions that it calls"
+        )
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if torch.compiler.is_compiling():  # The compiler knows torch's own way and builds it into its graph.
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)  # type: ignore[return-value]
+        return _Call().run(function, args, kwargs)
+
+    # A module's attributes are its own: they are not copied to the function.
+    return functools.wraps(function, updated=() if isinstance(function, nn.Module) else ("__dict__",))(run)
+
+
+class _Call:
+    """One call of such a function."""
+
+    def __init__(self) -> None:
+        self._around: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore
+        self._recorder = _Recorder()
+        self._passed: list[_Passed] = []
+
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run it and return what it returns."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack), self._recorder:
+            output = function(*args, **kwargs)
+        tape, passed = self._recorder.finish(), self._passed
+        self._passed = []  # Nodes of the graph hold this call by its hooks, and must not hold tensors by it.
+        if self._around is not None:
+            holders = _Holders(self._around)
+            tape.hand_over(holders.of)
+            for each in passed:
+                each.hand_over(holders)
+        return output
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if tensor.is_leaf and tensor.requires_grad:
+            return Kept(tensor)
+        remade = self._recorder.tape.remade_of(tensor)
+        if remade is not None:
+            return Lazy(self._recorder.tape, remade, tensor)
+        with torch._C._DisableTorchDispatch() if type(tensor) in _PLAIN else self._recorder.unseen():
+            kept = tensor.detach()
+        if self._around is None:
+            return Kept(kept)
+        self._passed.append(_Passed(kept))
+        return self._passed[-1]
+
+
+class _Recorder(TorchDispatchMode):
+    """Has every op recorded that may run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape = Tape()
+        self._ordinal = 0
+        self._depth = RUNNING_AGAIN.get()
+        self._read: set[int] = set()  # storages from outside that recorded ops read
+        self._paused = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused or RUNNING_AGAIN.get() != self._depth:
+            return func(*args, **kwargs)
+        given = tensors_in((args, kwargs))
+        self._before_writing(func, args, kwargs)
+        if not _may_run_again(func, args, kwargs, given):
+            self.tape.spoil(func, args, kwargs)
+            return func(*args, **kwargs)
+        self._read.update(_storage(tensor) for tensor in given if self.tape.remade_of(tensor) is None)
+        self._ordinal += 1
+        return self.tape.run(self._ordinal, func, args, kwargs)
+
+    def _before_writing(self, func: Any, args: Any, kwargs: Any) -> None:
+        """What was recorded cannot run again once an op changes what it reads from outside: it is kept instead."""
+        traits = traits_of(func)
+        if not traits.changes_in_place:
+            return
+        outside = [t for t in traits.writes(args, kwargs) if self.tape.remade_of(t) is None]
+        if any(_storage(tensor) in self._read for tensor in outside):
+            self.tape.settle()
+            self.tape.finish()
+            self.tape = Tape()
+            self._read.clear()
+
+    def unseen(self) -> _Unseen:
+        """Inside, ops are no ops of the function."""
+        return _Unseen(self)
+
+    def finish(self) -> Tape:
+        """The call is over: its tape, which from now on only the graph holds."""
+        tape, self.tape = self.tape, Tape()
+        tape.finish()
+        tape.trim()
+        return tape
+
+
+class _Unseen:
+    def __init__(self, recorder: _Recorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> None:
+        self._recorder._paused = True
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder._paused = False
+
+
+def _may_run_again(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:
+    if why_fixed(traits_of(func), args, kwargs):
+        return False
+    return all(type(tensor) in _PLAIN and tensor.layout is torch.strided for tensor in given)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+class _Holders:
+    """Holds tensors by the saved-tensor hooks around a call, each tensor once."""
+
+    def __init__(self, hooks: _Hooks) -> None:
+        self._hooks = hooks
+        self._known: dict[Any, _Holder] = {}
+
+    def of(self, tensor: Tensor) -> _Holder:
+        strided = tensor.layout is torch.strided
+        key = (tensor.untyped_storage()._cdata, geometry_of(tensor)) if strided else id(tensor)
+        if key not in self._known:
+            self._known[key] = _Holder(self._hooks, tensor)
+        return self._known[key]
+
+
+class _Holder:
+    """A tensor as the hooks around a call hold it; asked for once, because some can give it once only."""
+
+    __slots__ = ("_packed", "_tensor", "_unpack")
+
+    def __init__(self, hooks: _Hooks, tensor: Tensor) -> None:
+        pack, self._unpack = hooks
+        self._packed: Any = pack(tensor)
+        self._tensor: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        if self._tensor is None:
+            self._tensor = self._unpack(self._packed)
+            self._packed = None
+        return self._tensor
+
+
+class _Passed:
+    """In the graph: a saved tensor that is not made again, and held by the hooks around the call."""
+
+    __slots__ = ("_holder", "_tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+        self._holder: _Holder | None = None
+
+    def hand_over(self, holders: _Holders) -> None:
+        assert self._tensor is not None
+        self._holder, self._tensor = holders.of(self._tensor), None
+
+    def tensor(self) -> Tensor:
+        if self._tensor is not None:
+            return self._tensor
+        assert self._holder is not None
+        return self._holder.tensor()

@@ -1,0 +1,78 @@
+"""Held tensors: what recorded ops read that nobody makes again, held by the record or by somebody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from profiler.rerun import RerunError
+
+_VIEWS = torch._C.DispatchKey.ADInplaceOrView
+
+
+class Holder(Protocol):
+    """Holds a tensor for a tape."""
+
+    def tensor(self) -> Tensor:
+        """The tensor."""
+        ...
+
+
+class Held:
+    """In an op's recorded arguments: a tensor that is alive anyway, kept for this op, or held by somebody else."""
+
+    __slots__ = ("_holder", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = _cut_off(tensor)
+        self._version = version_of(tensor)
+        self._holder: Holder | None = None
+
+    def hand_over(self, holder_of: Callable[[Tensor], Holder]) -> None:
+        """Let somebody else hold it, unless it was changed since."""
+        if self._tensor is not None and version_of(self._tensor) == self._version:
+            self._holder, self._tensor = holder_of(self._tensor), None
+
+    def tensor(self) -> Tensor:
+        """The tensor; raises RerunError where it was changed in place since the op read it."""
+        if self._tensor is None:
+            assert self._holder is not None
+            return self._holder.tensor()
+        if version_of(self._tensor) != self._version:
+            raise RerunError(
+                "expected a tensor that a recomputed op reads to be as it was in forward, got one that was changed in "
+                "place since; change a copy, or leave this stage out of the plan"
+            )
+        return self._tensor
+
+
+def held_in(value: Any) -> Iterator[Held]:
+    """The held tensors among an op's recorded arguments."""
+    if isinstance(value, Held):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from held_in(item)
+    elif isinstance(value, dict):
+        yield from held_in(list(value.values()))
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return -1 if tensor.is_inference() else tensor._version  # Inference tensors count no changes.
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    """The tensor without its graph, sharing its version counter; for use inside a dispatch mode.
+
+    There torch leaves out the layer that makes a detached tensor share the counter.
+    """
+    without = torch._C._dispatch_tls_is_dispatch_key_excluded(_VIEWS)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_VIEWS, False)
+    try:
+        return tensor.detach()
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_VIEWS, without)
