@@ -41,7 +41,7 @@ class OpFate:
     why: str
 
 
-def op_fates(kind: StageKind) -> list[OpFate]:
+def fates_of_ops(kind: StageKind) -> list[OpFate]:
     """Every op of a kind of stages on its own, in order; none where the ops are not known."""
     if kind.menu is None:
         return []

@@ -73,7 +73,7 @@ def _row(op: str, parts: Sequence[Part], path: str) -> PeakRow:
     )
 
 
-def peak_report(peak: Peak, plan: Plan | None = None, *, limit: int = ROWS_SHOWN) -> RenderableType:
+def peak_shown(peak: Peak, plan: Plan | None = None, *, limit: int = ROWS_SHOWN) -> RenderableType:
     """What is alive at the peak, largest first; ``limit`` rows, or all for 0."""
     rows = peak_rows(peak, plan)
     shown = rows[: limit or None]

@@ -45,7 +45,7 @@ class StageKind:
         return names_in_short(self.names)
 
 
-def stage_kinds(plan: Plan) -> tuple[StageKind, ...]:
+def kinds_of_stages(plan: Plan) -> tuple[StageKind, ...]:
     """The kinds of a plan's stages in the order in which they first come; outside parts left out."""
     options = options_of(plan)
     found: dict[tuple[int, str, int, int], list[int]] = {}

@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from planner.op_fates import OpFate, grouped_fates, held_bytes, op_fates
+from planner.op_fates import OpFate, fates_of_ops, grouped_fates, held_bytes
 from planner.plan import Plan
 from planner.sizes import format_bytes, format_seconds
-from planner.stage_kinds import StageKind, stage_kinds
+from planner.stage_kinds import StageKind, kinds_of_stages
 
 SHOWN = 5  # rows each of what is recomputed and of what is kept
 KINDS_SHOWN = 3  # with a table, those that free most; the others in a line
@@ -27,7 +27,7 @@ def plan_ops_report(plan: Plan, *, every_op: bool = False) -> RenderableType:
         every_op: all ops of all kinds one by one; else, for kinds in which
             some ops run again, the largest ones, alike ones together.
     """
-    kinds = stage_kinds(plan)
+    kinds = kinds_of_stages(plan)
     ranked = sorted(kinds, key=lambda kind: -(kind.chosen.freed_bytes * len(kind.members) if kind.chosen else 0))
     tabled = {kind.members for kind in ranked[:KINDS_SHOWN]}
     parts: list[RenderableType] = ["[bold]Ops, per kind of stage[/bold]"]
@@ -41,7 +41,7 @@ def _kind_report(plan: Plan, kind: StageKind, every_op: bool, *, table: bool) ->
     if kind.menu is None:
         return
     if every_op:
-        yield _table([(str(fate.ordinals[0]), fate) for fate in op_fates(kind)], "op")
+        yield _table([(str(fate.ordinals[0]), fate) for fate in fates_of_ops(kind)], "op")
         yield _held(kind)
     elif kind.decision == "selective" and table:
         yield from _largest(kind)

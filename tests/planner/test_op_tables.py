@@ -10,10 +10,10 @@ from rich.console import Console
 
 import planner
 from planner import zoo
-from planner.op_fates import grouped_fates, held_bytes, makers, op_fates
-from planner.ops_report import plan_ops_report
+from planner.op_fates import fates_of_ops, grouped_fates, held_bytes, makers
+from planner.op_tables import plan_ops_report
 from planner.plan import Decision
-from planner.stage_kinds import StageKind, common_path, names_in_short, stage_kinds
+from planner.stage_kinds import StageKind, common_path, kinds_of_stages, names_in_short
 from profiler.records import MenuRecord, OptionRecord
 from profiler.stage_ops import StageOp, StageOps, StageStorage
 
@@ -59,7 +59,7 @@ def kind(decision: Decision, kept: tuple[int, ...] = (), rerun: tuple[int, ...] 
 
 
 def said(found: StageKind) -> list[tuple[str, int, str]]:
-    return [(fate.fate, fate.size_bytes, fate.why) for fate in op_fates(found)]
+    return [(fate.fate, fate.size_bytes, fate.why) for fate in fates_of_ops(found)]
 
 
 def test_a_stage_of_which_a_part_runs_again() -> None:
@@ -129,7 +129,7 @@ def plan() -> planner.Plan:
 
 
 def test_every_kind_of_stage_is_said_once(plan: planner.Plan) -> None:
-    kinds = stage_kinds(plan)
+    kinds = kinds_of_stages(plan)
     members = sorted(k for found in kinds for k in found.members)
     assert members == [k for k, stage in enumerate(plan.stages) if stage.kind == "stage"]
     text = text_of(plan_ops_report(plan))
@@ -139,7 +139,7 @@ def test_every_kind_of_stage_is_said_once(plan: planner.Plan) -> None:
 
 
 def test_every_op_is_listed_on_request(plan: planner.Plan) -> None:
-    kinds = [found for found in stage_kinds(plan) if found.menu is not None]
+    kinds = [found for found in kinds_of_stages(plan) if found.menu is not None]
     text = text_of(plan_ops_report(plan, every_op=True))
     assert text.count("held anyway") == len(kinds)
     assert all(text.count("_safe_softmax") >= 1 for _ in kinds)
