@@ -44,9 +44,9 @@ def train_planned(workload: Workload, plan: Plan, *, steps: int) -> TrainingRun:
     """
     if steps < 1:
         raise ValueError(f"--steps: expected at least 1, got {steps}; give a whole number above zero")
-    _check_device(workload, plan)
+    check_device(workload, plan)
     with apply(workload.model, plan):
-        _check_inputs(workload, plan)
+        check_inputs(workload, plan)
         measured = measure(workload)
         losses, seconds = train_steps(workload, steps)
     return TrainingRun(
@@ -84,7 +84,8 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _check_inputs(workload: Workload, plan: Plan) -> None:
+def check_inputs(workload: Workload, plan: Plan) -> None:
+    """Refuse a batch of other shapes than the plan's."""
     shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(workload.inputs))
     if shapes != plan.input_shapes:
         raise ValueError(
@@ -93,7 +94,8 @@ def _check_inputs(workload: Workload, plan: Plan) -> None:
         )
 
 
-def _check_device(workload: Workload, plan: Plan) -> None:
+def check_device(workload: Workload, plan: Plan) -> None:
+    """Refuse a model on another kind of device than the plan's."""
     planned = torch.device(plan.device).type
     if workload.device.type != planned:
         raise ValueError(

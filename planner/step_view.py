@@ -1,0 +1,210 @@
+"""A step as it is measured: its timelines without the plan and with it, and what is alive at the planned peak."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.applier import apply, split_name
+from planner.peak import KEPT, MADE_AGAIN, Part, Peak
+from planner.plan import Plan
+from planner.program import program_of
+from planner.timeline import Kind, Phase, Span, Timeline
+from planner.training import check_device, check_inputs
+from profiler.alive import AlivePeak, AliveStorage, AliveWatch
+from profiler.meter import Interval, Meter, memory_meter, time_meter
+from profiler.preservation import RandomState, preserved
+from profiler.probe import END, LOSS
+from profiler.profiling import first_step, resident_bytes_of
+from profiler.step_marks import AGAIN, StepMarks
+from profiler.workload import Workload
+
+ROUNDS = 3  # timed steps each of the model without the plan and with it, in turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepView:
+    """What was measured: both timelines, and the planned step's peak explained."""
+
+    unplanned: Timeline
+    planned: Timeline
+    peak: Peak
+
+
+def view_step(workload: Workload, plan: Plan, *, rounds: int = ROUNDS) -> StepView:
+    """Run the workload's step without the plan and with it, and look at what is alive.
+
+    The workload is left as it was found. Bytes are of one step under the
+    memory meter, seconds of other steps, medians per action.
+
+    Raises:
+        PlanMismatch: the plan is for another model.
+        ProfileError: the step fails.
+        ValueError: the plan is for another device or another batch, or the
+            step does not run the same way twice.
+    """
+    check_device(workload, plan)
+    with preserved(workload):
+        randomness = RandomState.capture()
+        with apply(workload.model, plan):
+            check_inputs(workload, plan)
+            first_step(workload)
+        first_step(workload)
+        return _Viewer(workload, plan, randomness).view(rounds)
+
+
+class _Viewer:
+    def __init__(self, workload: Workload, plan: Plan, randomness: RandomState) -> None:
+        self._workload = workload
+        self._plan = plan
+        self._randomness = randomness
+        self._places = _Places(plan)
+        self._resident_bytes = resident_bytes_of(workload).total
+
+    def view(self, rounds: int) -> StepView:
+        with StepMarks(self._workload, self._places.calls, self._places.again) as marks:
+            bytes_of = {planned: self._run(marks, self._memory(), planned) for planned in (False, True)}
+            seconds_of: dict[bool, list[list[Interval]]] = {False: [], True: []}
+            for planned in [False, True] * rounds:
+                seconds_of[planned].append(self._run(marks, time_meter(self._workload.device), planned))
+            with AliveWatch(self._workload, marks, self._memory()) as watch, apply(self._workload.model, self._plan):
+                self._randomness.restore()
+                peak = watch.step()
+        unplanned, planned = (self._timeline(bytes_of[p], seconds_of[p], planned=p) for p in (False, True))
+        return StepView(unplanned=unplanned, planned=planned, peak=self._places.peak(peak))
+
+    def _memory(self) -> Meter:
+        return memory_meter(self._workload.device, self._resident_bytes)
+
+    def _run(self, marks: StepMarks, meter: Meter, planned: bool) -> list[Interval]:
+        self._randomness.restore()
+        with apply(self._workload.model, self._plan) if planned else contextlib.nullcontext():
+            return marks.step(meter)
+
+    def _timeline(self, metered: list[Interval], timed: list[list[Interval]], *, planned: bool) -> Timeline:
+        labels = [interval.label for interval in metered]
+        if any([interval.label for interval in run] != labels for run in timed):
+            raise ValueError(
+                f"measuring {self._plan.model_class}: expected a step that goes through its stages in the same way "
+                "every time, got another order; leave out what changes from step to step"
+            )
+        seconds = [statistics.median(run[k].seconds for run in timed) for k in range(len(labels))]
+        spans = tuple(self._places.spans(metered, seconds))
+        return Timeline(source="measured", planned=planned, spans=spans)
+
+
+class _Places:
+    """The labels of step marks in the words of a plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        own = [k for k, stage in enumerate(plan.stages) if stage.kind == "stage"]
+        place = {k: i for i, k in enumerate(own)}
+        self.calls = [split_name(plan.stages[k].name) for k in own]
+        reruns = program_of(plan.stages, plan.schedule).before_backward
+        self.again = {place[k]: [place[r.stage] for r in found] for k, found in reruns.items() if k in place}
+        self._stages = [plan.stages[k].name for k in own]
+        self._outside = [self._outside_name(plan, own, i) for i in range(len(own) + 1)]
+
+    def _outside_name(self, plan: Plan, own: Sequence[int], i: int) -> str:
+        """What lies before the i-th stage; where the plan knows nothing there, it belongs to the stage before."""
+        before = own[i] - 1 if i < len(own) else len(plan.stages) - 1
+        return plan.stages[max(0, before)].name
+
+    def stage(self, label: str) -> str:
+        """The stage, or the part outside of stages, that a label names; empty for the optimizer."""
+        _, _, place = label.partition(":")
+        kind, _, index = place.partition(":")
+        if not kind:
+            return self._outside[-1] if label == LOSS else ""
+        return self._stages[int(index)] if kind == "stage" else self._outside[int(index)]
+
+    def spans(self, intervals: Sequence[Interval], seconds: Sequence[float]) -> Iterator[Span]:
+        """One span per stretch of the same action."""
+        now = 0.0
+        rows = [(i, s) for i, s in zip(intervals, seconds, strict=True) if i.label != END]
+        for (phase, stage, action), group in itertools.groupby(rows, key=lambda row: self._what(row[0].label)):
+            own = list(group)
+            length = sum(spent for _, spent in own)
+            yield Span(
+                phase=phase,
+                stage=stage,
+                action=action,
+                start_seconds=now,
+                end_seconds=now + length,
+                before_bytes=own[0][0].start_bytes,
+                peak_bytes=max(interval.peak_bytes for interval, _ in own),
+                after_bytes=own[-1][0].end_bytes,
+            )
+            now += length
+
+    def _what(self, label: str) -> tuple[Phase, str, Kind]:
+        phase, stage = _phase_of(label), self.stage(label)
+        if phase == "optimizer":
+            return phase, stage, "optimizer"
+        return phase, stage, "recompute" if label.startswith(AGAIN) else phase
+
+    def peak(self, found: AlivePeak) -> Peak:
+        """The peak in the words of a plan; what no storage explains is a temporary of the op's kernel."""
+        phase, stage, action = self._what(found.label)
+        at = f"{found.op} in {found.module}" if found.module else found.op
+        parts = [self._part(storage, found, phase) for storage in found.storages]
+        left = found.peak_bytes - found.explained_bytes
+        temporary = Part(what="temporaries of kernels", size_bytes=left, op=found.op, stage=stage, phase=phase)
+        return Peak(
+            source="measured",
+            peak_bytes=found.peak_bytes,
+            phase=phase,
+            stage=stage,
+            action=action,
+            op=at,
+            parts=tuple(part for part in (*parts, temporary) if part.size_bytes),
+        )
+
+    def _part(self, storage: AliveStorage, peak: AlivePeak, phase: Phase) -> Part:
+        if storage.label == "resident":
+            return Part(what=_RESIDENT[storage.kind], size_bytes=storage.size_bytes, module=storage.module, tensors=1)
+        stage = self.stage(storage.label)
+        return Part(
+            what=_why_alive(storage, peak, phase),
+            size_bytes=storage.size_bytes,
+            op=storage.op,
+            module=_inside(storage.module, stage),
+            stage=stage,
+            phase=_phase_of(storage.label),
+            tensors=1,
+        )
+
+
+_RESIDENT: Mapping[str, str] = {
+    "parameter": "parameters",
+    "optimizer state": "optimizer states",
+    "buffer": "buffers",
+    "batch": "batch",
+    "gradient": "gradients from before",
+}
+
+
+def _why_alive(storage: AliveStorage, peak: AlivePeak, phase: Phase) -> str:
+    if storage.kind == "gradient":
+        return "gradients of parameters"
+    made_in = _phase_of(storage.label)
+    if made_in == "forward":
+        return "made as its forward runs" if storage.label == peak.label else KEPT
+    if storage.again:
+        return MADE_AGAIN
+    return "made by the optimizer's step" if made_in == "optimizer" else "made as its backward runs"
+
+
+def _phase_of(label: str) -> Phase:
+    if label.startswith("forward"):
+        return "forward"
+    return "optimizer" if label in ("optimizer", END) else "backward"
+
+
+def _inside(module: str, stage: str) -> str:
+    """A module's name relative to its stage; whole where it lies outside."""
+    name, _ = split_name(stage)
+    return module[len(name) :].removeprefix(".") if module == name or module.startswith(f"{name}.") else module
