@@ -55,9 +55,30 @@ def solve_chain_document(
     return _document(chain, solution, solution.schedule, whole, budget_bytes), solution.schedule
 
 
-def solution_file(document: Mapping[str, Any], schedule: Schedule) -> dict[str, Any]:
-    """What ``solve -o`` writes for a chain: the document and the schedule, one ``[kind, stage, option]`` per action."""
-    return {"format": SOLUTION_FORMAT, "version": SOLUTION_VERSION, **document, "schedule": schedule.to_list()}
+def solution_file(document: Mapping[str, Any], chain: Chain, schedule: Schedule) -> dict[str, Any]:
+    """What ``solve -o`` writes for a chain: the document, the chain, and the schedule.
+
+    One ``[kind, stage, option]`` per action.
+    """
+    solved = {"chain": chain.to_dict(), "schedule": schedule.to_list()}
+    return {"format": SOLUTION_FORMAT, "version": SOLUTION_VERSION, **document, **solved}
+
+
+def solved_chain(document: Mapping[str, Any], where: str) -> tuple[Chain, Schedule]:
+    """The chain and the schedule of a solution's document; ``where`` names it in errors.
+
+    Raises:
+        ValueError: the file is one of an older release, or spoilt.
+    """
+    if "chain" not in document:
+        raise ValueError(
+            f"{where}: expected a solution that carries the chain it was solved on, got one of an older release; "
+            "solve the problem again"
+        )
+    schedule = document.get("schedule")
+    if not isinstance(document["chain"], Mapping) or not isinstance(schedule, list):
+        raise ValueError(f"{where}: expected a chain and a schedule, got others; solve again")
+    return chain_from(document["chain"], where), Schedule.from_list(schedule)
 
 
 def chain_refusal(refusal: NoPlan, chain: Chain) -> dict[str, Any]:

@@ -11,21 +11,18 @@ import torch
 import typer
 from rich.console import RenderableType
 
-from planner import Infeasible, Plan, Profile, Workload, curves, documents, plots, problem_files, report, solution_files
+from planner import Infeasible, Plan, Workload, curves, documents, plots, problem_files, report
 from planner.cli_demo import run_demo
 from planner.cli_shell import Face, ManyValues, check_folder, note, show, show_json, working
+from planner.cli_show import Wanted, run_show
 from planner.comparison import ILP_SECONDS, compare_solvers
 from planner.graph_files import SOLUTION_FORMAT as GRAPH_SOLUTION
-from planner.plan import FORMAT as PLAN_FORMAT
-from planner.plan import VERSION as PLAN_VERSION
 from planner.planning import NoPlan
 from planner.profiling import profile
 from planner.sizes import format_bytes, parse_bytes
 from planner.targets import load_target, parse_settings
 from planner.training import train_planned
-from profiler.files import read_document, write_document, write_whole
-from profiler.records import FORMAT as PROFILE_FORMAT
-from profiler.records import VERSION as PROFILE_VERSION
+from profiler.files import write_document, write_whole
 from solvers import solver_names
 from solvers.graph_suite import DEFAULT_GAP, DEFAULT_SECONDS, LARGE_NODES, LARGE_SECONDS, graph_solver_names
 
@@ -205,20 +202,29 @@ def compare_command(
     _fail_if_infeasible(document)
 
 
-@app.command("show")
+@app.command("show", cls=ManyValues)
 def show_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A plan or a solution that solve wrote; or a profile.")],
+    ops: Annotated[bool, typer.Option("--ops", help="Every op of every kind of stage, not the largest alone.")] = False,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Picture of the bytes alive over a step: .png, .svg or .pdf.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Table of the same, action by action.")] = None,
+    peak_csv: Annotated[Path | None, typer.Option(help="Table of what is alive at the peak.")] = None,
+    measure: Annotated[
+        str | None, typer.Option(metavar="TARGET", help="Run this model's steps too and show what is measured.")
+    ] = None,
+    settings: Settings = None,
+    device: Device = None,
 ) -> None:
-    """Print a plan file as a table."""
-    own = {PLAN_FORMAT: PLAN_VERSION, PROFILE_FORMAT: PROFILE_VERSION}
-    document = read_document(file, own | solution_files.FORMATS)
-    if document["format"] == PROFILE_FORMAT:
-        show(report.profile_report(Profile.load(file)))
-    elif document["format"] == PLAN_FORMAT:
-        show(report.plan_report(documents.plan_document(Plan.load(file))))
-    else:
-        solution_files.check_solution(document, str(file))
-        show(_report(document, document["format"]))
+    """Print a plan: its stages, what happens to their ops and why, and what is alive at its peak.
+
+    With --timeline and --csv: the bytes alive over one step, without the plan and with it.
+    """
+    if measure is None and (settings or device):
+        raise ValueError("--set, --device: expected them beside --measure TARGET, got no TARGET; name the model")
+    build = None if measure is None else lambda: _workload(measure, settings, device)
+    run_show(file, Wanted(ops=ops, timeline=timeline, csv=csv, peak_csv=peak_csv, workload=build))
 
 
 @app.command("demo")

@@ -55,7 +55,7 @@ def solve_source(
     document, schedule = chain_files.solve_chain_document(
         source, budget, solver=solver, time_limit_seconds=time_limit_seconds
     )
-    return document, chain_files.solution_file(document, schedule)
+    return document, chain_files.solution_file(document, source, schedule)
 
 
 def refusal_of(refusal: NoPlan, source: Source) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_solve_prints_a_table_and_writes_the_plan_that_show_prints_again(files):
     plan = planner.Plan.load(output)
     assert plan.solver == "rotor"
     assert f"{plan.predicted_peak_bytes:,} bytes" in printed
-    assert done("show", output).stdout == printed
+    assert done("show", output).stdout.startswith(printed)
 
 
 def test_show_prints_a_profile_too(files):
@@ -131,7 +131,7 @@ def test_show_prints_the_solution_of_a_chain_again(tmp_path):
     write_document(tmp_path / "chain.json", small_chain().to_dict())
     printed = done("solve", tmp_path / "chain.json", "--budget", "60%", "-o", tmp_path / "solution.json").stdout
     assert "third" in printed
-    assert done("show", tmp_path / "solution.json").stdout == printed
+    assert done("show", tmp_path / "solution.json").stdout.startswith(printed)
 
 
 def test_pareto_writes_the_table_and_the_picture(files):

@@ -1,0 +1,201 @@
+"""The show command: a file as tables; of a plan also its ops, its timeline and its peak, predicted and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from planner import chain_files, documents, report, solution_files
+from planner.cli_shell import check_folder, note, show, working
+from planner.op_tables import plan_ops_report
+from planner.peak import Peak, predicted_peak
+from planner.peak_report import peak_rows, peak_shown, peak_table
+from planner.plan import FORMAT as PLAN_FORMAT
+from planner.plan import VERSION as PLAN_VERSION
+from planner.plan import Plan
+from planner.plots import check_picture
+from planner.sizes import format_bytes, format_seconds
+from planner.step_view import StepView, view_step
+from planner.timeline import Timeline, beside_seconds_of, chain_in, predicted_timelines, timeline_table
+from planner.timeline_plot import ExplainedPeak, draw_timeline
+from profiler.files import read_document, write_whole
+from profiler.records import FORMAT as PROFILE_FORMAT
+from profiler.records import VERSION as PROFILE_VERSION
+from profiler.records import Profile
+from profiler.workload import Workload
+
+FORMATS = {PLAN_FORMAT: PLAN_VERSION, PROFILE_FORMAT: PROFILE_VERSION} | solution_files.FORMATS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What to show beside the tables.
+
+    Attributes:
+        ops: every op of a plan.
+        timeline: a picture.
+        csv: a table of the timelines.
+        peak_csv: a table of what is alive at the peak.
+        workload: builds the model to measure; None to show predictions alone.
+    """
+
+    ops: bool = False
+    timeline: Path | None = None
+    csv: Path | None = None
+    peak_csv: Path | None = None
+    workload: Callable[[], Workload] | None = None
+
+    @property
+    def outputs(self) -> tuple[Path | None, ...]:
+        """The files to write."""
+        return self.timeline, self.csv, self.peak_csv
+
+    @property
+    def step(self) -> bool:
+        """Whether anything of a step over time is asked for."""
+        return any(self.outputs) or self.workload is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """A planned step over time, and its peaks explained."""
+
+    timelines: list[Timeline]
+    peaks: list[Peak]
+    plan: Plan | None
+    budget_bytes: int
+    title: str
+
+
+def run_show(file: Path, wanted: Wanted) -> None:
+    """Print a file, and draw, write and measure what is wanted.
+
+    Raises:
+        ValueError: the file is not to be read, has nothing of what is wanted,
+            or the model is not the plan's.
+    """
+    for path in wanted.outputs:
+        check_folder(path)
+    if wanted.timeline is not None:
+        check_picture(wanted.timeline)
+    document = read_document(file, FORMATS)
+    kind = document["format"]
+    if kind == PLAN_FORMAT:
+        parts = _show_plan(Plan.load(file), str(file), wanted)
+    elif kind == chain_files.SOLUTION_FORMAT:
+        solution_files.check_solution(document, str(file))
+        parts = _show_chain(document, str(file), wanted)
+    else:
+        parts = _show_other(document, file, wanted)
+    show(*parts)
+    for path in wanted.outputs:
+        if path is not None:
+            note(f"written: {path} ({format_bytes(path.stat().st_size)})")
+
+
+def _show_other(document: Mapping[str, Any], file: Path, wanted: Wanted) -> list[RenderableType]:
+    """Profiles and solutions of graphs: tables alone."""
+    if wanted.ops or wanted.step:
+        raise ValueError(
+            f"{file}: expected a plan to show ops, a timeline or a peak of, got a {document['format']}; "
+            "pass the plan that planner solve -o wrote"
+        )
+    if document["format"] == PROFILE_FORMAT:
+        return [report.profile_report(Profile.load(file))]
+    solution_files.check_solution(document, str(file))
+    return [report.graph_report(document)]
+
+
+def _show_chain(document: Mapping[str, Any], where: str, wanted: Wanted) -> list[RenderableType]:
+    """A chain's solution: stages have no ops and no model."""
+    if wanted.ops or wanted.workload is not None:
+        raise ValueError(
+            f"{where}: expected the plan of a model to show ops of or to measure, got the solution of a chain; "
+            "solve a profile"
+        )
+    parts: list[RenderableType] = [report.plan_report(document)]
+    if "chain" not in document and not wanted.step:
+        return parts
+    chain, schedule = chain_files.solved_chain(document, where)
+    timelines = predicted_timelines(chain, schedule)
+    step = _Step(
+        timelines=timelines,
+        peaks=[predicted_peak(chain, schedule, timelines[1])],
+        plan=None,
+        budget_bytes=document["budget_bytes"],
+        title=f"{Path(where).stem}: a chain of {len(chain.stages)} stages",
+    )
+    _write(step, wanted)
+    return [*parts, "", *_peaks(step)]
+
+
+def _show_plan(plan: Plan, where: str, wanted: Wanted) -> list[RenderableType]:
+    parts: list[RenderableType] = [report.plan_report(documents.plan_document(plan))]
+    if plan.menus:
+        parts += ["", plan_ops_report(plan, every_op=wanted.ops)]
+    if plan.chain is None and not wanted.step:
+        note(f"{where} carries no chain (it is of an older release): its peak is not explained; solve again for that")
+        return parts
+    chain = chain_in(plan, where)
+    timelines = predicted_timelines(chain, plan.schedule, beside_seconds=beside_seconds_of(plan, chain))
+    peaks = [predicted_peak(chain, plan.schedule, timelines[1], plan=plan)]
+    measured = _measured(plan, wanted.workload) if wanted.workload is not None else None
+    if measured is not None:
+        timelines += [measured.unplanned, measured.planned]
+        peaks.append(measured.peak)
+    step = _Step(
+        timelines=timelines,
+        peaks=peaks,
+        plan=plan,
+        budget_bytes=plan.budget_bytes,
+        title=f"{plan.model_class} on {plan.device} ({plan.precision})",
+    )
+    _write(step, wanted)
+    return [*parts, "", *_peaks(step), *_verdict(plan, measured)]
+
+
+def _measured(plan: Plan, build: Callable[[], Workload]) -> StepView:
+    with working() as progress:
+        workload = build()
+        progress("measure steps", 0, 1)
+        return view_step(workload, plan)
+
+
+def _write(step: _Step, wanted: Wanted) -> None:
+    if wanted.csv is not None:
+        write_whole(wanted.csv, timeline_table(step.timelines).to_csv(index=False, float_format="%.9g"))
+    if wanted.peak_csv is not None:
+        write_whole(wanted.peak_csv, peak_table(step.peaks).to_csv(index=False))
+    if wanted.timeline is not None:
+        explained = [ExplainedPeak(peak=peak, rows=peak_rows(peak, step.plan)) for peak in step.peaks]
+        draw_timeline(
+            step.timelines, wanted.timeline, budget_bytes=step.budget_bytes, peaks=explained, title=step.title
+        )
+
+
+def _peaks(step: _Step) -> list[RenderableType]:
+    return [part for peak in step.peaks for part in (peak_shown(peak, step.plan), "")][:-1]
+
+
+def _verdict(plan: Plan, measured: StepView | None) -> list[RenderableType]:
+    """Measured beside predicted."""
+    if measured is None:
+        return []
+    planned, unplanned = measured.planned, measured.unplanned
+    rows = [
+        ("peak with the plan", planned.peak.peak_bytes, plan.predicted_peak_bytes),
+        ("peak without it", unplanned.peak.peak_bytes, plan.unplanned_peak_bytes),
+    ]
+    found = [(name, f"{_both(size)} measured, {_both(expected)} predicted") for name, size, expected in rows]
+    slowdown = planned.seconds / unplanned.seconds if unplanned.seconds else 1.0
+    times = f"{slowdown:.2f} x the {format_seconds(unplanned.seconds)} without it"
+    found.append(("time with the plan", f"{format_seconds(planned.seconds)}: {times}, {plan.slowdown:.2f} x predicted"))
+    return ["", report.facts(found)]
+
+
+def _both(size: int) -> str:
+    return f"{format_bytes(size)} ({size:,} bytes)"
