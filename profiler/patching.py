@@ -9,19 +9,26 @@ from typing import Any
 
 from torch import nn
 
-Forward = Callable[..., Any]
+from profiler.compiling import Forward, between_graphs, leave_frame_uncompiled
+
 _MISSING = object()
 
 
 class PatchedForward:
     """A wrapper as it stands on one module; copies and pickles of the module get the plain forward instead."""
 
-    def __init__(self, module: nn.Module, run: Forward) -> None:
+    def __init__(self, module: nn.Module, wrapper: Callable[[Forward], Forward], what: str) -> None:
         self._module = weakref.ref(module)
-        self._run = run
+        self.plain: Forward = module.forward
+        self._run = between_graphs(wrapper, self.plain, module, what)
+        leave_frame_uncompiled(PatchedForward.__call__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
+
+    def retire(self) -> None:
+        """Pass calls on to the plain forward from now on, for whoever still holds this object."""
+        self._run = self.plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
         module = self._module()
@@ -49,21 +56,25 @@ class ForwardPatches:
     """
 
     def __init__(self) -> None:
-        self._undo: list[tuple[weakref.ref[nn.Module], Any]] = []
+        self._undo: list[tuple[weakref.ref[nn.Module], Any, weakref.ref[PatchedForward]]] = []
 
-    def wrap(self, module: nn.Module, wrapper: Callable[[Forward], Forward]) -> None:
-        """Replace ``module.forward`` by ``wrapper(module.forward)``."""
+    def wrap(self, module: nn.Module, wrapper: Callable[[Forward], Forward], what: str = "it is measured") -> None:
+        """Replace ``module.forward`` by ``wrapper(module.forward)``; ``what`` says why compiled code ends there."""
         before = module.__dict__.get("forward", _MISSING)
-        module.__dict__["forward"] = PatchedForward(module, wrapper(module.forward))
-        self._undo.append((weakref.ref(module), before))
+        patched = module.__dict__["forward"] = PatchedForward(module, wrapper, what)
+        self._undo.append(
+            (weakref.ref(module), before, weakref.ref(patched))
+        )  # Whoever holds this must not hold the model.
 
     def remove(self) -> None:
         """Put every forward back as it was; calling it again does nothing."""
         while self._undo:
-            reference, before = self._undo.pop()
-            module = reference()
-            if module is None:
-                continue
+            reference, before, patch = self._undo.pop()
+            module, patched = reference(), patch()
+            if patched is not None:
+                patched.retire()
+            if module is None or module.__dict__.get("forward") is not patched:
+                continue  # Something else, which holds the patched one, stands there: it is not ours to remove.
             if before is _MISSING:
                 module.__dict__.pop("forward", None)
             else:

@@ -1,0 +1,129 @@
+"""Compiled models and patched forwards: a wrapper runs between compiled graphs, what it calls is compiled by itself.
+
+Dynamo would trace into a wrapper and lose what it does. So compiled code ends
+before a patched forward, the wrapper runs with Dynamo off, and the module's own
+forward is called with the compiler that was on before: in forward, and by
+whoever calls it again in backward, where no compiler is on by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame  # type: ignore[import-not-found]
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from profiler.regions import region_of
+
+Forward = Callable[..., Any]
+COMPILED = ", compiled"  # ends the precision of a profile whose model was compiled
+_WRAPPED = "_orig_mod"  # the name under which the result of torch.compile(module) holds the module
+# Their frames run while a compiler is on: saved-tensor hooks, called from within the model's forward.
+_OURS = tuple(f"profiler.{name}" for name in ("compiling", "meter", "probe", "rerun", "selective", "tracing"))
+
+
+class CompiledForward:
+    """A forward together with the compiler that was on when it was reached; each call runs it compiled."""
+
+    def __init__(self, forward: Forward, module: nn.Module, compiler: Any) -> None:
+        self.plain = forward
+        self._region = region_of(module)
+        self._compiler = compiler
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_in_torch_dispatch_mode():
+            return uncompiled(self.plain)(*args, **kwargs)
+        before = set_eval_frame(self._compiler)
+        try:
+            return self._region(self.plain, args, kwargs)
+        finally:
+            set_eval_frame(before)
+
+
+def between_graphs(wrapper: Callable[[Forward], Forward], forward: Forward, module: nn.Module, what: str) -> Forward:
+    """``wrapper(forward)`` for compiled and uncompiled callers.
+
+    Args:
+        wrapper: makes the function that runs in place of a forward.
+        forward: the module's own; the wrapper gets it as a ``CompiledForward``
+            where compiled code calls.
+        module: whose forward it is.
+        what: said where the compiler was told to make one graph of everything.
+    """
+    plain = wrapper(_uncompiled_under_modes(forward))
+
+    def crossing(*args: Any, **kwargs: Any) -> Any:
+        compiler = set_eval_frame(None)
+        if compiler is None:
+            return plain(*args, **kwargs)
+        try:
+            return wrapper(CompiledForward(forward, module, compiler))(*args, **kwargs)
+        finally:
+            set_eval_frame(compiler)
+
+    leave_uncompiled(*_OURS)
+    return torch.compiler.disable(crossing, recursive=False, reason=what)
+
+
+@functools.cache
+def leave_uncompiled(*modules: str) -> None:
+    """Dynamo compiles no frame of these modules (by their import names); what they call is not affected."""
+    from torch._dynamo import trace_rules  # Slow to import; models, optimizers and compilers have done so already.
+
+    for name in modules:
+        trace_rules.add(name)
+
+
+@functools.cache
+def leave_frame_uncompiled(function: Callable[..., Any]) -> None:
+    """Dynamo compiles no frame of a function; it may trace into it, and what it calls is not affected."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module itself, also where it is given as the result of ``torch.compile(module)``."""
+    inner = module._modules.get(_WRAPPED)
+    return module if inner is None else unwrapped(inner)
+
+
+def plain_name(name: str) -> str:
+    """The name of a module without what ``torch.compile`` put in."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPED)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module or one within it is compiled by itself (and not only called by compiled code)."""
+    return any(each._compiled_call_impl is not None or _is_compiled(each) for each in module.modules())
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    forward: Any = module.forward
+    forward = getattr(forward, "plain", forward)
+    return hasattr(forward, "_torchdynamo_orig_callable") and not getattr(forward, "_torchdynamo_disable", False)
+
+
+def uncompiled(forward: Forward) -> Forward:
+    """The forward without what is compiled of it or in it."""
+    plain = getattr(forward, "plain", forward)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.compiler.set_stance("force_eager"):
+            return plain(*args, **kwargs)
+
+    return call
+
+
+def _uncompiled_under_modes(forward: Forward) -> Forward:
+    """What Dynamo meets under a dispatch mode it never compiles again: it skips the code object for good."""
+    bare = uncompiled(forward)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (bare if is_in_torch_dispatch_mode() else forward)(*args, **kwargs)
+
+    return call
