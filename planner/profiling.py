@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from planner.menus import choices_for
 from planner.rules import Rule, Rules, rules_from
 from planner.stating import stated_by
 from profiler import profiling
+from profiler.compiling import is_compiled
+from profiler.named_stages import NamedStage
 from profiler.profiling import Progress
 from profiler.records import Profile
+from profiler.stage_ops import Choice, ChoiceError
 from profiler.stages import StagePattern
 from profiler.workload import Workload
 
@@ -49,10 +52,21 @@ def profile(
         ValueError: rules that cannot be read.
     """
     stated = None if rules is None else rules_from(rules)
+    compiled = is_compiled(workload.model)
     return profiling.profile(
         workload,
         stages=stages,
-        propose=choices_for if menus else None,
-        state=None if stated is None else (lambda named, outside: stated_by(stated, named, outside).choices()),
+        propose=choices_for if menus and not compiled else None,
+        state=None if stated is None else (lambda named, outside: _choices(stated, named, outside, compiled)),
         progress=progress,
     )
+
+
+def _choices(rules: Rules, named: Sequence[NamedStage], outside: Sequence[str], compiled: bool) -> Mapping[int, Choice]:
+    found = stated_by(rules, named, outside).choices()
+    if found and compiled:
+        raise ChoiceError(
+            f"rules: expected whole stages in a compiled model, got a choice of ops inside {named[min(found)].name!r}; "
+            "compiled code shows no ops to choose from: state it for the whole stage, or do not compile"
+        )
+    return found

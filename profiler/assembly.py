@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from profiler.compiling import COMPILED, is_compiled
 from profiler.meter import Interval
 from profiler.named_stages import around
 from profiler.probe import BACKWARD, FORWARD, OPTIMIZER, Place, outside_place, stage_place
@@ -109,7 +110,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
 def _precision(workload: Workload) -> str:
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in workload.model.parameters()})
     cast = "" if workload.autocast is None else f", autocast {str(workload.autocast).removeprefix('torch.')}"
-    return "+".join(kinds) + cast
+    return "+".join(kinds) + cast + (COMPILED if is_compiled(workload.model) else "")
 
 
 def _phase(intervals: list[Interval] | None, seconds: float) -> Phase:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from profiler.assembly import Measured, RerunTimes, alike, assemble, by_label, typical_seconds
+from profiler.compiled_trace import trace_compiled
+from profiler.compiling import is_compiled, uncompiled
 from profiler.menu_steps import MenuSteps
 from profiler.menus import Propose, grouped, steps_for
 from profiler.meter import memory_meter, time_meter
@@ -20,7 +22,7 @@ from profiler.probe import FirstRun, StepProbe
 from profiler.records import Profile, ResidentBytes
 from profiler.rerun import CallTraits, rerun_keeping, rerun_until_saved
 from profiler.stage_ops import Choice, ChoiceError, StageOps
-from profiler.stages import ChosenStage, StagePattern, StagesError, choose_stages
+from profiler.stages import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
 from profiler.storages import distinct_bytes
 from profiler.survivors import Survivors
 from profiler.tracing import trace_step
@@ -140,20 +142,27 @@ def _measure(
     device = workload.device
     report("trace")
     randomness.restore()
-    trace = trace_step(workload)
+    compiled = is_compiled(workload.model)
+    trace = uncompiled(trace_step)(workload) if compiled else trace_step(workload)
     if sum(call.parent < 0 for call in trace.calls) > 1:
         raise StagesError(
             "profile: expected a step that calls the model once, got several calls (by the loss?); "
             "put what calls it into one module and profile that"
         )
     stages = choose_stages(trace, patterns)
+    seen, kinds = (trace, stages), alike(stages)
+    if compiled:
+        report("trace, compiled")
+        randomness.restore()
+        trace, calls = trace_compiled(workload, trace, [stage.call for stage in stages])
+        stages = stages_of(trace, calls)
     traits = [_traits(stage) for stage in stages]
     with StepProbe(workload, stages) as probe:
         report("memory")
         randomness.restore()
         memory = probe.step(memory_meter(device, resident_bytes), mark_saves=True)
         deaths = probe.deaths
-        groups = grouped(trace, stages, alike(stages), by_label(memory), propose, state)
+        groups = grouped(*seen, kinds, by_label(memory), propose, state)
         report.runs += steps_for(groups)
         report("memory, nothing kept")
         randomness.restore()
@@ -203,11 +212,11 @@ def _time_dropping(
         randomness.restore()
         intervals, first_runs, _ = probe.dropping_forward(time_meter(workload.device), traits, hold_all=True)
         runs.append(intervals)
-        reruns = reruns or _reruns(first_runs, alike(stages), workload.device)
+        reruns = reruns or _reruns(first_runs, alike(stages), workload.device, is_compiled(workload.model))
     return typical_seconds(runs), reruns
 
 
-def _reruns(first_runs: list[FirstRun], numbers: list[int], device: torch.device) -> list[RerunTimes]:
+def _reruns(first_runs: list[FirstRun], numbers: list[int], device: torch.device, compiled: bool) -> list[RerunTimes]:
     """Run one stage of each kind again; where one of a kind cannot be run twice, each of its kind is tried."""
     good: dict[int, RerunTimes] = {}
     doubtful: set[int] = set()
@@ -219,7 +228,7 @@ def _reruns(first_runs: list[FirstRun], numbers: list[int], device: torch.device
         if number in good and number not in doubtful:
             found.append(good[number])
             continue
-        result = _rerun(first, device)
+        result = _rerun(first, device, compiled)
         if result.failure:
             doubtful.add(number)
         else:
@@ -228,11 +237,14 @@ def _reruns(first_runs: list[FirstRun], numbers: list[int], device: torch.device
     return found
 
 
-def _rerun(first: FirstRun, device: torch.device) -> RerunTimes:
+def _rerun(first: FirstRun, device: torch.device, compiled: bool) -> RerunTimes:
     """Run a call again: does it give the same, and how long does it take?"""
     try:
         args, kwargs = _fresh(first.arguments)
         with Survivors() as survivors:
+            saved, output = rerun_keeping(first.call, first.state, args, kwargs)
+        if compiled:  # Under the survivors' dispatch mode it ran uncompiled.
+            args, kwargs = _fresh(first.arguments)
             saved, output = rerun_keeping(first.call, first.state, args, kwargs)
         failure = _difference(first, saved, output, device)
         del saved, output, args, kwargs

@@ -62,6 +62,11 @@ def choose_stages(trace: Trace, patterns: Sequence[StagePattern] | None = None) 
     return _linked(trace, [trace.calls[i] for i in calls])
 
 
+def stages_of(trace: Trace, calls: Sequence[Call]) -> tuple[ChosenStage, ...]:
+    """Calls of a trace, in forward order, as stages."""
+    return _linked(trace, list(calls))
+
+
 def why_not_recomputable(call: Call) -> str:
     """Why a second run would not be the same, as far as one run can show; empty where nothing speaks against it."""
     if call.mutates_input:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.compiling import plain_name, unwrapped
 from profiler.nodes import next_node
 from profiler.op_traits import traits_of, why_fixed
 from profiler.patching import Forward, ForwardPatches
@@ -139,10 +140,11 @@ def trace_step(workload: Workload) -> Trace:
 
     The step is run with gradients cleared; the caller preserves the workload.
     """
-    recorder = _Recorder(workload)
+    recorder = Recorder(workload)
     patches = ForwardPatches()
     try:
-        for name, module in workload.model.named_modules():
+        modules = [(plain_name(n), m) for n, m in workload.model.named_modules() if unwrapped(m) is m]
+        for name, module in modules:
             patches.wrap(module, lambda forward, n=name, m=module: recorder.recorded(forward, n, m))
         workload.zero_grad()
         with recorder.mode:
@@ -157,9 +159,16 @@ def trace_step(workload: Workload) -> Trace:
     return recorder.finish()
 
 
-class _Recorder:
-    def __init__(self, workload: Workload) -> None:
-        self.trace = Trace()
+class Recorder:
+    """Records the calls, the saved tensors and, in its ``mode``, the ops of one step.
+
+    Args:
+        workload: whose step it is.
+        storages: the numbers of storages to go on with; None to begin anew.
+    """
+
+    def __init__(self, workload: Workload, storages: StorageTable | None = None) -> None:
+        self.trace = Trace(storages=storages or StorageTable())
         self.side = "forward"
         self.mode = _OpMode(self)
         self.paused = False
@@ -301,7 +310,7 @@ class _Recorder:
 
 
 class _OpMode(TorchDispatchMode):
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
