@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.compiled import CompiledCalls, made_compiled, module_named
 from planner.plan import Plan, PlannedStage
 from planner.program import Program, program_of
 from planner.runtime import PlannedStep, selections_of
+from profiler.compiling import plain_name, unwrapped
 from profiler.patching import Forward, ForwardPatches, is_patched
 
 _PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
@@ -62,6 +64,7 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
         UnsupportedPlan: the plan's schedule cannot be carried out.
         ValueError: another plan is applied already.
     """
+    model = unwrapped(model)
     if model in _PLANNED or is_patched(model):
         raise ValueError(
             "apply: expected a model without a plan, got one that has one; call its handle's remove() first"
@@ -69,7 +72,7 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
     _check_model(model, plan)
     program = program_of(plan.stages, plan.schedule)
     patches = ForwardPatches()
-    if program.dropped or program.selective:
+    if program.dropped or program.selective or made_compiled(plan):
         _install(model, plan, _Planned(plan, program, model), patches)
     handle = Handle(model, plan, patches)
     _PLANNED[model] = handle
@@ -78,7 +81,7 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
 
 def handle_of(model: nn.Module) -> Handle | None:
     """The handle of the plan that is applied to ``model``; None where there is none."""
-    return _PLANNED.get(model)
+    return _PLANNED.get(unwrapped(model))
 
 
 def _install(model: nn.Module, plan: Plan, planned: _Planned, patches: ForwardPatches) -> None:
@@ -86,22 +89,27 @@ def _install(model: nn.Module, plan: Plan, planned: _Planned, patches: ForwardPa
     modules = {}
     for position in planned.wrapped:
         name, _ = split_name(plan.stages[position].name)
-        modules[name] = model.get_submodule(name)
+        modules[name] = module_named(model, name)
     for name, module in modules.items():
-        patches.wrap(module, lambda forward, n=name, m=module: planned.stage(forward, n, m))
+        what = f"planner.apply: stage {name!r} of the plan is run by the planner, so compiled code ends before it"
+        patches.wrap(module, lambda forward, n=name, m=module: planned.stage(forward, n, m), what)
 
 
 class _Planned:
     """The wrappers of one applied plan, and the forward that is under way."""
 
     def __init__(self, plan: Plan, program: Program, model: nn.Module) -> None:
-        self.wrapped = sorted({*program.dropped, *program.selective})
+        acting = {*program.dropped, *program.selective}
+        # In a compiled model all stages were compiled one by one while they were measured.
+        kept = [k for k, stage in enumerate(plan.stages) if stage.kind == "stage"] if made_compiled(plan) else []
+        self.wrapped = sorted({*acting, *kept})
+        self._compiled = CompiledCalls(plan, program.selective)
         self._plan = plan
         self._selections = selections_of(plan)
         self._strays: set[int] = set()
         self._program = program
         self._model = weakref.ref(model)
-        self._positions = {split_name(plan.stages[k].name): k for k in self.wrapped}
+        self._positions = {split_name(plan.stages[k].name): k for k in acting}
         self._step: PlannedStep | None = None
         self._counts: dict[str, int] = {}
         self._inside = False
@@ -113,6 +121,7 @@ class _Planned:
             model = self._model()
             if self._step is not None or model is None or not (model.training and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
+            self._compiled.in_model(forward)
             self._step = PlannedStep(self._plan, self._program, self._selections, self._strays)
             self._counts.clear()
             try:
@@ -136,8 +145,9 @@ class _Planned:
             if position is None or self._inside:
                 return forward(*args, **kwargs)
             self._inside = True
+            own = self._compiled.in_stage(position, module, forward, self._strays)
             try:
-                return step.run(position, module, forward, args, kwargs)
+                return step.run(position, module, own, args, kwargs)
             finally:
                 self._inside = False
 
@@ -163,12 +173,12 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
 def _differences(model: nn.Module, stage: PlannedStage) -> list[str]:
     name, _ = split_name(stage.name)
     try:
-        module = model.get_submodule(name)
+        module = module_named(model, name)
     except AttributeError:
         return [f"it has no module {name!r}"]
     if type(module).__name__ != stage.module_class:
         return [f"{name!r} is a {type(module).__name__}, expected {stage.module_class}"]
-    shapes = {key: tuple(p.shape) for key, p in module.named_parameters()}
+    shapes = {plain_name(key): tuple(p.shape) for key, p in module.named_parameters()}
     expected = dict(stage.parameter_shapes)
     if shapes == expected:
         return []

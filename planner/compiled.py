@@ -1,0 +1,103 @@
+"""Plans on compiled models: which modules a plan's names mean there, and what is said where it cannot be kept."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+
+from torch import nn
+
+from planner.plan import Plan
+from profiler.compiling import (
+    COMPILED,
+    CompiledForward,
+    Forward,
+    is_compiled,
+    leave_uncompiled,
+    plain_name,
+    uncompiled,
+    unwrapped,
+)
+
+
+def is_compiling_or_compiled(module: nn.Module, forward: Forward | None = None) -> bool:
+    """Whether a module, or one within it, is compiled, or compiled code is calling ``forward``, its own one."""
+    return isinstance(forward, CompiledForward) or is_compiled(module)
+
+
+def module_named(model: nn.Module, name: str) -> nn.Module:
+    """The module that a stage's name means, whatever of the model ``torch.compile`` has wrapped, then or now.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    module = unwrapped(model)
+    for part in plain_name(name).split("."):
+        module = unwrapped(module.get_submodule(part))
+    return module
+
+
+def made_compiled(plan: Plan) -> bool:
+    """Whether the plan comes from the profile of a compiled model."""
+    return plan.precision.endswith(COMPILED)
+
+
+class CompiledCalls:
+    """What compiled code asks of an applied plan: what cannot be kept is said once, at the first call.
+
+    A plan that keeps a choice of what a stage saves tells single ops, as they are dispatched, what to do; compiled
+    code dispatches none. In a compiled model such a stage runs uncompiled, as planned. Where the stage itself is
+    compiled it stays so, and is recomputed as a whole: it keeps less, and takes longer in backward.
+    """
+
+    def __init__(self, plan: Plan, selective: Collection[int]) -> None:
+        self._plan = plan
+        self._selective = frozenset(selective)
+        self._whole = False
+        self._promised = made_compiled(plan)
+        self._uncompiled: set[int] = set()
+        self._settled: set[int] = set()
+        leave_uncompiled("planner.runtime")
+
+    def in_model(self, forward: Forward) -> None:
+        """The model is about to be run with ``forward``."""
+        self._whole = isinstance(forward, CompiledForward)
+        if self._whole:
+            self._warn_of_the_peak()
+
+    def in_stage(self, position: int, module: nn.Module, forward: Forward, whole: set[int]) -> Forward:
+        """A stage is about to be run with ``forward``: what to run it with instead; may add it to ``whole``."""
+        if position not in self._settled or isinstance(forward, CompiledForward):
+            self._settle(position, module, forward, whole)
+        return uncompiled(forward) if position in self._uncompiled and position not in whole else forward
+
+    def _settle(self, position: int, module: nn.Module, forward: Forward, whole: set[int]) -> None:
+        self._settled.add(position)
+        if not is_compiling_or_compiled(module, forward):
+            return
+        self._warn_of_the_peak()
+        if position not in self._selective or position in whole or position in self._uncompiled:
+            return
+        stage = self._plan.stages[position]
+        if self._whole or not stage.recomputable:
+            self._uncompiled.add(position)
+            instead = "it runs uncompiled"
+        else:
+            whole.add(position)
+            instead = "it stays compiled and is recomputed as a whole"
+        _warn(
+            f"planned stage {stage.name!r}: {stage.option or 'a choice of its ops'} cannot be recomputed inside "
+            f"compiled code; {instead}. Profile the compiled model for a plan without such choices"
+        )
+
+    def _warn_of_the_peak(self) -> None:
+        if not self._promised:
+            self._promised = True
+            _warn(
+                "apply: expected a plan from the profile of the compiled model, got one from the uncompiled one; "
+                "gradients are the same, the peak is not promised. Compile before planner.profile"
+            )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
