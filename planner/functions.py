@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from profiler.geometry import geometry_of
 from profiler.op_traits import traits_of, why_fixed
-from profiler.rerun import RUNNING_AGAIN
 from profiler.selective import Kept, unpack
 from profiler.tape import Lazy, Tape
 from profiler.trees import tensors_in
@@ -110,7 +109,6 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.tape = Tape()
         self._ordinal = 0
-        self._depth = RUNNING_AGAIN.get()
         self._read: set[int] = set()  # storages from outside that recorded ops read
         self._paused = False
 
@@ -118,7 +116,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused or RUNNING_AGAIN.get() != self._depth:
+        if self._paused:
             return func(*args, **kwargs)
         given = tensors_in((args, kwargs))
         self._before_writing(func, args, kwargs)
@@ -146,11 +144,10 @@ class _Recorder(TorchDispatchMode):
         return _Unseen(self)
 
     def finish(self) -> Tape:
-        """The call is over: its tape, which from now on only the graph holds."""
-        tape, self.tape = self.tape, Tape()
-        tape.finish()
-        tape.trim()
-        return tape
+        """The call is over; its tape."""
+        self.tape.finish()
+        self.tape.trim()
+        return self.tape
 
 
 class _Unseen:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiler.trees import tensors_in
+
 # Their first argument gives shape and kind only; its contents are not read.
 _SHAPE_ONLY = frozenset(
     f"aten::{name}"
@@ -72,12 +74,7 @@ class OpTraits:
     def writes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors that a call changes in place, as far as its schema says."""
         places = [args[i] for i in self.written if i < len(args)] + [kwargs.get(name) for name in self.written_names]
-        return [
-            tensor
-            for place in places
-            for tensor in (place if isinstance(place, (list, tuple)) else [place])
-            if isinstance(tensor, Tensor)
-        ]
+        return tensors_in(places)
 
     def renews_statistics(self, args: tuple[Any, ...]) -> bool:
         """Whether a call updates running statistics without reading them."""
@@ -110,6 +107,8 @@ def traits_of(op: Any) -> OpTraits:
     schema = op._schema
     names = [argument.name for argument in schema.arguments]
     written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    if op.namespace == "c10d":  # They change tensors, and their schemas do not say so.
+        written = [i for i, a in enumerate(schema.arguments) if "Tensor" in str(a.type)]
     functional = schema.name.endswith("_functional")  # These return the new statistics and change nothing.
     statistics = () if functional else tuple(names.index(name) for name in _STATISTICS if name in names)
     return OpTraits(

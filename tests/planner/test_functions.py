@@ -339,6 +339,74 @@ def test_what_it_does_not_need_again_is_not_held():
     y.sum().backward()
 
 
+def test_what_only_needless_ops_read_goes_when_backward_has_used_it():
+    """Two branches; the second one's results go before the first one's are made, whoever else has read them."""
+
+    def measured(reader: Callable[[Tensor], Any]) -> int:
+        def branches(x: Tensor) -> Tensor:
+            first, second = x.repeat(1, 64).exp().sin(), x.repeat(1, 64).exp()
+            reader(second)
+            return first.sum() + second.sin().sum()
+
+        model = nn.Linear(WIDTH, WIDTH)
+        return peak(planner.Workload(model=model, inputs=torch.randn(64, WIDTH), loss=recompute(branches)))
+
+    assert measured(lambda t: t.mean()) == measured(lambda t: None)
+
+
+@pytest.fixture
+def alone():
+    """A process group of one."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+class Talks(nn.Module):
+    """Sums its activations over all processes, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        watched.append(weakref.ref(h.untyped_storage()))
+        with torch.no_grad():
+            torch.distributed.all_reduce(h)
+        return x + torch.tanh(F.gelu(h))
+
+
+watched: list[Any] = []
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs torch.distributed with gloo")
+def test_what_others_have_added_to_is_kept(alone):
+    """Made again, it would lack what came from the other processes."""
+    watched.clear()
+    torch.manual_seed(0)
+    x, talks = torch.randn(4, 8), Talks()
+    expected = torch.autograd.grad(talks(x).sum(), talks.linear.weight)
+    y = recompute(talks)(x)
+    assert watched[1]() is not None
+    assert torch.equal(torch.autograd.grad(y.sum(), talks.linear.weight)[0], expected[0])
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs torch.distributed with gloo")
+def test_ops_that_communicate_are_refused_by_name(alone):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Talks() for _ in range(3)])
+    work = planner.Workload(model=model, inputs=torch.randn(16, 8), loss=lambda y: y.square().mean())
+    with pytest.raises(ValueError, match="allreduce_.*communicates with other processes.*force = true"):
+        planner.profile(work, stages=["Talks"], rules=Rule(ops="*"), menus=False)
+    rules = Rules(rules=[Rule(modules="Talks", ops=["gelu", "tanh"])])
+    plan = planner.state(planner.profile(work, stages=["Talks"], rules=rules), rules)
+    assert [stage.decision for stage in plan.stages if stage.kind == "stage"] == ["selective"] * 3
+    with planner.apply(model, plan):
+        assert peak(work) == plan.predicted_peak_bytes
+
+
 def test_a_retained_graph_goes_backward_twice_and_a_part_of_it_alone():
     work = made(recompute)
     parameters = list(work.model.parameters())
@@ -403,7 +471,7 @@ def test_compiled_models_recompute_it_the_compiler_s_way():
     def gradient(wrap: Wrap, compiled: bool) -> Tensor:
         work = made(wrap)
         work.model.eval()  # The compiler draws random numbers of its own.
-        call = torch.compile(work.model, backend="aot_eager") if compiled else work.model
+        call = torch.compile(work.model, backend="aot_eager", fullgraph=True) if compiled else work.model
         call(work.inputs).square().sum().backward()
         return torch.cat([p.grad.flatten() for p in work.model.parameters() if p.grad is not None])
 
