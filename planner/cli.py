@@ -11,7 +11,7 @@ import torch
 import typer
 from rich.console import RenderableType
 
-from planner import Infeasible, Plan, Workload, curves, documents, plots, problem_files, report
+from planner import Infeasible, Plan, Rules, Workload, curves, documents, plots, problem_files, report
 from planner.cli_demo import run_demo
 from planner.cli_shell import Face, ManyValues, check_folder, note, show, show_json, working
 from planner.cli_show import Wanted, run_show
@@ -48,6 +48,10 @@ SolverName = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")]
+RulesFile = Annotated[
+    Path | None,
+    typer.Option("--rules", metavar="FILE", help="A plan stated by hand, in whole or in part: .toml or .json."),
+]
 Out = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
 
 
@@ -65,14 +69,17 @@ def profile_command(
         list[str] | None,
         typer.Option(metavar="PATTERN ...", help="Module names, glob patterns or classes; found automatically else."),
     ] = None,
+    rules: RulesFile = None,
     ops: Annotated[bool, typer.Option("--ops", help="Print every op's record, largest output first.")] = False,
     ops_limit: Annotated[int, typer.Option(min=0, help="Rows of --ops; 0 for all.")] = 40,
     output: Out = None,
 ) -> None:
     """Measure one training step: what each stage costs in bytes and seconds."""
     check_folder(output)
+    stated = None if rules is None else Rules.load(rules)  # refused before anything is measured
     with working() as progress:
-        measured = profile(_workload(target, settings, device), stages=stages or None, progress=progress)
+        workload = _workload(target, settings, device)
+        measured = profile(workload, stages=stages or None, rules=stated, progress=progress)
     if output is not None:
         measured.save(output)
     show(report.profile_report(measured))
@@ -84,7 +91,8 @@ def profile_command(
 @app.command("solve")
 def solve_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile, a chain problem or a graph problem.")],
-    budget: BudgetText,
+    budget: BudgetText | None = None,
+    rules: RulesFile = None,
     solver: SolverName = "auto",
     time_limit: Annotated[
         float | None,
@@ -104,14 +112,18 @@ def solve_command(
 
     FILE is a profile (planner profile -o), or a problem file: "format": "planner-chain" or "planner-graph".
 
+    With --rules the plan does what these state, and only the rest, if it is to be solved for, is chosen; the profile
+    has to be made with the same rules. --budget may then be left out.
+
     Ctrl-C ends the search of a graph with the best plan so far.
     """
     check_folder(output)
+    stated = None if rules is None else Rules.load(rules)
     source = problem_files.read_source(file)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             document, saved = problem_files.solve_source(
-                source, budget, solver=solver, time_limit_seconds=time_limit, gap=gap
+                source, budget, solver=solver, time_limit_seconds=time_limit, gap=gap, rules=stated
             )
     except NoPlan as refusal:
         if as_json:

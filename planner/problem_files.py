@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from planner import chain_files, documents, graph_files
+from planner.by_hand import state
 from planner.planning import NoPlan, solve
+from planner.rules import Rules
 from profiler.files import read_document
 from profiler.records import FORMAT as PROFILE_FORMAT
 from profiler.records import VERSION as PROFILE_VERSION
@@ -33,29 +35,56 @@ def read_source(path: str | Path) -> Source:
 
 
 def solve_source(
-    source: Source, budget: str, *, solver: str, time_limit_seconds: float | None, gap: float | None
+    source: Source,
+    budget: str | None,
+    *,
+    solver: str,
+    time_limit_seconds: float | None,
+    gap: float | None,
+    rules: Rules | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The document of a solution, and the one to save.
+
+    Args:
+        source: the profile, chain or graph.
+        budget: as text; None with rules that need none.
+        solver, time_limit_seconds, gap: as at the command line.
+        rules: what is stated of a profile's stages by hand.
 
     Raises:
         NoPlan: no schedule came out.
         ValueError: a solver or an option that this kind of problem does not have, or a budget that does not parse.
     """
+    if rules is not None and not isinstance(source, Profile):
+        raise ValueError(
+            "--rules: expected a profile, whose stages have names, got a problem file; make one with planner profile"
+        )
     if isinstance(source, Graph):
         document, actions = graph_files.solve_graph_document(
-            source, budget, solver=solver, time_limit_seconds=time_limit_seconds, gap=gap
+            source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, gap=gap
         )
         return document, graph_files.solution_file(document, source, actions)
     if gap is not None:
         kind = "a profile" if isinstance(source, Profile) else "a chain problem"
         raise ValueError(f"--gap: expected a graph problem, whose solvers search until then, got {kind}; leave it out")
+    if isinstance(source, Profile) and rules is not None:
+        plan = state(source, rules, budget=budget, solver=solver, time_limit_seconds=time_limit_seconds)
+        return documents.plan_document(plan), plan.to_document()
     if isinstance(source, Profile):
-        plan = solve(source, budget, solver=solver, time_limit_seconds=time_limit_seconds)
+        plan = solve(source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds)
         return documents.plan_document(plan), plan.to_document()
     document, schedule = chain_files.solve_chain_document(
-        source, budget, solver=solver, time_limit_seconds=time_limit_seconds
+        source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds
     )
     return document, chain_files.solution_file(document, source, schedule)
+
+
+def _given(budget: str | None) -> str:
+    if budget is None:
+        raise ValueError(
+            "--budget: expected one, got none; give for example 8GiB or 70% (with --rules it may be left out)"
+        )
+    return budget
 
 
 def refusal_of(refusal: NoPlan, source: Source) -> dict[str, Any]:
