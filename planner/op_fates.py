@@ -9,7 +9,7 @@ from typing import Literal
 
 from planner.sizes import format_seconds
 from planner.stage_kinds import StageKind
-from profiler.records import MenuRecord
+from profiler.records import MenuRecord, OptionRecord
 from profiler.stage_ops import ChoiceError, StageOps, makes_room
 
 Fate = Literal["recomputed", "kept", "not needed", "view"]
@@ -75,6 +75,17 @@ def makers(ops: StageOps) -> dict[int, int]:
     return found
 
 
+def kept_by(ops: StageOps, option: OptionRecord) -> list[int]:
+    """Storages that really stay until backward under an option.
+
+    What an op that runs again writes last is made again, also where it need
+    not have been dropped; and what nobody reads in backward goes.
+    """
+    writers, read, again = ops.writers(), ops.read_by(option.rerun), set(option.rerun)
+    kept = [n for n in option.kept if ops.storages[n].saved or n in read]
+    return [n for n in kept if writers.get((n, ops.storages[n].versions), -1) not in again]
+
+
 def held_bytes(kind: StageKind) -> tuple[int, int]:
     """Tensors from outside of the stage that its backward reads and that are alive anyway, and their bytes."""
     storages = kind.menu.ops.storages if kind.menu is not None else ()
@@ -102,8 +113,7 @@ class _Stage:
             self._kept = set(saved)
         else:
             self._rerun = frozenset(kind.chosen.rerun)
-            # An op that runs again makes all its results again, also those that need not have been dropped.
-            self._kept = {n for n in kind.chosen.kept if self._storages[n].op not in self._rerun}
+            self._kept = set(kept_by(menu.ops, kind.chosen))
 
     def _end_of(self, saved: Sequence[int]) -> int:
         """A stage that runs again as a whole stops behind the op that makes its last saved tensor."""

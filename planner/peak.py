@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planner.op_fates import makers
+from planner.op_fates import kept_by, makers
 from planner.plan import Plan
 from planner.timeline import Span, Timeline
 from profiler.records import MenuRecord, ResidentBytes
@@ -222,10 +222,8 @@ def _kept_storages(menu: MenuRecord, option: int) -> list[int]:
     """Storages that an option keeps itself, those that the stage returns last."""
     storages = menu.ops.storages
     if option:
-        chosen = menu.options[option - 1]
-        inputs = [n for n in chosen.kept if storages[n].op < 0 and not storages[n].exclusive]
-        # An op that runs again makes all its results again, also those that need not have been dropped.
-        kept = [*inputs, *(n for n in chosen.kept if storages[n].op >= 0 and storages[n].op not in chosen.rerun)]
+        chosen = kept_by(menu.ops, menu.options[option - 1])
+        kept = [n for n in chosen if storages[n].op >= 0 or not storages[n].exclusive]
     else:
         kept = [n for n, storage in enumerate(storages) if storage.saved and storage.op >= 0]
     return sorted(kept, key=lambda n: storages[n].returned)

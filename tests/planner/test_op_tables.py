@@ -10,7 +10,7 @@ from rich.console import Console
 
 import planner
 from planner import zoo
-from planner.op_fates import fates_of_ops, grouped_fates, held_bytes, makers
+from planner.op_fates import fates_of_ops, grouped_fates, held_bytes, kept_by, makers
 from planner.op_tables import plan_ops_report
 from planner.plan import Decision
 from planner.stage_kinds import StageKind, common_path, kinds_of_stages, names_in_short
@@ -103,6 +103,28 @@ def test_a_stage_that_runs_again_as_a_whole_runs_up_to_its_last_saved_tensor() -
 def test_ops_are_named_with_what_fills_the_room_they_make() -> None:
     assert makers(OPS)[5] == 5
     assert held_bytes(kind("keep")) == (2, 5 * MIB)
+
+
+def test_what_stays_is_read_in_backward_and_not_written_by_an_op_that_runs_again() -> None:
+    """Of two batch norms' results, one changed in place by an op that does not run again, only that one stays."""
+    norms = StageOps(
+        ops=(
+            op("batch_norm", "a", makes=(0, 1)),
+            op("relu_", "a", reads=((0, 0),), writes=(0,)),
+            op("batch_norm", "b", reads=((0, 1),), makes=(2, 3)),
+            op("rsub", "b", makes=(4,)),
+        ),
+        storages=(
+            StageStorage(size_bytes=8, op=0, versions=1, saved=True),
+            StageStorage(size_bytes=1, op=0, output=1, saved=True),
+            StageStorage(size_bytes=8, op=2, saved=True),
+            StageStorage(size_bytes=1, op=2, output=1, saved=True),
+            StageStorage(size_bytes=8, op=3),
+        ),
+    )
+    option = replace(kind("selective").menu.options[0], kept=(0, 1, 2, 4), rerun=(0,))  # type: ignore[union-attr]
+    assert kept_by(norms, option) == [0, 2]
+    assert kept_by(norms, replace(option, rerun=(0, 1))) == [2]
 
 
 def test_alike_ops_come_together_those_that_run_again_first() -> None:
