@@ -6,6 +6,10 @@ from profiler.records import MenuRecord, OptionRecord, Profile, SharedRecord, St
 from profiler.stage_ops import StageOps
 from solvers.chain import Chain, Option, Shared, Stage
 
+# Torch's random state on the CPU is read into a tensor of so many bytes before a stage runs without keeping, and again
+# before it runs the second time.
+_RANDOM_STATE_BYTES = 5056
+
 
 def chain_of(profile: Profile) -> Chain:
     """The chain problem of a profile.
@@ -140,9 +144,10 @@ def _growth(record: StageRecord) -> int:
 
 def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
     residue = timeline.residue(k)
-    handed_on = record.boundary_bytes + sum(t.size_bytes for t in timeline.shared if t.born == k)
-    # Bytes that no saved-tensor hook can drop: the first run's and the second run's live side by side.
-    hidden = max(0, residue - max(0, record.output_bytes - handed_on))
+    state = _RANDOM_STATE_BYTES if timeline.profile.device.startswith("cpu") else 0
+    # A second run takes over what the first one left. Of that, what is hidden from saved-tensor hooks lives beside the
+    # second run's until then, and what had gone before this backward counts as gone although it is not there again yet.
+    beside = max(0, residue - record.lasting_output_bytes)
     keep = Option(
         name="keep",
         forward_seconds=record.forward.seconds,
@@ -152,19 +157,21 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
         forward_peak_bytes=record.forward.peak_bytes - record.forward.start_bytes,
         backward_peak_bytes=record.backward.peak_bytes - record.backward.start_bytes,
         recompute_seconds=record.recompute_seconds,
-        recompute_peak_bytes=record.recompute_peak_bytes + hidden,
+        recompute_peak_bytes=max(record.recompute_peak_bytes, state) + beside,
     )
     menu = timeline.profile.menus[record.menu] if record.menu >= 0 else None
     before = timeline.profile.stages[k - 1] if record.links else None
     released = 0 if before is None else before.boundary_bytes - before.kept_output_bytes
-    inside = () if menu is None else tuple(_option(option, menu, record, keep, released) for option in menu.options)
+    inside = (
+        () if menu is None else tuple(_option(option, menu, record, keep, released, beside) for option in menu.options)
+    )
     return Stage(
         name=record.name,
         options=(keep, *inside),
         boundary_bytes=record.boundary_bytes,
         # Not keeping cannot be faster than keeping: where it was measured so, that was noise.
         forward_seconds=max(record.dropped.seconds, record.forward.seconds),
-        forward_peak_bytes=record.dropped.peak_bytes - record.dropped.start_bytes,
+        forward_peak_bytes=max(record.dropped.peak_bytes - record.dropped.start_bytes, state),
         residue_bytes=residue,
         parameter_gradient_bytes=timeline.parameter_gradient(k),
         gradient_bytes=timeline.base[k] - timeline.behind[k],
@@ -173,10 +180,13 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
     )
 
 
-def _option(option: OptionRecord, menu: MenuRecord, record: StageRecord, keep: Option, released_bytes: int) -> Option:
+def _option(
+    option: OptionRecord, menu: MenuRecord, record: StageRecord, keep: Option, released_bytes: int, beside_bytes: int
+) -> Option:
     """An option inside the stage, by what it was measured to differ from keeping everything.
 
-    ``released_bytes`` of its input go after the forward unless the stage itself keeps its input.
+    ``released_bytes`` of its input go after the forward unless the stage itself keeps its input; a second run
+    begins with ``beside_bytes`` that are not counted.
     """
     # Keeping less cannot be faster: where it was measured so, that was noise.
     forward_seconds = keep.forward_seconds + max(0.0, option.forward_seconds - menu.keep_forward_seconds)
@@ -190,7 +200,7 @@ def _option(option: OptionRecord, menu: MenuRecord, record: StageRecord, keep: O
         backward_peak_bytes=option.backward_peak_bytes,
         # It runs to its end then: the ops to run again are recorded along with it.
         recompute_seconds=max(forward_seconds, keep.recompute_seconds),
-        recompute_peak_bytes=max(option.forward_peak_bytes, keep.recompute_peak_bytes),
+        recompute_peak_bytes=max(option.forward_peak_bytes + beside_bytes, keep.recompute_peak_bytes),
     )
 
 

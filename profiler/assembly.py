@@ -13,7 +13,7 @@ import torch
 from profiler.compiling import COMPILED, is_compiled
 from profiler.meter import Interval
 from profiler.named_stages import around
-from profiler.probe import BACKWARD, FORWARD, OPTIMIZER, Place, outside_place, stage_place
+from profiler.probe import BACKWARD, FORWARD, LOSS, OPTIMIZER, Place, outside_place, stage_place
 from profiler.records import MenuRecord, OpRecord, Phase, Profile, ResidentBytes, SharedRecord, StageRecord
 from profiler.stages import ChosenStage, why_not_recomputable
 from profiler.storages import distinct_bytes
@@ -30,6 +30,7 @@ class Measured:
     stages: tuple[ChosenStage, ...]
     memory: dict[str, list[Interval]]
     deaths: dict[tuple[int, int], str]
+    output_deaths: dict[tuple[int, int], str]
     seconds: dict[str, float]
     step_seconds: list[float]
     dropped_memory: dict[str, list[Interval]]
@@ -275,6 +276,7 @@ class _Assembly:
             output_bytes=table.total_bytes(outputs - inputs - m.trace.always_alive),
             boundary_bytes=table.total_bytes(boundary),
             kept_output_bytes=table.total_bytes(boundary & saved),
+            lasting_output_bytes=table.total_bytes(self._lasting(k, boundary)),
             kept_bytes=table.total_bytes(saved - inputs),
             saved_tensors=len(saves),
             links=stage.links,
@@ -290,6 +292,14 @@ class _Assembly:
             around=around(m.trace, call),
         )
 
+    def _lasting(self, k: int, boundary: frozenset[int]) -> set[int]:
+        """Storages of the output beside the boundary that are alive when the stage's backward begins."""
+        m = self._measured
+        passed = {leaf.storage for stage in m.stages for leaf in stage.call.inputs} | boundary | m.trace.always_alive
+        gone = {leaf for (j, leaf), label in m.output_deaths.items() if j == k and _before_backward(k, label)}
+        outputs = enumerate(m.stages[k].call.outputs)
+        return {t.storage for leaf, t in outputs if leaf not in gone and t.storage is not None} - passed
+
     def _reason(self, k: int, rerun: RerunTimes) -> str:
         seen = why_not_recomputable(self._measured.stages[k].call)
         if seen:
@@ -297,6 +307,12 @@ class _Assembly:
         if stage_place(k).label(BACKWARD) not in self._measured.memory:
             return "it has no backward"
         return rerun.failure
+
+
+def _before_backward(k: int, label: str) -> bool:
+    """Whether an interval with this label lies before the backward of stage k."""
+    phase, _, place = label.partition(":")
+    return phase in (FORWARD, LOSS) or (phase == BACKWARD and int(place.partition(":")[2]) > k)
 
 
 def _op_records(measured: Measured) -> tuple[OpRecord, ...]:

@@ -76,6 +76,8 @@ class StepProbe:
         self._run: _Run | None = None
         # Of the last plain step: (stage, input tensor) -> the interval in which its storage was freed.
         self.deaths: dict[tuple[int, int], str] = {}
+        # The same for the output tensors of stages.
+        self.output_deaths: dict[tuple[int, int], str] = {}
         # Of the last step: stages that ran other ops than their selection expects.
         self.diverged: set[int] = set()
         # Of the last step that was checked: stage -> ordinals of ops that did not give the same again.
@@ -123,7 +125,7 @@ class StepProbe:
                 del value
             finally:
                 found = meter.stop()
-        self.deaths = run.deaths
+        self.deaths, self.output_deaths = run.deaths, run.output_deaths
         self.diverged = run.diverged
         self.wrong = {position: call.wrong for position, call in run.checked.items() if call.wrong}
         return found
@@ -220,8 +222,10 @@ class _Run:
         self.first_runs: list[FirstRun] = []
         self.freed = [True] * count
         self.deaths: dict[tuple[int, int], str] = {}
+        self.output_deaths: dict[tuple[int, int], str] = {}
         self._label = outside_place(0).label(FORWARD)
         self._inputs: dict[tuple[int, int], weakref.ref[Any]] = {}
+        self._outputs: dict[tuple[int, int], weakref.ref[Any]] = {}
         self._saved: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._watched: list[tuple[int, weakref.ref[Any]]] = []
 
@@ -232,10 +236,11 @@ class _Run:
         self.mark(stage_place(position).label(FORWARD))
 
     def mark(self, label: str) -> None:
-        """A mark; input tensors that died since the last one died in what that one began."""
-        for key in [key for key, reference in self._inputs.items() if reference() is None]:
-            self.deaths[key] = self._label
-            del self._inputs[key]
+        """A mark; inputs and outputs that died since the last one died in what that one began."""
+        for living, deaths in ((self._inputs, self.deaths), (self._outputs, self.output_deaths)):
+            for key in [key for key, reference in living.items() if reference() is None]:
+                deaths[key] = self._label
+                del living[key]
         self._label = label
         self.meter.mark(label)
 
@@ -263,9 +268,10 @@ class _Run:
         self, stage: ChosenStage, position: int, module: nn.Module, forward: Forward, args: Any, kwargs: Any
     ) -> Any:
         if self.mode == "save":
-            for leaf, tensor in enumerate(tensors_in((args, kwargs))):
-                if tensor.layout is torch.strided:
-                    self._inputs[position, leaf] = weakref.ref(tensor.untyped_storage())
+            self._inputs.update(_storages(position, (args, kwargs)))
+            output = forward(*args, **kwargs)
+            self._outputs.update(_storages(position, output))
+            return output
         if position in self.selections:
             call = self._selective(position, module)
             output = call.run(forward, args, kwargs)
@@ -315,6 +321,14 @@ class _Run:
                 self.freed[position] = False
                 self.held.append(storage)  # The model holds it for longer; a plan then holds it as an input.
         self._watched.clear()
+
+
+def _storages(position: int, tree: Any) -> dict[tuple[int, int], weakref.ref[Any]]:
+    return {
+        (position, leaf): weakref.ref(tensor.untyped_storage())
+        for leaf, tensor in enumerate(tensors_in(tree))
+        if tensor.layout is torch.strided
+    }
 
 
 class _NoHooks:

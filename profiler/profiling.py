@@ -161,7 +161,7 @@ def _measure(
         report("memory")
         randomness.restore()
         memory = probe.step(memory_meter(device, resident_bytes), mark_saves=True)
-        deaths = probe.deaths
+        deaths, output_deaths = probe.deaths, probe.output_deaths
         groups = grouped(*seen, kinds, by_label(memory), propose, state)
         report.runs += steps_for(groups)
         report("memory, nothing kept")
@@ -181,6 +181,7 @@ def _measure(
         stages=stages,
         memory=by_label(memory),
         deaths=deaths,
+        output_deaths=output_deaths,
         seconds=typical_seconds(steps),
         step_seconds=[sum(i.seconds for i in step) for step in steps],
         dropped_memory=by_label(dropped),

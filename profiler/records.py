@@ -47,6 +47,7 @@ class StageRecord:
         output_bytes: bytes of new storage that the call returns.
         boundary_bytes: bytes handed to the next stage that live only for it.
         kept_output_bytes: the part of them that this stage keeps for its own backward.
+        lasting_output_bytes: bytes of its other outputs that are alive when its backward begins.
         kept_bytes: bytes saved for backward, each storage once, without
             parameters, buffers and the stage's own input.
         saved_tensors: how many tensors autograd saves.
@@ -74,6 +75,7 @@ class StageRecord:
     output_bytes: int = 0
     boundary_bytes: int = 0
     kept_output_bytes: int = 0
+    lasting_output_bytes: int = 0
     kept_bytes: int = 0
     saved_tensors: int = 0
     links: tuple[tuple[int, int], ...] = ()
