@@ -190,15 +190,27 @@ class _Stage:
         try:
             again = self._ops.rerun(self._kept - kept, self._rerun) - self._rerun
         except ChoiceError:
-            return f"must not run again: {self._fixed(ordinals)}"
+            return f"must not run again: {self._fixed(ordinals, kept)}"
         seconds = sum(self._ops.ops[k].seconds for k in again)
         more = len(again) - len(ordinals)
         others = f", with {more} op{'s' if more > 1 else ''} before it" if more > 0 else ""
         return f"{_rate(seconds, size)} to make again{others}"
 
-    def _fixed(self, ordinals: Sequence[int]) -> str:
-        reasons = [self._ops.ops[ordinal].fixed for ordinal in ordinals]
-        return next((reason for reason in reasons if reason), "an op before it must not")
+    def _fixed(self, ordinals: Sequence[int], dropped: set[int]) -> str:
+        """Why what these make cannot be made again: the reason of theirs, or of an op before them."""
+        writers, waiting, seen = self._ops.writers(), list(ordinals), set(ordinals)
+        while waiting:
+            ordinal = waiting.pop()
+            op = self._ops.ops[ordinal]
+            if op.fixed:
+                return op.fixed if ordinal in ordinals else f"op {ordinal} ({op.kind}) before it must not, {op.fixed}"
+            for number, version in op.reads:
+                stays = number in self._kept - dropped and version == self._storages[number].versions
+                writer = writers.get((number, version), -1)
+                if not stays and writer >= 0 and writer not in seen:
+                    seen.add(writer)
+                    waiting.append(writer)
+        return "an input that it needs is gone by then"
 
 
 def _rate(seconds: float, size_bytes: int) -> str:

@@ -88,7 +88,7 @@ def _short(fate: OpFate) -> str:
 
 
 def _first(fates: Sequence[OpFate], part: str) -> list[OpFate]:
-    return [fate for fate in fates if fate.fate == part][:SHOWN]
+    return [fate for fate in fates if fate.fate == part and (fate.size_bytes or part != "kept")][:SHOWN]
 
 
 def _times(fate: OpFate) -> str:

@@ -14,7 +14,7 @@ from rich.table import Table
 from planner.peak import Part, Peak
 from planner.plan import Plan
 from planner.sizes import format_bytes
-from planner.stage_kinds import common_path, names_in_short
+from planner.stage_kinds import common_path, in_one_series, names_in_short
 from profiler.stage_ops import kind_of
 
 COLUMNS = ("series", "what", "op", "module", "stage", "phase", "tensors", "bytes")
@@ -48,7 +48,7 @@ def peak_rows(peak: Peak, plan: Plan | None = None) -> list[PeakRow]:
         alike = "" if part.what in _EVERY_STAGE or plan is None else classes.get(part.stage, part.stage)
         groups.setdefault((part.what, _kind(part), part.phase, alike), []).append(part)
     path = path_of(plan)
-    return sorted((_row(key[1], parts, path) for key, parts in groups.items()), key=lambda row: -row.size_bytes)
+    return sorted((_row(key[1], parts, path, key[3]) for key, parts in groups.items()), key=lambda row: -row.size_bytes)
 
 
 def path_of(plan: Plan | None) -> str:
@@ -60,14 +60,17 @@ def _kind(part: Part) -> str:
     return "" if part.what in _EVERY_STAGE else kind_of(part.op)
 
 
-def _row(op: str, parts: Sequence[Part], path: str) -> PeakRow:
+def _row(op: str, parts: Sequence[Part], path: str, module_class: str) -> PeakRow:
     stages = list(dict.fromkeys(part.stage for part in parts if part.stage))
+    where = names_in_short(stages).replace(path, "") if stages else ""
+    if module_class and len(stages) > 1 and not in_one_series(stages):
+        where = f"{len(stages)} x {module_class}"
     modules = {part.module for part in parts}
     inside = f" ({modules.pop()})" if op and len(modules) == 1 and "" not in modules else ""
     return PeakRow(
         what=parts[0].what,
         op=op + inside,
-        where=names_in_short(stages).replace(path, "") if stages else "",
+        where=where,
         tensors=sum(part.tensors for part in parts),
         size_bytes=sum(part.size_bytes for part in parts),
     )

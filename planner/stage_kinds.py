@@ -88,12 +88,21 @@ def names_in_short(names: Sequence[str]) -> str:
     """
     if len(names) == 1:
         return names[0]
-    if len({_around(name) for name in names}) > 1:
+    if not in_one_series(names):
         shown = f"{names[0]}{', ' if len(names) == 2 else ' ... '}{names[-1].removeprefix(common_path(names))}"
     else:
         runs = _ranges(names)
         shown = ", ".join(runs if len(runs) <= _NAMED else [*runs[: _NAMED - 1], f"... {runs[-1]}"])
     return f"{shown} ({len(names)} stages)"
+
+
+def in_one_series(names: Sequence[str]) -> bool:
+    """Whether names differ by one number alone.
+
+    >>> in_one_series(["h.0.mlp", "h.3.mlp"]), in_one_series(["h.0.mlp", "ln_f"])
+    (True, False)
+    """
+    return len({_around(name) for name in names}) == 1
 
 
 def common_path(names: Sequence[str]) -> str:

@@ -86,6 +86,14 @@ def test_what_is_kept_for_an_op_that_runs_again_and_what_runs_again_for_another(
     )  # fmt: skip
 
 
+def test_an_op_behind_one_that_must_not_run_again_says_so() -> None:
+    fixed = replace(OPS.ops[2], fixed="it communicates")
+    menu = MenuRecord(ops=replace(OPS, ops=(*OPS.ops[:2], fixed, *OPS.ops[3:])))
+    unsaved = replace(menu.ops, storages=tuple(replace(s, saved=s.saved and s.op != 2) for s in OPS.storages))
+    found = said(replace(kind("keep"), menu=replace(menu, ops=unsaved)))
+    assert found[3] == ("kept", MIB, "must not run again: op 2 (gelu) before it must not, it communicates")
+
+
 def test_a_stage_that_keeps_everything_says_what_it_would_take_to_make_it_again() -> None:
     found = said(kind("keep"))
     assert [fate for fate, _, _ in found] == ["kept", "view", "kept", "kept", "view", "kept", "not needed"]
