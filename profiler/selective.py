@@ -41,12 +41,14 @@ class Selection:
 
         Only modules that have such ops, or that change in place what such ops make, are watched.
         """
-        watched = {ops.ops[ordinal].module for ordinal in rerun}
+        made = {number for ordinal in rerun for number in ops.ops[ordinal].makes}
+        watched = {op.module for k, op in enumerate(ops.ops) if k in rerun or made.intersection(op.writes)}
         counted = [ordinal for ordinal, op in enumerate(ops.ops) if op.module in watched]
         return cls(
             ops=tuple(ops.ops[ordinal].op for ordinal in counted),
             rerun=frozenset(position for position, ordinal in enumerate(counted) if ordinal in rerun),
             turns=_turns({op.module for op in ops.ops}, watched, _savers(ops, rerun)),
+            ordinals=tuple(counted),
         )
 
 

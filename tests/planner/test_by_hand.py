@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.planner.test_exact import assert_same, state_after
 GPT2 = {"layers": 3, "hidden": 64, "seq": 32, "batch": 2}
 BERT = {"layers": 2, "hidden": 64, "seq": 32, "batch": 2}
 RESNET = {"image": 64, "batch": 8, "optimizer": "none"}
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt2-rules.toml"
 BLOCKS = Rule(modules="transformer.h")
 
 
@@ -54,6 +56,7 @@ def decisions(plan: planner.Plan) -> list[str]:
         ("gpt2", GPT2, Rules(checkpoints="transformer.h.1", rules=[Rule(modules="*.2:*layer_norm")])),
         ("bert", BERT, Rules(rules=[Rule(modules="BertIntermediate", ops="gelu"), Rule(modules="*.0.attention")])),
         ("bert", BERT, Rules(checkpoints=["bert.encoder.layer.1"])),
+        ("gpt2", {**GPT2, "layers": 4}, Rules.load(EXAMPLE)),
         ("resnet50", RESNET, Rules(rules=[Rule(modules="*.stages.0"), Rule(ops=["*batch_norm", "relu"])])),
     ],
 )
