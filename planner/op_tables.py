@@ -54,7 +54,7 @@ def _decision(plan: Plan, kind: StageKind) -> str:
     """What happens to the stages of a kind, per stage: bytes and seconds."""
     stage = plan.stages[kind.members[0]]
     each = " each" if len(kind.members) > 1 else ""
-    cost = f"costs {format_seconds(stage.extra_seconds)}{each}"
+    cost = f"costs {format_seconds(stage.extra_seconds) if stage.extra_seconds else 'no time to speak of'}{each}"
     saved = kind.menu.ops.saved_bytes if kind.menu is not None else 0
     if kind.decision == "keep":
         return f"{format_bytes(stage.kept_bytes)}{each}" if stage.kept_bytes else "nothing of its own"
