@@ -24,15 +24,14 @@ class Selection:
             that runs others there does not follow the selection.
         rerun: positions in ``ops`` of those that run again in backward; what
             all others make is kept where backward needs it.
-        watched: whether the stage's own ops are watched.
-        turns: modules inside the stage that are watched where the one around is not, or the other way round.
+        turns: modules (empty: the stage itself) at which something changes: whether ops are watched, in it and
+            below until the next turn, or whether tensors that autograd saves are looked at, from there on downwards.
         ordinals: which of the stage's ops ``ops`` are.
     """
 
     ops: tuple[str, ...]
     rerun: frozenset[int]
-    watched: bool = True
-    turns: tuple[tuple[str, bool], ...] = ()
+    turns: tuple[Turn, ...] = (Turn("", True, True),)
     ordinals: tuple[int, ...] = ()
 
     @classmethod
