@@ -73,6 +73,7 @@ def test_the_parts_add_up_to_the_peak_on_odd_chains(seed: int) -> None:
         if schedule is not None:
             peak = peak_of(chain, schedule)
             assert sum(part.size_bytes for part in peak.parts) == peak.peak_bytes
+            assert all(part.size_bytes >= 0 for part in peak.parts if part.what == "outputs of stages")
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,8 @@ def test_the_parts_of_a_model_s_peak_are_named_by_op(profile: planner.Profile, b
     parameters = [part for part in peak.parts if part.what == "parameters"]
     assert [part.size_bytes for part in parameters] == [plan.resident.parameters]
     kept = [part for part in peak.parts if part.what == "kept from forward"]
-    assert {"aten.tanh.default", "aten.addmm.default"} <= {part.op for part in kept}
+    expected = {"aten.tanh.default", "aten.addmm.default"} if budget == "100%" else set()
+    assert expected <= {part.op for part in kept}
     # Nothing but a few numbers of each stage is left without a name.
     assert all(abs(part.size_bytes) < 100 for part in peak.parts if part.what == "kept, not told apart")
 

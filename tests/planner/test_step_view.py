@@ -9,8 +9,9 @@ from torch import Tensor, nn
 import planner
 from planner import zoo
 from planner.peak_report import peak_rows
-from planner.step_view import StepView, view_step
+from planner.step_view import StepView, _Places, view_step
 from planner.timeline import Timeline, chain_in, predicted_timelines
+from profiler.meter import Interval
 from profiler.workload import Workload
 from tests.planner.command_line import SMALL
 
@@ -61,6 +62,22 @@ def test_with_the_plan_the_same_stages_run_again(plan: planner.Plan, view: StepV
     for timeline in (view.planned, view.unplanned):
         assert [phase for phase, _, _ in timeline.phases()] == ["forward", "backward", "optimizer"]
         assert timeline.source == "measured"
+
+
+def test_what_the_plan_knows_as_one_action_is_one_span(plan: planner.Plan) -> None:
+    """What runs between two stages that are linked belongs to the stage before."""
+    places = _Places(plan)
+    intervals = [
+        Interval("forward:stage:0", start_bytes=1, peak_bytes=5, end_bytes=2),
+        Interval("forward:outside:1", start_bytes=2, peak_bytes=7, end_bytes=3),
+        Interval("forward:stage:1", start_bytes=3, peak_bytes=4, end_bytes=4),
+        Interval("end", start_bytes=4, peak_bytes=9, end_bytes=4),
+    ]
+    first, second = places.spans(intervals, [1.0, 0.5, 2.0, 0.1])
+    stages = [stage.name for stage in plan.stages if stage.kind == "stage"]
+    assert (first.stage, first.before_bytes, first.peak_bytes, first.after_bytes) == (stages[0], 1, 7, 3)
+    assert (first.end_seconds, second.start_seconds, second.end_seconds) == (1.5, 1.5, 3.5)
+    assert (second.stage, second.peak_bytes) == (stages[1], 4)
 
 
 def test_the_peak_s_parts_add_up_and_no_tensor_comes_twice(view: StepView, plan: planner.Plan) -> None:

@@ -90,6 +90,16 @@ def test_what_only_makes_room_is_named_after_what_fills_it() -> None:
     assert not any("empty" in op for op in ops)
 
 
+def test_what_was_there_before_and_is_not_known_is_not_counted_as_made() -> None:
+    """A target that the loss holds: no op of the step made it, though ops return views of it."""
+    target = torch.ones(1000)
+    model = nn.Linear(1, 1)
+    work = Workload(model=model, inputs=torch.ones(1000, 1), loss=lambda y: (y.view(-1) * target.view(-1)).sum())
+    found = peak_of(work)
+    assert not any(s.op.startswith("aten.view") for s in found.storages)
+    assert found.before_bytes <= found.explained_bytes <= found.peak_bytes
+
+
 def test_what_a_kernel_needs_for_itself_is_left_over() -> None:
     """The backward of a BatchNorm on the CPU needs a buffer of its input's size."""
     found = peak_of(workload("batchnorm"))

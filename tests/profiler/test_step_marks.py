@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -16,7 +17,7 @@ from profiler.preservation import preserved
 from profiler.profiling import first_step, resident_bytes_of
 from profiler.step_marks import AGAIN, StepMarks
 from profiler.workload import Workload
-from tests.odd_models import workload
+from tests.odd_models import WIDTH, Stack, workload
 
 
 def smallest_plan(work: Workload, **options) -> planner.Plan:
@@ -65,6 +66,8 @@ def test_a_planned_step_marks_every_second_run() -> None:
     labels, _ = labels_of(work, plan, planned=True)
     again = [label for label in labels if label.startswith(AGAIN)]
     assert len(again) == sum(stage.runs - 1 for stage in plan.stages) > 0
+    after = [labels[k + 1] for k, label in enumerate(labels) if label.startswith(AGAIN)]
+    assert all(label.startswith("backward:") for label in after)
 
 
 class Twice(nn.Module):
@@ -88,6 +91,29 @@ def test_calls_of_one_module_are_told_apart() -> None:
     runs = [sum(label == f"{AGAIN}:stage:{i}" for label in labels) for i in range(4)]
     assert runs == [plan.stages[k].runs - 1 for k in places]
     assert sum(runs) > 0
+
+
+class Bare(nn.Module):
+    """Its ops are its own, not those of modules inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ self.weight)
+
+
+def test_marks_are_no_ops_of_a_stage_of_which_a_part_runs_again() -> None:
+    work = Workload(model=Stack([Bare() for _ in range(3)]), inputs=torch.randn(16, WIDTH), loss=lambda y: y.sum())
+    rules = planner.Rules(rules=[planner.Rule(modules="blocks.*", ops="tanh")])
+    plan = planner.state(planner.profile(work, stages=["blocks.*"], rules=rules), rules)
+    assert [stage.decision for stage in plan.stages].count("selective") == 3
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*other ops")
+        labels, peak = labels_of(work, plan, planned=True)
+    assert peak == plan.predicted_peak_bytes
+    assert not any(label.startswith(AGAIN) for label in labels)
 
 
 @pytest.mark.parametrize("name", ["batchnorm", "skip", "frozen"])
