@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+import planner
+from planner import zoo
 from tests.planner.command_line import SMALL, TARGETS, done
 
 
@@ -15,3 +17,10 @@ def files(tmp_path_factory):
     done("solve", folder / "profile.json", "--budget", "85%", "-o", folder / "plan.json")
     (folder / "targets.py").write_text(TARGETS)
     return folder
+
+
+@pytest.fixture(scope="session")
+def blocks():
+    """The profile of a small GPT-2 whose blocks are its stages, with their menus."""
+    work = zoo.build("gpt2", layers=3, batch=2, hidden=32, seq=32, vocab=100)
+    return planner.profile(work, stages=["transformer.h.*"])

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 import planner
-from planner import zoo
 from planner.op_fates import fates_of_ops, grouped_fates, held_bytes, kept_by, makers
 from planner.op_tables import plan_ops_report
 from planner.plan import Decision
@@ -152,10 +151,9 @@ def text_of(renderable) -> str:
 
 
 @pytest.fixture(scope="module")
-def plan() -> planner.Plan:
-    """One stage kept, one run again as a whole, one with a part run again: as their menus allow."""
-    work = zoo.build("gpt2", layers=3, batch=2, hidden=32, seq=32, vocab=100)
-    return planner.solve(planner.profile(work, stages=["transformer.h.*"]), "75%", solver="rotor")
+def plan(blocks: planner.Profile) -> planner.Plan:
+    """With a part of some stage running again, or all of it, as the menus allow."""
+    return planner.solve(blocks, "75%", solver="rotor")
 
 
 def test_every_kind_of_stage_is_said_once(plan: planner.Plan) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 import planner
-from planner import zoo
 from planner.peak import Peak, predicted_peak
 from planner.peak_report import COLUMNS, peak_rows, peak_table
 from planner.plan import Plan
@@ -76,15 +75,9 @@ def test_the_parts_add_up_to_the_peak_on_odd_chains(seed: int) -> None:
             assert all(part.size_bytes >= 0 for part in peak.parts if part.what == "outputs of stages")
 
 
-@pytest.fixture(scope="module")
-def profile() -> planner.Profile:
-    work = zoo.build("gpt2", layers=3, batch=2, hidden=32, seq=32, vocab=100)
-    return planner.profile(work, stages=["transformer.h.*"])
-
-
 @pytest.mark.parametrize("budget", ["100%", "85%", "70%"])
-def test_the_parts_of_a_model_s_peak_are_named_by_op(profile: planner.Profile, budget: str) -> None:
-    plan = planner.solve(profile, budget, solver="rotor")
+def test_the_parts_of_a_model_s_peak_are_named_by_op(blocks: planner.Profile, budget: str) -> None:
+    plan = planner.solve(blocks, budget, solver="rotor")
     peak = peak_of(chain_in(plan), plan.schedule, plan)
     assert sum(part.size_bytes for part in peak.parts) == peak.peak_bytes == plan.predicted_peak_bytes
     assert plan.resident is not None
@@ -97,8 +90,8 @@ def test_the_parts_of_a_model_s_peak_are_named_by_op(profile: planner.Profile, b
     assert all(abs(part.size_bytes) < 100 for part in peak.parts if part.what == "kept, not told apart")
 
 
-def test_what_a_dropped_stage_holds_is_made_again(profile: planner.Profile) -> None:
-    plan = planner.solve(profile.stage_level(), "75%", solver="recompute_all")
+def test_what_a_dropped_stage_holds_is_made_again(blocks: planner.Profile) -> None:
+    plan = planner.solve(blocks.stage_level(), "75%", solver="recompute_all")
     chain = chain_in(plan)
     _, planned = predicted_timelines(chain, plan.schedule)
     last = next(s for s in reversed(planned.spans) if s.action == "backward" and s.stage.startswith("transformer.h"))
@@ -109,8 +102,8 @@ def test_what_a_dropped_stage_holds_is_made_again(profile: planner.Profile) -> N
     assert not any(part.what == "kept from forward" and part.stage == last.stage and part.op for part in peak.parts)
 
 
-def test_alike_parts_are_shown_together_and_none_is_lost(profile: planner.Profile) -> None:
-    plan = planner.solve(profile, "100%")
+def test_alike_parts_are_shown_together_and_none_is_lost(blocks: planner.Profile) -> None:
+    plan = planner.solve(blocks, "100%")
     peak = peak_of(chain_in(plan), plan.schedule, plan)
     rows = peak_rows(peak, plan)
     assert sum(row.size_bytes for row in rows) == peak.peak_bytes
@@ -121,8 +114,8 @@ def test_alike_parts_are_shown_together_and_none_is_lost(profile: planner.Profil
     assert softmax.where == "h.0 to 2 (3 stages)"
 
 
-def test_the_peak_s_table_has_every_part_once(profile: planner.Profile) -> None:
-    plan = planner.solve(profile, "85%", solver="rotor")
+def test_the_peak_s_table_has_every_part_once(blocks: planner.Profile) -> None:
+    plan = planner.solve(blocks, "85%", solver="rotor")
     peak = peak_of(chain_in(plan), plan.schedule, plan)
     frame = peak_table([peak])
     assert tuple(frame.columns) == COLUMNS

@@ -116,7 +116,7 @@ def test_marks_are_no_ops_of_a_stage_of_which_a_part_runs_again() -> None:
     assert not any(label.startswith(AGAIN) for label in labels)
 
 
-@pytest.mark.parametrize("name", ["batchnorm", "skip", "frozen"])
+@pytest.mark.parametrize("name", ["skip", "frozen"])
 def test_marks_change_neither_the_peak_nor_the_model(name: str) -> None:
     work = workload(name)
     plan = smallest_plan(work)
