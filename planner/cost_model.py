@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from profiler.records import MenuRecord, OptionRecord, Profile, SharedRecord, StageRecord
 from profiler.stage_ops import StageOps
 from solvers.chain import Chain, Option, Shared, Stage
@@ -142,12 +144,30 @@ def _growth(record: StageRecord) -> int:
     return record.forward.end_bytes - record.forward.start_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SecondRun:
+    """What a stage's second run needs beside what its first one was measured to.
+
+    Attributes:
+        state_bytes: the random state is read into, before anything else.
+        beside_bytes: of what the first run left, and the second one takes over. Until then, what is hidden from
+            saved-tensor hooks lives beside the second run's, and what had gone before this backward counts as
+            gone from it although it is not there again yet.
+    """
+
+    state_bytes: int
+    beside_bytes: int
+
+    def peak_bytes(self, first_bytes: int) -> int:
+        return max(first_bytes, self.state_bytes) + self.beside_bytes
+
+
 def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
     residue = timeline.residue(k)
-    state = _RANDOM_STATE_BYTES if timeline.profile.device.startswith("cpu") else 0
-    # A second run takes over what the first one left. Of that, what is hidden from saved-tensor hooks lives beside the
-    # second run's until then, and what had gone before this backward counts as gone although it is not there again yet.
-    beside = max(0, residue - record.lasting_output_bytes)
+    again = _SecondRun(
+        state_bytes=_RANDOM_STATE_BYTES if timeline.profile.device.startswith("cpu") else 0,
+        beside_bytes=max(0, residue - record.lasting_output_bytes),
+    )
     keep = Option(
         name="keep",
         forward_seconds=record.forward.seconds,
@@ -157,13 +177,13 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
         forward_peak_bytes=record.forward.peak_bytes - record.forward.start_bytes,
         backward_peak_bytes=record.backward.peak_bytes - record.backward.start_bytes,
         recompute_seconds=record.recompute_seconds,
-        recompute_peak_bytes=max(record.recompute_peak_bytes, state) + beside,
+        recompute_peak_bytes=again.peak_bytes(record.recompute_peak_bytes),
     )
     menu = timeline.profile.menus[record.menu] if record.menu >= 0 else None
     before = timeline.profile.stages[k - 1] if record.links else None
     released = 0 if before is None else before.boundary_bytes - before.kept_output_bytes
     inside = (
-        () if menu is None else tuple(_option(option, menu, record, keep, released, beside) for option in menu.options)
+        () if menu is None else tuple(_option(option, menu, record, keep, released, again) for option in menu.options)
     )
     return Stage(
         name=record.name,
@@ -171,7 +191,7 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
         boundary_bytes=record.boundary_bytes,
         # Not keeping cannot be faster than keeping: where it was measured so, that was noise.
         forward_seconds=max(record.dropped.seconds, record.forward.seconds),
-        forward_peak_bytes=max(record.dropped.peak_bytes - record.dropped.start_bytes, state),
+        forward_peak_bytes=max(record.dropped.peak_bytes - record.dropped.start_bytes, again.state_bytes),
         residue_bytes=residue,
         parameter_gradient_bytes=timeline.parameter_gradient(k),
         gradient_bytes=timeline.base[k] - timeline.behind[k],
@@ -181,12 +201,16 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
 
 
 def _option(
-    option: OptionRecord, menu: MenuRecord, record: StageRecord, keep: Option, released_bytes: int, beside_bytes: int
+    option: OptionRecord,
+    menu: MenuRecord,
+    record: StageRecord,
+    keep: Option,
+    released_bytes: int,
+    second_run: _SecondRun,
 ) -> Option:
     """An option inside the stage, by what it was measured to differ from keeping everything.
 
-    ``released_bytes`` of its input go after the forward unless the stage itself keeps its input; a second run
-    begins with ``beside_bytes`` that are not counted.
+    ``released_bytes`` of its input go after the forward unless the stage itself keeps its input.
     """
     # Keeping less cannot be faster: where it was measured so, that was noise.
     forward_seconds = keep.forward_seconds + max(0.0, option.forward_seconds - menu.keep_forward_seconds)
@@ -200,7 +224,7 @@ def _option(
         backward_peak_bytes=option.backward_peak_bytes,
         # It runs to its end then: the ops to run again are recorded along with it.
         recompute_seconds=max(forward_seconds, keep.recompute_seconds),
-        recompute_peak_bytes=max(option.forward_peak_bytes + beside_bytes, keep.recompute_peak_bytes),
+        recompute_peak_bytes=second_run.peak_bytes(option.forward_peak_bytes),
     )
 
 
