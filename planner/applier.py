@@ -91,7 +91,7 @@ def _install(model: nn.Module, plan: Plan, planned: _Planned, patches: ForwardPa
         name, _ = split_name(plan.stages[position].name)
         modules[name] = module_named(model, name)
     for name, module in modules.items():
-        what = f"planner.apply: stage {name!r} of the plan is run by the planner, so compiled code ends before it"
+        what = f"planner.apply: stage {name!r} is run by its plan, not inside one graph; leave out fullgraph=True"
         patches.wrap(module, lambda forward, n=name, m=module: planned.stage(forward, n, m), what)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame  # type: ignore[import-not-found]
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from profiler.regions import region_of
+from profiler.regions import compiled_region, region_of
 
 Forward = Callable[..., Any]
 COMPILED = ", compiled"  # ends the precision of a profile whose model was compiled
@@ -27,11 +27,15 @@ _OURS = tuple(f"profiler.{name}" for name in ("compiling", "meter", "probe", "re
 
 
 class CompiledForward:
-    """A forward together with the compiler that was on when it was reached; each call runs it compiled."""
+    """A forward together with the compiler that was on when it was reached.
+
+    The first call compiles it, or takes what fits of what has been compiled; later calls run the same code again.
+    """
 
     def __init__(self, forward: Forward, module: nn.Module, compiler: Any) -> None:
         self.plain = forward
         self._region = region_of(module)
+        self._settled = False
         self._compiler = compiler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,6 +46,8 @@ class CompiledForward:
             return self._region(self.plain, args, kwargs)
         finally:
             set_eval_frame(before)
+            if not self._settled:
+                self._region, self._settled = compiled_region(self._region), True
 
 
 def between_graphs(wrapper: Callable[[Forward], Forward], forward: Forward, module: nn.Module, what: str) -> Forward:
@@ -103,9 +109,12 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    forward: Any = module.forward
-    forward = getattr(forward, "plain", forward)
-    return hasattr(forward, "_torchdynamo_orig_callable") and not getattr(forward, "_torchdynamo_disable", False)
+    # A compiler copies the attributes of what it wraps, so "plain" alone does not tell which of the two stands outside.
+    forwards = (module.forward, getattr(module.forward, "plain", None))
+    return any(
+        hasattr(forward, "_torchdynamo_orig_callable") and not getattr(forward, "_torchdynamo_disable", False)
+        for forward in forwards
+    )
 
 
 def uncompiled(forward: Forward) -> Forward:

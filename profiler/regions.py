@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list  # type: ignore[import-not-found]
 
 Region = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _OF_MODULE: weakref.WeakKeyDictionary[nn.Module, Region] = weakref.WeakKeyDictionary()
@@ -31,6 +32,23 @@ def region_of(module: nn.Module) -> Region:
             kinds[kind] = _copy_of_region(f"{type(module).__name__}_{len(kinds)}")
         region = _OF_MODULE[module] = kinds[kind]
     return region
+
+
+def compiled_region(region: Region) -> Region:
+    """What a region's last call ran, without asking Dynamo what fits: code for other sizes may fit as well by now.
+
+    What one code saves for backward need not be what another expects there.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.eval_frame import skip_code
+
+    entries = _debug_get_cache_entry_list(region.__code__)
+    # Above the limit Dynamo may have run the frame uncompiled; below it, what ran stands first.
+    if not 0 < len(entries) < config.recompile_limit:
+        return region
+    code = entries[0].code
+    skip_code(code)
+    return types.FunctionType(code, region.__globals__)
 
 
 def _region(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
