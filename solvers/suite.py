@@ -204,14 +204,22 @@ def _rotor(problem: Problem) -> list[_Found]:
     """The table's answer, beside the two ends that the grid may miss: nothing recomputed, and the smallest peak.
 
     Where stages share tensors, the table counts them throughout and true peaks lie lower: then every schedule of the
-    frontier is a candidate too.
+    frontier is a candidate too. Where stages have menus, so is what the table finds without them: its memory grid is
+    another one, and more options must never make a plan slower.
     """
     chain = problem.chain
+    found = [_replayed(chain, "rotor", schedule) for schedule in _of_table(chain, problem.budget_bytes)]
+    if any(len(stage.options) > 1 for stage in chain.stages):
+        whole = replace(chain, stages=tuple(replace(stage, options=stage.options[:1]) for stage in chain.stages))
+        found += [_replayed(chain, "rotor", schedule) for schedule in _of_table(whole, problem.budget_bytes)]
+    return found
+
+
+def _of_table(chain: Chain, budget_bytes: int) -> list[Schedule]:
     table = _table(chain.folded())
-    points = [point for point in table.points() if point.peak_bytes <= problem.budget_bytes]
-    schedules = [table.schedule(points[-1])] if points else []
-    found = [_replayed(chain, "rotor", schedule) for schedule in (*schedules, *_ends(chain))]
-    return found + list(_frontier_entries(chain)) if chain.shared else found
+    points = [point for point in table.points() if point.peak_bytes <= budget_bytes]
+    schedules = [*([table.schedule(points[-1])] if points else []), *_ends(chain)]
+    return schedules + [entry.schedule for entry in _frontier_entries(chain)] if chain.shared else schedules
 
 
 def _ilp(problem: Problem, time_limit_seconds: float) -> tuple[list[_Found], float]:
@@ -235,7 +243,7 @@ def _ends(chain: Chain) -> list[Schedule]:
     return [*keep_all.schedules(chain), smallest_schedule(chain)]
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _table(chain: Chain) -> Table:
     """The last tables are remembered: asking for several budgets of one chain costs one solve."""
     return Table(chain)

@@ -149,6 +149,17 @@ def test_at_the_unplanned_peak_nothing_is_recomputed(seed: int) -> None:
         assert solution.seconds == pytest.approx(chain.unplanned_seconds, rel=1e-12)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_more_options_are_never_slower(seed: int) -> None:
+    menus = large_chain(seed, 20, menu=6)
+    whole = replace(menus, stages=tuple(replace(stage, options=stage.options[:1]) for stage in menus.stages))
+    points = frontier(whole, "rotor")
+    for point in points[:: max(1, len(points) // 12)]:
+        assert point.peak_bytes is not None and point.seconds is not None
+        found = solve(menus, point.peak_bytes, "rotor")
+        assert found.seconds is not None and found.seconds <= point.seconds * (1 + 1e-12)
+
+
 def test_what_costs_nothing_is_not_recomputed_for_nothing() -> None:
     way = replace(UNIT.options[0], forward_seconds=0, recompute_seconds=0)
     chain = Chain(stages=(replace(UNIT, options=(way,), forward_seconds=0),) * 3)
