@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from planner.naming import makers_of_outputs, ops_inside
 from planner.rules import Rule, Rules
 from planner.stating import Fate, stated_by
 from profiler.named_stages import NamedStage
@@ -120,6 +121,19 @@ def test_ops_of_one_module_alone():
     assert again(Rule(ops="gelu")) == {GELU}
 
 
+def test_what_a_stage_returns_is_an_output_of_the_module_that_makes_it():
+    inside = {FIRST, GELU, SECOND, SUM}
+    assert makers_of_outputs(OPS, inside) == {SUM}
+    assert makers_of_outputs(OPS, inside - {SUM}) == {SECOND}
+    assert makers_of_outputs(OPS, {NORM}) == {NORM}
+
+
+def test_a_module_s_ops_are_not_those_of_one_whose_name_goes_on():
+    ops = replace(OPS, ops=tuple(replace(op, module=op.module.replace("mlp.act", "mlp2")) for op in OPS.ops))
+    assert ops_inside(ops, "mlp") == [FIRST, SECOND]
+    assert ops_inside(OPS, "mlp") == [FIRST, GELU, SECOND]
+
+
 def test_underscores_around_a_kind_may_be_left_out():
     ops = replace(OPS, ops=(*OPS.ops[:2], replace(OPS.ops[GELU], op="aten._softmax.default"), *OPS.ops[3:]))
     stages = [replace(STAGES[0], ops=ops)]
@@ -133,6 +147,7 @@ def test_rules_add_up_and_later_ones_take_out():
     assert again(Rule(modules="Mlp"), Rule(ops="gelu", action="keep")) == {FIRST}
     assert again(Rule(modules="body.h"), Rule(ops="addmm", action="keep")) == {NORM, GELU}
     assert again(Rule(modules="body.h"), Rule(modules="Mlp", action="keep")) == {NORM}
+    assert again(Rule(modules="body.h"), Rule(modules="*.norm", action="keep")) == {FIRST, GELU}
     assert again(Rule(ops="gelu"), Rule(modules="*.h.*")) == set()
     assert kinds(Rule(ops="gelu"), Rule(modules="*.h.1")) == "crcc"
     assert kinds(Rule(modules="*"), Rule(modules="*.h.1", action="keep")) == "rkrr"
