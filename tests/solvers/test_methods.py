@@ -149,12 +149,11 @@ def test_at_the_unplanned_peak_nothing_is_recomputed(seed: int) -> None:
         assert solution.seconds == pytest.approx(chain.unplanned_seconds, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_more_options_are_never_slower(seed: int) -> None:
-    menus = large_chain(seed, 20, menu=6)
+    menus = large_chain(seed, 12, menu=6)
     whole = replace(menus, stages=tuple(replace(stage, options=stage.options[:1]) for stage in menus.stages))
-    points = frontier(whole, "rotor")
-    for point in points[:: max(1, len(points) // 12)]:
+    for point in frontier(whole, "rotor"):
         assert point.peak_bytes is not None and point.seconds is not None
         found = solve(menus, point.peak_bytes, "rotor")
         assert found.seconds is not None and found.seconds <= point.seconds * (1 + 1e-12)
