@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from planner.applier import apply, split_name
 from planner.peak import KEPT, MADE_AGAIN, Part, Peak
 from planner.plan import Plan
@@ -15,6 +17,7 @@ from planner.program import program_of
 from planner.timeline import Kind, Phase, Span, Timeline
 from planner.training import check_device, check_inputs
 from profiler.alive import AlivePeak, AliveStorage, AliveWatch
+from profiler.compiling import is_compiled, unwrapped
 from profiler.meter import Interval, Meter, memory_meter, time_meter
 from profiler.preservation import RandomState, preserved
 from profiler.probe import END, LOSS
@@ -43,10 +46,11 @@ def view_step(workload: Workload, plan: Plan, *, rounds: int = ROUNDS) -> StepVi
     Raises:
         PlanMismatch: the plan is for another model.
         ProfileError: the step fails.
-        ValueError: the plan is for another device or another batch, or the
-            step does not run the same way twice.
+        ValueError: the plan is for another device or another batch, the model
+            is compiled, or the step does not run the same way twice.
     """
     check_device(workload, plan)
+    _check_not_compiled(workload.model)
     with preserved(workload):
         randomness = RandomState.capture()
         with apply(workload.model, plan):
@@ -54,6 +58,15 @@ def view_step(workload: Workload, plan: Plan, *, rounds: int = ROUNDS) -> StepVi
             first_step(workload)
         first_step(workload)
         return _Viewer(workload, plan, randomness).view(rounds)
+
+
+def _check_not_compiled(model: nn.Module) -> None:
+    """Compiled code has no moments between its stages and ops at which to look."""
+    if unwrapped(model) is not model or is_compiled(model):
+        raise ValueError(
+            "looking at a step: expected a model that is not compiled, got a compiled one; "
+            "look before torch.compile, or use planner.measure for its peak"
+        )
 
 
 class _Viewer:

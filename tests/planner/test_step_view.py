@@ -107,6 +107,17 @@ def test_another_model_is_refused(plan: planner.Plan) -> None:
         view_step(zoo.build("mlp", layers=8, hidden=16, batch=64), plan)
 
 
+@pytest.mark.parametrize("way", ["whole", "blocks"])
+def test_a_compiled_model_is_refused(plan: planner.Plan, way: str) -> None:
+    work = small_mlp()
+    if way == "whole":
+        work.model = torch.compile(work.model, backend="aot_eager")  # type: ignore[assignment]
+    else:
+        work.model[0].compile(backend="aot_eager")  # type: ignore[index,operator]
+    with pytest.raises(ValueError, match="not compiled"):
+        view_step(work, plan)
+
+
 class Wandering(nn.Module):
     """Runs its blocks the other way round in every third step, once it is told to."""
 
