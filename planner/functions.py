@@ -16,7 +16,6 @@ from profiler.geometry import geometry_of
 from profiler.op_traits import traits_of, why_fixed
 from profiler.selective import Kept, unpack
 from profiler.tape import Lazy, Tape
-from profiler.trees import tensors_in
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -118,7 +117,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        given = tensors_in((args, kwargs))
+        given = _tensors((*args, *kwargs.values()))
         self._before_writing(func, args, kwargs)
         if not _may_run_again(func, args, kwargs, given):
             self.tape.spoil(func, args, kwargs)
@@ -159,6 +158,17 @@ class _Unseen:
 
     def __exit__(self, *_: object) -> None:
         self._recorder._paused = False
+
+
+def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors among an op's arguments; every op waits for this."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(tuple(value))
+    return found
 
 
 def _may_run_again(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:
