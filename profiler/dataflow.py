@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from profiler.named_stages import modules_inside, relative
+from profiler.named_stages import calls_inside, modules_inside
 from profiler.stage_ops import StageOp, StageOps, StageStorage
 from profiler.stages import ChosenStage
 from profiler.tracing import Op, Trace
@@ -41,8 +41,11 @@ class _Reader:
         self._renewed = {storage for op in trace.ops for storage in op.access.renews}
         call = stage.call
         self._saved: dict[int | None, set[str]] = {}
-        for save in trace.saves[call.first_save : call.end_save]:
-            self._saved.setdefault(save.storage, set()).add(relative(save.module, call.name))
+        inside = [(trace.calls[k], name) for k, name in calls_inside(trace, call).items()]
+        saving = _innermost([(each.first_save, each.end_save, name) for each, name in inside])
+        for save, module in zip(trace.saves[call.first_save : call.end_save], saving, strict=True):
+            self._saved.setdefault(save.storage, set()).add(module)
+        self._modules = _innermost([(each.first_op, each.end_op, name) for each, name in inside])
         self._returned = {leaf.storage for leaf in call.outputs}
 
     def read(self) -> StageOps:
@@ -65,7 +68,7 @@ class _Reader:
         made = tuple(self._made(s, ordinal, output) for output, s in enumerate(op.storages))
         return StageOp(
             op=op.name,
-            module=relative(op.module, self._stage.call.name),
+            module=self._modules[ordinal],
             seconds=op.seconds,
             reads=reads,
             makes=made,
@@ -118,6 +121,15 @@ class _Reader:
                 filled = set(op.writes) if access.fills else set()
                 found |= {n for n, version in op.reads if version == 0 and n in blank and n not in filled}
         return found
+
+
+def _innermost(spans: Sequence[tuple[int, int, str]]) -> list[str]:
+    """Per position of the first span the name of the innermost one around it; spans stand with outer ones first."""
+    first, end, name = spans[0]
+    found = [name] * (end - first)
+    for start, stop, inner in spans[1:]:
+        found[start - first : stop - first] = [inner] * (stop - start)
+    return found
 
 
 def _fixed_if(op: StageOp, final: dict[int, int], renewed: set[int], unseen: set[int]) -> StageOp:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from profiler.compiling import plain_name, unwrapped
 from profiler.stage_ops import Choice, StageOps
 from profiler.stages import ChosenStage
 from profiler.tracing import Call, Trace
@@ -70,21 +71,29 @@ def around(trace: Trace, call: Call) -> tuple[Named, ...]:
 
 def modules_inside(trace: Trace, call: Call) -> tuple[Named, ...]:
     """Names, relative to it, and classes of the modules that ran in a call, itself first with an empty name."""
-    position = next(k for k, each in enumerate(trace.calls) if each is call)
-    inside = {position}
-    found = {"": type(call.module).__name__}
-    for k in range(position + 1, len(trace.calls)):
-        each = trace.calls[k]
-        if each.parent not in inside:
-            break  # Calls stand in the order in which they began: what is inside follows without a gap.
-        inside.add(k)
-        found[relative(each.name, call.name)] = type(each.module).__name__
+    found: dict[str, str] = {}
+    for k, name in calls_inside(trace, call).items():
+        found.setdefault(name, type(trace.calls[k].module).__name__)
     return tuple(found.items())
 
 
-def relative(name: str, stage: str) -> str:
-    """A module's name as seen from a stage's module."""
-    return name.removeprefix(stage).removeprefix(".") if stage else name
+def calls_inside(trace: Trace, call: Call) -> dict[int, str]:
+    """Positions of a call and of those inside it, in order, with the names of their modules as its own module has them.
+
+    A module that several stages share has one name in the model and one in each stage. One that
+    the stage's module calls but does not own goes by the name of the module around it.
+    """
+    names = {
+        id(module): plain_name(name) for name, module in call.module.named_modules() if unwrapped(module) is module
+    }
+    position = next(k for k, each in enumerate(trace.calls) if each is call)
+    found = {position: ""}
+    for k in range(position + 1, len(trace.calls)):
+        each = trace.calls[k]
+        if each.parent not in found:
+            break  # Calls stand in the order in which they began: what is inside follows without a gap.
+        found[k] = names.get(id(each.module), found[each.parent])
+    return found
 
 
 def _ancestors(trace: Trace, position: int) -> Iterable[int]:

@@ -188,7 +188,8 @@ class Recorder:
 
     def recorded(self, forward: Forward, name: str, module: nn.Module) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self.paused or not torch.is_grad_enabled():
+            # A checkpoint that the model brings along runs modules again in backward: no calls of the step.
+            if self.paused or self.side == "backward" or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             with self._off():
                 call, watch = self._enter(name, module, (args, kwargs))
