@@ -153,7 +153,8 @@ def test_to_drop_what_gelu_made_runs_gelu_again_and_nothing_else() -> None:
 def test_what_is_not_kept_is_gone_after_forward_and_after_backward() -> None:
     stage, inputs, ops = made("mlp")
     gone: list[weakref.ref[Any]] = []
-    stage.get_submodule("act").register_forward_hook(lambda _, __, output: gone.append(weakref.ref(output.untyped_storage())))
+    act = stage.get_submodule("act")
+    act.register_forward_hook(lambda _, __, output: gone.append(weakref.ref(output.untyped_storage())))
     gelu = next(k for k, op in enumerate(ops.ops) if op.kind == "gelu")
     selection = Selection.of(ops, {gelu})
     gc.disable()
