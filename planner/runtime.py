@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.plan import Plan
+from planner.plan import Plan, PlannedStage
 from planner.program import Program, Rerun
 from profiler.rerun import CallState, CallTraits, detached, rerun_dropping, rerun_keeping, rerun_until_saved
 from profiler.selective import Kept, Selection, SelectiveCall, rerun_selecting, unpack
@@ -46,6 +46,7 @@ class PlannedStep:
     def _run_selective(
         self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
+        _check_shapes(self.plan.stages[position], tensors_in((args, kwargs)))
         call = SelectiveCall(module, self.selections[position, self.program.selective[position]])
         output = call.run(forward, args, kwargs)
         self.check_followed(position, call)
@@ -124,8 +125,7 @@ class Frame:
             self._previous = before[0]
         if not hold_linked and set(self._links) != expected:
             _warn_once(self.stage.name, "its input is not the output of the stage before, as it was when profiled")
-        if self.stage.input_shapes and [tuple(t.shape) for t in leaves] != list(self.stage.input_shapes):
-            _warn_once(self.stage.name, "its input has other shapes than when profiled; the peak is not promised")
+        _check_shapes(self.stage, leaves)
         self._leaves = [
             None if i in self._links and not hold_linked else detached(tensor) for i, tensor in enumerate(leaves)
         ]
@@ -283,6 +283,11 @@ def _gone() -> None:
 
 _GONE: Any = _gone
 _WARNED: set[tuple[str, str]] = set()
+
+
+def _check_shapes(stage: PlannedStage, tensors: Sequence[Tensor]) -> None:
+    if stage.input_shapes and [tuple(t.shape) for t in tensors] != list(stage.input_shapes):
+        _warn_once(stage.name, "its input has other shapes than when profiled; the peak is not promised")
 
 
 def _warn_once(stage: str, what: str) -> None:
