@@ -308,7 +308,7 @@ def _again(record: Record) -> None:
     args = _shaped(record) if shaped else [_decoded(value) for value in record.args]
     if record.traits.renews_statistics(tuple(args)):
         for place in record.traits.statistics:  # They have been updated once, by the forward.
-            args[place] = None if args[place] is None else args[place].clone()
+            args[place] = _spare(args[place])
     kwargs = {name: _decoded(value) for name, value in record.kwargs.items()}
     torch._C._set_grad_enabled(record.grad)
     with drawing_as(record.random):
@@ -326,6 +326,10 @@ def _again(record: Record) -> None:
         remade.pending -= 1
         if remade.pending == 0:
             remade.root = None
+
+
+def _spare(statistics: Tensor | None) -> Tensor | None:
+    return None if statistics is None else statistics.clone()
 
 
 def _made_again(remade: Remade, version: int, root: Tensor) -> None:

@@ -68,7 +68,7 @@ def bookkeeping_muted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rerun.CallState, "__init__", muted(rerun.CallState.__init__))
     for name in ("_random_state", "_own_buffers"):
         monkeypatch.setattr(rerun, name, muted_around(getattr(rerun, name)))
-    for name in ("view_of", "over", "drawing_state"):
+    for name in ("view_of", "over", "drawing_state", "_spare"):
         monkeypatch.setattr(tape, name, muted(getattr(tape, name)))
     monkeypatch.setattr(tape, "drawing_as", muted_around(tape.drawing_as))
 
