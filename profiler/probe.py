@@ -185,7 +185,7 @@ class StepProbe:
                 return forward(*args, **kwargs)
             run.enter(position)
             try:
-                with run.hooks(position):
+                with run.hooks(self._stages[position], position):
                     output = run.first_run(self._stages[position], position, module, forward, args, kwargs)
             finally:
                 run.leave(position)
@@ -249,7 +249,7 @@ class _Run:
         self.nodes.append((stage_place(position), next_node()))
         self.mark(outside_place(position + 1).label(FORWARD))
 
-    def hooks(self, position: int) -> torch.autograd.graph.saved_tensors_hooks | _NoHooks:
+    def hooks(self, stage: ChosenStage, position: int) -> torch.autograd.graph.saved_tensors_hooks | _NoHooks:
         if self.mode == "plain":
             return _NoHooks()
         label = stage_place(position).label(FORWARD)
@@ -258,8 +258,9 @@ class _Run:
             self.meter.mark(label)
             return tensor.detach()
 
-        def pack_dropped(tensor: Tensor) -> None:
+        def pack_dropped(tensor: Tensor) -> Tensor | None:
             self._saved.append((tuple(tensor.shape), tensor.dtype))
+            return tensor.detach() if stage.call.goes_backward else None
 
         pack = pack_marked if self.mode == "save" else pack_dropped
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)

@@ -78,6 +78,8 @@ def why_not_recomputable(call: Call) -> str:
         )
     if not call.outputs:
         return "it returns no tensor"
+    if call.goes_backward:
+        return "the forward goes backward through it (for forces, or a penalty on gradients)"
     return call.side_effect
 
 

@@ -45,6 +45,7 @@ class Call:
         first_save, end_save: its saved tensors are ``Trace.saves[first_save:end_save]``.
         opaque: class of an object in its arguments or output that holds tensors but is no known container.
         side_effect: what else it changed that a second run would change again.
+        goes_backward: some of what it saved was used before the step's forward was over.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Call:
     mutated_buffers: tuple[str, ...] = ()
     opaque: str = ""
     side_effect: str = ""
+    goes_backward: bool = False
 
 
 @dataclass(slots=True)
@@ -247,12 +249,19 @@ class Recorder:
         return Leaf(number, id(tensor), tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
-        def pack(tensor: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
             with self._off():
                 self.trace.saves.append(Save(self.trace.storages.number(tensor), len(self.trace.ops), self.module))
-                return tensor.detach()
+                return tensor.detach(), tuple(self._open)
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        def unpack(packed: tuple[Tensor, tuple[int, ...]]) -> Tensor:
+            tensor, calls = packed
+            if self.side == "forward":
+                for position in calls:
+                    self.trace.calls[position].goes_backward = True
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def access(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Access:
         """What an op is about to read and write."""

@@ -372,10 +372,10 @@ class Rotates(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        z = torch.view_as_complex(self.first(x).unflatten(-1, (-1, 2))).exp()
-        w = torch.view_as_complex(self.second(x).unflatten(-1, (-1, 2)))
+        z = torch.view_as_complex(torch.tanh(self.first(x)).unflatten(-1, (-1, 2))).exp()
+        w = torch.view_as_complex(torch.tanh(self.second(x)).unflatten(-1, (-1, 2)))
         turned = torch.view_as_real(z * w.conj()).flatten(-2)
-        return x + turned * z.conj().imag.exp().repeat(1, 2)
+        return x + 0.1 * turned * z.conj().imag.exp().repeat(1, 2)
 
 
 class SlicesInPlace(nn.Module):
