@@ -32,6 +32,7 @@ def trace_compiled(workload: Workload, trace: Trace, calls: Sequence[Call]) -> t
         workload.zero_grad()
         with recorder.saving():
             loss = workload.forward()
+        recorder.begin_backward()
         loss.backward()
         del loss
     finally:
