@@ -206,7 +206,9 @@ def _planned_stages(profile: Profile, chain: Chain, schedule: Schedule, replayed
             continue
         if action.stage in seen:
             again[action.stage] += moment.seconds  # type: ignore[assignment]  # Counter adds floats as well.
-            extra_ops[action.stage] += record.recompute_ops if action.kind == "recompute" else record.forward_ops
+            # With an option inside it does not stop at its last saved tensor: see ``planner.program``.
+            stops = action.kind == "recompute" and not action.option
+            extra_ops[action.stage] += record.recompute_ops if stops else record.forward_ops
         seen.add(action.stage)
     decisions = _decisions(profile.stages, schedule)
     chosen = _chosen_options(chain, schedule)

@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import planner
 from planner import runtime
 from planner.cost_model import chain_of
+from planner.planning import plan_of
 from profiler import rerun, tape
 from profiler.workload import Workload
-from solvers import replay
+from solvers import Chain, Schedule, Solution, replay
+from solvers.segments import Segment, droppable_runs, segmented_schedule
 from tests.odd_models import MODELS, workload
 
 DEPTHS = (0.0, 0.3, 0.6)
@@ -41,11 +44,11 @@ class CountOps(TorchDispatchMode):
 
 def muted(call: Any) -> Any:
     def run(*args: Any) -> Any:
-        CountOps.muted = True
+        before, CountOps.muted = CountOps.muted, True
         try:
             return call(*args)
         finally:
-            CountOps.muted = False
+            CountOps.muted = before
 
     return run
 
@@ -68,7 +71,7 @@ def bookkeeping_muted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rerun.CallState, "__init__", muted(rerun.CallState.__init__))
     for name in ("_random_state", "_own_buffers"):
         monkeypatch.setattr(rerun, name, muted_around(getattr(rerun, name)))
-    for name in ("view_of", "over", "drawing_state", "_spare"):
+    for name in ("view_of", "over", "drawing_state", "_spare", "_shaped"):
         monkeypatch.setattr(tape, name, muted(getattr(tape, name)))
     monkeypatch.setattr(tape, "drawing_as", muted_around(tape.drawing_as))
 
@@ -136,18 +139,60 @@ def test_keeping_everything_replays_the_measured_peak_exactly(name: str) -> None
     assert planner.measure(work, repeats=1).peak_bytes == profile.unplanned_peak_bytes
 
 
-@pytest.mark.parametrize("name", ["plain", "dropout", "batchnorm", "skip", "tuple", "in_place"])
-def test_extra_ops_are_those_of_the_plan(name: str, bookkeeping_muted: None) -> None:
-    work = workload(name)
-    profile = planner.profile(work, menus=False)
-    plan = planner.solve(profile, next(budgets(profile)), solver="rotor")
+def extra_ops(work: Workload, plan: planner.Plan) -> int:
+    """Ops of a planned step beyond those of a plain one."""
     work.step()  # Momentum is made in the first step only.
     with CountOps() as plain:
         work.step()
     with planner.apply(work.model, plan), CountOps() as planned:
         work.step()
+    return planned.count - plain.count
+
+
+@pytest.mark.parametrize("name", ["plain", "dropout", "batchnorm", "skip", "tuple", "in_place"])
+def test_extra_ops_are_those_of_the_plan(name: str, bookkeeping_muted: None) -> None:
+    work = workload(name)
+    profile = planner.profile(work)
+    plan = planner.solve(profile, next(budgets(profile)), solver="rotor")
     assert plan.recomputed_ops > 0
-    assert planned.count - plain.count == plan.recomputed_ops
+    assert extra_ops(work, plan) == plan.recomputed_ops
+
+
+def choosing_inside(chain: Chain) -> Schedule:
+    """Every stage with its last option: a third of them run once, a third again alone, a third again together."""
+    found: list[Segment] = []
+    for run in droppable_runs(chain):
+        third = (run.end - run.start) // 3
+        alone = [Segment(k, k + 1, kept=k < run.start + third) for k in range(run.start, run.start + 2 * third)]
+        found += [run] if run.kept else [*alone, Segment(run.start + 2 * third, run.end)]
+    return Schedule(
+        tuple(
+            action if action.option is None else replace(action, option=len(chain.stages[action.stage].options) - 1)
+            for action in segmented_schedule(found).actions
+        )
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "dropout", "batchnorm", "skip", "in_place"])
+def test_extra_ops_of_options_are_those_of_the_plan(name: str, bookkeeping_muted: None) -> None:
+    work = workload(name)
+    profile = planner.profile(work)
+    chain = chain_of(profile)
+    schedule = choosing_inside(chain)
+    replayed = replay(chain, schedule)
+    solution = Solution(
+        solver="stated",
+        status="feasible",
+        schedule=schedule,
+        peak_bytes=replayed.peak_bytes,
+        seconds=replayed.seconds,
+        lower_bound_seconds=0.0,
+        solve_seconds=0.0,
+    )
+    plan = plan_of(profile, chain, solution, replayed.peak_bytes)
+    assert {a.kind for a in schedule.actions if a.option} == {"forward", "recompute"}
+    assert "selective" in {stage.decision for stage in plan.stages}
+    assert extra_ops(work, plan) == plan.recomputed_ops
 
 
 def test_recomputing_under_autocast_casts_as_forward_did() -> None:
