@@ -32,6 +32,8 @@ class Option:
         recompute_seconds: the forward when it is run again directly before its
             backward (may stop early: the output itself is not needed).
         recompute_peak_bytes: peak of that forward.
+        parcels: bytes of each part of what is kept that may be sent to host memory in the meantime, the stage's
+            input as far as it keeps that included.
     """
 
     name: str = "keep"
@@ -43,6 +45,7 @@ class Option:
     backward_peak_bytes: int
     recompute_seconds: float
     recompute_peak_bytes: int
+    parcels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,7 @@ class Stage:
             0 or another option has to keep it).
         linked: True where its input is the previous stage's output unchanged,
             so that the boundary between them may be dropped.
+        parcels: bytes of each part of its input that may be sent to host memory while it waits to run again.
     """
 
     name: str
@@ -78,6 +82,7 @@ class Stage:
     gradient_bytes: int = 0
     recomputable: bool = True
     linked: bool = True
+    parcels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,8 +187,15 @@ def _stage_from(data: Mapping[str, Any], index: int) -> Stage:
     menu = data.get("options")
     if not isinstance(menu, (list, tuple)):
         raise ValueError(f"stage {index}: expected a list 'options', got {menu!r}; add it")
-    options = tuple(_build(Option, o, f"stage {index} option {i}") for i, o in enumerate(menu))
-    return _build(Stage, {**data, "options": options}, f"stage {index}")
+    options = tuple(_build(Option, _with_parcels(o), f"stage {index} option {i}") for i, o in enumerate(menu))
+    return _build(Stage, {**_with_parcels(data), "options": options}, f"stage {index}")
+
+
+def _with_parcels(data: Any) -> Any:
+    """Lists of JSON are tuples here."""
+    if isinstance(data, Mapping) and isinstance(data.get("parcels"), list):
+        return {**data, "parcels": tuple(data["parcels"])}
+    return data
 
 
 def _shared_from(data: Mapping[str, Any], index: int) -> Shared:
@@ -235,6 +247,14 @@ def _check_stage(stage: Stage) -> None:
         for field in fields(item):
             if field.name.endswith(("_bytes", "_seconds")):
                 _check_number(f"stage {stage.name!r}", field.name, getattr(item, field.name))
+        _check_parcels(stage, item.parcels)
+
+
+def _check_parcels(stage: Stage, parcels: Any) -> None:
+    if not isinstance(parcels, tuple):
+        raise ValueError(f"stage {stage.name!r}: expected a list of parcels' bytes, got {parcels!r}; correct it")
+    for size_bytes in parcels:
+        _check_number(f"stage {stage.name!r}", "parcel_bytes", size_bytes)
 
 
 def _check_number(where: str, name: str, value: Any) -> None:

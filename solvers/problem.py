@@ -7,6 +7,7 @@ from typing import Generic, Literal, TypeVar
 
 from solvers.chain import Chain
 from solvers.graph_schedule import GraphSchedule
+from solvers.link import Link
 from solvers.schedule import Schedule
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -15,10 +16,15 @@ AnySchedule = TypeVar("AnySchedule", Schedule, GraphSchedule)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A chain and the most bytes that may be alive at once; ValueError for a budget that is no number of bytes."""
+    """A chain and the most bytes that may be alive at once; ValueError for a budget that is no number of bytes.
+
+    Attributes:
+        link: the way to host memory; None where nothing may be sent there.
+    """
 
     chain: Chain
     budget_bytes: int
+    link: Link | None = None
 
     def __post_init__(self) -> None:
         check_budget(self.budget_bytes)

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["forward", "recompute", "backward", "free"]
-KINDS: tuple[Kind, ...] = ("forward", "recompute", "backward", "free")
+Kind = Literal["forward", "recompute", "backward", "free", "offload", "release", "prefetch"]
+KINDS: tuple[Kind, ...] = ("forward", "recompute", "backward", "free", "offload", "release", "prefetch")
+TRANSFERS: tuple[Kind, ...] = ("offload", "release", "prefetch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,11 @@ class Action:
     after it; with an option it also keeps what the option keeps. ``recompute``
     runs the stage again directly before its backward and makes no boundary.
     ``backward`` consumes what was kept. ``free`` drops the boundary after the stage.
+
+    Three actions are about parcel ``option`` of what the stage holds between forward and backward: ``Option.parcels``
+    where it is kept, ``Stage.parcels`` where it was dropped and holds its input. ``offload`` begins to copy it to host
+    memory; ``release`` waits for that copy, then its bytes are free on the device; ``prefetch`` takes them again and
+    begins to copy it back. The stage's next run or backward waits until it has come back.
     """
 
     kind: Kind
