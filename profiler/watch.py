@@ -118,6 +118,7 @@ class Watch(TorchDispatchMode):
         try:
             yield
         finally:
+            self._hooks = None  # They refer to the call, and so to what the tape holds.
             for module, forward in before:
                 if forward is _MISSING:
                     del module.__dict__["forward"]
