@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from planner.parcels import input_parcel_bytes, kept_parcel_bytes
 from profiler.records import MenuRecord, OptionRecord, Profile, SharedRecord, StageRecord
 from profiler.stage_ops import StageOps
 from solvers.chain import Chain, Option, Shared, Stage
@@ -178,12 +179,17 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
         backward_peak_bytes=record.backward.peak_bytes - record.backward.start_bytes,
         recompute_seconds=record.recompute_seconds,
         recompute_peak_bytes=again.peak_bytes(record.recompute_peak_bytes),
+        parcels=kept_parcel_bytes(timeline.profile, k, None),
     )
     menu = timeline.profile.menus[record.menu] if record.menu >= 0 else None
     before = timeline.profile.stages[k - 1] if record.links else None
     released = 0 if before is None else before.boundary_bytes - before.kept_output_bytes
-    inside = (
-        () if menu is None else tuple(_option(option, menu, record, keep, released, again) for option in menu.options)
+    inside = tuple(
+        replace(
+            _option(option, menu, record, keep, released, again),
+            parcels=kept_parcel_bytes(timeline.profile, k, option),
+        )
+        for option in (() if menu is None else menu.options)
     )
     return Stage(
         name=record.name,
@@ -197,6 +203,7 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
         gradient_bytes=timeline.base[k] - timeline.behind[k],
         recomputable=record.recomputable,
         linked=bool(record.links),
+        parcels=input_parcel_bytes(timeline.profile, k),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any, Literal
 from profiler.files import read_document, write_document
 from profiler.records import MenuRecord, OptionRecord, ResidentBytes, menu_document, menu_from
 from solvers.chain import Chain
-from solvers.schedule import Schedule
+from solvers.link import Link
+from solvers.schedule import TRANSFERS, Action, Schedule
 
 FORMAT = "planner-plan"
 VERSION = 1
@@ -52,6 +54,9 @@ class PlannedStage:
     option: str = ""
     menu: int = -1
     recomputable: bool = True
+    parcels: tuple[int, ...] = ()
+    input_parcels: tuple[tuple[int, ...], ...] = ()
+    offloaded_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,10 @@ class Plan:
         menus: per kind of stage its ops and options; option k of the schedule, from 1, is ``options[k - 1]``.
         chain: the problem that the schedule solves; None in files of older releases.
         resident: what ``resident_bytes`` is made of; None in files of older releases.
+        link: the way to host memory that the plan counts on; None for a plan that sends nothing there.
+        host_bytes: the most bytes that the plan holds in host memory at once.
+        stall_seconds: predicted seconds in which computation waits for copies.
+        no_offload: why nothing could be sent to host memory where that was to be weighed; empty otherwise.
         stated: what was stated by hand and what it came to, one line each; empty for a plan that was solved for.
         restricted: status and bound hold among the plans that do what was stated.
     """
@@ -99,12 +108,21 @@ class Plan:
     menus: tuple[MenuRecord, ...] = ()
     chain: Chain | None = None
     resident: ResidentBytes | None = None
+    link: Link | None = None
+    host_bytes: int = 0
+    stall_seconds: float = 0.0
+    no_offload: str = ""
     stated: tuple[str, ...] = ()
     restricted: bool = False
 
     def option_of(self, stage: int, option: int) -> OptionRecord | None:
         """What option ``option`` of a stage is; None for keeping everything."""
         return self.menus[self.stages[stage].menu].options[option - 1] if option else None
+
+    def parcels_of(self, stage: int, option: int | None) -> tuple[tuple[int, ...], ...]:
+        """What parcel i of a stage is: numbers of storages while it is kept, of input tensors while it is dropped."""
+        planned = self.stages[stage]
+        return planned.input_parcels if option is None else tuple((number,) for number in planned.parcels)
 
     @property
     def slowdown(self) -> float:
@@ -118,6 +136,7 @@ class Plan:
         document["schedule"] = self.schedule.to_list()
         document["menus"] = [menu_document(menu) for menu in self.menus]
         document["chain"] = None if self.chain is None else self.chain.to_dict()
+        document["link"] = None if self.link is None else _finite(self.link)
         document["resident"] = None if self.resident is None else dataclasses.asdict(self.resident)
         return {"format": FORMAT, "version": VERSION, **document}
 
@@ -142,17 +161,36 @@ class Plan:
             data["menus"] = tuple(menu_from(menu) for menu in data.get("menus", ()))
             data["chain"] = None if data.get("chain") is None else Chain.from_dict(data["chain"])
             data["resident"] = None if data.get("resident") is None else _resident(data["resident"])
+            data["link"] = None if data.get("link") is None else _link(data["link"])
             data["stated"] = tuple(data.get("stated", ()))
             plan = cls(**data)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: expected the fields of a plan, got a mismatch: {error}; solve again") from error
         if any(not 0 <= action.stage < len(plan.stages) for action in plan.schedule.actions):
             raise ValueError(f"{path}: expected a schedule of its own stages, got others; solve again")
-        if any(not 0 <= (action.option or 0) <= _options(plan, action.stage) for action in plan.schedule.actions):
+        if any(not _known_option(plan, action) for action in plan.schedule.actions):
             raise ValueError(f"{path}: expected options of its own menus, got others; solve again")
         if plan.chain is not None and not _fits(plan.chain, plan):
             raise ValueError(f"{path}: expected the chain of its own stages, got another one; solve again")
         return plan
+
+
+def _known_option(plan: Plan, action: Action) -> bool:
+    if action.kind in TRANSFERS:
+        stage = plan.stages[action.stage]
+        return 0 <= (action.option or 0) < max(len(stage.parcels), len(stage.input_parcels))
+    return 0 <= (action.option or 0) <= _options(plan, action.stage)
+
+
+def _finite(link: Link) -> dict[str, Any]:
+    """JSON knows no infinity: an unlimited rate is null."""
+    return {name: None if value == math.inf else value for name, value in dataclasses.asdict(link).items()}
+
+
+def _link(data: Mapping[str, Any]) -> Link:
+    rates = ("to_host_bytes_per_second", "to_device_bytes_per_second")
+    values: dict[str, Any] = {name: math.inf if name in rates and v is None else v for name, v in data.items()}
+    return Link(**values)
 
 
 def _options(plan: Plan, stage: int) -> int:
@@ -177,4 +215,6 @@ def _stage(data: Mapping[str, Any]) -> PlannedStage:
     values["input_shapes"] = tuple(tuple(shape) for shape in values["input_shapes"])
     values["parameter_shapes"] = tuple((name, tuple(shape)) for name, shape in values["parameter_shapes"])
     values["mutated_buffers"] = tuple(values["mutated_buffers"])
+    values["parcels"] = tuple(values.get("parcels", ()))
+    values["input_parcels"] = tuple(tuple(leaves) for leaves in values.get("input_parcels", ()))
     return PlannedStage(**values)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
 from planner.cost_model import chain_of
+from planner.parcels import input_parcels, kept_parcels
 from planner.plan import Decision, Plan, PlannedStage
 from planner.program import program_of
 from planner.sizes import format_bytes, format_seconds, parse_bytes
-from profiler.records import Profile, StageRecord
+from profiler.records import OptionRecord, Profile, StageRecord
 from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
 from solvers.graph_schedule import GraphSchedule
 from solvers.simulator import Replay
@@ -212,6 +213,7 @@ def _planned_stages(profile: Profile, chain: Chain, schedule: Schedule, replayed
         seen.add(action.stage)
     decisions = _decisions(profile.stages, schedule)
     chosen = _chosen_options(chain, schedule)
+    sent = _sent_bytes(chain, schedule)
     for k, extra in _inner_seconds(chain, schedule, decisions).items():
         again[k] += extra  # type: ignore[assignment]
     for k, ops in _inner_ops(profile, chain, schedule).items():
@@ -233,9 +235,31 @@ def _planned_stages(profile: Profile, chain: Chain, schedule: Schedule, replayed
             option=chain.stages[k].options[chosen[k]].name if k in chosen else "",
             menu=record.menu,
             recomputable=record.recomputable,
+            parcels=kept_parcels(profile, k, _option_record(profile, k, chosen.get(k, 0))),
+            input_parcels=input_parcels(profile, k),
+            offloaded_bytes=sent[k],
         )
         for k, record in enumerate(profile.stages)
     )
+
+
+def _option_record(profile: Profile, k: int, option: int) -> OptionRecord | None:
+    return profile.menus[profile.stages[k].menu].options[option - 1] if option else None
+
+
+def _sent_bytes(chain: Chain, schedule: Schedule) -> Counter[int]:
+    """Bytes that each stage sends to host memory in one step."""
+    found: Counter[int] = Counter()
+    kept: dict[int, int] = {}
+    for action in schedule.actions:
+        if action.kind in ("forward", "recompute") and action.option is not None:
+            kept[action.stage] = action.option
+        elif action.kind == "offload":
+            stage = chain.stages[action.stage]
+            option = kept.get(action.stage)
+            parcels = stage.parcels if option is None else stage.options[option].parcels
+            found[action.stage] += parcels[action.option or 0]
+    return found
 
 
 def _chosen_options(chain: Chain, schedule: Schedule) -> dict[int, int]:

@@ -1,0 +1,69 @@
+"""Parcels: which parts of what a stage holds between forward and backward may be sent to host memory."""
+
+from __future__ import annotations
+
+from profiler.records import OptionRecord, Profile
+from profiler.stage_ops import StageOps
+
+# Less than a page is not worth a copy and the memory of its host buffer.
+SMALLEST_PARCEL_BYTES = 4096
+
+
+def kept_parcels(profile: Profile, k: int, option: OptionRecord | None) -> tuple[int, ...]:
+    """Storages (numbers in the stage's ``StageOps``) that may travel while stage ``k`` is kept, one parcel each.
+
+    What the stage makes and keeps for its own backward alone, and its input where nothing else needs it: no parameter,
+    nothing that other stages hold or that the model was handed, nothing smaller than a page.
+
+    Args:
+        profile: of the model.
+        k: position of the stage.
+        option: what is kept of it; None for everything.
+    """
+    record = profile.stages[k]
+    if record.menu < 0:
+        return ()
+    ops = profile.menus[record.menu].ops
+    kept = _saved(ops) if option is None else set(option.kept)
+    with_input = bool(input_parcels(profile, k))
+    return tuple(
+        number
+        for number, storage in enumerate(ops.storages)
+        if storage.size_bytes >= SMALLEST_PARCEL_BYTES
+        and not storage.returned
+        and (
+            (storage.op >= 0 and number in kept)
+            or (storage.exclusive and with_input and (storage.saved or number in kept))
+        )
+    )
+
+
+def _saved(ops: StageOps) -> set[int]:
+    return {number for number, storage in enumerate(ops.storages) if storage.saved}
+
+
+def kept_parcel_bytes(profile: Profile, k: int, option: OptionRecord | None) -> tuple[int, ...]:
+    """Bytes of each of ``kept_parcels``."""
+    numbers = kept_parcels(profile, k, option)
+    return tuple(profile.menus[profile.stages[k].menu].ops.storages[number].size_bytes for number in numbers)
+
+
+def input_parcels(profile: Profile, k: int) -> tuple[tuple[int, ...], ...]:
+    """Input tensors (numbers among the call's tensors) that may travel while stage ``k`` waits to run again.
+
+    One parcel of all that comes from the stage before and lives for this stage alone; none where the stage before keeps
+    some of it itself, or other stages hold some of it.
+    """
+    record = profile.stages[k]
+    if not record.links or k == 0 or record.kind != "stage":
+        return ()
+    before = profile.stages[k - 1]
+    shared = any(k in tensor.linked_readers for tensor in profile.shared)
+    if shared or before.kept_output_bytes or before.boundary_bytes < SMALLEST_PARCEL_BYTES:
+        return ()
+    return (tuple(leaf for leaf, _ in record.links),)
+
+
+def input_parcel_bytes(profile: Profile, k: int) -> tuple[int, ...]:
+    """Bytes of each of ``input_parcels``."""
+    return tuple(profile.stages[k - 1].boundary_bytes for _ in input_parcels(profile, k))
