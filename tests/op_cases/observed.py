@@ -28,7 +28,7 @@ BOOKKEEPING = (
 
 
 class Observer(TorchDispatchMode):
-    """Counts the ops that run again, and knows the storages that ops have made.
+    """Lists the ops that run again, and knows the storages that ops have made.
 
     Args:
         there: tensors whose storages were there before.
@@ -36,7 +36,9 @@ class Observer(TorchDispatchMode):
 
     def __init__(self, there: Collection[Tensor]) -> None:
         super().__init__()
-        self.again: Counter[str] = Counter()
+        self.again: list[str] = []
+        # Bytes that were alive before each of them.
+        self.alive_bytes: list[int] = []
         self._there = [tensor.untyped_storage() for tensor in there]
         self._known = {storage._cdata for storage in self._there}
         self._made: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -44,9 +46,10 @@ class Observer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        output = func(*args, **(kwargs or {}))
         if RUNNING_AGAIN.get() and str(func) not in BOOKKEEPING:
-            self.again[str(func)] += 1
+            self.again.append(str(func))
+            self.alive_bytes.append(sum(size * count for size, count in self.alive().items()))
+        output = func(*args, **(kwargs or {}))
         for tensor in tensors_in(output):
             if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
@@ -87,7 +90,7 @@ def observe(made: Case, selection: Selection | None) -> Observed:
         del loss
     for leaf in leaves:
         leaf.grad = None
-    return Observed(observer.again, after_forward, observer.alive())
+    return Observed(Counter(observer.again), after_forward, observer.alive())
 
 
 def expected_again(flow: StageOps, rerun: Collection[int]) -> Counter[str]:

@@ -46,9 +46,14 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
+def of_pair(body: Body) -> Case:
+    """Two linear layers and what this does with them."""
+    return Case(lambda: Pair(body))
+
+
 def case(body: Body) -> Body:
-    """A case of two linear layers and what this does with them."""
-    CASES[body.__name__] = Case(lambda: Pair(body))
+    """The same, as one of the cases."""
+    CASES[body.__name__] = of_pair(body)
     return body
 
 
