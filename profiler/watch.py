@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -160,16 +159,20 @@ class Watch(TorchDispatchMode):
         return self._diverged
 
 
-_Turns = list[tuple[nn.Module | None, Turn]]
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Turns]] = weakref.WeakKeyDictionary()
+def _turning(module: nn.Module, selection: Selection) -> list[tuple[nn.Module | None, Turn]]:
+    """The turns with their modules; None for the stage itself. Modules that are not there any more turn nothing."""
+    found = [(_module_at(module, turn.module) if turn.module else None, turn) for turn in selection.turns]
+    return [(inner, turn) for inner, turn in found if inner is not None or not turn.module]
 
 
-def _turning(module: nn.Module, selection: Selection) -> _Turns:
-    """The turns with their modules; None for the stage itself, which would otherwise keep itself alive."""
-    known = _KNOWN.setdefault(module, {})
-    if selection.turns not in known:
-        known[selection.turns] = [(module.get_submodule(t.module) if t.module else None, t) for t in selection.turns]
-    return known[selection.turns]
+def _module_at(stage: nn.Module, name: str) -> nn.Module | None:
+    found: Any = stage
+    for part in name.split("."):
+        # Its own table is read several times as fast; a compiled module passes on what it wraps.
+        found = found._modules.get(part) or getattr(found, part, None)
+        if not isinstance(found, nn.Module):
+            return None
+    return found
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,311 @@
+"""Only modules in which ops run again are watched; others may run what they like, and pay nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from profiler.selective import Selection, SelectiveCall, _around, _turns
+from profiler.stage_ops import StageOps
+from profiler.watch import Turn
+from tests.op_cases.registry import WIDTH, Case
+from tests.op_cases.runs import differences, flow_of, inner, run, total
+
+
+class Block(nn.Module):
+    """Ops by ordinal: 0 layer norm; 1 t, 2 addmm; 3 gelu; 4 to 7 dropout; 8 t, 9 addmm; 10 add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.first = nn.Linear(WIDTH, 2 * WIDTH)
+        self.act = nn.Sequential(nn.GELU(), nn.Dropout(0.3))
+        self.second = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.act(self.first(self.norm(x))))
+
+
+NORM, FIRST_T, FIRST, GELU, EMPTY, BERNOULLI, DIV, MUL, SECOND_T, SECOND, ADD = range(11)
+DROPOUT = (EMPTY, BERNOULLI, DIV, MUL)
+BLOCK = Case(Block)
+LOOKED_AT = Turn("first", None, True)
+
+
+@pytest.fixture(scope="module")
+def flow() -> StageOps:
+    return flow_of(BLOCK)
+
+
+# Which modules are watched -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rerun", "watched", "turns"),
+    [
+        # What a gelu makes is saved nowhere; what the dropout makes of it is, where it is read.
+        ({GELU}, (GELU,), [Turn("act.0", True, True)]),
+        ({MUL}, DROPOUT, [Turn("act.1", True, True), Turn("second", None, True)]),
+        # The noise is made in the first op; what changes it in place is watched too, though it does not run again.
+        ({EMPTY}, DROPOUT, [Turn("act.1", True, True)]),
+        ({NORM}, (NORM,), [Turn("first", None, True), Turn("norm", True, True)]),
+        ({FIRST}, (FIRST_T, FIRST), [Turn("act.0", None, True), Turn("first", True, True)]),
+        # The stage's own op: all modules in it end what the stage begins.
+        (
+            {ADD},
+            (ADD,),
+            [Turn("", True, True), *(Turn(m, False, False) for m in ("act.0", "act.1", "first", "norm", "second"))],
+        ),
+        ((), (), []),
+    ],
+)
+def test_what_is_watched(flow: StageOps, rerun: Collection[int], watched: tuple[int, ...], turns: list[Turn]) -> None:
+    selection = Selection.of(flow, rerun)
+    assert selection.ordinals == watched
+    assert selection.ops == tuple(flow.ops[ordinal].op for ordinal in watched)
+    assert {watched[position] for position in selection.rerun} == set(rerun)
+    assert list(selection.turns) == turns
+
+
+def test_turns_of_nested_modules() -> None:
+    modules = {"", "a", "a.b.c", "a.b.c.d", "ab", "e.f"}
+    assert _turns(modules, {"a", "a.b.c.d"}, {"a.b.c", "e"}) == (
+        Turn("a", True, True),
+        Turn("a.b.c", False, True),
+        Turn("a.b.c.d", True, True),
+        Turn("e", None, True),
+    )
+    assert _turns(modules, {"", "a"}, set()) == (
+        Turn("", True, True),
+        Turn("a.b.c", False, False),
+        Turn("ab", False, False),
+        Turn("e.f", False, False),
+    )
+
+
+def test_the_nearest_known_module_around() -> None:
+    assert _around("a.b.c", {"", "a"}) == "a"
+    assert _around("a.b.c", {"", "a", "a.b"}) == "a.b"
+    assert _around("ab.c", {"", "a"}) == ""
+    assert _around("a", {"", "a"}) == ""
+
+
+# What watching sees ------------------------------------------------------------------
+
+
+class Spy(nn.Module):
+    """A module's forward, with a look at the modes and hooks that are on."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+        self.seen: list[tuple[int, bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+        self.seen.append((torch._C._len_torch_dispatch_stack(), hooks is not None))
+        return self.inside(x)
+
+
+class Spied(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = Spy(self.norm), Spy(self.first), Spy(self.second)
+        self.act = nn.Sequential(Spy(self.act[0]), Spy(self.act[1]))
+
+
+SPIED = Case(Spied)
+
+
+def modes_and_hooks(rerun: Collection[int]) -> dict[str, tuple[int, bool]]:
+    stage, inputs = SPIED.make()
+    call = SelectiveCall(stage, Selection.of(flow_of(SPIED), rerun))
+    call.run(stage.forward, inner(inputs), {})
+    assert call.diverged is None
+    return {name: spy.seen[-1] for name, spy in stage.named_modules() if isinstance(spy, Spy)}
+
+
+def test_neither_mode_nor_hooks_are_on_where_nothing_runs_again() -> None:
+    nothing = (0, False)
+    names = ["norm", "first", "second", "act.0", "act.1"]
+    assert modes_and_hooks(()) == dict.fromkeys(names, nothing)
+    # The spies' own modules, around those that are watched, turn nothing.
+    assert modes_and_hooks({ADD}) == {**dict.fromkeys(names, (1, True))}
+
+
+class Nested(nn.Module):
+    """Its own ops around a module without any to run again, around one with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = Middle()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.outer(x.exp()) * 2).exp()
+
+
+class Middle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sigmoid()
+        self.modes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes = [torch._C._len_torch_dispatch_stack()]
+        y = self.inner(x.tanh())
+        self.modes.append(torch._C._len_torch_dispatch_stack())
+        return y.cos()
+
+
+NESTED = Case(Nested)  # Ops: 0 exp; 1 tanh, 2 sigmoid, 3 cos; 4 mul, 5 exp.
+
+
+class OnTop(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_mode_is_left_in_a_module_that_is_not_watched_and_entered_again_below() -> None:
+    selection = Selection.of(flow_of(NESTED), {0, 2})
+    assert selection.turns[:2] == (Turn("", True, True), Turn("outer", False, True))
+    stage, inputs = NESTED.make()
+    call = SelectiveCall(stage, selection)
+    call.run(stage.forward, inner(inputs), {})
+    assert call.diverged is None
+    assert stage.get_submodule("outer").modes == [0, 0]
+    assert torch._C._len_torch_dispatch_stack() == 0
+    plain, _ = run(NESTED, None)
+    found, _ = run(NESTED, selection)
+    assert differences(plain, found) == []
+
+
+class UnderAMode(Nested):
+    """The model's own mode is on where the watch would be left: the watch stays, and looks away."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp()
+        with OnTop():
+            y = self.outer(y)
+        return (y * 2).exp()
+
+
+def test_below_a_mode_of_the_model_the_watch_stays_and_looks_away() -> None:
+    made = Case(UnderAMode)
+    selection = Selection.of(flow_of(made), {0, 2})
+    plain, _ = run(made, None)
+    found, call = run(made, selection)
+    assert differences(plain, found) == []
+    assert call is not None and call.diverged is None
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+# Other ops than expected -------------------------------------------------------------
+
+
+def diverged(stage: nn.Module, inputs: tuple[Tensor, ...], selection: Selection) -> int | None:
+    """Where a call diverged; its gradients are those of the plain stage."""
+    gradients = []
+    for selected in (False, True):
+        torch.manual_seed(3)
+        stage.zero_grad()
+        call = SelectiveCall(stage, selection)
+        output = call.run(stage.forward, inner(inputs), {}) if selected else stage(*inner(inputs))
+        total(output).backward()
+        gradients.append([None if p.grad is None else p.grad.clone() for p in stage.parameters()])
+    for plain, found in zip(*gradients, strict=True):
+        assert plain is found is None or torch.equal(plain, found)
+    return call.diverged
+
+
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(F.gelu(x))
+
+
+@pytest.mark.parametrize(
+    ("rerun", "module", "other", "where"),
+    [
+        ({GELU}, "act.0", nn.GELU(), None),
+        ({GELU}, "act.0", nn.SiLU(), 0),
+        ({GELU}, "act.0", nn.Identity(), 0),  # None at all.
+        ({GELU}, "act.0", Twice(), 1),  # One more than expected.
+        ({GELU}, "act.1", nn.SiLU(), None),  # Nobody looks there.
+        ({GELU, *DROPOUT}, "act.1", nn.Identity(), 1),
+        ({GELU, *DROPOUT}, "act.1", nn.SiLU(), 1),
+        (set(range(11)), "second", nn.Linear(2 * WIDTH, WIDTH, bias=False), SECOND),
+        (set(range(11)), "norm", nn.Identity(), 0),
+        ({GELU}, "act", nn.GELU(), 0),  # Its name is another one now.
+    ],
+)
+def test_a_call_diverges_where_a_watched_module_runs_another_op(
+    flow: StageOps, rerun: set[int], module: str, other: nn.Module, where: int | None
+) -> None:
+    stage, inputs = BLOCK.make()
+    owner, _, leaf = module.rpartition(".")
+    setattr(stage.get_submodule(owner), leaf, other)
+    assert diverged(stage, inputs, Selection.of(flow, rerun)) == where
+
+
+class Sometimes(nn.Module):
+    """A branch that the profile did not see, after an op that runs again and that backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.changes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x * self.scale) * 2
+        z = y.exp()
+        if self.changes:
+            y.detach().zero_()  # What exp reads, if it were to run again.
+        return z * self.scale
+
+
+def test_what_a_divergence_may_change_is_made_before_it() -> None:
+    made = Case(Sometimes)
+    flow = flow_of(made)
+    assert [op.kind for op in flow.ops] == ["mul", "mul", "exp", "mul"]
+    stage, inputs = made.make()
+    stage.__dict__["changes"] = True
+    assert diverged(stage, inputs, Selection.of(flow, {0, 1, 2})) == 3
+
+
+# What is left behind -----------------------------------------------------------------
+
+
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        F.gelu(x)
+        raise OverflowError("of the model's own")
+
+
+@pytest.mark.parametrize("rerun", [{GELU}, {ADD, GELU}, set(range(11))])
+def test_an_exception_in_forward_leaves_nothing_behind(flow: StageOps, rerun: set[int]) -> None:
+    stage, inputs = BLOCK.make()
+    working = stage.act
+    stage.act = nn.Sequential(Fails(), nn.Dropout(0.3))
+    norm = stage.get_submodule("norm")
+    norm.forward = patched = norm.forward
+    with pytest.raises(OverflowError, match="of the model's own"):
+        SelectiveCall(stage, Selection.of(flow, rerun)).run(stage.forward, inner(inputs), {})
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # type: ignore[attr-defined]
+    assert [name for name, module in stage.named_modules() if "forward" in module.__dict__] == ["norm"]
+    assert norm.__dict__["forward"] is patched
+    stage.act = working
+    assert diverged(stage, inputs, Selection.of(flow, rerun)) is None
+
+
+def test_a_call_without_gradients_is_followed_by_none(flow: StageOps) -> None:
+    """Modules are not told apart where gradients are off."""
+    stage, inputs = BLOCK.make()
+    with torch.no_grad():
+        SelectiveCall(stage, Selection.of(flow, {GELU, *DROPOUT})).run(stage.forward, inputs, {})
+    assert torch._C._len_torch_dispatch_stack() == 0
