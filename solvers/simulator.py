@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from solvers.chain import Chain, Option, Shared
-from solvers.schedule import Action, Schedule
+from solvers.copy_engines import Copy, CopyEngines, CopyError
+from solvers.link import Link
+from solvers.schedule import TRANSFERS, Action, Schedule
 
 
 class ReplayError(ValueError):
@@ -14,13 +17,21 @@ class ReplayError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """One action of the timeline: bytes alive before, at its peak, and after it."""
+    """One action of the timeline: bytes alive on the device before, at its peak, and after it.
+
+    Attributes:
+        begin_seconds: since the step began; the stall comes first.
+        seconds: that the action takes, its stall included.
+        stall_seconds: that it waits for a copy.
+    """
 
     action: Action
     before_bytes: int
     peak_bytes: int
     after_bytes: int
     seconds: float
+    begin_seconds: float = 0.0
+    stall_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +40,19 @@ class Replay:
 
     Attributes:
         timeline: one entry per action.
-        peak_bytes: most bytes alive at once, resident and optimizer included.
-        seconds: sum over the actions.
+        peak_bytes: most bytes alive at once on the device, resident and optimizer included.
+        seconds: sum over the actions, stalls included.
+        stall_seconds: spent waiting for copies.
+        host_peak_bytes: most bytes in host memory at once.
+        copies: between device and host memory, in the order in which they were asked for.
     """
 
     timeline: tuple[Moment, ...]
     peak_bytes: int
     seconds: float
+    stall_seconds: float = 0.0
+    host_peak_bytes: int = 0
+    copies: tuple[Copy, ...] = ()
 
     @property
     def peak_moment(self) -> Moment:
@@ -54,6 +71,7 @@ class Alive:
         shared: positions in ``Chain.shared``.
         gradients: their parameters' gradients.
         incoming: the gradients that its backward begins with; None before the first backward.
+        away: stage and parcel of what is in host memory alone, though the stage counts as holding it.
     """
 
     boundaries: tuple[int, ...]
@@ -62,19 +80,24 @@ class Alive:
     shared: tuple[int, ...]
     gradients: tuple[int, ...]
     incoming: int | None
+    away: tuple[tuple[int, int], ...] = ()
 
 
-def replay(chain: Chain, schedule: Schedule) -> Replay:
+def replay(chain: Chain, schedule: Schedule, link: Link | None = None) -> Replay:
     """Run ``schedule`` through ``chain``.
 
+    Args:
+        chain, schedule: what to run.
+        link: the way to host memory; a schedule that sends nothing there needs none.
+
     Returns:
-        The timeline, the peak in bytes and the seconds.
+        The timeline, the peak in bytes and the seconds. Bytes on the device never depend on how fast the link is.
 
     Raises:
         ReplayError: an action needs something that is not alive, a stage goes
-            backward out of order or twice, or the step does not finish.
+            backward out of order or twice, host memory does not suffice, or the step does not finish.
     """
-    state = _State(chain)
+    state = _State(chain, link)
     timeline = tuple(state.run(position, action) for position, action in enumerate(schedule.actions))
     if state.pending >= 0:
         raise ReplayError(f"the schedule ends before the backward of stage {state.pending}")
@@ -83,6 +106,9 @@ def replay(chain: Chain, schedule: Schedule) -> Replay:
         timeline=timeline,
         peak_bytes=max(peak, chain.other_peak_bytes),
         seconds=sum(moment.seconds for moment in timeline),
+        stall_seconds=sum(moment.stall_seconds for moment in timeline),
+        host_peak_bytes=state.engines.host_peak_bytes,
+        copies=tuple(state.engines.copies),
     )
 
 
@@ -92,17 +118,22 @@ def alive_before(chain: Chain, schedule: Schedule, position: int) -> Alive:
     Raises:
         ReplayError: an action before it is impossible.
     """
-    state = _State(chain)
+    state = _State(chain, _ANY_LINK)
     for k, action in enumerate(schedule.actions[:position]):
         state.run(k, action)
     return state.alive(schedule.actions[position])
 
 
+_ANY_LINK = Link(to_host_bytes_per_second=math.inf, to_device_bytes_per_second=math.inf)  # bytes depend on none
+
+
 class _State:
     """What is alive while a schedule runs. Boundary k is the output of stage k; the chain's input is resident."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, link: Link | None) -> None:
         self.chain = chain
+        self.engines = CopyEngines(link)
+        self.now = 0.0
         self.boundaries: set[int] = set()
         self.kept: dict[int, Option] = {}
         self.residues: set[int] = set()
@@ -124,7 +155,7 @@ class _State:
         total += self.gradients_from[self.pending + 1]
         if self.reached == len(stages) - 1 and self.pending >= 0:
             total += stages[self.pending].gradient_bytes
-        return total
+        return total - self.engines.away_bytes
 
     def alive(self, action: Action) -> Alive:
         forward_over = self.reached == len(self.chain.stages) - 1
@@ -136,6 +167,7 @@ class _State:
             shared=tuple(i for i, tensor in enumerate(self.chain.shared) if self._holds(tensor)),
             gradients=tuple(range(self.pending + 1, len(self.chain.stages))),
             incoming=self.pending if forward_over and self.pending >= 0 else None,
+            away=self.engines.away(),
         )
 
     def _holds(self, tensor: Shared) -> bool:
@@ -161,16 +193,52 @@ class _State:
             self._fail(f"stage {action.stage} does not exist")
         if action.kind == "recompute":
             self.residues.discard(action.stage)
-        before = self.live_bytes()
-        peak, seconds = getattr(self, f"_{action.kind}")(action)
+        before, begin = self.live_bytes(), self.now
+        try:
+            peak, seconds, stall = self._act(action)
+        except CopyError as error:
+            raise self._error(str(error)) from error
         after = self.live_bytes()
+        self.now += stall + seconds
         return Moment(
             action=action,
             before_bytes=before,
             peak_bytes=max(before + peak, before, after),
             after_bytes=after,
-            seconds=seconds,
+            seconds=stall + seconds,
+            begin_seconds=begin,
+            stall_seconds=stall,
         )
+
+    def _act(self, action: Action) -> tuple[int, float, float]:
+        """Peak above the bytes before, seconds of the action itself, and seconds that it waits for copies."""
+        if action.kind in TRANSFERS:
+            return 0, 0.0, self._transfer(action)
+        stall = 0.0 if action.kind == "free" else self.engines.hand_over(action.stage, self.now)
+        return *getattr(self, f"_{action.kind}")(action), stall
+
+    def _transfer(self, action: Action) -> float:
+        size_bytes, parcel = self._parcel_bytes(action), action.option or 0
+        if action.kind == "release":
+            return self.engines.release(action.stage, parcel, self.now)
+        if action.kind == "prefetch":
+            self.engines.prefetch(action.stage, parcel, self.now)
+        else:
+            self.engines.offload(action.stage, parcel, size_bytes, self.now)
+        return 0.0
+
+    def _parcel_bytes(self, action: Action) -> int:
+        """Size of a parcel of what the stage holds: what it keeps, or its input while it waits to run again."""
+        k = action.stage
+        if k in self.kept:
+            parcels = self.kept[k].parcels
+        elif self._waits(k) and (k == 0 or k - 1 in self.boundaries):
+            parcels = self.chain.stages[k].parcels
+        else:
+            raise self._error(f"stage {k} holds nothing that could travel")
+        if action.option is None or not 0 <= action.option < len(parcels):
+            raise self._error(f"stage {k} holds no parcel {action.option}")
+        return parcels[action.option]
 
     def _forward(self, action: Action) -> tuple[int, float]:
         k, stage = action.stage, self.chain.stages[action.stage]
@@ -179,6 +247,7 @@ class _State:
             self._fail(f"stage {k} runs before stage {k - 1}")
         first = k == self.reached + 1
         self._check_runnable(action, first)
+        self._check_output_is_here(k)
         if first:
             self.reached = k
         self.boundaries.add(k)
@@ -220,12 +289,19 @@ class _State:
         if reader < len(self.chain.stages) and reader <= self.pending:
             if reader in self.kept:
                 self._fail(f"boundary {k} is freed while stage {reader}, which is kept, still needs it")
+            if self.engines.travels(reader):
+                self._fail(f"boundary {k} is freed while parts of it, the input of stage {reader}, are away")
             if not self.chain.stages[reader].linked:
                 self._fail(f"boundary {k} is freed, but stage {reader} cannot get it back: they are not linked")
             if reader > self.reached:
                 self._fail(f"boundary {k} is freed before stage {reader} has run")
         self.boundaries.discard(k)
         return 0, 0.0
+
+    def _check_output_is_here(self, k: int) -> None:
+        reader = k + 1
+        if reader not in self.kept and self.engines.travels(reader):
+            self._fail(f"stage {k} is run again while parts of its output, the input of stage {reader}, are away")
 
     def _check_runnable(self, action: Action, first: bool) -> None:
         k, stage = action.stage, self.chain.stages[action.stage]
@@ -243,9 +319,11 @@ class _State:
     def _option(self, action: Action) -> Option:
         options = self.chain.stages[action.stage].options
         if action.option is None or not 0 <= action.option < len(options):
-            self._fail(f"stage {action.stage} has no option {action.option}")
-            raise AssertionError
+            raise self._error(f"stage {action.stage} has no option {action.option}")
         return options[action.option]
 
     def _fail(self, why: str) -> None:
-        raise ReplayError(f"action {self.position}: {why}")
+        raise self._error(why)
+
+    def _error(self, why: str) -> ReplayError:
+        return ReplayError(f"action {self.position}: {why}")
