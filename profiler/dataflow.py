@@ -57,7 +57,11 @@ class _Reader:
             ops=tuple(self._checked(ops)),
             storages=tuple(self._storages),
             modules=modules_inside(self._trace, call),
+            saves=tuple(self._save(save.storage) for save in self._trace.saves[call.first_save : call.end_save]),
         )
+
+    def _save(self, storage: int | None) -> int:
+        return -1 if storage is None or storage in self._trace.always_alive else self._local[storage]
 
     def _op(self, ordinal: int, op: Op) -> StageOp:
         access = op.access

@@ -103,11 +103,14 @@ class StageOps:
     Attributes:
         ops, storages: each referred to by its position.
         modules: pairs (name relative to the stage, class) of the modules that ran, the stage itself first.
+        saves: the storage under each tensor that autograd saves, in order; -1 for what lives through the step anyway
+            (parameters, buffers, the batch), and for what has no storage. Empty in files of older releases.
     """
 
     ops: tuple[StageOp, ...]
     storages: tuple[StageStorage, ...]
     modules: tuple[tuple[str, str], ...] = ()
+    saves: tuple[int, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -172,6 +175,7 @@ class StageOps:
             "ops": [asdict(op) for op in self.ops],
             "storages": [asdict(s) for s in self.storages],
             "modules": list(self.modules),
+            "saves": list(self.saves),
         }
 
     @classmethod
@@ -181,6 +185,7 @@ class StageOps:
             ops=tuple(_op(row) for row in data["ops"]),
             storages=tuple(StageStorage(**{**row, "saved_in": tuple(row["saved_in"])}) for row in data["storages"]),
             modules=tuple((name, kind) for name, kind in data.get("modules", ())),
+            saves=tuple(data.get("saves", ())),
         )
 
 
