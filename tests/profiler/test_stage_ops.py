@@ -1,0 +1,131 @@
+"""Which ops run again for a choice of what to keep, worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from profiler.stage_ops import Choice, ChoiceError, StageOp, StageOps, StageStorage, kind_of, makes_room
+
+INPUT, BUFFER, ROOT, EXP, TANH, LAST = range(6)
+MUL, TO_EXP, RELU, TO_TANH, ADD = range(5)
+
+
+def op(kind: str, **values) -> StageOp:
+    return StageOp(**{"op": f"aten.{kind}.default", "module": "", "seconds": 1.0, **values})
+
+
+def flow(**changes: StageOp) -> StageOps:
+    """y = input * buffer; z = exp(y); relu_(y); w = tanh(y); return w + z. Of what is made, z and w are saved."""
+    ops = {
+        "mul": op("mul", reads=((INPUT, 0), (BUFFER, 0)), makes=(ROOT,)),
+        "exp": op("exp", reads=((ROOT, 0),), makes=(EXP,), seconds=3.0),
+        "relu_": op("relu_", reads=((ROOT, 0),), writes=(ROOT,)),
+        "tanh": op("tanh", reads=((ROOT, 1),), makes=(TANH,), seconds=2.0),
+        "add": op("add", reads=((EXP, 0), (TANH, 0)), makes=(LAST,)),
+    }
+    storages = (
+        StageStorage(size_bytes=8, op=-1, exclusive=True),
+        StageStorage(size_bytes=1, op=-1, held=True, saved=True),
+        StageStorage(size_bytes=16, op=MUL, versions=1),
+        StageStorage(size_bytes=32, op=TO_EXP, saved=True),
+        StageStorage(size_bytes=64, op=TO_TANH, saved=True),
+        StageStorage(size_bytes=128, op=ADD, returned=True),
+    )
+    return StageOps(ops=tuple({**ops, **changes}.values()), storages=storages)
+
+
+def test_every_value_has_its_writer() -> None:
+    assert flow().writers() == {
+        (ROOT, 0): MUL,
+        (ROOT, 1): RELU,
+        (EXP, 0): TO_EXP,
+        (TANH, 0): TO_TANH,
+        (LAST, 0): ADD,
+    }
+    assert flow().saved_bytes == 32 + 64
+
+
+@pytest.mark.parametrize(
+    ("kept", "rerun"),
+    [
+        ({EXP, TANH}, set()),
+        ({INPUT}, {MUL, TO_EXP, RELU, TO_TANH}),  # Not the sum: nothing needs it.
+        ({INPUT, EXP}, {MUL, RELU, TO_TANH}),
+        ({INPUT, TANH}, {MUL, TO_EXP}),
+        # What is kept of the root is what relu_ leaves: it serves tanh, and exp does not find in it what it read.
+        ({INPUT, ROOT}, {MUL, TO_EXP, TO_TANH}),
+        ({ROOT, EXP}, {TO_TANH}),
+        ({INPUT, EXP, LAST}, {MUL, RELU, TO_TANH}),
+    ],
+)
+def test_what_is_needed_for_what_is_saved_runs_again(kept: set[int], rerun: set[int]) -> None:
+    assert flow().rerun(kept) == rerun
+    choice = Choice.of(flow(), [*kept, BUFFER])
+    assert (choice.rerun, choice.kept) == (rerun, tuple(sorted(kept)))
+
+
+def test_the_input_has_to_be_kept_to_read_it_again() -> None:
+    with pytest.raises(ChoiceError, match="got input 0 dropped or changed in place; keep it"):
+        flow().rerun({EXP})
+
+
+@pytest.mark.parametrize(
+    ("dropped", "kept", "rerun"),
+    [
+        ([TO_TANH], (ROOT, EXP), {TO_TANH}),
+        # What exp reads cannot be kept, as relu_ changes it: the op that makes it runs again too.
+        ([TO_EXP], (INPUT, TANH), {MUL, TO_EXP}),
+        ([TO_EXP, TO_TANH], (INPUT, ROOT), {MUL, TO_EXP, TO_TANH}),
+        ([RELU, TO_TANH], (INPUT, EXP), {MUL, RELU, TO_TANH}),
+        ([RELU], (EXP, TANH), set()),  # Nobody asks for it.
+        ([ADD], (EXP, TANH), set()),
+    ],
+)
+def test_to_drop_ops_keeps_what_they_read(dropped: list[int], kept: tuple[int, ...], rerun: set[int]) -> None:
+    choice = Choice.dropping(flow(), dropped)
+    assert (choice.kept, choice.rerun) == (kept, rerun)
+
+
+def test_an_op_that_must_not_run_again_is_named_with_the_reason() -> None:
+    fixed = flow(relu_=op("relu_", reads=((ROOT, 0),), writes=(ROOT,), fixed="it must not", module="act"))
+    with pytest.raises(ChoiceError, match=r"op 2 \(aten\.relu_\.default in act\): .* it must not; keep what it makes"):
+        fixed.rerun({INPUT})
+    assert fixed.rerun({INPUT}, forced={RELU}) == {MUL, TO_EXP, RELU, TO_TANH}
+    assert fixed.rerun({INPUT, TANH}) == {MUL, TO_EXP}
+    alone = flow(mul=op("mul", reads=((INPUT, 0),), makes=(ROOT,), fixed="no"))
+    with pytest.raises(ChoiceError, match=r"in the stage itself"):
+        alone.rerun({INPUT})
+
+
+def test_a_choice_is_named_after_the_kinds_that_run_longest() -> None:
+    assert Choice.of(flow(), [INPUT]).name == "everything (4 ops)"
+    assert Choice.of(flow(), [INPUT, ROOT]).name == "exp, tanh, mul (3 ops)"
+    assert Choice.of(flow(), [EXP, ROOT], "mine").name == "mine"
+    many = StageOps(
+        ops=tuple(op(kind, makes=(k,), seconds=float(k % 3)) for k, kind in enumerate("abcdea")),
+        storages=tuple(StageStorage(size_bytes=1, op=k, saved=True) for k in range(6)),
+    )
+    # Together a takes 0 + 2 seconds, b 1, c 2, d 0, e 1.
+    assert Choice.of(many, [3]).name == "a, c, b, e (5 ops)"
+    assert Choice.of(many, [0]).name == "a, c, b, e, ... (5 ops)"
+
+
+def test_what_ops_read() -> None:
+    assert flow().read_by([MUL, TO_TANH]) == {INPUT, BUFFER, ROOT}
+
+
+def test_kinds() -> None:
+    assert kind_of("aten.mul.Tensor") == "mul" and kind_of("odd") == "odd"
+    assert [makes_room(f"aten.{name}.default") for name in ("new_empty_strided", "zeros", "new_zeros")] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_a_dataflow_goes_through_plain_data() -> None:
+    saved = replace(flow(), modules=(("", "Block"), ("act", "ReLU")))
+    saved = replace(saved, storages=tuple(replace(s, saved_in=("act",)) for s in saved.storages))
+    assert StageOps.from_document(saved.to_document()) == saved
