@@ -1,0 +1,116 @@
+"""The artificial link: a copy engine on the CPU that takes the time that a stated link would."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planner.engines import room_for
+from planner.host_memory import HostMemory, Spans
+from solvers.link import Link
+
+
+class ArtificialEngine:
+    """Copies into memory outside torch's allocator, which then counts what is on the "device" alone.
+
+    The bytes are copied at once; a clock for each direction says when they would have been on a real link, and the
+    computation sleeps until then where it waits for them.
+
+    Args:
+        link: how fast the copies are.
+        host_bytes: the most that is in host memory at once; allocated here, once.
+        now, sleep: the clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        host_bytes: int,
+        *,
+        now: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.memory = HostMemory(host_bytes)
+        self.bytes = np.empty(self.memory.size_bytes, dtype=np.uint8)
+        self.stall_seconds = 0.0
+        self._link = link
+        self._now, self._sleep = now, sleep
+        self._to_host_free = self._to_device_free = 0.0
+
+    def send(self, source: Tensor) -> ArtificialCopy | None:
+        """Begin to copy one row of bytes to host memory; None where that is full."""
+        spans = self.memory.take(source.numel())
+        if spans is None:
+            return None
+        self._to_host_free = max(self._to_host_free, self._now()) + self._link.to_host_seconds(source.numel())
+        copy = ArtificialCopy(self, spans, source.numel(), self._to_host_free)
+        values, offset = source.numpy(), 0
+        for begin, end in spans:
+            self.bytes[begin:end] = values[offset : offset + end - begin]
+            offset += end - begin
+        return copy
+
+    def fetching(self, size_bytes: int, sent: float) -> float:
+        """Begin a copy back that was ``sent`` by that time: when it will have arrived."""
+        begin = max(self._to_device_free, self._now(), sent)
+        self._to_device_free = begin + self._link.to_device_seconds(size_bytes)
+        return self._to_device_free
+
+    def wait_until(self, moment: float) -> None:
+        """The computation waits."""
+        seconds = moment - self._now()
+        if seconds > 0:
+            self.stall_seconds += seconds
+            self._sleep(seconds)
+
+
+class ArtificialCopy:
+    """A copy that is in host memory from ``done`` on."""
+
+    def __init__(self, engine: ArtificialEngine, spans: Spans, size_bytes: int, done: float) -> None:
+        self._engine = engine
+        self._spans = spans
+        self._size_bytes = size_bytes
+        self._done = done
+
+    def wait(self) -> None:
+        """Until the copy is done."""
+        self._engine.wait_until(self._done)
+
+    def fetch(self) -> ArtificialFetched:
+        """Begin the copy back."""
+        engine, target = self._engine, room_for(self._size_bytes, torch.device("cpu"))
+        values, offset = target.numpy(), 0
+        for begin, end in self._spans:
+            values[offset : offset + end - begin] = engine.bytes[begin:end]
+            offset += end - begin
+        return ArtificialFetched(self, engine, target, engine.fetching(self._size_bytes, self._done))
+
+    def give_back(self) -> None:
+        """The host memory is free again."""
+        spans, self._spans = self._spans, ()
+        if spans:
+            self._engine.memory.give(spans)
+
+    def __del__(self) -> None:
+        self.give_back()
+
+
+class ArtificialFetched:
+    """A copy that is back on the device from ``arrives`` on."""
+
+    def __init__(self, copy: ArtificialCopy, engine: ArtificialEngine, target: Tensor, arrives: float) -> None:
+        self._copy = copy
+        self._engine = engine
+        self._target = target
+        self._arrives = arrives
+
+    def wait(self) -> Tensor:
+        """Until it has arrived."""
+        self._engine.wait_until(self._arrives)
+        self._copy.give_back()
+        return self._target

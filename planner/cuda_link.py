@@ -1,0 +1,172 @@
+"""The link of a CUDA device: a copy engine with a stream for each direction and pinned host memory."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from planner.engines import room_for
+from planner.host_memory import HostMemory, Spans
+from profiler.storages import CUDA_BLOCK_BYTES
+
+
+class CudaEngine:
+    """Copies on side streams, into pinned memory that is allocated here, once.
+
+    Each copy waits on its stream for what was computed before it was asked for; the computation's stream waits for the
+    copy where its result is used, or its source is let go of. So neither end of a copy is used again by the allocator
+    while the copy runs, and the host waits for nothing.
+
+    Args:
+        device: whose memory is copied.
+        host_bytes: the most that is in host memory at once.
+    """
+
+    def __init__(self, device: torch.device, host_bytes: int) -> None:
+        self.memory = HostMemory(host_bytes, CUDA_BLOCK_BYTES)
+        self.bytes = host_buffer(self.memory.size_bytes)
+        self.device = device
+        self.to_host = torch.cuda.Stream(device)
+        self.to_device = torch.cuda.Stream(device)
+        # Copies back arrive in order: after the latest of those given back, all host memory given back is unread.
+        self._given_back: torch.cuda.Event | None = None
+
+    def send(self, source: Tensor) -> CudaCopy | None:
+        """Begin to copy one row of bytes to host memory; None where that is full."""
+        spans = self.memory.take(source.numel())
+        if spans is None:
+            return None
+        own = torch.cuda.current_stream(self.device)
+        copy = CudaCopy(self, source, spans, own)
+        self.to_host.wait_stream(own)
+        if self._given_back is not None:
+            self.to_host.wait_event(self._given_back)
+        try:
+            with torch.cuda.stream(self.to_host):
+                for host, device in self.pieces(spans, source):
+                    host.copy_(device, non_blocking=True)
+        finally:
+            copy.done = _recorded(self.to_host)
+        return copy
+
+    def pieces(self, spans: Spans, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each span of the host memory, with the part of ``tensor`` that belongs there."""
+        offset, size = 0, tensor.numel()
+        for begin, end in spans:
+            length = min(end - begin, size - offset)
+            yield self.bytes[begin : begin + length], tensor[offset : offset + length]
+            offset += length
+
+    def give_back(self, spans: Spans, after: torch.cuda.Event | None) -> None:
+        """Host memory is free again once ``after`` has happened."""
+        if after is not None:
+            self._given_back = after
+        self.memory.give(spans)
+
+
+class CudaCopy:
+    """A copy on the stream to host memory, with its source until the computation waits for it."""
+
+    def __init__(self, engine: CudaEngine, source: Tensor, spans: Spans, own: torch.cuda.Stream) -> None:
+        self.done: torch.cuda.Event | None = None
+        self._engine = engine
+        self._source: Tensor | None = source
+        self._spans = spans
+        self._size_bytes = source.numel()
+        self._own = own
+
+    def wait(self) -> None:
+        """The computation waits for the copy."""
+        _wait(self.done, self._own, self._engine.device)
+        self._source = None
+
+    def fetch(self) -> CudaFetched:
+        """Begin the copy back."""
+        engine, device = self._engine, self._engine.device
+        own = torch.cuda.current_stream(device)
+        fetched = CudaFetched(self, room_for(self._size_bytes, device), own)
+        engine.to_device.wait_stream(own)  # Its memory may have been another tensor's, still in use there.
+        if self.done is not None:
+            engine.to_device.wait_event(self.done)
+        try:
+            with torch.cuda.stream(engine.to_device):
+                for host, target in engine.pieces(self._spans, fetched.target):
+                    target.copy_(host, non_blocking=True)
+        finally:
+            fetched.arrived = _recorded(engine.to_device)
+        return fetched
+
+    def give_back(self, after: torch.cuda.Event | None = None) -> None:
+        """The host memory is free again once ``after`` has happened."""
+        spans, self._spans = self._spans, ()
+        if spans:
+            self._engine.give_back(spans, after)
+
+    @property
+    def device(self) -> torch.device:
+        return self._engine.device
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        if self._source is not None and self.done is not None:
+            self._own.wait_event(self.done)  # Else its memory could be given to others while it is being read.
+        self.give_back()
+
+
+class CudaFetched:
+    """A copy on the stream back to the device."""
+
+    def __init__(self, copy: CudaCopy, target: Tensor, own: torch.cuda.Stream) -> None:
+        self.arrived: torch.cuda.Event | None = None
+        self.target = target
+        self._copy = copy
+        self._own = own
+        self._waited = False
+
+    def wait(self) -> Tensor:
+        """The computation waits until the bytes have arrived."""
+        _wait(self.arrived, self._own, self._copy.device)
+        self._waited = True
+        self._copy.give_back(self.arrived)
+        return self.target
+
+    def __del__(self) -> None:
+        if self._waited or self.arrived is None or sys.is_finalizing():
+            return
+        self._own.wait_event(self.arrived)  # Else its memory could be given to others while it is being written.
+        self._copy.give_back(self.arrived)
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+def _wait(event: torch.cuda.Event | None, own: torch.cuda.Stream, device: torch.device) -> None:
+    """The stream in use waits for an event, and so does the one whose memory it is about."""
+    assert event is not None
+    now = torch.cuda.current_stream(device)
+    now.wait_event(event)
+    if now != own:
+        own.wait_event(event)
+
+
+def host_buffer(size_bytes: int) -> Tensor:
+    """Pinned host memory; where it cannot be had, other memory, with a warning."""
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        warnings.warn(
+            f"offload: expected {size_bytes} bytes of pinned host memory, got none ({str(error).splitlines()[0]}); "
+            "other memory is used: copies are several times slower and hold up the computation, so steps take longer "
+            "than predicted. Allow less with --host-memory, or raise the limit on locked memory (ulimit -l)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return torch.empty(size_bytes, dtype=torch.uint8)
