@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from planner.plan import PlannedStage
-from solvers.schedule import Action, Schedule
+from solvers.schedule import TRANSFERS, Action, Kind, Schedule
 
 Mode = Literal["drop", "keep", "until_saved"]
+# Forward (0) or backward (1), how many of it come before, and in backward how many reruns directly before it.
+Moment = tuple[int, int, int]
+_RUNS = ("forward", "recompute")
 
 
 class UnsupportedPlan(ValueError):
@@ -26,6 +29,19 @@ class Rerun:
     option: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Send a parcel, let go of it on the device, or bring it back.
+
+    ``option`` says of which list of the stage it is one: with what the stage is kept, or None for its held input.
+    """
+
+    kind: Kind
+    stage: int
+    parcel: int
+    option: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """What to do.
@@ -36,6 +52,8 @@ class Program:
         holding: those of them whose linked input is held until they are run again.
         before_backward: stage -> reruns before its backward, in order.
         releases: stage -> stages whose held input is let go before that backward.
+        transfers: what travels, each with the moment by which it is its turn, in order.
+        order: stage -> how many stages go backward before it.
     """
 
     dropped: frozenset[int]
@@ -43,6 +61,12 @@ class Program:
     holding: frozenset[int]
     before_backward: dict[int, tuple[Rerun, ...]]
     releases: dict[int, tuple[int, ...]]
+    transfers: tuple[tuple[Moment, Transfer], ...] = ()
+    order: dict[int, int] = field(default_factory=dict)
+
+    def travels(self, stage: int, option: int | None) -> bool:
+        """Whether anything of a stage does while it is kept with an option, or (None) waits to run again."""
+        return any((each.stage, each.option) == (stage, option) for _, each in self.transfers)
 
 
 def program_of(stages: Sequence[PlannedStage], schedule: Schedule) -> Program:
@@ -63,7 +87,7 @@ def program_of(stages: Sequence[PlannedStage], schedule: Schedule) -> Program:
     pending = set(dropped)
     for backward, actions in phases:
         boundaries = _alive_after(alive, actions)
-        before[backward] = tuple(_rerun(a, boundaries) for a in actions if a.kind != "free")
+        before[backward] = tuple(_rerun(a, boundaries) for a in actions if a.kind in _RUNS)
         pending -= {rerun.stage for rerun in before[backward] if rerun.mode != "drop"}
         gone = {k for k in pending if k < backward and stages[k].links and k - 1 in alive and k - 1 not in boundaries}
         releases[backward] = tuple(sorted(gone))
@@ -74,7 +98,27 @@ def program_of(stages: Sequence[PlannedStage], schedule: Schedule) -> Program:
         holding=frozenset(holding),
         before_backward=before,
         releases=releases,
+        transfers=tuple(_transfers(first, phases)),
+        order={backward: number for number, (backward, _) in enumerate(phases)},
     )
+
+
+def _transfers(
+    first: Sequence[Action], phases: Sequence[tuple[int, list[Action]]]
+) -> Iterator[tuple[Moment, Transfer]]:
+    """What travels, with its moment: after how many first forwards, or before which backward."""
+    moment: Moment = (0, 0, 0)
+    options: dict[int, int | None] = {}
+    for number, (_, actions) in enumerate([(None, first), *phases]):
+        if number:
+            moment = (1, number - 1, 0)
+        for action in actions:
+            if action.kind in _RUNS:
+                options[action.stage] = action.option
+                moment = (1, moment[1], moment[2] + 1) if number else (0, moment[1] + 1, 0)
+            elif action.kind in TRANSFERS:
+                assert action.option is not None
+                yield moment, Transfer(action.kind, action.stage, action.option, options[action.stage])
 
 
 def _phases(actions: Sequence[Action]) -> tuple[list[Action], list[tuple[int, list[Action]]]]:
@@ -88,7 +132,22 @@ def _phases(actions: Sequence[Action]) -> tuple[list[Action], list[tuple[int, li
         else:
             stretches[-1].append(action)
     first, again = _split_first(stretches[0])
-    return first, list(zip(backwards, [again, *stretches[1:-1]], strict=True))
+    forward, waiting = _split_end(first)
+    return forward, list(zip(backwards, [waiting + again, *stretches[1:-1]], strict=True))
+
+
+def _split_end(actions: list[Action]) -> tuple[list[Action], list[Action]]:
+    """Set apart what has to wait for backward: what is brought back behind the last forward, and transfers after that.
+
+    Nobody tells when the loss is done.
+    """
+    last = max((i for i, action in enumerate(actions) if action.kind in _RUNS), default=-1)
+    waits = False
+    forward, waiting = actions[: last + 1], []
+    for action in actions[last + 1 :]:
+        waits = waits or action.kind == "prefetch"
+        (waiting if waits and action.kind in TRANSFERS else forward).append(action)
+    return forward, waiting
 
 
 def _split_first(actions: list[Action]) -> tuple[list[Action], list[Action]]:
