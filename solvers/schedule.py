@@ -41,6 +41,10 @@ class Schedule:
         """How many stage forwards run in all, first runs included."""
         return sum(a.kind in ("forward", "recompute") for a in self.actions)
 
+    def choices_inside(self) -> int:
+        """How many forwards keep a choice of what they save, so that ops inside the stage run again."""
+        return sum(bool(a.option) for a in self.actions if a.kind in ("forward", "recompute"))
+
     def to_list(self) -> list[list[Any]]:
         """Plain data: one ``[kind, stage, option]`` per action."""
         return [[a.kind, a.stage, a.option] for a in self.actions]

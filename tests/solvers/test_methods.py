@@ -167,6 +167,15 @@ def test_what_costs_nothing_is_not_recomputed_for_nothing() -> None:
         assert schedule is not None and schedule.forward_runs() == 3
 
 
+def test_ops_that_cost_nothing_are_not_run_again_for_nothing() -> None:
+    keep = UNIT.options[0]
+    inside = replace(keep, name="cheap", kept_bytes=keep.kept_bytes - 1)
+    chain = Chain(stages=(replace(UNIT, options=(keep, inside)),) * 3)
+    for solver in ("rotor", "auto"):
+        schedule = solve(chain, 100, solver).schedule
+        assert schedule is not None and schedule.choices_inside() == 0
+
+
 @pytest.mark.parametrize("solver", ["rotor", "auto", "ilp"])
 def test_frontiers_with_shared_tensors_replay_in_the_chain_itself(solver: str) -> None:
     for seed in range(8):
