@@ -83,7 +83,8 @@ def _stated_plan(
             budget_bytes=budget,
             solve_seconds=time.perf_counter() - start,
         )
-    best = solve_chain(Problem(chain=chain, budget_bytes=budget))
+    problem = Problem(chain=chain, budget_bytes=budget)
+    best = solve_chain(problem)
     solution = Solution(
         solver=SOLVER,
         status="feasible",
@@ -93,7 +94,7 @@ def _stated_plan(
         lower_bound_seconds=min(best.lower_bound_seconds, found.seconds),
         solve_seconds=0.0,
     )
-    return plan_of(profile, chain, solution, budget)
+    return plan_of(profile, problem, solution)
 
 
 def _solved_plan(
@@ -107,7 +108,7 @@ def _solved_plan(
     with_schedule(found, problem.budget_bytes, f"{SOLVER} and {solver}", beside_seconds=beside)
     assert found.schedule is not None
     solution = replace(found, schedule=expanded(found.schedule, pieces), solver=f"{SOLVER} and {found.solver}")
-    plan = plan_of(profile, chain, solution, problem.budget_bytes)
+    plan = plan_of(profile, problem, solution)
     assert plan.predicted_peak_bytes <= plan.budget_bytes
     return replace(plan, restricted=True)
 

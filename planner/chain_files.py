@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.documents import refusal_document
-from planner.planning import NoPlan, feasible_solution
+from planner.offloading import Offload, link_document, link_from, usable_link
+from planner.parcels import sent_bytes
+from planner.planning import NoPlan, feasible_solution, method_of
 from planner.sizes import parse_bytes
-from solvers import Chain, Replay, Schedule, Solution, keep_all, replay
+from solvers import Chain, Problem, Replay, Schedule, Solution, keep_all, replay
+from solvers.link import Link
 
 SOLUTION_FORMAT = "planner-chain-solution"
 SOLUTION_VERSION = 1
@@ -40,7 +43,7 @@ def keep_all_replay(chain: Chain) -> Replay:
 
 
 def solve_chain_document(
-    chain: Chain, budget: str, *, solver: str, time_limit_seconds: float | None
+    chain: Chain, budget: str, *, solver: str, time_limit_seconds: float | None, offload: Offload
 ) -> tuple[dict[str, Any], Schedule]:
     """Solve a chain for ``budget``; the document of its solution (the keys of a plan's) and the schedule.
 
@@ -50,13 +53,15 @@ def solve_chain_document(
     """
     whole = keep_all_replay(chain)
     budget_bytes = parse_bytes(budget, whole_bytes=whole.peak_bytes)
-    solution = feasible_solution(chain, budget_bytes, solver, time_limit_seconds)
+    link, why = usable_link(offload, chain, None)
+    problem = Problem(chain=chain, budget_bytes=budget_bytes, link=link)
+    solution = feasible_solution(problem, method_of(offload, solver), time_limit_seconds)
     assert solution.schedule is not None
-    return _document(chain, solution, solution.schedule, whole, budget_bytes), solution.schedule
+    return {**_document(problem, solution, solution.schedule, whole), "no_offload": why}, solution.schedule
 
 
 def solution_file(document: Mapping[str, Any], chain: Chain, schedule: Schedule) -> dict[str, Any]:
-    """What ``solve -o`` writes for a chain: the document, the chain, and the schedule.
+    """What ``solve -o`` writes for a chain: the document (with its link), the chain, and the schedule.
 
     One ``[kind, stage, option]`` per action.
     """
@@ -64,8 +69,8 @@ def solution_file(document: Mapping[str, Any], chain: Chain, schedule: Schedule)
     return {"format": SOLUTION_FORMAT, "version": SOLUTION_VERSION, **document, **solved}
 
 
-def solved_chain(document: Mapping[str, Any], where: str) -> tuple[Chain, Schedule]:
-    """The chain and the schedule of a solution's document; ``where`` names it in errors.
+def solved_chain(document: Mapping[str, Any], where: str) -> tuple[Chain, Schedule, Link | None]:
+    """The chain, the schedule and the link of a solution's document; ``where`` names it in errors.
 
     Raises:
         ValueError: the file is one of an older release, or spoilt.
@@ -78,7 +83,11 @@ def solved_chain(document: Mapping[str, Any], where: str) -> tuple[Chain, Schedu
     schedule = document.get("schedule")
     if not isinstance(document["chain"], Mapping) or not isinstance(schedule, list):
         raise ValueError(f"{where}: expected a chain and a schedule, got others; solve again")
-    return chain_from(document["chain"], where), Schedule.from_list(schedule)
+    try:
+        link = link_from(document.get("link"))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: expected the fields of a link, got a mismatch: {error}; solve again") from error
+    return chain_from(document["chain"], where), Schedule.from_list(schedule), link
 
 
 def chain_refusal(refusal: NoPlan, chain: Chain) -> dict[str, Any]:
@@ -92,15 +101,14 @@ def chain_refusal(refusal: NoPlan, chain: Chain) -> dict[str, Any]:
     )
 
 
-def _document(
-    chain: Chain, solution: Solution[Schedule], schedule: Schedule, whole: Replay, budget_bytes: int
-) -> dict[str, Any]:
-    replayed = replay(chain, schedule)
+def _document(problem: Problem, solution: Solution[Schedule], schedule: Schedule, whole: Replay) -> dict[str, Any]:
+    chain = problem.chain
+    replayed = replay(chain, schedule, problem.link)
     stages = _stage_documents(chain, schedule, replayed)
     return {
         "solver": solution.solver,
         "status": solution.status,
-        "budget_bytes": budget_bytes,
+        "budget_bytes": problem.budget_bytes,
         "predicted_peak_bytes": replayed.peak_bytes,
         "predicted_seconds": replayed.seconds,
         "unplanned_peak_bytes": whole.peak_bytes,
@@ -110,6 +118,9 @@ def _document(
         "gap": solution.gap,
         "solve_seconds": solution.solve_seconds,
         "recomputed_seconds": sum(stage["extra_seconds"] for stage in stages),
+        "link": link_document(problem.link),
+        "host_bytes": replayed.host_peak_bytes,
+        "stall_seconds": replayed.stall_seconds,
         "slowdown": replayed.seconds / whole.seconds if whole.seconds > 0 else 1.0,
         "stages": stages,
     }
@@ -121,17 +132,19 @@ def _stage_documents(chain: Chain, schedule: Schedule, replayed: Replay) -> list
     for moment in replayed.timeline:
         if moment.action.kind in ("forward", "recompute"):
             k = moment.action.stage
-            extra[k] += moment.seconds if runs[k] else 0.0
+            extra[k] += moment.seconds - moment.stall_seconds if runs[k] else 0.0
             runs[k] += 1
     kept, freed = _first_pass(schedule)
+    sent = sent_bytes(chain, schedule)
     return [
         {
             "name": stage.name,
             "kind": "stage",
-            "decision": _decision(k, kept, freed),
+            "decision": "offload" if k in kept and sent[k] else _decision(k, kept, freed),
             "kept_bytes": _kept_bytes(chain, k, kept, freed),
             "runs": runs[k],
             "extra_seconds": extra[k],
+            "offloaded_bytes": sent[k],
         }
         for k, stage in enumerate(chain.stages)
     ]
@@ -147,6 +160,7 @@ def _first_pass(schedule: Schedule) -> tuple[dict[int, int], set[int]]:
             break
         if action.kind == "free":
             freed.add(action.stage)
+        if action.kind != "forward":
             continue
         seen.add(action.stage)
         if action.option is not None:

@@ -17,6 +17,7 @@ from planner.cli_shell import Face, ManyValues, check_folder, note, show, show_j
 from planner.cli_show import Wanted, run_show
 from planner.comparison import ILP_SECONDS, compare_solvers
 from planner.graph_files import SOLUTION_FORMAT as GRAPH_SOLUTION
+from planner.offloading import Offload
 from planner.planning import NoPlan
 from planner.profiling import profile
 from planner.sizes import format_bytes, parse_bytes
@@ -101,6 +102,18 @@ def solve_command(
             f"of a graph {DEFAULT_SECONDS:g} if unset, {LARGE_SECONDS:g} above {LARGE_NODES} nodes."
         ),
     ] = None,
+    no_offload: Annotated[bool, typer.Option("--no-offload", help="Send nothing to host memory.")] = False,
+    offload_only: Annotated[bool, typer.Option("--offload-only", help="Recompute nothing.")] = False,
+    link_gbps: Annotated[
+        float | None,
+        typer.Option(metavar="G", help="GB/s from device to host and back; as measured if unset."),
+    ] = None,
+    devices_per_link: Annotated[
+        int | None, typer.Option(metavar="K", help="Devices that share the link, each with 1/K of it.")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="B", help="The most that this device may hold in host memory, as 64GiB.")
+    ] = None,
     gap: Annotated[
         float | None,
         typer.Option(help=f"Graphs only: the search ends this close to the bound, a share ({DEFAULT_GAP:g} if unset)."),
@@ -108,7 +121,7 @@ def solve_command(
     output: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Choose what to keep and what to recompute so that the step's true peak stays within the budget.
+    """Choose what to keep, recompute and offload so that the step's true peak stays within the budget.
 
     FILE is a profile (planner profile -o), or a problem file: "format": "planner-chain" or "planner-graph".
 
@@ -119,16 +132,19 @@ def solve_command(
     """
     check_folder(output)
     stated = None if rules is None else Rules.load(rules)
+    wish = _wish(no_offload, offload_only, link_gbps, devices_per_link, host_memory)
     source = problem_files.read_source(file)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             document, saved = problem_files.solve_source(
-                source, budget, solver=solver, time_limit_seconds=time_limit, gap=gap, rules=stated
+                source, budget, solver=solver, time_limit_seconds=time_limit, gap=gap, rules=stated, offload=wish
             )
     except NoPlan as refusal:
         if as_json:
             show_json(problem_files.refusal_of(refusal, source))
         raise
+    if document.get("no_offload"):
+        note(f"without offload: {document['no_offload']}")
     if document.get("interrupted"):
         note("interrupted: best plan so far")
     if output is not None:
@@ -257,6 +273,21 @@ def _workload(target: str, settings: list[str] | None, device: str | None) -> Wo
         raise ValueError(
             f"--device: expected one that this machine has, got {device!r}: {str(error).splitlines()[0]}; use cpu"
         ) from error
+
+
+def _wish(
+    no_offload: bool, offload_only: bool, link_gbps: float | None, devices_per_link: int | None, host_memory: str | None
+) -> Offload | None:
+    """What was said of offloading; None where nothing was."""
+    if no_offload and offload_only:
+        raise ValueError("--no-offload, --offload-only: expected one of them, got both; leave one out")
+    wish = Offload(
+        mode="never" if no_offload else "only" if offload_only else "auto",
+        link_gbps=link_gbps,
+        devices_per_link=devices_per_link,
+        host_memory=host_memory,
+    )
+    return None if wish == Offload() else wish
 
 
 def _report(document: dict[str, Any], kind: str) -> RenderableType:

@@ -120,8 +120,8 @@ def _show_chain(document: Mapping[str, Any], where: str, wanted: Wanted) -> list
     parts: list[RenderableType] = [report.plan_report(document)]
     if "chain" not in document and not wanted.step:
         return parts
-    chain, schedule = chain_files.solved_chain(document, where)
-    timelines = predicted_timelines(chain, schedule)
+    chain, schedule, link = chain_files.solved_chain(document, where)
+    timelines = predicted_timelines(chain, schedule, link=link)
     step = _Step(
         timelines=timelines,
         peaks=[predicted_peak(chain, schedule, timelines[1])],
@@ -141,7 +141,8 @@ def _show_plan(plan: Plan, where: str, wanted: Wanted) -> list[RenderableType]:
         note(f"{where} carries no chain (it is of an older release): its peak is not explained; solve again for that")
         return parts
     chain = chain_in(plan, where)
-    timelines = predicted_timelines(chain, plan.schedule, beside_seconds=beside_seconds_of(plan, chain))
+    beside = beside_seconds_of(plan, chain)
+    timelines = predicted_timelines(chain, plan.schedule, link=plan.link, beside_seconds=beside)
     peaks = [predicted_peak(chain, plan.schedule, timelines[1], plan=plan)]
     measured = _measured(plan, wanted.workload) if wanted.workload is not None else None
     if measured is not None:

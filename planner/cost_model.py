@@ -184,12 +184,16 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
     menu = timeline.profile.menus[record.menu] if record.menu >= 0 else None
     before = timeline.profile.stages[k - 1] if record.links else None
     released = 0 if before is None else before.boundary_bytes - before.kept_output_bytes
-    inside = tuple(
-        replace(
-            _option(option, menu, record, keep, released, again),
-            parcels=kept_parcel_bytes(timeline.profile, k, option),
+    inside = (
+        ()
+        if menu is None
+        else tuple(
+            replace(
+                _option(option, menu, record, keep, released, again),
+                parcels=kept_parcel_bytes(timeline.profile, k, option),
+            )
+            for option in menu.options
         )
-        for option in (() if menu is None else menu.options)
     )
     return Stage(
         name=record.name,

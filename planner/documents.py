@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from planner.comparison import ComparisonRow
+from planner.offloading import link_document
 from planner.plan import Plan, PlannedStage
 from planner.planning import NoPlan
 from planner.training import TrainingRun
@@ -30,6 +31,9 @@ _OF_PLAN = (
     "solve_seconds",
     "recomputed_seconds",
     "recomputed_ops",
+    "host_bytes",
+    "stall_seconds",
+    "no_offload",
 )
 
 
@@ -45,11 +49,17 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     """What ``solve --json`` says of a plan: its claims, and per stage the decision. Bytes and seconds."""
     claims = {name: getattr(plan, name) for name in _OF_PLAN}
     stated = {"stated": list(plan.stated), "restricted": plan.restricted} if plan.stated else {}
-    return {**claims, "slowdown": plan.slowdown, **stated, "stages": [_stage_document(stage) for stage in plan.stages]}
+    return {
+        **claims,
+        "link": link_document(plan.link),
+        "slowdown": plan.slowdown,
+        **stated,
+        "stages": [_stage_document(stage) for stage in plan.stages],
+    }
 
 
 def _stage_document(stage: PlannedStage) -> dict[str, Any]:
-    names = ("name", "kind", "decision", "kept_bytes", "runs", "extra_seconds", "extra_ops")
+    names = ("name", "kind", "decision", "kept_bytes", "runs", "extra_seconds", "extra_ops", "offloaded_bytes")
     return {name: getattr(stage, name) for name in names}
 
 

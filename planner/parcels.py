@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from profiler.records import OptionRecord, Profile
 from profiler.stage_ops import StageOps
+from solvers import Chain, Schedule
 
 # Less than a page is not worth a copy and the memory of its host buffer.
 SMALLEST_PARCEL_BYTES = 4096
@@ -67,3 +70,18 @@ def input_parcels(profile: Profile, k: int) -> tuple[tuple[int, ...], ...]:
 def input_parcel_bytes(profile: Profile, k: int) -> tuple[int, ...]:
     """Bytes of each of ``input_parcels``."""
     return tuple(profile.stages[k - 1].boundary_bytes for _ in input_parcels(profile, k))
+
+
+def sent_bytes(chain: Chain, schedule: Schedule) -> Counter[int]:
+    """Bytes that each stage sends to host memory in one step."""
+    found: Counter[int] = Counter()
+    kept: dict[int, int] = {}
+    for action in schedule.actions:
+        if action.kind in ("forward", "recompute") and action.option is not None:
+            kept[action.stage] = action.option
+        elif action.kind == "offload":
+            stage = chain.stages[action.stage]
+            option = kept.get(action.stage)
+            parcels = stage.parcels if option is None else stage.options[option].parcels
+            found[action.stage] += parcels[action.option or 0]
+    return found

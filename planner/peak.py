@@ -149,6 +149,22 @@ class _Explained:
         runs = Counter(a.stage for a in schedule.actions[:position] if a.kind in ("forward", "recompute"))
         self._again = {k for k, count in runs.items() if count > 1}
         self._outputs = {k: chain.stages[k].boundary_bytes for k in self._alive.boundaries}
+        self._away: Counter[int] = Counter()  # bytes of kept stages that are in host memory
+        self._gone: dict[int, set[int]] = {}  # their storages
+        for k, parcel in self._alive.away:
+            self._take_away(k, parcel)
+
+    def _take_away(self, k: int, parcel: int) -> None:
+        option, menu = self._alive.kept.get(k), self._menu(k)
+        if option is None:
+            self._outputs[k - 1] -= self._stages[k].parcels[parcel]
+            return
+        number = -1 if self._plan is None else self._plan.stages[k].parcels[parcel]
+        if menu is not None and number >= 0 and menu.ops.storages[number].op < 0:
+            self._outputs[k - 1] -= option.parcels[parcel]
+        else:
+            self._away[k] += option.parcels[parcel]
+            self._gone.setdefault(k, set()).add(number)
 
     def parts(self) -> list[Part]:
         alive = self._alive
@@ -168,7 +184,7 @@ class _Explained:
     def _kept(self, k: int) -> Iterator[Part]:
         """What a stage keeps, storage by storage; what that leaves over or falls short by comes last."""
         option, menu = self._alive.kept[k], self._menu(k)
-        left = option.kept_bytes + (0 if k in self._alive.boundaries else option.kept_output_bytes)
+        left = option.kept_bytes + (0 if k in self._alive.boundaries else option.kept_output_bytes) - self._away[k]
         number = next(i for i, each in enumerate(self._stages[k].options) if each is option)
         for part in () if menu is None else self._stored(k, menu, number, left):
             left -= part.size_bytes
@@ -189,6 +205,8 @@ class _Explained:
         for what, storages in ((kept, _kept_storages(menu, option)), (OUTPUTS, _outputs_beside(menu, option))):
             for number in storages:
                 entry = menu.ops.storages[number]
+                if number in self._gone.get(k, ()):
+                    continue
                 if not entry.returned or entry.size_bytes <= left:
                     left -= entry.size_bytes
                     yield self._made(what, k, menu.ops, number)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from planner.offloading import link_document, link_from
 from profiler.files import read_document, write_document
 from profiler.records import MenuRecord, OptionRecord, ResidentBytes, menu_document, menu_from
 from solvers.chain import Chain
@@ -17,7 +17,7 @@ from solvers.schedule import TRANSFERS, Action, Schedule
 
 FORMAT = "planner-plan"
 VERSION = 1
-Decision = Literal["keep", "selective", "recompute", "segment"]
+Decision = Literal["keep", "selective", "offload", "recompute", "segment"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,8 @@ class PlannedStage:
 
     Attributes:
         name, kind, module_class: as in the profile; ``outside`` parts are always kept.
-        decision: ``keep``; ``selective`` (some of its ops run again, see ``option``);
+        decision: ``keep``; ``offload`` (kept, some of it in host memory meanwhile);
+            ``selective`` (some of its ops run again, see ``option``);
             ``recompute`` (its input is kept, it is run again whole);
             ``segment`` (its input is dropped too and comes from the stage before).
         option: what runs again inside a selective stage, in words.
@@ -136,7 +137,7 @@ class Plan:
         document["schedule"] = self.schedule.to_list()
         document["menus"] = [menu_document(menu) for menu in self.menus]
         document["chain"] = None if self.chain is None else self.chain.to_dict()
-        document["link"] = None if self.link is None else _finite(self.link)
+        document["link"] = link_document(self.link)
         document["resident"] = None if self.resident is None else dataclasses.asdict(self.resident)
         return {"format": FORMAT, "version": VERSION, **document}
 
@@ -161,7 +162,7 @@ class Plan:
             data["menus"] = tuple(menu_from(menu) for menu in data.get("menus", ()))
             data["chain"] = None if data.get("chain") is None else Chain.from_dict(data["chain"])
             data["resident"] = None if data.get("resident") is None else _resident(data["resident"])
-            data["link"] = None if data.get("link") is None else _link(data["link"])
+            data["link"] = link_from(data.get("link"))
             data["stated"] = tuple(data.get("stated", ()))
             plan = cls(**data)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -180,17 +181,6 @@ def _known_option(plan: Plan, action: Action) -> bool:
         stage = plan.stages[action.stage]
         return 0 <= (action.option or 0) < max(len(stage.parcels), len(stage.input_parcels))
     return 0 <= (action.option or 0) <= _options(plan, action.stage)
-
-
-def _finite(link: Link) -> dict[str, Any]:
-    """JSON knows no infinity: an unlimited rate is null."""
-    return {name: None if value == math.inf else value for name, value in dataclasses.asdict(link).items()}
-
-
-def _link(data: Mapping[str, Any]) -> Link:
-    rates = ("to_host_bytes_per_second", "to_device_bytes_per_second")
-    values: dict[str, Any] = {name: math.inf if name in rates and v is None else v for name, v in data.items()}
-    return Link(**values)
 
 
 def _options(plan: Plan, stage: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from planner import chain_files, documents, graph_files
 from planner.by_hand import state
+from planner.offloading import Offload
 from planner.planning import NoPlan, solve
 from planner.rules import Rules
 from profiler.files import read_document
@@ -42,6 +43,7 @@ def solve_source(
     time_limit_seconds: float | None,
     gap: float | None,
     rules: Rules | None = None,
+    offload: Offload | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The document of a solution, and the one to save.
 
@@ -50,6 +52,7 @@ def solve_source(
         budget: as text; None with rules that need none.
         solver, time_limit_seconds, gap: as at the command line.
         rules: what is stated of a profile's stages by hand.
+        offload: whether and over what activations may go to host memory; None where nothing was said of it.
 
     Raises:
         NoPlan: no schedule came out.
@@ -59,6 +62,9 @@ def solve_source(
         raise ValueError(
             "--rules: expected a profile, whose stages have names, got a problem file; make one with planner profile"
         )
+    if offload is not None and (rules is not None or isinstance(source, Graph)):
+        kind = "rules" if rules is not None else "a graph problem"
+        raise ValueError(f"--link-gbps and the like: expected a profile or a chain alone, got {kind}; leave them out")
     if isinstance(source, Graph):
         document, actions = graph_files.solve_graph_document(
             source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, gap=gap
@@ -71,10 +77,11 @@ def solve_source(
         plan = state(source, rules, budget=budget, solver=solver, time_limit_seconds=time_limit_seconds)
         return documents.plan_document(plan), plan.to_document()
     if isinstance(source, Profile):
-        plan = solve(source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds)
+        wish = offload or Offload()
+        plan = solve(source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, offload=wish)
         return documents.plan_document(plan), plan.to_document()
     document, schedule = chain_files.solve_chain_document(
-        source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds
+        source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, offload=offload or Offload()
     )
     return document, chain_files.solution_file(document, source, schedule)
 

@@ -15,9 +15,10 @@ from planner.comparison import ComparisonRow
 from planner.sizes import format_bytes, format_seconds
 from profiler.records import OpRecord, Profile, StageRecord
 
-_COLOURS = {"keep": "green", "selective": "cyan", "recompute": "yellow", "segment": "magenta"}
+_COLOURS = {"keep": "green", "selective": "cyan", "offload": "blue", "recompute": "yellow", "segment": "magenta"}
 _MEANINGS = {
     "keep": "keep: saved tensors stay until backward",
+    "offload": "offload: nothing runs again; saved tensors wait in host memory",
     "selective": "selective: some of its ops run again in backward, the rest stays (planner show --ops lists them)",
     "recompute": "recompute: its input is kept, its forward runs again",
     "segment": "segment: not even its input is kept; it runs again after the stages before it",
@@ -50,18 +51,25 @@ def graph_report(document: Mapping[str, Any]) -> RenderableType:
 def _plan_table(document: Mapping[str, Any]) -> Table:
     model = document.get("model_class")
     title = f"Plan of {model} on {document['device']} ({document['precision']})" if model else "Solution of a chain"
-    table = _table(title, ["stage", "decision"], ["kept", "runs", "extra time"])
+    sends = any(stage.get("offloaded_bytes") for stage in document["stages"])
+    sent = ["sent to\nthe host"] if sends else []
+    table = _table(title, ["stage", "decision"], ["kept", *sent, "runs", "extra time"])
     for stage in document["stages"]:
         colour = _COLOURS[stage["decision"]]
         table.add_row(
             escape(stage["name"]),
             f"[{colour}]{stage['decision']}[/{colour}]",
-            format_bytes(stage["kept_bytes"]) if stage["kept_bytes"] else _NOTHING,
+            _size(stage["kept_bytes"]),
+            *([_size(stage["offloaded_bytes"])] if sends else []),
             str(stage["runs"]),
             _ms(stage["extra_seconds"]) if stage["extra_seconds"] else _NOTHING,
             style="dim" if stage["kind"] == "outside" else None,
         )
     return table
+
+
+def _size(size_bytes: int) -> str:
+    return format_bytes(size_bytes) if size_bytes else _NOTHING
 
 
 def _claims(document: Mapping[str, Any], part: str = "stage") -> list[tuple[str, str]]:
@@ -79,10 +87,25 @@ def _claims(document: Mapping[str, Any], part: str = "stage") -> list[tuple[str,
         ("predicted time", _times(document)),
         *_stated(document),
         ("recomputed", f"{_count(extra_runs, 'extra run')} of {_count(len(again), part)}{of_all}{ops}"),
+        *_offloaded(document),
         ("solver", f"{document['solver']}, in {solved}"),
         ("status", _status(document, _bounded(document, part))),
         ("resident", f"{format_bytes(document['resident_bytes'])} ({held})"),
     ]
+
+
+def _offloaded(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What goes to host memory, over which link, and how long the step waits for it."""
+    if document.get("no_offload"):
+        return [("offloaded", f"nothing: {escape(document['no_offload'])}")]
+    sent = sum(stage.get("offloaded_bytes", 0) for stage in document["stages"])
+    if not sent:
+        return [("offloaded", "nothing")] if document.get("link") else []
+    rates = [document["link"][f"to_{place}_bytes_per_second"] for place in ("host", "device")]
+    speed = " and ".join("unlimited" if rate is None else f"{rate / 1e9:.4g} GB/s" for rate in rates)
+    held = f"at most {format_bytes(document['host_bytes'])} on the host at once"
+    stalls = f"computation waits {format_seconds(document['stall_seconds'])}"
+    return [("offloaded", f"{format_bytes(sent)}, {held}; {stalls}"), ("link", f"to the host and back: {speed}")]
 
 
 def _stated(document: Mapping[str, Any]) -> list[tuple[str, str]]:

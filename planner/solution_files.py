@@ -24,7 +24,7 @@ _NUMBERS = (
     "slowdown",
     "solve_seconds",
 )
-_DECISIONS = ("keep", "recompute", "segment")
+_DECISIONS = ("keep", "offload", "recompute", "segment")
 
 
 def check_solution(document: Mapping[str, Any], where: str) -> None:

@@ -11,10 +11,12 @@ import pandas as pd
 
 from planner.plan import Plan
 from solvers import Chain, Schedule, keep_all, replay
+from solvers.copy_engines import Copy
+from solvers.link import Link
 from solvers.simulator import Moment
 
 Phase = Literal["forward", "backward", "optimizer"]
-Kind = Literal["forward", "recompute", "backward", "free", "optimizer"]
+Kind = Literal["forward", "recompute", "backward", "free", "offload", "release", "prefetch", "optimizer"]
 _TIMES, _SIZES = ("start_seconds", "seconds"), ("bytes_before", "bytes_peak", "bytes_after")
 COLUMNS = ("series", "phase", "stage", "action", *_TIMES, *_SIZES)
 
@@ -23,7 +25,7 @@ COLUMNS = ("series", "phase", "stage", "action", *_TIMES, *_SIZES)
 class Span:
     """One action of a step: when it runs, and the bytes alive before, at its peak, and after it.
 
-    ``recompute`` is any run of a stage but its first.
+    ``recompute`` is any run of a stage but its first. Its first ``stall_seconds`` it waits for a copy.
     """
 
     phase: Phase
@@ -34,15 +36,17 @@ class Span:
     before_bytes: int
     peak_bytes: int
     after_bytes: int
+    stall_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One step, from its first forward to the end of the optimizer's step."""
+    """One step, from its first forward to the end of the optimizer's step, and the copies beside it."""
 
     source: Literal["predicted", "measured"]
     planned: bool
     spans: tuple[Span, ...]
+    copies: tuple[Copy, ...] = ()
 
     @property
     def series(self) -> str:
@@ -79,7 +83,7 @@ def chain_in(plan: Plan, where: str = "a plan") -> Chain:
             f"{where}: expected a plan that carries the chain it was solved on, got one of an older release; "
             "solve the profile again"
         )
-    if replay(plan.chain, plan.schedule).peak_bytes != plan.predicted_peak_bytes:
+    if replay(plan.chain, plan.schedule, plan.link).peak_bytes != plan.predicted_peak_bytes:
         raise ValueError(
             f"{where}: expected its chain to give the predicted peak of {plan.predicted_peak_bytes} bytes, "
             "got another one; solve the profile again"
@@ -87,17 +91,20 @@ def chain_in(plan: Plan, where: str = "a plan") -> Chain:
     return plan.chain
 
 
-def predicted_timelines(chain: Chain, schedule: Schedule, *, beside_seconds: float = 0.0) -> list[Timeline]:
+def predicted_timelines(
+    chain: Chain, schedule: Schedule, *, link: Link | None = None, beside_seconds: float = 0.0
+) -> list[Timeline]:
     """The step that keeps everything, and the one that follows ``schedule``.
 
     Args:
         chain: what the stages cost.
         schedule: of its stages.
+        link: over which it sends parcels to host memory.
         beside_seconds: of the step outside of the chain: the optimizer's.
     """
     return [
-        _predicted(chain, keep_all.schedules(chain)[0], planned=False, beside_seconds=beside_seconds),
-        _predicted(chain, schedule, planned=True, beside_seconds=beside_seconds),
+        _predicted(chain, keep_all.schedules(chain)[0], None, planned=False, beside_seconds=beside_seconds),
+        _predicted(chain, schedule, link, planned=True, beside_seconds=beside_seconds),
     ]
 
 
@@ -106,12 +113,15 @@ def beside_seconds_of(plan: Plan, chain: Chain) -> float:
     return max(0.0, plan.unplanned_seconds - chain.unplanned_seconds)
 
 
-def _predicted(chain: Chain, schedule: Schedule, *, planned: bool, beside_seconds: float) -> Timeline:
+def _predicted(
+    chain: Chain, schedule: Schedule, link: Link | None, *, planned: bool, beside_seconds: float
+) -> Timeline:
     spans: list[Span] = []
     seen: set[int] = set()
     now = 0.0
     phase: Phase = "forward"
-    for moment in replay(chain, schedule).timeline:
+    replayed = replay(chain, schedule, link)
+    for moment in replayed.timeline:
         kind, again = moment.action.kind, moment.action.stage in seen
         if kind in ("backward", "recompute") or (kind == "forward" and again):
             phase = "backward"  # What runs again before the first backward belongs to it.
@@ -121,7 +131,7 @@ def _predicted(chain: Chain, schedule: Schedule, *, planned: bool, beside_second
         now += moment.seconds
     if chain.other_peak_bytes:
         spans.append(_optimizer(chain, spans[-1].after_bytes, now, beside_seconds))
-    return Timeline(source="predicted", planned=planned, spans=tuple(spans))
+    return Timeline(source="predicted", planned=planned, spans=tuple(spans), copies=replayed.copies)
 
 
 def _span(chain: Chain, moment: Moment, phase: Phase, start: float, *, again: bool) -> Span:
@@ -135,6 +145,7 @@ def _span(chain: Chain, moment: Moment, phase: Phase, start: float, *, again: bo
         before_bytes=moment.before_bytes,
         peak_bytes=moment.peak_bytes,
         after_bytes=moment.after_bytes,
+        stall_seconds=moment.stall_seconds,
     )
 
 

@@ -185,6 +185,26 @@ class OpRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRecord:
+    """The way from the device to host memory and back, as measured while the device computes.
+
+    Attributes:
+        to_host_bytes_per_second, to_device_bytes_per_second: of large copies from and to pinned memory.
+        latency_seconds: of a copy of hardly any bytes.
+        devices: how many devices there are that may share it.
+        host_bytes: host memory that is there for each of them; None where it is not known.
+        pinned: whether the host memory could be pinned.
+    """
+
+    to_host_bytes_per_second: float
+    to_device_bytes_per_second: float
+    latency_seconds: float = 0.0
+    devices: int = 1
+    host_bytes: int | None = None
+    pinned: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """One profiled training step.
 
@@ -201,6 +221,7 @@ class Profile:
         step_seconds: each plain step that was timed.
         op_records: every aten op of one step.
         menus: per kind of stage, its ops and its options inside the stage.
+        link: the way to host memory; None where the device has none.
     """
 
     model_class: str
@@ -218,6 +239,7 @@ class Profile:
     step_seconds: tuple[float, ...]
     op_records: tuple[OpRecord, ...]
     menus: tuple[MenuRecord, ...] = ()
+    link: LinkRecord | None = None
 
     def stage_level(self) -> Profile:
         """The same profile without options inside stages: each is kept, or recomputed, as a whole."""
@@ -272,6 +294,7 @@ class Profile:
             names = [field.name for field in dataclasses.fields(OpRecord)]
             data["op_records"] = tuple(OpRecord(**dict(zip(names, row, strict=True))) for row in data["op_records"])
             data["menus"] = tuple(menu_from(menu) for menu in data.get("menus", ()))
+            data["link"] = None if data.get("link") is None else LinkRecord(**data["link"])
             profile = cls(**data)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(

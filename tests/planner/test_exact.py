@@ -20,7 +20,7 @@ from planner.cost_model import chain_of
 from planner.planning import plan_of
 from profiler import rerun, tape
 from profiler.workload import Workload
-from solvers import Chain, Schedule, Solution, replay
+from solvers import Chain, Problem, Schedule, Solution, replay
 from solvers.segments import Segment, droppable_runs, segmented_schedule
 from tests.odd_models import MODELS, workload
 
@@ -189,7 +189,7 @@ def test_extra_ops_of_options_are_those_of_the_plan(name: str, bookkeeping_muted
         lower_bound_seconds=0.0,
         solve_seconds=0.0,
     )
-    plan = plan_of(profile, chain, solution, replayed.peak_bytes)
+    plan = plan_of(profile, Problem(chain=chain, budget_bytes=replayed.peak_bytes), solution)
     assert {a.kind for a in schedule.actions if a.option} == {"forward", "recompute"}
     assert "selective" in {stage.decision for stage in plan.stages}
     assert extra_ops(work, plan) == plan.recomputed_ops

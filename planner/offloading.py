@@ -1,0 +1,126 @@
+"""Offloading as a user asks for it: whether, over which link, and within how much host memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from planner.sizes import format_bytes, parse_bytes
+from profiler.records import LinkRecord
+from solvers.chain import Chain
+from solvers.link import Link
+
+Mode = Literal["auto", "never", "only"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+GIGABYTE = 10**9
+_RATES = ("to_host_bytes_per_second", "to_device_bytes_per_second")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """Whether activations may be sent to host memory, and over what.
+
+    Attributes:
+        mode: ``auto`` weighs it beside recomputation where there is a link; ``never``; ``only`` sends and recomputes
+            nothing.
+        link_gbps: gigabytes (1e9 bytes) per second of the link in each direction; None for what was measured.
+        devices_per_link: devices that share the link, each with an equal part; None for what was found.
+        host_memory: the most that this device may hold in host memory, bytes or text as ``64GiB``; None for what was
+            found.
+    """
+
+    mode: Mode = "auto"
+    link_gbps: float | None = None
+    devices_per_link: int | None = None
+    host_memory: str | int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"offload: expected one of {', '.join(MODES)}, got {self.mode!r}; choose one of them")
+        if self.link_gbps is not None and not self.link_gbps >= 0:
+            raise ValueError(f"a link: expected gigabytes per second, not negative, got {self.link_gbps!r}; correct it")
+        if self.devices_per_link is not None and self.devices_per_link < 1:
+            raise ValueError(f"a link: expected at least one device on it, got {self.devices_per_link!r}; correct it")
+        self._host_bytes()
+
+    def _host_bytes(self) -> int | None:
+        """What may be held, as far as it was said; 0 is an answer, too."""
+        if self.host_memory is None:
+            return None
+        return 0 if str(self.host_memory).strip() in ("0", "0B") else parse_bytes(self.host_memory)
+
+    def link(self, measured: LinkRecord | None) -> Link | None:
+        """The link with this device's share; None where none is known or wanted."""
+        if self.mode == "never" or (measured is None and self.link_gbps is None):
+            return None
+        found = measured or LinkRecord(to_host_bytes_per_second=0.0, to_device_bytes_per_second=0.0)
+        given = None if self.link_gbps is None else self.link_gbps * GIGABYTE
+        devices = self.devices_per_link or found.devices
+        host_bytes = self._host_bytes()
+        return Link(
+            to_host_bytes_per_second=(found.to_host_bytes_per_second if given is None else given) / devices,
+            to_device_bytes_per_second=(found.to_device_bytes_per_second if given is None else given) / devices,
+            latency_seconds=found.latency_seconds,
+            host_bytes=found.host_bytes if host_bytes is None else host_bytes,
+        )
+
+
+def offload_from(wish: Offload | Mode) -> Offload:
+    """The request that a word stands for."""
+    return wish if isinstance(wish, Offload) else Offload(mode=wish)
+
+
+def usable_link(wish: Offload, chain: Chain, measured: LinkRecord | None) -> tuple[Link | None, str]:
+    """The link that the solver may count on, or why there is none (empty where none was asked for).
+
+    Raises:
+        ValueError: offloading was demanded, and nothing can be sent.
+    """
+    link = wish.link(measured)
+    why = _why_not(link, chain)
+    if not why:
+        return link, ""
+    if wish.mode == "only":
+        raise ValueError(f"offload: expected a link over which something can be sent, got none: {why}")
+    asked = wish.mode == "auto" and (link is not None or wish != Offload())
+    return None, why if asked else ""
+
+
+def _why_not(link: Link | None, chain: Chain) -> str:
+    if link is None:
+        return "no link is known: profile on a device that has one, or give its speed with --link-gbps"
+    if not min(link.to_host_bytes_per_second, link.to_device_bytes_per_second) > 0:
+        return "the link's speed is 0: give one above 0 with --link-gbps"
+    smallest = min(_parcels(chain), default=None)
+    if smallest is None:
+        return "nothing of this model can be sent: profile with menus, which record what each stage keeps"
+    if link.host_bytes is not None and link.host_bytes < smallest:
+        return (
+            f"host memory of {format_bytes(link.host_bytes)} holds not even the smallest tensor that could be sent, "
+            f"{format_bytes(smallest)}: allow more with --host-memory"
+        )
+    return ""
+
+
+def link_document(link: Link | None) -> dict[str, float | int | None] | None:
+    """A link as plain data; JSON knows no infinity, so an unlimited rate is null."""
+    if link is None:
+        return None
+    return {name: None if value == math.inf else value for name, value in asdict(link).items()}
+
+
+def link_from(data: Mapping[str, Any] | None) -> Link | None:
+    """Read what ``link_document`` wrote; raises TypeError or ValueError on anything else."""
+    if data is None:
+        return None
+    values: dict[str, Any] = {k: math.inf if value is None and k in _RATES else value for k, value in data.items()}
+    return Link(**values)
+
+
+def _parcels(chain: Chain) -> Iterable[int]:
+    for stage in chain.stages:
+        yield from stage.parcels
+        for option in stage.options:
+            yield from option.parcels
