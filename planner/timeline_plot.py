@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from planner.engines_plot import draw_engines
 from planner.peak import Peak
 from planner.peak_report import PeakRow
 from planner.plots import check_picture
@@ -87,7 +88,8 @@ def timeline_figure(
     units = _units(timelines, budget_bytes)
     figure = Figure(figsize=(12, 7.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, 2, width_ratios=(3.3, 1))
+    copying = [timeline for timeline in timelines if timeline.copies]
+    grid = figure.add_gridspec(3, 2, width_ratios=(3.3, 1), height_ratios=(1, 1, 0.4 if copying else 1e-3))
     above = figure.add_subplot(grid[0, 0])
     below = figure.add_subplot(grid[1, 0], sharex=above, sharey=above)
     _draw_step(above, [t for t in timelines if not t.planned], units, "without the plan")
@@ -97,7 +99,12 @@ def timeline_figure(
         label = f"budget {format_bytes(budget_bytes)}"
         axes.axhline(budget_bytes / units.bytes_each, color="#B00020", linestyle=":", linewidth=1.5, label=label)
     above.tick_params(labelbottom=False)
-    below.set_xlabel(f"time since the step began [{units.seconds_name}]")
+    lowest = below
+    for timeline in copying[:1]:
+        lowest = figure.add_subplot(grid[2, 0], sharex=above)
+        below.tick_params(labelbottom=False)
+        draw_engines(lowest, timeline, units.seconds_each)
+    lowest.set_xlabel(f"time since the step began [{units.seconds_name}]")
     _set_limits(below, timelines, budget_bytes, units)
     _list_parts(figure.add_subplot(grid[:, 1]), peaks)
     _add_legend(figure, below, timelines)
