@@ -1,0 +1,205 @@
+"""Placement: which parcels of a schedule travel to host memory, and where its copies stand, to fit it into a budget.
+
+Formulation: a parcel may be absent between the action that made it and the one that uses it again. Absences are
+chosen one at a time: at the highest moment left, of those that cover it, the one that leaves the link the longest time
+(seconds of computation between making and using it), as far as host memory allows. The first n of this order are the
+same for every budget and link. For a budget they are then given places: copies out begin as soon as a parcel is made;
+device bytes are given up as late as possible, oldest copy first, when the next action needs them; parcels come back in
+the order in which they are used, each as soon as it fits beside all that follows, and one that fits throughout never
+leaves.
+
+Guarantee: no moment is above the budget, host memory fits; a schedule that fits already comes back unchanged. Stalls
+are few, not fewest. Positions depend on bytes alone, so a faster link never makes a placed schedule slower.
+Complexity: O(N (N + A)) for N absences and A actions, in numpy. Units: bytes and seconds.
+Source: farthest use first is Belady, "A study of replacement algorithms for a virtual-storage computer" (1966); copies
+in the order of use is the earliest due date rule, Jackson (1955).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.chain import Chain
+from solvers.schedule import Action, Schedule
+from solvers.simulator import replay
+
+Bytes = NDArray[np.int64]
+
+
+class Absence(NamedTuple):
+    """A parcel that may be away after the action ``made`` until before the action ``used``."""
+
+    stage: int
+    parcel: int
+    size_bytes: int
+    made: int
+    used: int
+
+
+class Placement:
+    """One schedule without copies, and all ways to fit it.
+
+    Attributes:
+        seconds: the schedule's own, without any copy.
+        peaks: ``peaks[n]`` is the peak with the first n absences; falling.
+
+    >>> from solvers.chain import Option, Stage
+    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6, backward_peak_bytes=1,
+    ...              recompute_seconds=1, recompute_peak_bytes=4, parcels=(4,))
+    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> kept = [Action("forward", k, 0) for k in range(3)]
+    >>> back = [action for k in (2, 1, 0) for action in (Action("free", k), Action("backward", k))]
+    >>> placement = Placement(Chain(stages=(stage,) * 3), Schedule(actions=(*kept, *back)))
+    >>> placement.reach(13), placement.peaks
+    (1, [16, 12])
+    >>> [action.kind for action in placement.placed(13, 1).actions if action.option == 0][:6]
+    ['forward', 'offload', 'forward', 'release', 'forward', 'prefetch']
+    """
+
+    def __init__(self, chain: Chain, schedule: Schedule, host_bytes: int | None = None) -> None:
+        self._chain, self._schedule, self._host_bytes = chain, schedule, host_bytes
+        replayed = replay(chain, schedule)
+        timeline = replayed.timeline
+        self.seconds = replayed.seconds
+        after = [chain.resident_bytes, *(moment.after_bytes for moment in timeline[:-1])]
+        self._demand = np.array([max(m.peak_bytes, left) for m, left in zip(timeline, after, strict=True)])
+        self._left = self._demand.copy()
+        self._starts = np.array([moment.begin_seconds for moment in timeline])
+        self._open: list[Absence] | None = None
+        self._chosen: list[Absence] = []
+        self._hosted = np.zeros(len(timeline) + 1, dtype=np.int64)
+        self.peaks = [replayed.peak_bytes]
+
+    def reach(self, budget_bytes: int) -> int | None:
+        """How many absences the budget needs; None where no number suffices."""
+        while self.peaks[-1] > budget_bytes:
+            if not self._choose():
+                return None
+        return next(n for n, peak in enumerate(self.peaks) if peak <= budget_bytes)
+
+    def extend(self, count: int) -> int:
+        """Choose until there are ``count`` absences, or no more help; returns how many there are."""
+        while len(self._chosen) < count and self._choose():
+            pass
+        return min(count, len(self._chosen))
+
+    def smallest_peak(self) -> int:
+        """The peak with as many absences as help."""
+        while self._choose():
+            pass
+        return self.peaks[-1]
+
+    def placed(self, budget_bytes: int, count: int) -> Schedule:
+        """The schedule with at most the first ``count`` absences, which the budget must allow."""
+        returns = self._returns(budget_bytes, self._chosen[:count])
+        released = self._releases(budget_bytes, returns)
+        return self._written(returns, released) if released else self._schedule
+
+    def _choose(self) -> bool:
+        """Choose one absence more; False where none covers the highest moment."""
+        if self._open is None:
+            self._open = list(_absences(self._chain, self._schedule.actions))
+            columns = np.array([(a.made, a.used, a.size_bytes) for a in self._open], dtype=np.int64).reshape(-1, 3)
+            self._made, self._used = columns[:, 0], columns[:, 1]
+            idle = self._starts[self._used] - self._starts[np.minimum(self._made + 1, len(self._starts) - 1)]
+            self._rank = np.empty(len(self._open), dtype=np.int64)
+            self._rank[np.lexsort((-self._made, columns[:, 2], idle))] = np.arange(len(self._open))
+        highest = int(self._left.argmax())
+        while True:
+            ranks = np.where((self._made < highest) & (highest < self._used), self._rank, -1)
+            best = int(ranks.argmax()) if ranks.size else -1
+            if best < 0 or ranks[best] < 0:
+                return False
+            self._rank[best] = -1
+            if self._take(self._open[best]):
+                return True
+
+    def _take(self, absence: Absence) -> bool:
+        """Count an absence as chosen, if host memory has room for it."""
+        held = self._hosted[absence.made + 1 : absence.used + 1]
+        if self._host_bytes is not None and held.max() + absence.size_bytes > self._host_bytes:
+            return False
+        held += absence.size_bytes
+        self._left[absence.made + 1 : absence.used] -= absence.size_bytes
+        self._chosen.append(absence)
+        self.peaks.append(max(int(self._left.max()), self._chain.other_peak_bytes))
+        return True
+
+    def _returns(self, budget_bytes: int, chosen: Sequence[Absence]) -> dict[Absence, int]:
+        """Before which action each parcel comes back, in the order of use; those that need not leave are left out."""
+        room = budget_bytes - self._demand
+        for absence in chosen:
+            room[absence.made + 1 : absence.used] += absence.size_bytes
+        found: dict[Absence, int] = {}
+        latest = 0
+        for absence in sorted(chosen, key=lambda a: (a.used, -a.made, a.parcel)):
+            window = room[absence.made + 1 : absence.used]
+            tight = np.flatnonzero(window < absence.size_bytes)
+            if not tight.size:
+                window -= absence.size_bytes
+                continue
+            latest = max(latest, absence.made + 2 + int(tight[-1]))
+            room[latest : absence.used] -= absence.size_bytes
+            found[absence] = latest
+        return found
+
+    def _releases(self, budget_bytes: int, returns: dict[Absence, int]) -> dict[Absence, int]:
+        """Before which action each parcel gives up its bytes; those that never have to are left out."""
+        waiting = sorted(returns, key=lambda a: (a.made, -a.size_bytes, a.parcel))
+        changes = np.zeros(len(self._demand) + 1, dtype=np.int64)  # of what is in host memory alone
+        found: dict[Absence, int] = {}
+        out = 0
+        for position, demand in enumerate(self._demand.tolist()):
+            out -= int(changes[position])
+            missing = demand - out - budget_bytes
+            while missing > 0:
+                index = next(i for i, a in enumerate(waiting) if a.made < position < returns[a])
+                absence = waiting.pop(index)
+                found[absence] = position
+                changes[returns[absence]] += absence.size_bytes
+                out += absence.size_bytes
+                missing -= absence.size_bytes
+        return found
+
+    def _written(self, returns: dict[Absence, int], released: dict[Absence, int]) -> Schedule:
+        actions = self._schedule.actions
+        offloads: list[list[Action]] = [[] for _ in actions]
+        releases: list[list[Action]] = [[] for _ in actions]
+        prefetches: list[list[Action]] = [[] for _ in actions]
+        for absence in sorted(released, key=lambda a: (a.made, -a.size_bytes, a.parcel)):
+            offloads[absence.made + 1].append(Action("offload", absence.stage, absence.parcel))
+        for absence, position in released.items():
+            releases[position].append(Action("release", absence.stage, absence.parcel))
+        for absence, position in returns.items():
+            if absence in released:
+                prefetches[position].append(Action("prefetch", absence.stage, absence.parcel))
+        parts = zip(offloads, releases, prefetches, actions, strict=True)
+        return Schedule(actions=tuple(a for out, gone, back, own in parts for a in (*out, *gone, *back, own)))
+
+
+class _Held(NamedTuple):
+    made: int
+    parcels: tuple[int, ...]
+    waits: bool  # dropped: the parcels are parts of its input
+
+
+def _absences(chain: Chain, actions: Sequence[Action]) -> Iterator[Absence]:
+    """Every parcel that a stage holds between two of its actions, where anything else happens in between."""
+    held: dict[int, _Held] = {}
+    for position, action in enumerate(actions):
+        k, stage = action.stage, chain.stages[action.stage]
+        reader = held.get(k + 1)
+        if reader is not None and reader.waits and action.kind in ("free", "forward"):
+            del held[k + 1]  # its input goes, or is made again
+        if action.kind == "free":
+            continue
+        if k in held:
+            made, parcels, _ = held.pop(k)
+            yield from (Absence(k, i, size, made, position) for i, size in enumerate(parcels) if position > made + 1)
+        if action.kind != "backward":
+            waits = action.option is None
+            held[k] = _Held(position, stage.parcels if waits else stage.options[action.option or 0].parcels, waits)
