@@ -2,11 +2,13 @@
 
 from solvers import revolve
 from solvers.chain import Chain, Option, Stage
+from solvers.copy_engines import Copy
 from solvers.graph import Graph, Node
 from solvers.graph_problem import GraphProblem
 from solvers.graph_schedule import GraphAction, GraphSchedule
 from solvers.graph_simulator import GraphReplay, GraphReplayError, replay_graph
 from solvers.graph_suite import graph_frontier, graph_solver_names, solve_graph
+from solvers.link import Link
 from solvers.problem import Problem, Shortage, Solution
 from solvers.schedule import Action, Schedule
 from solvers.simulator import Replay, ReplayError, replay
@@ -18,6 +20,8 @@ __all__ = [
     "Option",
     "Graph",
     "Node",
+    "Link",
+    "Copy",
     "Problem",
     "GraphProblem",
     "Solution",

@@ -17,9 +17,10 @@ from dataclasses import replace
 import numpy as np
 
 from solvers.chain import Chain
+from solvers.link import Link
 from solvers.persistent import Bytes, ChainBytes, Choice, persistent_schedule
 from solvers.problem import Shortage
-from solvers.schedule import Schedule
+from solvers.schedule import TRANSFERS, Schedule
 from solvers.simulator import replay
 
 _NEVER = np.iinfo(np.int64).max // 4  # sums of two still fit
@@ -54,13 +55,13 @@ def shortage(chain: Chain) -> Shortage:
     return shortage_of(chain, smallest_schedule(chain))
 
 
-def shortage_of(chain: Chain, schedule: Schedule) -> Shortage:
+def shortage_of(chain: Chain, schedule: Schedule, link: Link | None = None) -> Shortage:
     """What the peak of one schedule is and where it stands, the optimizer included."""
-    result = replay(chain, schedule)
+    result = replay(chain, schedule, link)
     worst = result.peak_moment
     if chain.other_peak_bytes > worst.peak_bytes:
         return Shortage(minimum_budget_bytes=chain.other_peak_bytes, stage="", moment="optimizer")
-    moment = "backward" if worst.action.kind == "free" else worst.action.kind
+    moment = "backward" if worst.action.kind in ("free", *TRANSFERS) else worst.action.kind
     return Shortage(minimum_budget_bytes=result.peak_bytes, stage=chain.stages[worst.action.stage].name, moment=moment)
 
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("profiler", "solvers", "planner")
 
 METHODS = {"keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor", "ilp", "exhaustive"} | {
+    "offload",
     "checkmate",
     "lower_sets",
     "intervals",

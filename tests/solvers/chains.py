@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from solvers import Chain, Option, Stage
@@ -73,6 +74,25 @@ def large_chain(seed: int, count: int, menu: int = 1) -> Chain:
             )
         )
     return Chain(stages=tuple(stages), resident_bytes=10_000_000)
+
+
+def with_parcels(chain: Chain, random: Random, most: int = 4) -> Chain:
+    """The chain with parts of what stages keep, and of the inputs of those that wait, that may travel."""
+    stages = []
+    for k, stage in enumerate(chain.stages):
+        options = tuple(replace(o, parcels=_parts(random, o.kept_bytes, most)) for o in stage.options)
+        before = chain.stages[k - 1].boundary_bytes if k else 0
+        stages.append(replace(stage, options=options, parcels=_parts(random, before, 1)))
+    return replace(chain, stages=tuple(stages))
+
+
+def _parts(random: Random, size_bytes: int, most: int) -> tuple[int, ...]:
+    """Up to ``most`` parts of at most the whole."""
+    parts = []
+    for _ in range(random.randint(1, most) if size_bytes > 0 else 0):
+        parts.append(random.randint(0, size_bytes))
+        size_bytes -= parts[-1]
+    return tuple(part for part in parts if part)
 
 
 def _stage(random: Random, k: int, odd: bool) -> Stage:

@@ -58,7 +58,7 @@ def test_below_the_smallest_budget_the_answer_says_what_forces_it(solver: str) -
 
 def test_the_optimizer_can_force_the_budget() -> None:
     chain = replace(unit_chain(3), other_peak_bytes=50)
-    for solver in solver_names():
+    for solver in solver_names(linked=False):
         found = solve(chain, 49, solver).shortage
         assert found is not None and (found.minimum_budget_bytes, found.moment) == (50, "optimizer")
         assert solve(chain, 50, solver).seconds is not None
@@ -232,7 +232,7 @@ def test_a_coarse_grid_still_keeps_exact_peaks_and_falling_seconds() -> None:
     assert all(a.peak_bytes < b.peak_bytes and a.seconds > b.seconds for a, b in pairwise(points))
 
 
-@pytest.mark.parametrize("solver", [name for name in solver_names() if name != "exhaustive"])
+@pytest.mark.parametrize("solver", [name for name in solver_names(linked=False) if name != "exhaustive"])
 def test_frontiers_rise_in_peak_and_fall_in_seconds(solver: str) -> None:
     chain = large_chain(1, 8)
     points = frontier(chain, solver, 30)
