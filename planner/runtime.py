@@ -175,6 +175,8 @@ class Frame:
     def _rerun(self, rerun: Rerun, output: tuple[int, list[Tensor]] | None) -> tuple[int, list[Tensor]] | None:
         self._check_parameters()
         leaves = self._inputs(output)
+        if output is not None:
+            output[1].clear()  # What else the stage before returned goes now, as it does in a first forward.
         args, kwargs = map_tensors_back(self._tree, leaves)
         assert self._state is not None
         if rerun.mode == "until_saved":

@@ -558,6 +558,30 @@ def frozen_stack() -> nn.Module:
     return model
 
 
+class Explains(nn.Module):
+    """Returns more than anybody goes on with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = block()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = x + self.inner(x)
+        return out, out.detach().repeat(1, 8)
+
+
+class ExplainsModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Explains() for _ in range(5)])
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.blocks:
+            x = each(x)[0]
+        return self.head(x)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: Stack([Residual() for _ in range(6)]),
     "dropout": lambda: Stack([Residual(dropout=0.3) for _ in range(6)]),
@@ -579,6 +603,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "remembers": lambda: Stack([RemembersBlock() for _ in range(4)]),
     "meddles": MeddlesModel,
     "changed_after": ChangedAfter,
+    "explains": ExplainsModel,
 }
 
 

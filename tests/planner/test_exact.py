@@ -173,12 +173,9 @@ def choosing_inside(chain: Chain) -> Schedule:
     )
 
 
-@pytest.mark.parametrize("name", ["plain", "dropout", "batchnorm", "skip", "in_place"])
-def test_extra_ops_of_options_are_those_of_the_plan(name: str, bookkeeping_muted: None) -> None:
-    work = workload(name)
-    profile = planner.profile(work)
+def following(profile: planner.Profile, schedule: Schedule) -> planner.Plan:
+    """The plan that does what a schedule says."""
     chain = chain_of(profile)
-    schedule = choosing_inside(chain)
     replayed = replay(chain, schedule)
     solution = Solution(
         solver="stated",
@@ -189,10 +186,30 @@ def test_extra_ops_of_options_are_those_of_the_plan(name: str, bookkeeping_muted
         lower_bound_seconds=0.0,
         solve_seconds=0.0,
     )
-    plan = plan_of(profile, Problem(chain=chain, budget_bytes=replayed.peak_bytes), solution)
-    assert {a.kind for a in schedule.actions if a.option} == {"forward", "recompute"}
+    return plan_of(profile, Problem(chain=chain, budget_bytes=replayed.peak_bytes), solution)
+
+
+@pytest.mark.parametrize("name", ["plain", "dropout", "batchnorm", "skip", "in_place"])
+def test_extra_ops_of_options_are_those_of_the_plan(name: str, bookkeeping_muted: None) -> None:
+    work = workload(name)
+    profile = planner.profile(work)
+    plan = following(profile, choosing_inside(chain_of(profile)))
+    assert {a.kind for a in plan.schedule.actions if a.option} == {"forward", "recompute"}
     assert "selective" in {stage.decision for stage in plan.stages}
     assert extra_ops(work, plan) == plan.recomputed_ops
+
+
+def test_what_nobody_takes_of_a_stage_run_again_does_not_outlive_it() -> None:
+    work = workload("explains")
+    profile = planner.profile(work, menus=False)
+    chain = chain_of(profile)
+    (first, end) = next((run.start, run.end) for run in droppable_runs(chain) if not run.kept)
+    for k in range(first, end - 1):
+        before = [Segment(j, j + 1, kept=True) for j in range(k)]
+        after = [Segment(j, j + 1, kept=True) for j in range(k + 2, len(chain.stages))]
+        plan = following(profile, segmented_schedule([*before, Segment(k, k + 2), *after]))
+        with planner.apply(work.model, plan):
+            assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
 
 
 def test_recomputing_under_autocast_casts_as_forward_did() -> None:
