@@ -5,6 +5,7 @@ from planner.by_hand import state
 from planner.checkpointing import auto_checkpoint
 from planner.curves import pareto
 from planner.functions import recompute
+from planner.offloading import Offload
 from planner.plan import Plan, PlannedStage
 from planner.planning import Infeasible, NothingFound, solve
 from planner.profiling import profile
@@ -20,6 +21,7 @@ __all__ = [
     "Infeasible",
     "Measurement",
     "NothingFound",
+    "Offload",
     "Plan",
     "PlanMismatch",
     "PlannedStage",

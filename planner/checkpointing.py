@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from planner.applier import apply
+from planner.offloading import Mode, Offload
 from planner.planning import solve
 from planner.profiling import profile
 from profiler.stages import StagePattern
@@ -25,6 +26,7 @@ def auto_checkpoint(
     autocast: torch.dtype | str | None = None,
     stages: Sequence[StagePattern] | None = None,
     solver: str = "auto",
+    offload: Offload | Mode = "auto",
 ) -> nn.Module:
     """Profile the model on one batch, solve for ``budget`` and apply the plan.
 
@@ -34,7 +36,7 @@ def auto_checkpoint(
         budget: the most bytes on the device at once during a whole step.
         loss, optimizer, autocast: as for ``Workload``; give the optimizer you
             train with, because its states and its step count in the budget.
-        stages, solver: as for ``profile`` and ``solve``.
+        stages, solver, offload: as for ``profile`` and ``solve``.
 
     Returns:
         The same model; ``planner.handle_of(model)`` gives the handle to inspect
@@ -45,5 +47,5 @@ def auto_checkpoint(
         ProfileError, ValueError: as ``profile`` and ``solve``.
     """
     workload = Workload(model=model, inputs=inputs, loss=loss, optimizer=optimizer, autocast=autocast)
-    apply(model, solve(profile(workload, stages=stages), budget, solver=solver))
+    apply(model, solve(profile(workload, stages=stages), budget, solver=solver, offload=offload))
     return model
