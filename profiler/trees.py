@@ -44,8 +44,10 @@ def map_tensors(change: Callable[[Any], Any], tree: Any, kind: type = Tensor) ->
     if isinstance(tree, tuple) and hasattr(container, "_make"):  # a named tuple
         return container._make(map_tensors(change, item, kind) for item in tree)
     if container in pytree.SUPPORTED_NODES:
-        leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
-        return pytree.tree_unflatten([map_tensors(change, leaf, kind) for leaf in leaves], spec)
+        # Not by ``tree_flatten``: its inner function refers to itself, a cycle that would keep the tree alive.
+        node = pytree.SUPPORTED_NODES[container]
+        leaves, context = node.flatten_fn(tree)
+        return node.unflatten_fn([map_tensors(change, leaf, kind) for leaf in leaves], context)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, Mapping)):
         return _map_dataclass(change, tree, kind)
     return tree
