@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from solvers.chain import Chain
 from solvers.link import Link
@@ -23,31 +24,43 @@ from solvers.schedule import Schedule
 from solvers.simulator import replay
 
 
-def placements(chain: Chain, schedules: Iterable[Schedule], host_bytes: int | None) -> tuple[Placement, ...]:
-    """One for each schedule, by rising seconds of computation."""
-    found = [Placement(chain, schedule, host_bytes) for schedule in dict.fromkeys(schedules)]
-    return tuple(sorted(found, key=lambda placement: placement.seconds))
+class Placeable(NamedTuple):
+    """A schedule to place, and the method that made it."""
+
+    method: str
+    placement: Placement
 
 
-def fastest(problem: Problem, link: Link, candidates: Sequence[Placement]) -> list[Schedule]:
-    """The fastest placed candidate within the budget, as a list of one; empty where none fits."""
-    best: list[Schedule] = []
+def placeables(
+    chain: Chain, schedules: Iterable[tuple[str, Schedule]], host_bytes: int | None
+) -> tuple[Placeable, ...]:
+    """One for each schedule with its method, by rising seconds of computation; of equal schedules the first counts."""
+    methods: dict[Schedule, str] = {}
+    for method, schedule in schedules:
+        methods.setdefault(schedule, method)
+    found = [Placeable(method, Placement(chain, schedule, host_bytes)) for schedule, method in methods.items()]
+    return tuple(sorted(found, key=lambda candidate: candidate.placement.seconds))
+
+
+def fastest(problem: Problem, link: Link, candidates: Sequence[Placeable]) -> list[tuple[str, Schedule]]:
+    """The fastest placed candidate within the budget, with its method, as a list of one; empty where none fits."""
+    best: list[tuple[str, Schedule]] = []
     least = math.inf
-    for candidate in candidates:
-        if candidate.seconds >= least:
+    for method, placement in candidates:
+        if placement.seconds >= least:
             break
-        count = candidate.reach(problem.budget_bytes)
+        count = placement.reach(problem.budget_bytes)
         if count is None:
             continue
-        schedule = candidate.placed(problem.budget_bytes, count)
+        schedule = placement.placed(problem.budget_bytes, count)
         seconds = replay(problem.chain, schedule, link).seconds
         if seconds < least:
-            best, least = [schedule], seconds
+            best, least = [(method, schedule)], seconds
     return best
 
 
-def smallest(candidates: Sequence[Placement]) -> Schedule:
-    """The candidate with the smallest peak that copies can reach, placed so."""
-    best = min(candidates, key=lambda candidate: candidate.smallest_peak())
-    peak_bytes = best.smallest_peak()
-    return best.placed(peak_bytes, best.reach(peak_bytes) or 0)
+def smallest(candidates: Sequence[Placeable]) -> tuple[str, Schedule]:
+    """The candidate with the smallest peak that copies can reach, placed so, with its method."""
+    method, placement = min(candidates, key=lambda candidate: candidate.placement.smallest_peak())
+    peak_bytes = placement.smallest_peak()
+    return method, placement.placed(peak_bytes, placement.reach(peak_bytes) or 0)
