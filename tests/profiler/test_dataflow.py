@@ -133,20 +133,35 @@ def test_an_op_that_reads_what_a_later_stage_changes_must_not_run_again() -> Non
     assert short(first) == short(second)  # Versions count from what a stage finds.
 
 
+class Keeps(torch.autograd.Function):
+    """Saves a tensor that no op reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * 2 * ctx.saved_tensors[0], None
+
+
 def test_what_no_op_has_filled_must_not_be_made_again() -> None:
     def body(s: Pair, x: Tensor) -> Any:
-        seen, filled, drawn = torch.empty(ROWS, WIDTH), torch.empty(ROWS, WIDTH), torch.empty_like(x)
-        seen.numpy()[:] = 2.0
+        read, added, saved = (torch.empty(ROWS, WIDTH) for _ in range(3))
+        for tensor in (read, added, saved):
+            tensor.numpy()[:] = 2.0
+        filled, drawn, viewed = torch.empty(ROWS, WIDTH), torch.empty_like(x), torch.empty(WIDTH, ROWS)
         filled.fill_(3)
         drawn.normal_()
-        total = torch.empty(ROWS, WIDTH)
-        total.numpy()[:] = 1.0
-        return (x * seen).exp() * filled + drawn * x + total.add_(1)
+        viewed.t().zero_()
+        total = (x * read).exp() * filled + drawn * x + added.add_(1)
+        return Keeps.apply(total, saved) * viewed.t()
 
     flow = flow_of(of_pair(body))
     empties = [op.fixed for op in flow.ops if op.kind in ("empty", "empty_like")]
     outside = "what it makes is filled by something that is no op"
-    assert empties == [outside, "", "", outside]  # Saved unfilled; filled; drawn; read by add_, which does not fill.
+    assert empties == [outside, outside, outside, "", "", ""]
 
 
 def test_an_op_with_a_generator_of_its_own_must_not_run_again() -> None:

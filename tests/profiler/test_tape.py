@@ -260,6 +260,139 @@ def test_what_is_kept_must_not_have_changed_either() -> None:
         call.backward()
 
 
+def test_a_saved_tensor_that_nobody_reads_goes_with_its_node() -> None:
+    """And so does what its op read from outside, though the tape still has another one to make."""
+
+    def body(s: Pair, x: Tensor) -> Any:
+        read = s.a.weight.detach()[:ROWS].neg()
+        return (x * 2).exp() + (x * 3 - read).exp()
+
+    call = Call(body, ["mul", "sub", "exp"])
+    loss = call.output.sum()
+    del call.output
+    assert call.backward(loss) == ["mul", "sub", "exp", "mul", "exp"]
+    first, _, _, later, _ = call.observer.alive_bytes
+    # In between, the second exponential has come and gone and left a gradient; the negated weight is gone as well.
+    assert later - first == ONE - ONE
+
+
+def test_a_version_is_made_without_those_who_read_it_afterwards() -> None:
+    def body(s: Pair, x: Tensor) -> Any:
+        y = x * 2
+        y.sigmoid_()
+        return y, y.exp()
+
+    call = Call(body, ["mul", "sigmoid_", "exp"])
+    assert call.backward(total(call.output[0]), retain_graph=True) == ["mul", "sigmoid_"]
+    assert call.backward(total(call.output[1])) == ["exp"]
+
+
+def test_pieces_of_one_storage_are_changed_after_all_have_read_it() -> None:
+    """By their schema, the pieces are tensors of their own."""
+
+    def body(s: Pair, x: Tensor) -> Any:
+        y = x * 2
+        z = y.exp()
+        return z, torch.unsafe_chunk(y, 4, 1)[0].sigmoid_()
+
+    exact(body, ["mul", "exp", "unsafe_split", "sigmoid_"])
+    exact(body, ["mul", "exp", "sigmoid_"])
+
+
+def unseen(y: Tensor) -> None:
+    """Change a tensor by no op, as a kernel of one's own does."""
+    y.detach().numpy()[:] = 0.25
+    torch.autograd.graph.increment_version(y)
+
+
+def test_what_was_changed_by_no_op_is_kept() -> None:
+    def body(s: Pair, x: Tensor) -> Any:
+        y = x * 2
+        with torch.no_grad():
+            unseen(y)
+        return y * y, y.exp()
+
+    exact(body, ["mul"])
+    exact(body, ["mul", "exp"])
+
+
+def test_what_an_op_changes_that_is_not_chosen_is_what_backward_gets() -> None:
+    """Through ``.data``, so that autograd does not complain: it takes what is there then."""
+
+    def body(s: Pair, x: Tensor) -> Any:
+        z = x.sigmoid()
+        z.data.mul_(0.5)
+        return z * 2
+
+    exact(body, ["sigmoid"])
+
+
+def test_an_op_that_changes_what_is_kept_does_not_run_again() -> None:
+    def body(s: Pair, x: Tensor) -> Any:
+        return torch.rrelu(x * 2, training=True).exp()
+
+    exact(body, ["rrelu_with_noise", "exp"])
+    exact(body, ["rrelu_with_noise", "exp", "empty_like"])
+
+
+def test_a_backward_inside_takes_what_is_still_there() -> None:
+    def body(s: Pair, x: Tensor) -> Any:
+        y = x.exp()
+        (slope,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return y * slope
+
+    assert Call(body, ["exp"]).backward() == []
+    exact(body, ["exp"])
+
+
+def test_what_a_backward_inside_has_made_again_is_recorded_no_further() -> None:
+    """The double is there all the time; it has been made again for its exponential, which was gone."""
+
+    def body(s: Pair, x: Tensor) -> Any:
+        y = x * 2
+        total = y.exp().sum()
+        (slope,) = torch.autograd.grad(total, x, retain_graph=True)
+        return (y + slope).exp()
+
+    exact(body, ["mul", "exp", "add"])
+
+
+def test_autocast_around_backward_does_not_reach_what_runs_again() -> None:
+    def body(s: Pair, x: Tensor) -> Any:
+        return (x @ s.a.weight.detach()).exp() * 2
+
+    gradients = []
+    for kinds in ((), ("mm", "exp")):
+        call = Call(body, kinds)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert call.backward() == list(kinds)
+        gradients.append(call.input.grad)
+    assert torch.equal(*gradients)
+
+
+def test_a_parameter_given_other_data_is_read_as_autograd_reads_it() -> None:
+    def body(s: Pair, x: Tensor) -> Any:
+        return (x * s.a.bias).exp() * 2
+
+    gradients = []
+    for kinds in ((), ("exp",)):
+        call = Call(body, kinds)
+        call.stage.get_parameter("a.bias").data = torch.full((WIDTH,), 3.0)
+        call.backward()
+        gradients.append(call.input.grad)
+    assert torch.equal(*gradients)
+
+
+def test_a_kept_result_does_not_keep_its_own_graph_alive() -> None:
+    gc.disable()
+    try:
+        call = Call(two_readers, ["sigmoid"])
+        del call.output
+        assert call.alive == 0
+    finally:
+        gc.enable()
+
+
 def surroundings() -> list[Any]:
     """What an exception must not leave otherwise."""
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.selective import Selection, SelectiveCall, _around, _turns
+from profiler.rerun import CallState, CallTraits
+from profiler.selective import Selection, SelectiveCall, _around, _turns, rerun_selecting
 from profiler.stage_ops import StageOps
+from profiler.tape import Lazy
 from profiler.watch import Turn
-from tests.op_cases.registry import WIDTH, Case
+from tests.op_cases.observed import Observer
+from tests.op_cases.registry import ROWS, WIDTH, Case
 from tests.op_cases.runs import differences, flow_of, inner, run, total
 
 
@@ -71,6 +75,17 @@ def test_what_is_watched(flow: StageOps, rerun: Collection[int], watched: tuple[
     assert selection.ops == tuple(flow.ops[ordinal].op for ordinal in watched)
     assert {watched[position] for position in selection.rerun} == set(rerun)
     assert list(selection.turns) == turns
+
+
+def test_a_module_that_changes_what_another_one_makes_is_watched() -> None:
+    """Its ReLU does not run again; once it has run, what the linear layer made can only be kept."""
+    made = Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)))
+    flow = flow_of(made)
+    assert [op.kind for op in flow.ops] == ["t", "addmm", "relu_", "t", "addmm"]
+    selection = Selection.of(flow, {1})
+    assert selection.ordinals == (0, 1, 2)
+    assert selection.turns == (Turn("0", True, True), Turn("1", True, True), Turn("2", None, True))
+    assert differences(run(made, None)[0], run(made, selection)[0]) == []
 
 
 def test_turns_of_nested_modules() -> None:
@@ -253,7 +268,7 @@ def test_a_call_diverges_where_a_watched_module_runs_another_op(
 
 
 class Sometimes(nn.Module):
-    """A branch that the profile did not see, after an op that runs again and that backward needs."""
+    """A branch that the profile did not see, after ops that run again and that backward needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,20 +276,43 @@ class Sometimes(nn.Module):
         self.changes = False
 
     def forward(self, x: Tensor) -> Tensor:
-        y = (x * self.scale) * 2
+        y = x * self.scale
         z = y.exp()
         if self.changes:
-            y.detach().zero_()  # What exp reads, if it were to run again.
-        return z * self.scale
+            y.data.zero_()  # No version shows it.
+        return z + y * y
 
 
-def test_what_a_divergence_may_change_is_made_before_it() -> None:
+@pytest.mark.parametrize("rerun", [{0, 1}, {1}, {0}, {0, 1, 2, 3}])
+def test_what_a_divergence_may_change_is_taken_before_it_and_kept_after_it(rerun: set[int]) -> None:
+    """To make the exponential again after the change, or the product without it, would be wrong."""
     made = Case(Sometimes)
     flow = flow_of(made)
-    assert [op.kind for op in flow.ops] == ["mul", "mul", "exp", "mul"]
+    assert [op.kind for op in flow.ops] == ["mul", "exp", "mul", "add"]
     stage, inputs = made.make()
     stage.__dict__["changes"] = True
-    assert diverged(stage, inputs, Selection.of(flow, {0, 1, 2})) == 3
+    assert diverged(stage, inputs, Selection.of(flow, rerun)) == 2
+
+
+def test_after_a_divergence_nothing_runs_again_though_the_next_ops_are_the_expected_ones(flow: StageOps) -> None:
+    stage, inputs = BLOCK.make()
+    stage.get_submodule("act").__setattr__("0", Twice())
+    given = inner(inputs)
+    observer = Observer([])
+    with observer:
+        output = SelectiveCall(stage, Selection.of(flow, {GELU, *DROPOUT})).run(stage.forward, given, {})
+        output.sum().backward()
+    assert observer.again == []
+
+
+def test_modules_deep_in_one_that_was_replaced_turn_nothing() -> None:
+    flow = flow_of(SPIED)
+    stage, inputs = SPIED.make()
+    stage.act = nn.GELU()
+    gelu = next(k for k, op in enumerate(flow.ops) if op.kind == "gelu")
+    selection = Selection.of(flow, {gelu})
+    assert [turn.module for turn in selection.turns] == ["act.0.inside"]
+    assert diverged(stage, inputs, selection) == 0
 
 
 # What is left behind -----------------------------------------------------------------
@@ -303,8 +341,81 @@ def test_an_exception_in_forward_leaves_nothing_behind(flow: StageOps, rerun: se
     assert diverged(stage, inputs, Selection.of(flow, rerun)) is None
 
 
-def test_a_call_without_gradients_is_followed_by_none(flow: StageOps) -> None:
-    """Modules are not told apart where gradients are off."""
+# Where the stage turns gradients off, brings hooks along, or runs again itself --------
+
+
+class Gated(nn.Module):
+    """Calls a module with gradients and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = self.act(x)
+        return (self.act(x * 2) * gate).exp()
+
+
+def test_a_module_called_without_gradients_is_not_watched() -> None:
+    made = Case(Gated)
+    flow = flow_of(made)
+    assert [(op.kind, op.module) for op in flow.ops[:3]] == [("gelu", ""), ("mul", ""), ("gelu", "act")]
+    plain, _ = run(made, None)
+    for rerun in ({2}, {1, 2}, {0, 1, 2, 3, 4}):
+        found, call = run(made, Selection.of(flow, rerun))
+        assert call is not None and call.diverged is None
+        assert differences(plain, found) == []
+
+
+class Hooked(nn.Module):
+    """Has saved-tensor hooks of its own around a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.GELU()
+        self.packed = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            y = self.act(x.exp()).exp()
+        return y.sigmoid()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.packed += 1
+        return tensor.detach()
+
+
+def test_hooks_of_the_model_see_what_they_saw() -> None:
+    """Those of the stage are put on once, and not again in a module whose saved tensors are looked at too."""
+    made = Case(Hooked)
+    stage, inputs = made.make()
+    stage(*inner(inputs))
+    assert stage.packed == 3  # What both exponentials make, and what gelu takes.
+    flow = flow_of(made)
+    selection = Selection.of(flow, range(len(flow.ops)))
+    selection = replace(selection, turns=(*selection.turns, Turn("act", None, True)))
+    SelectiveCall(stage, selection).run(stage.forward, inner(inputs), {})
+    assert stage.packed == 3 + 3
+
+
+def test_a_call_that_runs_again_as_a_whole_is_watched_as_well(flow: StageOps) -> None:
+    stage, inputs = BLOCK.make()
+    torch.manual_seed(5)
+    state = CallState(stage, CallTraits(draws_random=True), torch.device("cpu"))
+    given = inner(inputs)
+    expected = stage(*given)
+    selection = Selection.of(flow, {GELU, MUL})
+    call, saved, output = rerun_selecting(stage.forward, stage, state, given, {}, selection)
+    assert call.diverged is None
+    assert torch.equal(output, expected) and output.grad_fn is None
+    # Norm: input, weight, two statistics; first: input and weight; gelu and noise; second: the product and weight.
+    assert sum(isinstance(each, Lazy) for each in saved) == 1
+    (product,) = (each for each in saved if isinstance(each, Lazy))
+    assert product.tensor().shape == (ROWS, 2 * WIDTH)
+
+
+def test_without_gradients_no_mode_stays_on(flow: StageOps) -> None:
     stage, inputs = BLOCK.make()
     with torch.no_grad():
         SelectiveCall(stage, Selection.of(flow, {GELU, *DROPOUT})).run(stage.forward, inputs, {})
