@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from profiler.held import Held, version_of
 from profiler.rerun import CallState, detached
 from profiler.stage_ops import StageOps
 from profiler.tape import Lazy, Tape
@@ -35,10 +36,11 @@ class Selection:
     ordinals: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, ops: StageOps, rerun: Collection[int]) -> Selection:
+    def of(cls, ops: StageOps, rerun: Collection[int], *, all_saves: bool = False) -> Selection:
         """The selection by which ``rerun`` ops run again.
 
-        Only modules that have such ops, or that change in place what such ops make, are watched.
+        Only modules that have such ops, or that change in place what such ops make, are watched. Tensors that autograd
+        saves are looked at where they may be what such ops make, or (``all_saves``) everywhere.
         """
         made = {number for ordinal in rerun for number in ops.ops[ordinal].makes}
         watched = {op.module for k, op in enumerate(ops.ops) if k in rerun or made.intersection(op.writes)}
@@ -46,7 +48,7 @@ class Selection:
         return cls(
             ops=tuple(ops.ops[ordinal].op for ordinal in counted),
             rerun=frozenset(position for position, ordinal in enumerate(counted) if ordinal in rerun),
-            turns=_turns({op.module for op in ops.ops}, watched, _savers(ops, rerun)),
+            turns=_turns({op.module for op in ops.ops}, watched, _savers(ops, rerun) | ({""} if all_saves else set())),
             ordinals=tuple(counted),
         )
 
@@ -92,11 +94,11 @@ class Kept:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self._version = tensor._version
+        self._version = version_of(tensor)
 
     def tensor(self) -> Tensor:
         """The tensor; raises RuntimeError where it was changed in place, as autograd does."""
-        if self._tensor._version != self._version:
+        if version_of(self._tensor) != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"a tensor of shape {tuple(self._tensor.shape)} is at version {self._tensor._version}, "
@@ -108,13 +110,27 @@ class Kept:
 class SelectiveCall:
     """One call of a stage under a selection.
 
+    Args:
+        module: the stage.
+        selection: which of its ops run again.
+        keep: what stands in the graph for a tensor that is kept.
+        note: is told what stands there for each saved tensor, in order.
+
     Attributes:
         diverged: the op at which the call ran another one than the selection
             expects; None where it followed. From there on everything is kept.
     """
 
-    def __init__(self, module: nn.Module, selection: Selection) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        selection: Selection,
+        keep: Callable[[Tensor], Any] = Kept,
+        note: Callable[[Any], None] | None = None,
+    ) -> None:
         self.diverged: int | None = None
+        self.selection = selection
+        self._keep, self._note = keep, note
         self._tape = Tape()
         self._watch = Watch(self._tape, module, selection)
 
@@ -142,14 +158,27 @@ class SelectiveCall:
         self._tape.finish()
         return output
 
+    def held(self) -> list[tuple[int, Held]]:
+        """What the ops that run again hold until then, each with the op's position in the selection.
+
+        For after the call; somebody else may come to hold it.
+        """
+        return self._tape.held()
+
     def _pack(self, tensor: Tensor) -> Any:
+        packed = self._packed(tensor)
+        if self._note is not None:
+            self._note(packed)
+        return packed
+
+    def _packed(self, tensor: Tensor) -> Any:
         if tensor.is_leaf and tensor.requires_grad:
-            return Kept(tensor)
+            return self._keep(tensor)
         remade = self._tape.remade_of(tensor)
         if remade is not None:
             return Lazy(self._tape, remade, tensor)
         with self._watch.unseen(tensor):
-            return Kept(tensor.detach())
+            return self._keep(tensor.detach())
 
 
 def unpack(packed: Any) -> Tensor:
@@ -158,10 +187,16 @@ def unpack(packed: Any) -> Tensor:
 
 
 def rerun_selecting(
-    call: Callable[..., Any], module: nn.Module, state: CallState, args: Any, kwargs: Any, selection: Selection
+    call: Callable[..., Any],
+    module: nn.Module,
+    state: CallState,
+    args: Any,
+    kwargs: Any,
+    selection: Selection,
+    keep: Callable[[Tensor], Any] = Kept,
 ) -> tuple[SelectiveCall, list[Any], Any]:
     """Run a call again under a selection: the run, what it saves in order, and the output cut off from the graph."""
-    selective = SelectiveCall(module, selection)
+    selective = SelectiveCall(module, selection, keep)
     with state.reinstated(), torch.enable_grad():
         saved, output = selective.run_aside(call, args, kwargs)
     return selective, saved, output

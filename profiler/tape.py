@@ -173,10 +173,14 @@ class Tape:
 
     def hand_over(self, holder_of: Callable[[Tensor], Holder]) -> None:
         """Let somebody else hold what the recorded ops read from outside; for after the call."""
+        for _, held in self.held():
+            held.hand_over(holder_of)
+
+    def held(self) -> list[tuple[int, Held]]:
+        """What the recorded ops read from outside, each with the op's ordinal, for somebody else to hold it."""
         self._handed_over = True
-        for record in self._records.values():
-            for held in held_in((record.args, record.kwargs)):
-                held.hand_over(holder_of)
+        records = self._records.values()
+        return [(record.ordinal, held) for record in records for held in held_in((record.args, record.kwargs))]
 
     def trim(self) -> None:
         """Forget the ops that nothing needs; for after a call of which not only those were recorded."""
