@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from planner.compiled import CompiledCalls, made_compiled, module_named
+from planner.links import engine_for
 from planner.plan import Plan, PlannedStage
 from planner.program import Program, program_of
-from planner.runtime import PlannedStep, selections_of
+from planner.runtime import PlannedStep
+from planner.selections import selections_of
 from profiler.compiling import plain_name, unwrapped
 from profiler.patching import Forward, ForwardPatches, is_patched
 
@@ -72,7 +74,7 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
     _check_model(model, plan)
     program = program_of(plan.stages, plan.schedule)
     patches = ForwardPatches()
-    if program.dropped or program.selective or made_compiled(plan):
+    if program.dropped or program.selective or program.transfers or made_compiled(plan):
         _install(model, plan, _Planned(plan, program, model), patches)
     handle = Handle(model, plan, patches)
     _PLANNED[model] = handle
@@ -99,9 +101,12 @@ class _Planned:
     """The wrappers of one applied plan, and the forward that is under way."""
 
     def __init__(self, plan: Plan, program: Program, model: nn.Module) -> None:
-        acting = {*program.dropped, *program.selective}
+        self._engine = engine_for(plan, program, model)
+        stages = {k for k, stage in enumerate(plan.stages) if stage.kind == "stage"}
+        # Where something travels, the end of every stage and the begin of its backward are moments to know.
+        acting = {*program.dropped, *program.selective} if self._engine is None else stages
         # In a compiled model all stages were compiled one by one while they were measured.
-        kept = [k for k, stage in enumerate(plan.stages) if stage.kind == "stage"] if made_compiled(plan) else []
+        kept = stages if made_compiled(plan) else ()
         self.wrapped = sorted({*acting, *kept})
         self._compiled = CompiledCalls(plan, program.selective)
         self._plan = plan
@@ -122,10 +127,12 @@ class _Planned:
             if self._step is not None or model is None or not (model.training and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
             self._compiled.in_model(forward)
-            self._step = PlannedStep(self._plan, self._program, self._selections, self._strays)
+            self._step = PlannedStep(self._plan, self._program, self._selections, self._strays, self._engine)
             self._counts.clear()
             try:
-                return forward(*args, **kwargs)
+                output = forward(*args, **kwargs)
+                self._step.leave(output)
+                return output
             finally:
                 self._step.finish()
                 self._step = None

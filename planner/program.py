@@ -53,6 +53,7 @@ class Program:
         before_backward: stage -> reruns before its backward, in order.
         releases: stage -> stages whose held input is let go before that backward.
         transfers: what travels, each with the moment by which it is its turn, in order.
+        travelling: stages of which something does, with the option that they are kept with; None while they wait.
         order: stage -> how many stages go backward before it.
     """
 
@@ -62,11 +63,8 @@ class Program:
     before_backward: dict[int, tuple[Rerun, ...]]
     releases: dict[int, tuple[int, ...]]
     transfers: tuple[tuple[Moment, Transfer], ...] = ()
+    travelling: frozenset[tuple[int, int | None]] = frozenset()
     order: dict[int, int] = field(default_factory=dict)
-
-    def travels(self, stage: int, option: int | None) -> bool:
-        """Whether anything of a stage does while it is kept with an option, or (None) waits to run again."""
-        return any((each.stage, each.option) == (stage, option) for _, each in self.transfers)
 
 
 def program_of(stages: Sequence[PlannedStage], schedule: Schedule) -> Program:
@@ -92,13 +90,15 @@ def program_of(stages: Sequence[PlannedStage], schedule: Schedule) -> Program:
         gone = {k for k in pending if k < backward and stages[k].links and k - 1 in alive and k - 1 not in boundaries}
         releases[backward] = tuple(sorted(gone))
         alive = boundaries
+    transfers = tuple(_transfers(first, phases))
     return Program(
         dropped=frozenset(dropped),
         selective=selective,
         holding=frozenset(holding),
         before_backward=before,
         releases=releases,
-        transfers=tuple(_transfers(first, phases)),
+        transfers=transfers,
+        travelling=frozenset((each.stage, each.option) for _, each in transfers),
         order={backward: number for number, (backward, _) in enumerate(phases)},
     )
 

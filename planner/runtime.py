@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,8 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from planner.engines import Engine
+from planner.journey import Journey, before_backward
+from planner.luggage import Luggage, Piece
 from planner.plan import Plan, PlannedStage
 from planner.program import Program, Rerun
+from planner.stowing import Saves, input_luggage
+from profiler.nodes import next_node
 from profiler.rerun import CallState, CallTraits, detached, rerun_dropping, rerun_keeping, rerun_until_saved
 from profiler.selective import Kept, Selection, SelectiveCall, rerun_selecting, unpack
 from profiler.tape import Lazy
@@ -22,7 +28,12 @@ class PlannedStep:
     """One forward of a planned model, and what its backward will need."""
 
     def __init__(
-        self, plan: Plan, program: Program, selections: dict[tuple[int, int], Selection], strays: set[int]
+        self,
+        plan: Plan,
+        program: Program,
+        selections: dict[tuple[int, int], Selection],
+        strays: set[int],
+        engine: Engine | None = None,
     ) -> None:
         self.plan = plan
         self.program = program
@@ -31,11 +42,48 @@ class PlannedStep:
         self.strays = strays
         self.frames: dict[int, weakref.ref[Frame]] = {}
         self._last: tuple[int, Frame, list[weakref.ref[Tensor]]] | None = None
+        self.journey: Journey | None = None
+        if engine is not None and program.transfers:
+            self.journey = Journey(plan, program, engine, self.frames, _warn_once)
+        self._left = next_node()
 
     def run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run stage ``position`` for the first time, keeping nothing but what the program says."""
+        """Run stage ``position`` for the first time, keeping on the device nothing but what the program says."""
+        if self.journey is None:
+            return self._run(position, module, forward, args, kwargs)
+        self.journey.forward_done(position - 1)
+        if position and self.plan.stages[position - 1].kind == "outside":
+            self._watch(position - 1, tensors_in((args, kwargs)), self._left)
+        first = next_node()
+        output = self._run(position, module, forward, args, kwargs)
+        self.journey.forward_done(position)
+        self._watch(position, tensors_in(output), first)
+        self._left = next_node()
+        return output
+
+    def leave(self, output: Any) -> None:
+        """The model's forward is over, and has returned this."""
+        if self.journey is not None:
+            last = len(self.plan.stages) - 1
+            self.journey.forward_done(last)
+            self._watch(last, tensors_in(output), self._left)
+
+    def _watch(self, position: int, outputs: Sequence[Tensor], first: int) -> None:
+        before_backward(outputs, first, functools.partial(self._backward_begins, position))
+
+    def _backward_begins(self, position: int) -> None:
+        """The gradient of a stage's output has come; one that has to run again says itself when it does."""
+        reference = self.frames.get(position)
+        frame = None if reference is None else reference()
+        if self.journey is not None and (frame is None or frame.done):
+            self.journey.backward_begins(position)
+            self.journey.arrive(position)
+
+    def _run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if position in self.program.selective and position not in self.strays:
             return self._run_selective(position, module, forward, args, kwargs)
+        if position not in self.program.dropped and position not in self.strays:
+            return self._run_kept(position, forward, args, kwargs)
         frame = Frame(self, position, module, forward)
         frame.take((args, kwargs), self._before(position))
         output = frame.run_first(args, kwargs)
@@ -47,10 +95,36 @@ class PlannedStep:
         self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         _check_shapes(self.plan.stages[position], tensors_in((args, kwargs)))
-        call = SelectiveCall(module, self.selections[position, self.program.selective[position]])
+        option = self.program.selective[position]
+        saves = Saves() if self.travels(position, option) else None
+        selection = self.selections[position, option]
+        call = (
+            SelectiveCall(module, selection) if saves is None else SelectiveCall(module, selection, Piece, saves.note)
+        )
         output = call.run(forward, args, kwargs)
         self.check_followed(position, call)
+        if saves is not None:
+            self.load(position, option, saves.pieces(), call)
         return output
+
+    def _run_kept(self, position: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self.travels(position, 0):
+            return forward(*args, **kwargs)
+        _check_shapes(self.plan.stages[position], tensors_in((args, kwargs)))
+        saves = Saves()
+        with torch.autograd.graph.saved_tensors_hooks(saves.pack, unpack):
+            output = forward(*args, **kwargs)
+        self.load(position, 0, saves.pieces())
+        return output
+
+    def travels(self, position: int, option: int | None) -> bool:
+        """Whether anything of a stage is to be sent to host memory."""
+        return self.journey is not None and self.journey.travels(position, option)
+
+    def load(self, position: int, option: int, saved: Sequence[Any], call: SelectiveCall | None = None) -> None:
+        """A run of a stage has kept these saved tensors."""
+        assert self.journey is not None
+        self.journey.load(position, option, [each if isinstance(each, Piece) else None for each in saved], call)
 
     def check_followed(self, position: int, call: SelectiveCall) -> None:
         """Where a stage ran other ops than when profiled, say so once, and recompute it whole from now on."""
@@ -101,13 +175,13 @@ class Frame:
         self._module = module
         self._state: CallState | None = None
         self._tree: Any = None
-        self._leaves: list[Tensor | None] = []
+        self._leaves: list[Tensor | Piece | None] = []
         self._versions: list[int] = []
         self._parameters: list[tuple[Tensor, int]] = []
         self._saved: list[weakref.ref[Saved]] = []
         self._links: dict[int, int] = {}
         self._previous: Frame | None = None
-        self._done = False
+        self.done = False
 
     # Forward -----------------------------------------------------------------
 
@@ -154,13 +228,17 @@ class Frame:
 
     def materialise(self) -> None:
         """Make again what this stage saved, and whatever the program makes along with it."""
-        program = self.step.program
+        program, journey = self.step.program, self.step.journey
         output: tuple[int, list[Tensor]] | None = None
-        for rerun in program.before_backward.get(self.position, ()):
+        for number, rerun in enumerate(program.before_backward.get(self.position, ())):
+            if journey is not None:
+                journey.backward_begins(self.position, number)
             frame = self._sibling(rerun.stage)
-            if frame is not None and not frame._done:
+            if frame is not None and not frame.done:
                 output = frame._rerun(rerun, output)
-        if not self._done:
+        if journey is not None:
+            journey.backward_begins(self.position)
+        if not self.done:
             # Backward came here in an order the plan does not know (a part of the graph): do what is needed.
             self._rerun(Rerun(self.position, "until_saved", False), None)
         for stage in program.releases.get(self.position, ()):
@@ -183,12 +261,12 @@ class Frame:
             self._fill(rerun_until_saved(self._forward, self._state, args, kwargs, len(self._saved)))
             return None
         if rerun.mode == "keep" and rerun.option:
-            selection = self.step.selections[self.position, rerun.option]
-            call, saved, result = rerun_selecting(self._forward, self._module, self._state, args, kwargs, selection)
-            self.step.check_followed(self.position, call)
-            self._fill(saved)
+            result = self._rerun_selecting(rerun.option, args, kwargs)
         elif rerun.mode == "keep":
             saved, result = rerun_keeping(self._forward, self._state, args, kwargs)
+            if self.step.travels(self.position, 0):
+                saved = [Piece(tensor) for tensor in saved]
+                self.step.load(self.position, 0, saved)
             self._fill(saved)
         else:
             result = rerun_dropping(self._forward, self._state, args, kwargs)
@@ -197,17 +275,49 @@ class Frame:
                 self._versions = [tensor._version for tensor in leaves]
         return self.position, tensors_in(result)
 
+    def _rerun_selecting(self, option: int, args: Any, kwargs: Any) -> Any:
+        assert self._state is not None
+        selection = self.step.selections[self.position, option]
+        travels = self.step.travels(self.position, option)
+        call, saved, result = rerun_selecting(
+            self._forward, self._module, self._state, args, kwargs, selection, Piece if travels else Kept
+        )
+        self.step.check_followed(self.position, call)
+        if travels:
+            self.step.load(self.position, option, saved, call)
+        self._fill(saved)
+        return result
+
+    def input_luggage(self, leaves: Sequence[int]) -> list[Luggage]:
+        """Luggage of input tensors that are held, by their numbers; those that were changed since stay."""
+        pieces = []
+        for i in () if self.done else leaves:
+            tensor = self._leaves[i]
+            if isinstance(tensor, Tensor) and tensor._version == self._versions[i]:
+                pieces.append(Piece(tensor))
+                self._leaves[i] = pieces[-1]
+        return input_luggage(pieces)
+
+    def _held(self) -> list[Tensor | None]:
+        """The input as far as it is held; what is in host memory is brought back."""
+        for i, leaf in enumerate(self._leaves):
+            if isinstance(leaf, Piece):
+                was_away = leaf.away
+                self._leaves[i] = tensor = leaf.tensor() if was_away else leaf.value
+                self._versions[i] = tensor._version if was_away else self._versions[i]
+        return [None if isinstance(leaf, Piece) else leaf for leaf in self._leaves]
+
     def _inputs(self, output: tuple[int, list[Tensor]] | None) -> list[Tensor]:
         """Every input tensor: held, or from the stage before, which is run again where need be."""
-        missing = [i for i, tensor in enumerate(self._leaves) if tensor is None]
-        if not missing:
-            self._check_versions()
-            return [tensor for tensor in self._leaves if tensor is not None]
+        held = self._held()
+        if None not in held:
+            self._check_versions(held)
+            return [tensor for tensor in held if tensor is not None]
         assert self._previous is not None
         if output is None or output[0] != self._previous.position:
             output = self._previous._rerun(Rerun(self._previous.position, "drop", False), None)
             assert output is not None
-        return [output[1][self._links[i]] if tensor is None else tensor for i, tensor in enumerate(self._leaves)]
+        return [output[1][self._links[i]] if tensor is None else tensor for i, tensor in enumerate(held)]
 
     def _check_parameters(self) -> None:
         now = list(self._module.parameters())
@@ -220,8 +330,8 @@ class Frame:
                 "other ones; call backward before the optimizer steps or parameters are replaced"
             )
 
-    def _check_versions(self) -> None:
-        for tensor, version in zip(self._leaves, self._versions, strict=True):
+    def _check_versions(self, held: Sequence[Tensor | None]) -> None:
+        for tensor, version in zip(held, self._versions, strict=True):
             if tensor is not None and tensor._version != version:
                 raise RuntimeError(
                     f"stage {self.stage.name!r}: expected its input to be as it was in forward, got one that was "
@@ -238,13 +348,13 @@ class Frame:
             saved = reference()
             if saved is not None:
                 saved.value = tensor
-        self._done = True
+        self.done = True
         self._leaves = []
         self._parameters = []
         self._previous = None
 
     def _release_linked(self) -> None:
-        if not self._done and self._previous is not None:
+        if not self.done and self._previous is not None:
             self._leaves = [None if i in self._links else t for i, t in enumerate(self._leaves)]
 
 
@@ -255,14 +365,6 @@ def _unpack(packed: Tensor | Saved) -> Tensor:
         packed.frame.materialise()
     assert packed.value is not None
     return unpack(packed.value)
-
-
-def selections_of(plan: Plan) -> dict[tuple[int, int], Selection]:
-    """What the ops of each stage are told, by stage and option, for all options that the schedule uses."""
-    used = {(action.stage, action.option) for action in plan.schedule.actions if action.option}
-    menus = {(plan.stages[stage].menu, option) for stage, option in used}
-    found = {(m, o): Selection.of(plan.menus[m].ops, plan.menus[m].options[o - 1].rerun) for m, o in menus}
-    return {(stage, option): found[plan.stages[stage].menu, option] for stage, option in used}
 
 
 class _Leaf:

@@ -54,7 +54,7 @@ def test_what_travels_in_forward_goes_after_a_stage_and_in_backward_before_one()
         ((1, 1, 0), "prefetch", 0, 1, 0),
     ]
     assert found.order == {2: 0, 1: 1, 0: 2} and not found.dropped
-    assert found.travels(0, 0) and not found.travels(0, None) and not found.travels(1, 0)
+    assert found.travelling == {(0, 0)}
 
 
 def test_what_is_brought_back_behind_the_last_forward_waits_for_backward() -> None:

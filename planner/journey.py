@@ -1,0 +1,146 @@
+"""The journey: what of one planned step's tensors travels, and how far the step has come."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from planner.engines import Engine
+from planner.luggage import Luggage, Piece
+from planner.plan import Plan
+from planner.program import Moment, Program, Transfer
+from planner.stowing import stowed
+from profiler.selective import SelectiveCall
+
+_ALL = 10**9  # more reruns than any backward has before it
+_Parcels = dict[int, list[weakref.ref[Luggage]]]
+
+
+class Holding(Protocol):
+    """A stage that waits to run again."""
+
+    def input_luggage(self, leaves: Sequence[int]) -> list[Luggage]:
+        """Luggage of input tensors that it holds, by their numbers."""
+        ...
+
+
+class Journey:
+    """Carries out a program's transfers as the step comes to their moments, each once, in order.
+
+    It owns nothing that travels: what is not in the graph any more is not sent. What is used before its planned
+    moment is brought back by whoever uses it; then its later transfers come to nothing.
+
+    Args:
+        plan, program: of the step.
+        engine: carries the bytes.
+        waiting: stages that wait to run again.
+        warn: is told at which stage the plan cannot be kept, and why.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        engine: Engine,
+        waiting: Mapping[int, weakref.ref[Any]],
+        warn: Callable[[str, str], None],
+    ) -> None:
+        self._plan = plan
+        self._program = program
+        self._engine = engine
+        self._waiting = waiting
+        self._warn = warn
+        self._loads: dict[tuple[int, int | None], _Parcels] = {}
+        self._next = 0
+        self._reached = -1
+
+    def travels(self, stage: int, option: int | None) -> bool:
+        """Whether anything of a stage is to be sent."""
+        return (stage, option) in self._program.travelling
+
+    def load(self, stage: int, option: int, pieces: Sequence[Piece | None], call: SelectiveCall | None = None) -> None:
+        """A run of a stage has kept these saved tensors."""
+        parcels = self._plan.parcels_of(stage, option)
+        menu = self._plan.menus[self._plan.stages[stage].menu]
+        found = stowed(pieces, menu.ops, {number for parcel in parcels for number in parcel}, call)
+        if found is None:
+            self._cannot(stage, "it saves other tensors than when profiled; they stay on the device")
+            return
+        self._loads[stage, option] = {
+            i: [weakref.ref(found[number]) for number in numbers if number in found]
+            for i, numbers in enumerate(parcels)
+        }
+
+    def forward_done(self, position: int) -> None:
+        """The first forward of a stage, and of all before it, is over."""
+        self._advance((0, position + 1, 0))
+
+    def backward_begins(self, stage: int, reruns: int = _ALL) -> None:
+        """The backward of a stage is next, and so many of the reruns before it are done."""
+        if stage in self._program.order:
+            self._reached = self._program.order[stage]
+            self._advance((1, self._reached, reruns))
+
+    def arrive(self, stage: int) -> None:
+        """The backward of a stage needs what is kept of it."""
+        for owner, option in self._program.travelling:
+            if owner == stage and option is not None:
+                for luggage in self._loads.get((owner, option), {}).values():
+                    for each in _alive(luggage):
+                        each.arrive()
+
+    def _advance(self, moment: Moment) -> None:
+        transfers = self._program.transfers
+        while self._next < len(transfers) and transfers[self._next][0] <= moment:
+            self._next += 1
+            self._carry_out(transfers[self._next - 1][1])
+
+    def _carry_out(self, transfer: Transfer) -> None:
+        if transfer.kind == "prefetch" and self._program.order[transfer.stage] < self._reached:
+            return  # This backward has left that stage out; it would take memory for nothing.
+        if transfer.kind == "offload" and transfer.option is None:
+            self._load_input(transfer.stage, transfer.parcel)
+        loads = self._loads.get((transfer.stage, transfer.option), {})
+        for luggage in _alive(loads.get(transfer.parcel, [])):
+            if transfer.kind == "release":
+                luggage.release()
+            elif transfer.kind == "prefetch":
+                luggage.prefetch()
+            elif not luggage.send(self._engine):
+                why = "host memory is full, with more than one step's tensors in it; the rest stays on the device"
+                self._cannot(transfer.stage, why)
+
+    def _load_input(self, stage: int, parcel: int) -> None:
+        """The input that a stage holds becomes luggage."""
+        reference = self._waiting.get(stage)
+        holding: Holding | None = None if reference is None else reference()
+        if holding is not None:
+            luggage = holding.input_luggage(self._plan.parcels_of(stage, None)[parcel])
+            self._loads.setdefault((stage, None), {})[parcel] = [weakref.ref(each) for each in luggage]
+
+    def _cannot(self, stage: int, why: str) -> None:
+        self._warn(self._plan.stages[stage].name, f"{why}; the peak is not promised")
+
+
+def _alive(references: Sequence[weakref.ref[Luggage]]) -> list[Luggage]:
+    return [luggage for reference in references if (luggage := reference()) is not None]
+
+
+def before_backward(outputs: Sequence[Tensor], since: int, reached: Callable[[], None]) -> None:
+    """Have ``reached`` called when backward comes to what made ``outputs``, if that was after ``since``.
+
+    The engine runs ready nodes in falling order of their sequence number: the highest of a stage is its first.
+    """
+    nodes = {tensor.grad_fn for tensor in outputs} - {None}
+    numbered: list[tuple[int, Any]] = [(node._sequence_nr(), node) for node in nodes if node is not None]
+    number, node = max(numbered, key=lambda pair: pair[0], default=(-1, None))
+    if number >= since and node is not None:
+        node.register_prehook(functools.partial(_called, reached))
+
+
+def _called(reached: Callable[[], None], _: Any) -> None:
+    reached()
