@@ -8,8 +8,14 @@ either, makes again. The cheapest such state is a shortest path along the chain 
 or nothing; the boundary alive, or not) under one constraint on bytes. With a price per byte in place of the constraint
 one sweep solves it for all t at once, and every price gives a bound; the largest over prices and stages counts.
 
+With a link, parcels may be away at that moment. Their copies out ended before it, and their copies back begin after it:
+the step's first part, up to the moment, takes no less than its computation and no less than the copies out, the second
+part no less than its computation and the copies back. Any mean of the two, for either part, is a bound again, in which
+a byte away has a price of its own; nine means for each part are tried.
+
 Guarantee: no schedule within the budget is faster, persistent or not. Shared tensors count as no bytes.
-Complexity: O(L K P) for L stages with K options and P prices, then O(L P) per budget. Units: bytes and seconds.
+Complexity: O(L K P) for L stages with K options and P prices (81 times that with a link), then O(L P) per budget.
+Units: bytes and seconds.
 Source: Lagrangian relaxation after Everett, "Generalized Lagrange multiplier method" (1963); the constraint along
 the path after Handler and Zang, "A dual algorithm for the constrained shortest path problem" (1980).
 """
@@ -18,20 +24,34 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from solvers.chain import Chain, Option, Stage
+from solvers.link import Link
 
 Floats = NDArray[np.float64]
 
 _PRICES = 256  # 3200 raise the bound of random chains of 200 and 1000 stages by 0.001 %
+_MEANS = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)  # weights of the copies in a part of the step
 _SLACK = 1e-12  # relative, of all that is summed: rounding must not make the bound exceed an optimum
 
 
-def bound_seconds(chain: Chain, budget_bytes: int) -> float:
+class _Weights(NamedTuple):
+    """What counts, and how much: computation before the moment and after it, and a byte that is away."""
+
+    before: float = 1.0
+    after: float = 1.0
+    away: float = math.inf  # nothing can be
+
+
+_BOTH = _Weights()
+
+
+def bound_seconds(chain: Chain, budget_bytes: int, link: Link | None = None) -> float:
     """Seconds that every schedule within the budget needs; infinite where the bound sees that none fits.
 
     >>> from solvers.chain import Option, Stage
@@ -41,25 +61,25 @@ def bound_seconds(chain: Chain, budget_bytes: int) -> float:
     >>> [round(bound_seconds(Chain(stages=(stage,) * 3), b), 6) for b in (5, 8, 16)]
     [inf, 10.552415, 9.0]
     """
-    return _bounds(chain).seconds(budget_bytes)
+    return _bounds(chain, link if link is not None and link.usable else None).seconds(budget_bytes)
 
 
 @lru_cache(maxsize=2)
-def _bounds(chain: Chain) -> _Bounds:
+def _bounds(chain: Chain, link: Link | None) -> _Bounds:
     """The sweep of the last chains is remembered: a curve asks for a hundred budgets."""
-    return _Bounds(chain)
+    return _Bounds(chain, link)
 
 
 class _Bounds:
     """Cheapest priced states at the start of every backward, for every price."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, link: Link | None) -> None:
         self._other_peak_bytes = chain.other_peak_bytes
-        self._prices = _prices(chain)
-        states = [_priced(chain, 1.0, np.array([0.0])), _priced(chain, 0.0, np.array([1.0]))]
-        later = list(accumulate((_least_seconds(stage) for stage in reversed(chain.stages)), initial=0.0))[:0:-1]
-        self._seconds = _priced(chain, 1.0, self._prices) + np.array(later)[:, None]
-        self._least_bytes = states[1][:, 0]
+        tried = _weights(link)
+        self._prices = _prices(chain, [weights.away for weights in tried if 0 < weights.away < math.inf])
+        self._seconds = [_sums(chain, weights, self._prices) for weights in tried]
+        only_bytes = _Weights(0.0, 0.0, math.inf if link is None else 0.0)
+        self._least_bytes = _priced(chain, only_bytes, np.array([1.0]))[:, 0]
         self._fixed = np.array([_fixed_bytes(chain, t) for t in range(len(chain.stages))], dtype=np.float64)
 
     def seconds(self, budget_bytes: int) -> float:
@@ -68,40 +88,65 @@ class _Bounds:
         if budget_bytes < self._other_peak_bytes or (self._least_bytes > room).any():
             return math.inf
         paid = self._prices * room[:, None]
-        bounds = self._seconds - paid - _SLACK * (self._seconds + np.abs(paid))
-        return max(0.0, float(bounds.max()))
+        bounds = [seconds - paid - _SLACK * (seconds + np.abs(paid)) for seconds in self._seconds]
+        return max(0.0, *(float(bound.max()) for bound in bounds))
 
 
-def _priced(chain: Chain, weight: float, prices: Floats) -> Floats:
+def _weights(link: Link | None) -> list[_Weights]:
+    if link is None:
+        return [_BOTH]
+    out, back = 1 / link.to_host_bytes_per_second, 1 / link.to_device_bytes_per_second
+    return [_Weights(1 - a, 1 - b, a * out + b * back) for a, b in product(_MEANS, _MEANS)]
+
+
+def _sums(chain: Chain, weights: _Weights, prices: Floats) -> Floats:
+    """What ``_priced`` finds, with the weighted seconds of all other stages; those after t are over by then."""
+    least = (weights.before * _least_seconds(stage) for stage in reversed(chain.stages))
+    later = list(accumulate(least, initial=0.0))[-2::-1]
+    own = [_least_seconds(stage, weights) for stage in chain.stages]
+    return _priced(chain, weights, prices) + np.array([a + b for a, b in zip(own, later, strict=True)])[:, None]
+
+
+def _priced(chain: Chain, weights: _Weights, prices: Floats) -> Floats:
     """For each stage t and price the least of weighted seconds and paid bytes of all stages before t.
 
     The boundary before t is alive; what stages from t on cost, and what is there in any state, is left out.
     """
+    away = np.minimum(prices, weights.away)  # the price of a parcel's byte: on the device, or away
     alive, dead = np.zeros(prices.size), np.full(prices.size, math.inf)
     found = []
     for k, stage in enumerate(chain.stages):
         found.append(alive)
-        either = np.minimum(alive, dead)
+        before_bytes = chain.stages[k - 1].boundary_bytes if k else chain.resident_bytes
+        either = np.minimum(alive - (prices - away) * min(before_bytes, sum(stage.parcels)), dead)
         frees = k + 1 < len(chain.stages) and chain.stages[k + 1].linked
-        dead = either + weight * _dropped_seconds(stage, made_again=True) if frees else np.full(prices.size, math.inf)
-        alive = np.minimum(alive + _kept(stage, weight, prices), either + weight * _dropped_seconds(stage))
+        again = _dropped_seconds(stage, weights, made_again=True) if frees else math.inf
+        dead = either + again
+        alive = np.minimum(alive + _kept(stage, weights, prices, away), either + _dropped_seconds(stage, weights))
         alive = alive + prices * stage.boundary_bytes
     return np.array(found)
 
 
-def _kept(stage: Stage, weight: float, prices: Floats) -> Floats:
+def _kept(stage: Stage, weights: _Weights, prices: Floats, away: Floats) -> Floats:
     ways = [
-        weight * (way.forward_seconds + way.backward_seconds) + prices * (way.kept_bytes - stage.residue_bytes)
+        _kept_seconds(way, weights)
+        + prices * (way.kept_bytes - stage.residue_bytes)
+        - (prices - away) * sum(way.parcels)
         for way in stage.options
     ]
     return np.minimum.reduce(ways)
 
 
-def _dropped_seconds(stage: Stage, made_again: bool = False) -> float:
+def _kept_seconds(way: Option, weights: _Weights) -> float:
+    return weights.before * way.forward_seconds + weights.after * way.backward_seconds
+
+
+def _dropped_seconds(stage: Stage, weights: _Weights, made_again: bool = False) -> float:
     """Least seconds of a stage that did not keep anything at first; infinite where it has to.
 
     Args:
         stage: the stage.
+        weights: of its first run, and of all that follows the moment.
         made_again: whether the boundary after it has to be made again too.
     """
     if not stage.recomputable:
@@ -110,16 +155,20 @@ def _dropped_seconds(stage: Stage, made_again: bool = False) -> float:
     if made_again:
         both = min(way.forward_seconds + way.backward_seconds for way in stage.options)
         again = min(both, stage.forward_seconds + again)
-    return stage.forward_seconds + again
+    return weights.before * stage.forward_seconds + weights.after * again
 
 
 def _again_seconds(way: Option) -> float:
     return min(way.forward_seconds, way.recompute_seconds)
 
 
-def _least_seconds(stage: Stage) -> float:
-    kept = min(way.forward_seconds + way.backward_seconds for way in stage.options)
-    return min(kept, _dropped_seconds(stage))
+def _least_seconds(stage: Stage, weights: _Weights = _BOTH) -> float:
+    """Least seconds of a stage all of whose runs count as before the moment, and whose backward as after it."""
+    kept = min(_kept_seconds(way, weights) for way in stage.options)
+    if not stage.recomputable:
+        return kept
+    again = min(weights.before * _again_seconds(way) + weights.after * way.backward_seconds for way in stage.options)
+    return min(kept, weights.before * stage.forward_seconds + again)
 
 
 def _fixed_bytes(chain: Chain, t: int) -> int:
@@ -133,15 +182,15 @@ def _fixed_bytes(chain: Chain, t: int) -> int:
     )
 
 
-def _prices(chain: Chain) -> Floats:
-    """Prices per byte at which some stage changes its mind, evenly picked, and as many in equal ratios around them."""
+def _prices(chain: Chain, away: list[float]) -> Floats:
+    """Prices per byte at which some stage changes its mind, evenly picked, as many in equal ratios, and copies'."""
     before = [0, *(stage.boundary_bytes for stage in chain.stages)]
     turns = sorted({turn for k, stage in enumerate(chain.stages) for turn in _turns(stage, before[k])})
     if not turns:
-        return np.zeros(1)
+        return np.array([0.0, *away])
     picks = np.linspace(0, len(turns) - 1, min(len(turns), _PRICES // 2)).astype(np.int64)
     around = np.geomspace(turns[0] / 8, turns[-1] * 2, _PRICES // 2)
-    return np.unique(np.concatenate(([0.0], np.array(turns)[picks], around)))
+    return np.unique(np.concatenate(([0.0], np.array(turns)[picks], around, away)))
 
 
 def _turns(stage: Stage, before_bytes: int) -> list[float]:
@@ -150,5 +199,5 @@ def _turns(stage: Stage, before_bytes: int) -> list[float]:
     extras = {0, before_bytes, stage.boundary_bytes, before_bytes + stage.boundary_bytes}
     choices = [(size + extra, seconds) for size, seconds in ways for extra in extras]
     if stage.recomputable:
-        choices += [(extra, _dropped_seconds(stage)) for extra in (0, stage.boundary_bytes)]
+        choices += [(extra, _dropped_seconds(stage, _BOTH)) for extra in (0, stage.boundary_bytes)]
     return [(b[1] - a[1]) / (a[0] - b[0]) for a in choices for b in choices if a[0] > b[0] and a[1] < b[1]]

@@ -15,7 +15,6 @@ from solvers.link import Link
 from solvers.lower_bound import bound_seconds
 from solvers.minimum_memory import shortage, shortage_of
 from solvers.offload_suite import LINKED, WITH_COPIES, carries, entries_sent, leanest, sent_by
-from solvers.parcels import without_parcels
 from solvers.problem import Candidate, Problem, Solution, check_time_limit
 from solvers.schedule import TRANSFERS, Schedule
 from solvers.simulator import replay
@@ -105,9 +104,9 @@ def _check(solver: str, time_limit_seconds: float | None, link: Link | None) -> 
 
 
 def _bound(problem: Problem) -> float:
-    """Seconds that every schedule needs; with a link as if all that can travel were away."""
-    chain = problem.chain
-    return bound_seconds(without_parcels(chain) if carries(chain, problem.link) else chain, problem.budget_bytes)
+    """Seconds that every schedule needs, with or without copies as far as the link allows."""
+    chain, link = problem.chain, problem.link
+    return bound_seconds(chain, problem.budget_bytes, link if carries(chain, link) else None)
 
 
 def _undominated(points: Iterable[_Point]) -> list[_Point]:

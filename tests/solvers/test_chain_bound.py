@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from random import Random
 
 import pytest
 
-from solvers import Chain, Schedule, chen_sqrt, replay, revolve
+from solvers import Chain, Link, Schedule, chen_sqrt, replay, revolve
 from solvers.lower_bound import bound_seconds
+from solvers.placement import Placement
 from solvers.rotor import Table
-from tests.solvers.chains import UNIT, large_chain, random_chain
+from tests.solvers.chains import UNIT, large_chain, random_chain, with_parcels
 
 
 def refuters(chain: Chain, table_chain: Chain | None = None) -> list[Schedule]:
@@ -66,3 +69,30 @@ def test_larger_budgets_have_smaller_bounds() -> None:
     chain = large_chain(5, 60, 3)
     bounds = [bound_seconds(chain, 20_000_000 + 4_000_000 * i) for i in range(120)]
     assert bounds == sorted(bounds, reverse=True)
+
+
+# Two stages kept in full: 8 bytes and one boundary at the first backward, of which stage 0's 4 may be away. At a budget
+# of 6 + 1 (own kept, backward peak, boundary) stage 0 is dropped (1 s more) or sent: 4 bytes out and back.
+def test_with_a_link_a_stage_is_sent_or_dropped_whichever_takes_less_by_hand() -> None:
+    way = replace(UNIT.options[0], parcels=(4,))
+    chain = Chain(stages=(replace(UNIT, options=(way,)), UNIT))
+    assert bound_seconds(chain, 6) == pytest.approx(7.0)
+    for rate, seconds in ((1e-9, 7.0), (1.0, 7.0), (2.0, 6.0), (math.inf, 6.0)):
+        link = Link(to_host_bytes_per_second=rate, to_device_bytes_per_second=rate)
+        assert bound_seconds(chain, 6, link) <= seconds
+    slow = Link(to_host_bytes_per_second=0.5, to_device_bytes_per_second=0.5)
+    assert bound_seconds(chain, 6, slow) > 6.2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_placed_schedule_refutes_it(seed: int) -> None:
+    random = Random(seed)
+    chain = with_parcels(random_chain(seed, most_stages=12, odd=seed % 3 == 0, shared=seed % 4 == 0), random)
+    link = Link(to_host_bytes_per_second=random.choice([0.5, 2, 8]), to_device_bytes_per_second=random.choice([1, 4]))
+    for schedule in refuters(chain, chain.folded())[::3]:
+        placement = Placement(chain, schedule)
+        least = placement.smallest_peak()
+        for budget in {least, (least + placement.peaks[0]) // 2}:
+            result = replay(chain, placement.placed(budget, placement.reach(budget) or 0), link)
+            assert result.peak_bytes <= budget
+            assert bound_seconds(chain, budget, link) <= result.seconds * (1 + 1e-12)
