@@ -240,14 +240,18 @@ def _option(
 
 
 def _held_beyond(option: OptionRecord, ops: StageOps, released_bytes: int) -> int:
-    """Bytes of inputs that this option holds and the stage itself would not; they go when the stage is already left."""
-    outside = [ops.storages[number] for number in option.kept if ops.storages[number].op < 0]
-    exclusive = sum(storage.size_bytes for storage in outside if storage.exclusive)
-    others = sum(storage.size_bytes for storage in outside if not storage.exclusive)
-    return others + min(exclusive, released_bytes)
+    """Bytes that this option holds and the stage itself would not, but are alive when the stage is left all the same.
+
+    Those are inputs, which go when the next stage runs, and outputs: they may go at any time.
+    """
+    kept = [ops.storages[number] for number in option.kept]
+    exclusive = sum(storage.size_bytes for storage in kept if storage.op < 0 and storage.exclusive)
+    others = sum(storage.size_bytes for storage in kept if storage.op < 0 and not storage.exclusive)
+    outputs = sum(storage.size_bytes for storage in kept if storage.op >= 0 and storage.returned and not storage.saved)
+    return others + min(exclusive, released_bytes) + outputs
 
 
 def _kept_output(option: OptionRecord, ops: StageOps) -> int:
-    """Bytes of the stage's output that the option keeps itself."""
+    """Bytes of the stage's output that the option keeps itself, of those that the stage keeps."""
     kept = [ops.storages[number] for number in option.kept]
-    return sum(storage.size_bytes for storage in kept if storage.returned and storage.op >= 0)
+    return sum(storage.size_bytes for storage in kept if storage.op >= 0 and storage.returned and storage.saved)

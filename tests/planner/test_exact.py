@@ -212,6 +212,15 @@ def test_what_nobody_takes_of_a_stage_run_again_does_not_outlive_it() -> None:
             assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
 
 
+@pytest.mark.parametrize("where", ["blocks.*", "blocks.2", "blocks.4"])
+def test_an_output_that_only_an_option_holds_is_predicted(where: str) -> None:
+    rule = planner.Rule(modules=where, ops="sigmoid")
+    work = workload("hints")
+    plan = planner.state(planner.profile(work, menus=False, rules=rule), rule)
+    with planner.apply(work.model, plan):
+        assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
+
+
 def test_recomputing_under_autocast_casts_as_forward_did() -> None:
     profile = planner.profile(workload("dropout", autocast=torch.bfloat16))
     expected = state_after(workload("dropout", autocast=torch.bfloat16))
