@@ -250,7 +250,6 @@ class Tape:
 
     def _encoded(self, args: tuple[Any, ...], record: Record, given: set[int]) -> list[Any]:
         if record.traits.shape_only and args[0].layout is torch.strided:
-            given.add(args[0].untyped_storage()._cdata)
             return [_Shape(args[0]), *(self._encode(value, record, given) for value in args[1:])]
         return [self._encode(value, record, given) for value in args]
 
@@ -301,7 +300,6 @@ class Tape:
             found[ordinal] = record
             waiting.extend(remade.writers[version] for remade, version in record.reads)
             for remade, version in record.writes:
-                waiting.append(remade.writers[version - 1])
                 # Whoever reads the version before must do so before it is overwritten.
                 waiting.extend(remade.readers[version - 1])
         return [found[ordinal] for ordinal in sorted(found)]
@@ -322,7 +320,6 @@ def _again(record: Record) -> None:
     record.args, record.kwargs = (), {}
     for leaf, remade in record.makes:
         _made_again(remade, 0, outputs[leaf])
-    del result, outputs, args, kwargs
     for remade, version in record.writes:
         assert remade.root is not None
         _made_again(remade, version, remade.root)
