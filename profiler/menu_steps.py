@@ -85,7 +85,9 @@ class MenuSteps:
         told = {k: Selection.of(families[k].ops, rerun) for k, rerun in reruns.items()}
         try:
             self._probe.step(time_meter(self._device), selections=told, check=True)
-        except Exception:  # noqa: BLE001 - user code runs here; whatever it raises comes again when choices are measured.
+        except RuntimeError:
+            # So torch refuses. An op that cannot run again is met once more where choices are measured, and named
+            # there. If there was no room for all that is kept and made again at once, choices stay unchecked.
             return {}
         return {families[k].family: at_fault(families[k].ops, reruns[k], o) for k, o in self._probe.wrong.items()}
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from profiler import menus
-from profiler.menu_steps import _beaten, _menu
+from profiler.menu_steps import MenuSteps, _beaten, _menu
 from profiler.menus import (
     KEEP,
     ChoiceCost,
@@ -26,7 +28,8 @@ from profiler.menus import (
     without,
 )
 from profiler.meter import Interval
-from profiler.probe import BACKWARD, FORWARD, stage_place
+from profiler.preservation import RandomState
+from profiler.probe import BACKWARD, FORWARD, StepProbe, stage_place
 from profiler.records import OptionRecord
 from profiler.stage_ops import Choice, ChoiceError, StageOp, StageOps, StageStorage
 from profiler.stages import choose_stages
@@ -265,3 +268,31 @@ def test_what_a_person_asked_for_is_refused_if_it_has_an_op_at_fault_unless_it_w
     without(own, {1}, propose)
     assert [choice.name for choice in own.choices] == ["choice 1", "choice 0", "choice 2"]
     assert own.ops.ops[1].fixed == "it must not"
+
+
+class FailingProbe(StepProbe):
+    """Every step of it raises the same."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(workload("plain"), ())
+        self.error = error
+
+    def step(self, *_: Any, **__: Any) -> list[Interval]:
+        raise self.error
+
+
+def checking(error: Exception) -> MenuSteps:
+    return MenuSteps(FailingProbe(error), {}, torch.device("cpu"), 0, RandomState.capture(), lambda _: None)
+
+
+def test_choices_that_torch_refuses_to_check_together_are_left_to_the_measurement() -> None:
+    own = group([0], 2)
+    checking(torch.OutOfMemoryError("no room")).check([own], propose)
+    assert own.choices == choices(2) and not any(op.fixed for op in own.ops.ops)
+
+
+@pytest.mark.parametrize("error", [KeyError(3), AssertionError("ours"), TypeError("ours"), ValueError("ours")])
+def test_any_other_error_of_a_check_is_not_swallowed(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
+        checking(error).check([group([0], 2)], propose)
+    assert caught.value is error
