@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from profiler.assembly import Measured, RerunTimes, alike, assemble, by_label, typical_seconds
 from profiler.compiled_trace import trace_compiled
 from profiler.compiling import is_compiled, uncompiled
+from profiler.link_meter import measure_link
 from profiler.menu_steps import MenuSteps
 from profiler.menus import Propose, grouped, steps_for
 from profiler.meter import memory_meter, time_meter
@@ -91,7 +93,7 @@ def profile(
                 f"profile: expected a step that runs the same way several times and under saved-tensor hooks, got "
                 f"{type(error).__name__}: {error}; leave what fails out of the workload"
             ) from error
-        return assemble(workload, measured, resident)
+        return replace(assemble(workload, measured, resident), link=measure_link(workload.device))
 
 
 class _Reporter:

@@ -1,0 +1,142 @@
+"""The link meter: how fast a device copies to host memory and back as it computes, and what the host may hold."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from profiler.records import LinkRecord
+
+# Long against the 10 microseconds that a copy takes to begin, short against the memory of a device: at 25 GB/s it takes
+# 2.7 ms.
+COPY_BYTES = 64 * 1024**2
+REPEATS = 5
+# Of what is free on the device at most this part is taken for measuring.
+_PART_OF_FREE = 8
+_WIDTH = 2048
+
+
+def measure_link(device: torch.device) -> LinkRecord | None:
+    """Measure the link of a device; None where it has no streams beside the computation's."""
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        return _Copies(device).record()
+
+
+class _Copies:
+    """Timed copies on a side stream while the device multiplies matrices."""
+
+    def __init__(self, device: torch.device) -> None:
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        self._size = max(1, min(COPY_BYTES, free_bytes // _PART_OF_FREE))
+        self._device = torch.empty(self._size, dtype=torch.uint8, device=device)
+        self._host, self._pinned = _host_buffer(self._size)
+        self._factor = torch.zeros(_WIDTH, _WIDTH, device=device)
+        self._product = torch.zeros(_WIDTH, _WIDTH, device=device)
+        self._stream = torch.cuda.Stream(device)
+
+    def record(self) -> LinkRecord:
+        to_host = self._seconds(self._host, self._device)
+        to_device = self._seconds(self._device, self._host)
+        latency = max(self._seconds(self._host[:1], self._device[:1]), self._seconds(self._device[:1], self._host[:1]))
+        devices = torch.cuda.device_count()
+        host_bytes = available_host_bytes()
+        return LinkRecord(
+            to_host_bytes_per_second=_rate(self._size, to_host, latency),
+            to_device_bytes_per_second=_rate(self._size, to_device, latency),
+            latency_seconds=latency,
+            devices=devices,
+            host_bytes=None if host_bytes is None else host_bytes // devices,
+            pinned=self._pinned,
+        )
+
+    def _seconds(self, target: Tensor, source: Tensor) -> float:
+        """Of one copy; the first, which warms up, does not count."""
+        return statistics.median([self._one(target, source) for _ in range(1 + REPEATS)][1:])
+
+    def _one(self, target: Tensor, source: Tensor) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._compute()
+        begin.record(self._stream)
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        end.record(self._stream)
+        self._compute()
+        torch.cuda.synchronize(self._device.device)
+        return begin.elapsed_time(end) / 1000.0
+
+    def _compute(self) -> None:
+        """Keep the device busy for some milliseconds."""
+        for _ in range(10):
+            torch.mm(self._factor, self._factor, out=self._product)
+
+
+def _host_buffer(size_bytes: int) -> tuple[Tensor, bool]:
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True), True
+    except RuntimeError:  # Torch has no kind of its own for what cudaHostAlloc refuses.
+        return torch.empty(size_bytes, dtype=torch.uint8), False
+
+
+def _rate(size_bytes: int, seconds: float, latency_seconds: float) -> float:
+    moving = seconds - latency_seconds
+    return size_bytes / (moving if moving > 0 else seconds)
+
+
+def available_host_bytes(root: Path = Path("/")) -> int | None:
+    """Host memory that this process may still take: free on the machine, and allowed by its control groups.
+
+    Args:
+        root: of the file system.
+
+    Returns:
+        Bytes, or None where the machine does not tell.
+    """
+    known = [_free_bytes(root), *(_allowed_bytes(*files) for files in _group_files(root))]
+    return min((size for size in known if size is not None), default=None)
+
+
+def _free_bytes(root: Path) -> int | None:
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    names = getattr(os, "sysconf_names", {})
+    if "SC_AVPHYS_PAGES" not in names:
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _group_files(root: Path) -> list[tuple[Path, Path]]:
+    """Limit and usage of each control group that this process is in, of both versions."""
+    found: list[tuple[Path, Path]] = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            base = root / "sys/fs/cgroup" / controllers
+            names = ("memory.max", "memory.current") if not controllers else _VERSION_1
+            inner = base / path.strip("/")
+            groups = [inner, *(parent for parent in inner.parents if parent.is_relative_to(base))]
+            found += [(group / names[0], group / names[1]) for group in groups]
+    return found
+
+
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def _allowed_bytes(limit: Path, usage: Path) -> int | None:
+    """What a group leaves; None where it has no limit ("max")."""
+    most, used = _read(limit).strip(), _read(usage).strip()
+    return max(0, int(most) - int(used)) if most.isdigit() and used.isdigit() else None
+
+
+def _read(path: Path) -> str:
+    """A file's text; empty where there is none."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
