@@ -53,6 +53,17 @@ RulesFile = Annotated[
     Path | None,
     typer.Option("--rules", metavar="FILE", help="A plan stated by hand, in whole or in part: .toml or .json."),
 ]
+NoOffload = Annotated[bool, typer.Option("--no-offload", help="Send nothing to host memory.")]
+OffloadOnly = Annotated[bool, typer.Option("--offload-only", help="Recompute nothing.")]
+LinkGbps = Annotated[
+    float | None, typer.Option(metavar="G", help="GB/s from device to host and back; as measured if unset.")
+]
+DevicesPerLink = Annotated[
+    int | None, typer.Option(metavar="K", help="Devices that share the link, each with 1/K of it.")
+]
+HostMemory = Annotated[
+    str | None, typer.Option(metavar="B", help="The most that this device may hold in host memory, as 64GiB.")
+]
 Out = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
 
 
@@ -102,18 +113,11 @@ def solve_command(
             f"of a graph {DEFAULT_SECONDS:g} if unset, {LARGE_SECONDS:g} above {LARGE_NODES} nodes."
         ),
     ] = None,
-    no_offload: Annotated[bool, typer.Option("--no-offload", help="Send nothing to host memory.")] = False,
-    offload_only: Annotated[bool, typer.Option("--offload-only", help="Recompute nothing.")] = False,
-    link_gbps: Annotated[
-        float | None,
-        typer.Option(metavar="G", help="GB/s from device to host and back; as measured if unset."),
-    ] = None,
-    devices_per_link: Annotated[
-        int | None, typer.Option(metavar="K", help="Devices that share the link, each with 1/K of it.")
-    ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(metavar="B", help="The most that this device may hold in host memory, as 64GiB.")
-    ] = None,
+    no_offload: NoOffload = False,
+    offload_only: OffloadOnly = False,
+    link_gbps: LinkGbps = None,
+    devices_per_link: DevicesPerLink = None,
+    host_memory: HostMemory = None,
     gap: Annotated[
         float | None,
         typer.Option(help=f"Graphs only: the search ends this close to the bound, a share ({DEFAULT_GAP:g} if unset)."),
@@ -143,8 +147,7 @@ def solve_command(
         if as_json:
             show_json(problem_files.refusal_of(refusal, source))
         raise
-    if document.get("no_offload"):
-        note(f"without offload: {document['no_offload']}")
+    _say_without(document.get("no_offload"))
     if document.get("interrupted"):
         note("interrupted: best plan so far")
     if output is not None:
@@ -164,15 +167,22 @@ def pareto_command(
     time_limit: Annotated[
         float | None, typer.Option(help=f"Seconds for all searches together; {curves.GRAPH_SECONDS:g} for a graph.")
     ] = None,
+    no_offload: NoOffload = False,
+    offload_only: OffloadOnly = False,
+    link_gbps: LinkGbps = None,
+    devices_per_link: DevicesPerLink = None,
+    host_memory: HostMemory = None,
 ) -> None:
     """Draw every solver's memory/time curve, the unplanned point and the lower bound."""
     check_folder(output)
     check_folder(csv)
     if output is not None:
         plots.check_picture(output)
+    wish = _wish(no_offload, offload_only, link_gbps, devices_per_link, host_memory)
     source = problem_files.read_source(file)
     with contextlib.redirect_stdout(sys.stderr):
-        frame = curves.pareto(source, time_limit_seconds=time_limit)
+        frame = curves.pareto(source, time_limit_seconds=time_limit, offload=wish or Offload())
+    _say_without(frame.attrs.get("no_offload"))
     if frame.attrs.get("left_out"):
         note(f"left out: {', '.join(frame.attrs['left_out'])}; they come to their turn with a larger --time-limit")
     title = problem_files.title_of(source, file)
@@ -302,6 +312,11 @@ def _fail_if_infeasible(document: dict[str, Any]) -> None:
             solver="auto",
             budget_bytes=document["budget_bytes"],
         )
+
+
+def _say_without(why: str | None) -> None:
+    if why:
+        note(f"without offload: {why}")
 
 
 def _say_written(*paths: Path | None) -> None:

@@ -14,6 +14,7 @@ import pandas as pd
 from planner.chain_files import keep_all_replay
 from planner.cost_model import chain_of
 from planner.graph_files import unplanned_replay
+from planner.offloading import Mode, Offload, offload_from, usable_link
 from planner.problem_files import Source, read_source
 from profiler.records import Profile
 from solvers import Chain, Solution
@@ -26,6 +27,7 @@ from solvers.lower_bound import bound_seconds
 
 COLUMNS = ("solver", "budget_bytes", "peak_bytes", "seconds", "lower_bound_seconds", "status", "solve_seconds")
 SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor")
+SENDING = ("offload_only", "auto")  # beside these, where there is a link
 GRAPH_SOLVERS = ("auto", "lower_sets", "hierarchy", "demand", "moments")  # by rank; those of them that there are
 GRAPH_SECONDS = 45.0  # for all methods of a graph together: the whole command then takes about a minute
 _SHARES = {"auto": 4, "moments": 2}  # of the time; the others mostly need less than one share
@@ -35,7 +37,11 @@ Row = dict[str, Any]
 
 
 def pareto(
-    problem: Source | str | Path, *, solvers: Sequence[str] | None = None, time_limit_seconds: float | None = None
+    problem: Source | str | Path,
+    *,
+    solvers: Sequence[str] | None = None,
+    time_limit_seconds: float | None = None,
+    offload: Offload | Mode = "auto",
 ) -> pd.DataFrame:
     """The memory/time frontier of every solver.
 
@@ -43,6 +49,8 @@ def pareto(
         problem: a Profile, a Chain, a Graph, or the path of its file.
         solvers: methods to draw; None: the quick ones. ``ilp`` solves a handful of budgets one by one.
         time_limit_seconds: for methods that search; all methods of a graph share it (45 where None).
+        offload: as for ``solve``. Over a link the curves of ``offload_only``, and of ``auto``, which weighs copies
+            and recomputation together, join those of the methods that recompute alone.
 
     Returns:
         One row per point. Columns: ``solver``, ``budget_bytes`` (the smallest
@@ -59,11 +67,16 @@ def pareto(
     unplanned = _unplanned_profile(source) if isinstance(source, Profile) else _unplanned_chain(source)
     beside = unplanned["seconds"] - chain.unplanned_seconds
     rows = [unplanned]
-    for name in solvers or SOLVERS:
-        rows += [_row(s, beside, name) for s in solver_frontier(chain, name, time_limit_seconds)]
+    wish = offload_from(offload)
+    link, why = usable_link(wish, chain, source.link if isinstance(source, Profile) else None)
+    for name in solvers or (*(() if wish.mode == "only" else SOLVERS), *(SENDING if link else ())):
+        over = link if name in SENDING else None
+        rows += [_row(s, beside, name) for s in solver_frontier(chain, name, time_limit_seconds, over)]
     peaks = [row["peak_bytes"] for row in rows]
-    rows += _bound_rows(_even(min(peaks), max(peaks)), lambda budget: bound_seconds(chain, budget) + beside)
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    rows += _bound_rows(_even(min(peaks), max(peaks)), lambda budget: bound_seconds(chain, budget, link) + beside)
+    frame = pd.DataFrame(rows, columns=list(COLUMNS))
+    frame.attrs["no_offload"] = why
+    return frame
 
 
 def _graph_curves(graph: Graph, solvers: Sequence[str] | None, time_limit_seconds: float | None) -> pd.DataFrame:

@@ -28,6 +28,7 @@ _STYLES = {
     "rotor": _Style("#0072B2", ".", 5, True),
     "ilp": _Style("#D55E00", "v", 8, True),
     "auto": _Style("#0072B2", "x", 8, True),
+    "offload_only": _Style("#D55E00", "D", 6, False),
     "exhaustive": _Style("#F0E442", "P", 8, True),
     "keep_all": _Style("#009E73", "s", 11, False),
     "recompute_all": _Style("#CC79A7", "^", 10, True),

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 import planner
@@ -206,6 +207,19 @@ def test_the_report_says_it_in_words(file: Path, tmp_path: Path) -> None:
     picture, table = tmp_path / "t.png", tmp_path / "t.csv"
     done("show", plan, "--timeline", picture, "--csv", table)
     assert picture.stat().st_size > 0 and ",prefetch," in table.read_text()
+
+
+def test_curves_over_a_link_stand_beside_those_that_recompute(file: Path, tmp_path: Path) -> None:
+    table, picture = tmp_path / "p.csv", tmp_path / "p.png"
+    done("pareto", file, "--link-gbps", "100", "--csv", table, "-o", picture)
+    frame = pd.read_csv(table)
+    assert {"offload_only", "auto", "rotor"} <= set(frame["solver"]) and picture.stat().st_size > 0
+    assert not set(planner.pareto(file)["solver"]) & {"offload_only", "auto"}
+    bound = frame[frame["solver"] == "lower_bound"]
+    for _, row in frame[frame["solver"] == "auto"].iterrows():
+        larger = bound[bound["budget_bytes"] >= row["peak_bytes"]]
+        assert larger.empty or row["seconds"] >= larger["lower_bound_seconds"].max() * (1 - 1e-9)
+    assert "speed is 0" in done("pareto", file, "--link-gbps", "0").stderr
 
 
 @pytest.mark.parametrize(
