@@ -75,10 +75,6 @@ def _size(size_bytes: int) -> str:
 def _claims(document: Mapping[str, Any], part: str = "stage") -> list[tuple[str, str]]:
     """What a plan promises; its parts are called stages, or nodes."""
     peak, budget, whole = (document[f"{n}_bytes"] for n in ("predicted_peak", "budget", "unplanned_peak"))
-    again = [stage for stage in document["stages"] if stage["runs"] > 1]
-    extra_runs = sum(stage["runs"] - 1 for stage in again)
-    of_all = f" of {len(document['stages'])}" if part == "node" else ""
-    ops = f", {document['recomputed_ops']} ops" if "recomputed_ops" in document else ""
     held = "parameters, optimizer states, batch" if part == "stage" else "alive throughout"
     solved = format_seconds(document["solve_seconds"])
     return [
@@ -86,12 +82,26 @@ def _claims(document: Mapping[str, Any], part: str = "stage") -> list[tuple[str,
         ("budget", f"{_both(budget)}: {format_bytes(budget - peak)} to spare"),
         ("predicted time", _times(document)),
         *_stated(document),
-        ("recomputed", f"{_count(extra_runs, 'extra run')} of {_count(len(again), part)}{of_all}{ops}"),
+        ("recomputed", _recomputed(document, part)),
         *_offloaded(document),
         ("solver", f"{document['solver']}, in {solved}"),
         ("status", _status(document, _bounded(document, part))),
         ("resident", f"{format_bytes(document['resident_bytes'])} ({held})"),
     ]
+
+
+def _recomputed(document: Mapping[str, Any], part: str) -> str:
+    """How much runs again: parts as a whole, ops inside others, and how many ops that comes to."""
+    again = [stage for stage in document["stages"] if stage["runs"] > 1]
+    inside = [stage for stage in document["stages"] if stage["runs"] == 1 and stage["decision"] == "selective"]
+    ops = _count(document.get("recomputed_ops", 0), "op")
+    if not again:
+        return f"{ops} inside {_count(len(inside), part)}" if inside else "nothing"
+    of_all = f" of {len(document['stages'])}" if part == "node" else ""
+    whole = f"{_count(sum(stage['runs'] - 1 for stage in again), 'extra run')} of {_count(len(again), part)}{of_all}"
+    if inside:
+        return f"{whole}, and ops inside {_count(len(inside), f'other {part}')}; {ops} in all"
+    return f"{whole}, {ops}" if "recomputed_ops" in document else whole
 
 
 def _offloaded(document: Mapping[str, Any]) -> list[tuple[str, str]]:

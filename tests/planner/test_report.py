@@ -63,6 +63,26 @@ def test_a_plan_shows_its_claims(plan_document):
     assert "6.7%" in line_with(text, "status", "feasible")
 
 
+@pytest.mark.parametrize(
+    ("stages", "ops", "said"),
+    [
+        ([("keep", 1)], 0, "nothing"),
+        ([("selective", 1), ("keep", 1), ("selective", 1)], 27, "27 ops inside 2 stages"),
+        ([("selective", 1)], 1, "1 op inside 1 stage"),
+        ([("recompute", 2)], 1, "1 extra run of 1 stage, 1 op"),
+        (
+            [("recompute", 2), ("segment", 3), ("selective", 1)],
+            69,
+            "3 extra runs of 2 stages, and ops inside 1 other stage; 69 ops in all",
+        ),
+    ],
+)
+def test_a_plan_tells_stages_that_run_again_from_ops_inside_others(plan_document, stages, ops, said):
+    own = [{**plan_document["stages"][0], "decision": decision, "runs": runs} for decision, runs in stages]
+    text = text_of(report.plan_report({**plan_document, "stages": own, "recomputed_ops": ops}))
+    assert line_with(text, "recomputed").split(maxsplit=1)[1].strip() == said
+
+
 def test_an_optimal_plan_says_so(plan_document):
     text = text_of(report.plan_report({**plan_document, "status": "optimal", "gap": 0.0}))
     assert "no plan of these stages within the budget is faster" in line_with(text, "status", "optimal")
