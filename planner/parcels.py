@@ -27,7 +27,7 @@ def kept_parcels(profile: Profile, k: int, option: OptionRecord | None) -> tuple
     if record.menu < 0:
         return ()
     ops = profile.menus[record.menu].ops
-    kept = _saved(ops) if option is None else set(option.kept)
+    kept = _saved(ops) if option is None else _held(ops, option)
     with_input = bool(input_parcels(profile, k))
     return tuple(
         number
@@ -43,6 +43,11 @@ def kept_parcels(profile: Profile, k: int, option: OptionRecord | None) -> tuple
 
 def _saved(ops: StageOps) -> set[int]:
     return {number for number, storage in enumerate(ops.storages) if storage.saved}
+
+
+def _held(ops: StageOps, option: OptionRecord) -> set[int]:
+    """What somebody holds under an option: autograd, or an op that runs again. An option may name more than that."""
+    return set(option.kept) & (_saved(ops) | ops.read_by(option.rerun))
 
 
 def kept_parcel_bytes(profile: Profile, k: int, option: OptionRecord | None) -> tuple[int, ...]:

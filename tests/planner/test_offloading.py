@@ -122,8 +122,10 @@ def test_parcels_are_what_a_stage_holds_for_itself_alone(blocks: Profile) -> Non
 def test_an_option_s_parcels_are_part_of_what_it_keeps(blocks: Profile) -> None:
     for k, record in enumerate(blocks.stages):
         for option in blocks.menus[record.menu].options if record.menu >= 0 else ():
-            held = {n for n, s in enumerate(blocks.menus[record.menu].ops.storages) if s.held}
-            assert set(kept_parcels(blocks, k, option)) <= set(option.kept) | held
+            ops = blocks.menus[record.menu].ops
+            held = {n for n, s in enumerate(ops.storages) if s.held}
+            needed = {n for n, s in enumerate(ops.storages) if s.saved} | ops.read_by(option.rerun)
+            assert set(kept_parcels(blocks, k, option)) <= (set(option.kept) | held) & needed
 
 
 # Plans -----------------------------------------------------------------------------
