@@ -82,6 +82,9 @@ def profile_command(
         typer.Option(metavar="PATTERN ...", help="Module names, glob patterns or classes; found automatically else."),
     ] = None,
     rules: RulesFile = None,
+    no_menus: Annotated[
+        bool, typer.Option("--no-menus", help="Measure whole stages only, and inside them what --rules ask for.")
+    ] = False,
     ops: Annotated[bool, typer.Option("--ops", help="Print every op's record, largest output first.")] = False,
     ops_limit: Annotated[int, typer.Option(min=0, help="Rows of --ops; 0 for all.")] = 40,
     output: Out = None,
@@ -91,7 +94,7 @@ def profile_command(
     stated = None if rules is None else Rules.load(rules)  # refused before anything is measured
     with working() as progress:
         workload = _workload(target, settings, device)
-        measured = profile(workload, stages=stages or None, rules=stated, progress=progress)
+        measured = profile(workload, stages=stages or None, menus=not no_menus, rules=stated, progress=progress)
     if output is not None:
         measured.save(output)
     show(report.profile_report(measured))
@@ -113,6 +116,9 @@ def solve_command(
             f"of a graph {DEFAULT_SECONDS:g} if unset, {LARGE_SECONDS:g} above {LARGE_NODES} nodes."
         ),
     ] = None,
+    no_menus: Annotated[
+        bool, typer.Option("--no-menus", help="Of a profile: keep or recompute stages as a whole.")
+    ] = False,
     no_offload: NoOffload = False,
     offload_only: OffloadOnly = False,
     link_gbps: LinkGbps = None,
@@ -138,6 +144,8 @@ def solve_command(
     stated = None if rules is None else Rules.load(rules)
     wish = _wish(no_offload, offload_only, link_gbps, devices_per_link, host_memory)
     source = problem_files.read_source(file)
+    if no_menus:
+        source = problem_files.stage_level(source, stated)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             document, saved = problem_files.solve_source(

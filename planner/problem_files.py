@@ -35,6 +35,14 @@ def read_source(path: str | Path) -> Source:
     return Profile.from_document(document, str(path))
 
 
+def stage_level(source: Source, rules: Rules | None) -> Profile:
+    """The profile without options inside stages; ValueError for a problem file, or with rules, which may name some."""
+    if isinstance(source, Profile) and rules is None:
+        return source.stage_level()
+    kind = "rules" if rules is not None else "a problem file"
+    raise ValueError(f"--no-menus: expected a profile alone, got {kind}; leave one of them out")
+
+
 def solve_source(
     source: Source,
     budget: str | None,

@@ -16,7 +16,7 @@ from planner.cli_shell import spread
 from planner.curves import COLUMNS
 from profiler.files import write_document
 from solvers import Schedule, replay
-from tests.planner.command_line import SMALL, done, run, small_chain
+from tests.planner.command_line import SMALL, done, refused, run, small_chain
 
 ROOT = Path(__file__).resolve().parents[2]
 SOLVE_KEYS = {
@@ -79,6 +79,32 @@ def test_solve_prints_a_table_and_writes_the_plan_that_show_prints_again(files):
 def test_show_prints_a_profile_too(files):
     profile = planner.Profile.load(files / "profile.json")
     assert profile.fingerprint in done("show", files / "profile.json").stdout
+
+
+def test_profile_without_menus_measures_whole_stages_only(tmp_path):
+    settings = ["--set", "layers=2", "batch=2", "hidden=32", "seq=32", "vocab=100"]
+    for flags, measured in (((), True), (("--no-menus",), False)):
+        done("profile", "zoo:gpt2", *settings, "--stages", "transformer.h.*", *flags, "-o", tmp_path / "profile.json")
+        assert any(menu.options for menu in planner.Profile.load(tmp_path / "profile.json").menus) is measured
+
+
+def test_solve_without_menus_plans_with_whole_stages_only(blocks, tmp_path):
+    blocks.save(tmp_path / "profile.json")
+    for flags, given in (((), True), (("--no-menus",), False)):
+        done("solve", tmp_path / "profile.json", "--budget", "80%", *flags, "-o", tmp_path / "plan.json")
+        plan = planner.Plan.load(tmp_path / "plan.json")
+        assert any(menu.options for menu in plan.menus) is given
+        assert plan.recomputed_ops > 0 and plan.predicted_peak_bytes <= plan.budget_bytes
+    assert not any(action.option for action in plan.schedule.actions)
+
+
+def test_solve_without_menus_wants_a_profile_alone(blocks, tmp_path):
+    blocks.save(tmp_path / "profile.json")
+    write_document(tmp_path / "chain.json", small_chain().to_dict())
+    (tmp_path / "rules.toml").write_text('[[rules]]\nmodules = "transformer.h.1"\n')
+    chain = refused("solve", tmp_path / "chain.json", "--budget", "60%", "--no-menus")
+    rules = refused("solve", tmp_path / "profile.json", "--rules", tmp_path / "rules.toml", "--no-menus")
+    assert "--no-menus: expected a profile alone, got a problem file" in chain and "got rules" in rules
 
 
 def test_an_infeasible_budget_exits_3_and_the_smallest_one_it_names_is_feasible(files):
