@@ -26,28 +26,46 @@ def kept_parcels(profile: Profile, k: int, option: OptionRecord | None) -> tuple
     record = profile.stages[k]
     if record.menu < 0:
         return ()
-    ops = profile.menus[record.menu].ops
+    return parcels_among(profile.menus[record.menu].ops, option, with_input=bool(input_parcels(profile, k)))
+
+
+def parcels_among(ops: StageOps, option: OptionRecord | None, *, with_input: bool) -> tuple[int, ...]:
+    """``kept_parcels`` by the ops of a stage alone; ``with_input``: its input, too, lives for this stage alone."""
+    if not ops.saves:
+        return ()  # Files of older releases do not say in which order autograd saves: nothing could be recognised.
     kept = _saved(ops) if option is None else _held(ops, option)
-    with_input = bool(input_parcels(profile, k))
-    return tuple(
+    found = {
         number
         for number, storage in enumerate(ops.storages)
         if storage.size_bytes >= SMALLEST_PARCEL_BYTES
         and not storage.returned
         and (
             (storage.op >= 0 and number in kept)
-            or (storage.exclusive and with_input and (storage.saved or number in kept))
+            or (storage.exclusive and with_input and (number in ops.saves or number in kept))
         )
-    )
+    }
+    return tuple(sorted(found - _not_told_apart(ops, option, found)))
+
+
+def _not_told_apart(ops: StageOps, option: OptionRecord | None, wanted: set[int]) -> set[int]:
+    """Those that a run cannot tell from others, which must not travel.
+
+    What autograd saves is known by its place among what it saves; what only ops that run again hold, by them.
+    """
+    alike: dict[tuple[frozenset[int], int], set[int]] = {}
+    for number, readers in (ops.held_for(option.rerun) if option is not None else {}).items():
+        if number not in ops.saves:
+            alike.setdefault((readers, ops.storages[number].size_bytes), set()).add(number)
+    return {number for numbers in alike.values() if not numbers <= wanted for number in numbers}
 
 
 def _saved(ops: StageOps) -> set[int]:
-    return {number for number, storage in enumerate(ops.storages) if storage.saved}
+    return {number for number in ops.saves if number >= 0}
 
 
 def _held(ops: StageOps, option: OptionRecord) -> set[int]:
     """What somebody holds under an option: autograd, or an op that runs again. An option may name more than that."""
-    return set(option.kept) & (_saved(ops) | ops.read_by(option.rerun))
+    return set(option.kept) & (_saved(ops) | set(ops.held_for(option.rerun)))
 
 
 def kept_parcel_bytes(profile: Profile, k: int, option: OptionRecord | None) -> tuple[int, ...]:

@@ -100,13 +100,12 @@ class _Found:
     def _expected(self, call: SelectiveCall) -> dict[_Signature, list[int]]:
         """Wanted storages that autograd itself does not save."""
         found: dict[_Signature, list[int]] = {}
+        positions = {call.selection.ordinals[position]: position for position in call.selection.rerun}
+        held = self._ops.held_for(positions)
         for number in sorted(self._wanted.difference(self._ops.saves)):
-            readers = frozenset(p for p in call.selection.rerun if number in self._read(call.selection.ordinals[p]))
+            readers = frozenset(positions[ordinal] for ordinal in held.get(number, ()))
             found.setdefault((readers, self._ops.storages[number].size_bytes), []).append(number)
         return found
-
-    def _read(self, ordinal: int) -> set[int]:
-        return {number for number, _ in self._ops.ops[ordinal].reads}
 
     def _assign(self, numbers: list[int], there: list[list[Piece]]) -> bool:
         if len(numbers) != len(there) or not all(_plain(views[0].value) for views in there):

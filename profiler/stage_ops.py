@@ -169,6 +169,15 @@ class StageOps:
         """Storages whose contents these ops read."""
         return frozenset(number for ordinal in ordinals for number, _ in self.ops[ordinal].reads)
 
+    def held_for(self, rerun: Collection[int]) -> dict[int, frozenset[int]]:
+        """Storages that ops read when they run again, and that no such op makes: each with the ops that read it."""
+        made = {number for ordinal in rerun for number in self.ops[ordinal].makes}
+        found: dict[int, set[int]] = {}
+        for ordinal in rerun:
+            for number in {number for number, _ in self.ops[ordinal].reads} - made:
+                found.setdefault(number, set()).add(ordinal)
+        return {number: frozenset(readers) for number, readers in found.items()}
+
     def to_document(self) -> dict[str, Any]:
         """Plain data."""
         return {

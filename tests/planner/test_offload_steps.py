@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import planner
-from planner import applier, parcels
+from planner import applier, parcels, zoo
 from planner.artificial_link import ArtificialEngine
 from planner.cost_model import chain_of
 from planner.planning import plan_of
@@ -366,3 +367,33 @@ def test_a_saved_tensor_changed_in_place_is_refused_as_without_a_plan(profiles: 
     work, plan = workload("dropout"), planned(profiles["dropout"], sent_late)
     with planner.apply(work.model, plan), pytest.raises(RuntimeError, match="modified by an inplace operation"):
         changed(work)
+
+
+def with_option(number: int) -> Callable[[Chain], Schedule]:
+    """Every stage with its option of this number, or its last."""
+
+    def make(chain: Chain) -> Schedule:
+        return Schedule(
+            tuple(
+                action
+                if action.option is None
+                else replace(action, option=min(number, len(chain.stages[action.stage].options) - 1))
+                for action in kept(chain).actions
+            )
+        )
+
+    return make
+
+
+@pytest.mark.filterwarnings("error:planned stage")
+def test_under_every_option_of_a_transformers_block_what_is_left_travels(
+    blocks: planner.Profile, engines: list[ArtificialEngine]
+) -> None:
+    settings = {"layers": 3, "batch": 2, "hidden": 32, "seq": 32, "vocab": 100}
+    expected = gradients(zoo.build("gpt2", **settings))
+    for number in range(1, 1 + max(len(menu.options) for menu in blocks.menus)):
+        plan, work = planned(blocks, with_option(number)), zoo.build("gpt2", **settings)
+        with planner.apply(work.model, plan):
+            assert_same(gradients(work), expected)
+            assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
+        assert engines[-1].memory.peak_bytes == plan.host_bytes > 0
