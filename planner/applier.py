@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from planner.compiled import CompiledCalls, made_compiled, module_named
-from planner.links import engine_for
+from planner.engines import Engine
+from planner.links import device_of, engine_for
 from planner.plan import Plan, PlannedStage
 from planner.program import Program, program_of
 from planner.runtime import PlannedStep
@@ -101,10 +102,11 @@ class _Planned:
     """The wrappers of one applied plan, and the forward that is under way."""
 
     def __init__(self, plan: Plan, program: Program, model: nn.Module) -> None:
-        self._engine = engine_for(plan, program, model)
+        self._device = device_of(model)
+        self._engine = engine_for(plan, program, self._device)
         stages = {k for k, stage in enumerate(plan.stages) if stage.kind == "stage"}
         # Where something travels, the end of every stage and the begin of its backward are moments to know.
-        acting = {*program.dropped, *program.selective} if self._engine is None else stages
+        acting = stages if program.transfers else {*program.dropped, *program.selective}
         # In a compiled model all stages were compiled one by one while they were measured.
         kept = stages if made_compiled(plan) else ()
         self.wrapped = sorted({*acting, *kept})
@@ -127,7 +129,8 @@ class _Planned:
             if self._step is not None or model is None or not (model.training and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
             self._compiled.in_model(forward)
-            self._step = PlannedStep(self._plan, self._program, self._selections, self._strays, self._engine)
+            engine = self._engine_beside(model)
+            self._step = PlannedStep(self._plan, self._program, self._selections, self._strays, engine)
             self._counts.clear()
             try:
                 output = forward(*args, **kwargs)
@@ -138,6 +141,13 @@ class _Planned:
                 self._step = None
 
         return run
+
+    def _engine_beside(self, model: nn.Module) -> Engine | None:
+        """What carries bytes from and to the device that the model is on now."""
+        if device_of(model) != self._device:
+            self._device = device_of(model)
+            self._engine = engine_for(self._plan, self._program, self._device)
+        return self._engine
 
     def stage(self, forward: Forward, name: str, module: nn.Module) -> Forward:
         """A stage's forward: keeps what the plan says while a planned step is under way."""

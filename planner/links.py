@@ -14,14 +14,18 @@ from planner.plan import Plan
 from planner.program import Program
 
 
-def engine_for(plan: Plan, program: Program, model: nn.Module) -> Engine | None:
+def device_of(model: nn.Module) -> torch.device:
+    """The device that a model computes on."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def engine_for(plan: Plan, program: Program, device: torch.device) -> Engine | None:
     """The engine with its host memory, allocated here once; None where nothing travels.
 
     On a device that has no streams beside the computation's nothing does, which is said.
     """
     if not program.transfers:
         return None
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type == "cuda":
         return CudaEngine(device, plan.host_bytes)
     if device.type == "cpu" and plan.link is not None:

@@ -397,3 +397,29 @@ def test_under_every_option_of_a_transformers_block_what_is_left_travels(
             assert_same(gradients(work), expected)
             assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
         assert engines[-1].memory.peak_bytes == plan.host_bytes > 0
+
+
+def test_on_a_device_without_streams_nothing_travels_which_is_said(
+    everything: planner.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(applier, "device_of", lambda _: torch.device("meta"))
+    work = workload("dropout")
+    with pytest.warns(RuntimeWarning, match="copies beside its computation, got meta; nothing is sent"):
+        handle = planner.apply(work.model, everything)
+    with handle:
+        assert_same(gradients(work), gradients(workload("dropout")))
+        assert planner.measure(work, repeats=1).peak_bytes > everything.predicted_peak_bytes
+
+
+def test_the_engine_is_that_of_the_device_that_the_model_is_on(
+    everything: planner.Plan, engines: list[ArtificialEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, found = workload("dropout"), applier.device_of
+    monkeypatch.setattr(applier, "device_of", lambda _: torch.device("meta"))
+    with pytest.warns(RuntimeWarning, match="nothing is sent"):
+        handle = planner.apply(work.model, everything)
+    monkeypatch.setattr(applier, "device_of", found)
+    with handle:
+        work.step()
+        work.step()
+        assert len(engines) == 1 and engines[0].memory.peak_bytes == everything.host_bytes
