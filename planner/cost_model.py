@@ -223,13 +223,16 @@ def _option(
 
     ``released_bytes`` of its input go after the forward unless the stage itself keeps its input.
     """
+    beyond = _held_beyond(option, menu.ops, released_bytes)
+    if not record.recomputable:
+        beyond += _perhaps_stored(option, menu.ops)
     # Keeping less cannot be faster: where it was measured so, that was noise.
     forward_seconds = keep.forward_seconds + max(0.0, option.forward_seconds - menu.keep_forward_seconds)
     return Option(
         name=option.name,
         forward_seconds=forward_seconds,
         backward_seconds=keep.backward_seconds + max(0.0, option.backward_seconds - menu.keep_backward_seconds),
-        kept_bytes=keep.kept_bytes - option.freed_bytes + _held_beyond(option, menu.ops, released_bytes),
+        kept_bytes=keep.kept_bytes - option.freed_bytes + beyond,
         kept_output_bytes=min(record.kept_output_bytes, _kept_output(option, menu.ops)),
         forward_peak_bytes=option.forward_peak_bytes,
         backward_peak_bytes=option.backward_peak_bytes,
@@ -249,6 +252,18 @@ def _held_beyond(option: OptionRecord, ops: StageOps, released_bytes: int) -> in
     others = sum(storage.size_bytes for storage in kept if storage.op < 0 and not storage.exclusive)
     outputs = sum(storage.size_bytes for storage in kept if storage.op >= 0 and storage.returned and not storage.saved)
     return others + min(exclusive, released_bytes) + outputs
+
+
+def _perhaps_stored(option: OptionRecord, ops: StageOps) -> int:
+    """Bytes that this option holds and the stage itself stores out of sight, say in a list, which may let them go.
+
+    They are alive when the stage is left, with the option or without: it seems to free more than its storages are.
+    """
+    inner = {n: storage for n, storage in enumerate(ops.storages) if storage.op >= 0 and not storage.returned}
+    kept = [inner[number] for number in option.kept if number in inner]
+    dropped_bytes = sum(s.size_bytes for s in inner.values() if s.saved) - sum(s.size_bytes for s in kept)
+    unsaved_bytes = sum(s.size_bytes for s in kept if not s.saved)
+    return min(unsaved_bytes, max(0, option.freed_bytes - dropped_bytes))
 
 
 def _kept_output(option: OptionRecord, ops: StageOps) -> int:

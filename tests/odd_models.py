@@ -582,6 +582,34 @@ class Hints(nn.Module):
         return x + self.back(torch.sigmoid(hint)), hint
 
 
+class Notes(nn.Module):
+    """Puts what backward does not need, unless the sigmoid of it runs again, into a list."""
+
+    def __init__(self, notes: list[Tensor]) -> None:
+        super().__init__()
+        self.hints = Hints()
+        self.notes = notes
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, hint = self.hints(x)
+        self.notes.append(hint)
+        return out
+
+
+class NotesModel(nn.Module):
+    """Lets the list go before backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[Tensor] = []
+        self.stack = Stack([Notes(self.notes) for _ in range(5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.stack(x)
+        self.notes.clear()
+        return out
+
+
 class FirstOnly(nn.Module):
     """Goes on with the first thing that a block returns."""
 
@@ -636,6 +664,7 @@ OP_MODELS: dict[str, Callable[[], nn.Module]] = {
     "nested": lambda: Stack([Nested() for _ in range(3)]),
     "attends": lambda: Stack([Attends() for _ in range(4)]),
     "tied": TiedModel,
+    "notes": NotesModel,
     "hints": lambda: FirstOnly([Hints() for _ in range(5)]),
 }
 

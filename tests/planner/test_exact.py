@@ -221,6 +221,16 @@ def test_an_output_that_only_an_option_holds_is_predicted(where: str) -> None:
         assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
 
 
+@pytest.mark.parametrize("where", ["*.blocks.*", "*.blocks.2", "*.blocks.4"])
+def test_what_an_option_holds_and_a_list_lets_go_is_not_predicted_too_low(where: str) -> None:
+    rule = planner.Rule(modules=where, ops="sigmoid")
+    work = workload("notes")
+    profile = planner.profile(work, stages=["*.blocks.*"], menus=False, rules=rule)
+    plan = planner.state(profile, rule)
+    with planner.apply(work.model, plan):
+        assert planner.measure(work, repeats=1).peak_bytes <= plan.predicted_peak_bytes <= profile.unplanned_peak_bytes
+
+
 def test_recomputing_under_autocast_casts_as_forward_did() -> None:
     profile = planner.profile(workload("dropout", autocast=torch.bfloat16))
     expected = state_after(workload("dropout", autocast=torch.bfloat16))
