@@ -64,8 +64,12 @@ def _saved(ops: StageOps) -> set[int]:
 
 
 def _held(ops: StageOps, option: OptionRecord) -> set[int]:
-    """What somebody holds under an option: autograd, or an op that runs again. An option may name more than that."""
-    return set(option.kept) & (_saved(ops) | set(ops.held_for(option.rerun)))
+    """What somebody holds under an option: autograd, or an op that runs again. An option may name more than that.
+
+    All that an op to run again makes is made again, kept or not: the statistics of a norm beside its output.
+    """
+    again = {number for ordinal in option.rerun for number in (*ops.ops[ordinal].makes, *ops.ops[ordinal].writes)}
+    return set(option.kept) & (_saved(ops) | set(ops.held_for(option.rerun))) - again
 
 
 def kept_parcel_bytes(profile: Profile, k: int, option: OptionRecord | None) -> tuple[int, ...]:
