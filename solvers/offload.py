@@ -42,10 +42,14 @@ def placeables(
     return tuple(sorted(found, key=lambda candidate: candidate.placement.seconds))
 
 
-def fastest(problem: Problem, link: Link, candidates: Sequence[Placeable]) -> list[tuple[str, Schedule]]:
-    """The fastest placed candidate within the budget, with its method, as a list of one; empty where none fits."""
+def fastest(
+    problem: Problem, link: Link, candidates: Sequence[Placeable], least: float = math.inf
+) -> list[tuple[str, Schedule]]:
+    """The fastest placed candidate within the budget, with its method, as a list of one.
+
+    Empty where none fits, or none takes fewer than ``least`` seconds. Candidates stand by rising seconds.
+    """
     best: list[tuple[str, Schedule]] = []
-    least = math.inf
     for method, placement in candidates:
         if placement.seconds >= least:
             break

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
-from solvers import keep_all, offload
+from solvers import keep_all, offload, pofo
 from solvers.candidates import LONG_CHAIN, Found, of_baselines, replayed, rotor_frontier, sample
 from solvers.chain import Chain
 from solvers.link import Link
 from solvers.minimum_memory import smallest_schedule
 from solvers.parcels import has_parcels, without_parcels
+from solvers.placement import Placement
 from solvers.problem import Problem
 from solvers.rotor import Table
 from solvers.schedule import Schedule
 from solvers.simulator import replay
 
-LINKED: tuple[str, ...] = ("offload_only",)  # they need a link
+LINKED: tuple[str, ...] = ("offload_only", "pofo")  # they need a link
 WITH_COPIES: tuple[str, ...] = (*LINKED, "rotor", "auto")  # they use one
 
 LINK_BUDGETS = 24  # of a frontier with copies, each of which costs some placements
 SENT_PARTS = 4  # the first quarter, half, .. of the stages are taken as away to find schedules worth placing
 SENT_POINTS = 30  # of each of these tables
+DRAFT_RATES = tuple(0.1 * 1.4**step for step in range(9))  # of that which sends all that is kept in a step's time
+DRAFT_STAGES = 40  # beyond, the ladder takes more than some seconds
 
 
 def carries(chain: Chain, link: Link | None) -> bool:
@@ -30,17 +34,64 @@ def carries(chain: Chain, link: Link | None) -> bool:
 
 
 def sent_by(problem: Problem, solver: str) -> list[Found]:
-    """The fastest schedule that the method finds with copies; empty where none fits."""
+    """The fastest schedules that the method finds with copies; empty where none fits."""
     link = problem.link
     assert link is not None
-    best = offload.fastest(problem, link, _placeables(problem.chain, link.host_bytes, solver))
+    if solver != "pofo":
+        return _placed(problem, link, solver)
+    found = _fastest(problem, link, _drafts(problem.chain, problem.budget_bytes, link))
+    return found or _placed(problem, link, "rotor")
+
+
+def drafted(problem: Problem, least_seconds: float) -> list[Found]:
+    """What ``pofo`` finds for a ladder of slower links, placed over the true one, if faster than ``least_seconds``.
+
+    The steps of the ladder depend on the chain alone, and a faster link has more of them below it: so an answer that
+    counts these never gets slower with a faster link, as that of ``pofo`` itself might.
+    """
+    chain, link = problem.chain, problem.link
+    assert link is not None
+    found: list[Found] = []
+    for rate in _ladder(chain, min(link.to_host_bytes_per_second, link.to_device_bytes_per_second)):
+        nominal = replace(link, to_host_bytes_per_second=rate, to_device_bytes_per_second=rate)
+        found += _fastest(problem, link, _drafts(chain, problem.budget_bytes, nominal), least_seconds)
+        least_seconds = min([least_seconds, *(entry.seconds for entry in found)])
+    return found
+
+
+def _ladder(chain: Chain, fastest_rate: float) -> list[float]:
+    """Steps up to a rate, in shares of the one that sends all that keeping everything keeps within the step's time."""
+    if len(chain.stages) > DRAFT_STAGES:
+        return []
+    whole = sum(sum(stage.options[0].parcels) for stage in chain.stages) / (chain.unplanned_seconds or 1.0)
+    return [share * whole for share in DRAFT_RATES if 0 < share * whole <= fastest_rate]
+
+
+def _placed(problem: Problem, link: Link, solver: str) -> list[Found]:
+    return _fastest(problem, link, _placeables(problem.chain, link.host_bytes, solver))
+
+
+def _fastest(
+    problem: Problem, link: Link, candidates: tuple[offload.Placeable, ...], least_seconds: float = math.inf
+) -> list[Found]:
+    best = offload.fastest(problem, link, candidates, least_seconds)
     return [replayed(problem.chain, method, schedule, link) for method, schedule in best]
+
+
+@lru_cache(maxsize=16)
+def _drafts(chain: Chain, budget_bytes: int, link: Link) -> tuple[offload.Placeable, ...]:
+    found = pofo.drafts(chain, budget_bytes, link)
+    placed = [
+        offload.Placeable("pofo", Placement(chain, draft.schedule, link.host_bytes, draft.sent)) for draft in found
+    ]
+    return tuple(sorted(placed, key=lambda candidate: candidate.placement.seconds))
 
 
 def leanest(problem: Problem, solver: str) -> Found:
     """The smallest peak that the method reaches with copies."""
     assert problem.link is not None
-    method, schedule = offload.smallest(_placeables(problem.chain, problem.link.host_bytes, solver))
+    known = "rotor" if solver == "pofo" else solver
+    method, schedule = offload.smallest(_placeables(problem.chain, problem.link.host_bytes, known))
     return replayed(problem.chain, method, schedule, problem.link)
 
 

@@ -17,7 +17,7 @@ in the order of use is the earliest due date rule, Jackson (1955).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +43,11 @@ class Absence(NamedTuple):
 class Placement:
     """One schedule without copies, and all ways to fit it.
 
+    Args:
+        chain, schedule: what to fit.
+        host_bytes: of host memory; None without a limit.
+        first: stage and number of parcels that are to leave before others.
+
     Attributes:
         seconds: the schedule's own, without any copy.
         peaks: ``peaks[n]`` is the peak with the first n absences; falling.
@@ -60,8 +65,14 @@ class Placement:
     ['forward', 'offload', 'forward', 'release', 'forward', 'prefetch']
     """
 
-    def __init__(self, chain: Chain, schedule: Schedule, host_bytes: int | None = None) -> None:
-        self._chain, self._schedule, self._host_bytes = chain, schedule, host_bytes
+    def __init__(
+        self,
+        chain: Chain,
+        schedule: Schedule,
+        host_bytes: int | None = None,
+        first: Collection[tuple[int, int]] = (),
+    ) -> None:
+        self._chain, self._schedule, self._host_bytes, self._first = chain, schedule, host_bytes, first
         replayed = replay(chain, schedule)
         timeline = replayed.timeline
         self.seconds = replayed.seconds
@@ -107,7 +118,8 @@ class Placement:
             self._made, self._used = columns[:, 0], columns[:, 1]
             idle = self._starts[self._used] - self._starts[np.minimum(self._made + 1, len(self._starts) - 1)]
             self._rank = np.empty(len(self._open), dtype=np.int64)
-            self._rank[np.lexsort((-self._made, columns[:, 2], idle))] = np.arange(len(self._open))
+            wanted = np.array([(a.stage, a.parcel) in self._first for a in self._open], dtype=bool)
+            self._rank[np.lexsort((-self._made, columns[:, 2], idle, wanted))] = np.arange(len(self._open))
         highest = int(self._left.argmax())
         while True:
             ranks = np.where((self._made < highest) & (highest < self._used), self._rank, -1)

@@ -12,7 +12,7 @@ import pytest
 from solvers import Chain, Link, Problem, Solution, frontier, replay, solve_chain
 from solvers.parcels import without_parcels
 from solvers.schedule import TRANSFERS
-from tests.solvers.chains import large_chain, with_parcels
+from tests.solvers.chains import UNIT, large_chain, with_parcels
 
 LIMIT = 1e-12  # relative: two sums of the same seconds
 ENDLESS = Link(to_host_bytes_per_second=math.inf, to_device_bytes_per_second=math.inf)
@@ -77,12 +77,43 @@ def test_both_together_are_never_slower_than_either_alone(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_more_bandwidth_is_never_slower(seed: int) -> None:
     chain = chain_of(seed)
-    rates = [rate_of(chain) * 0.01 * 2**i for i in range(13)]
-    for budget in budgets_of(chain)[1::2]:
+    rates = [rate_of(chain) * 0.03 * 3**i for i in range(6)]
+    for budget in budgets_of(chain)[1:5:2]:
         for solver in ("rotor", "offload_only"):
             seconds = [solve(chain, budget, over, solver).seconds for over in (*map(link, rates), ENDLESS)]
             found = [math.inf if s is None else s for s in seconds]
             assert all(later <= earlier * (1 + LIMIT) for earlier, later in pairwise(found))
+
+
+def test_auto_counts_drafts_for_slower_links_and_never_gets_slower_with_a_faster_one() -> None:
+    chain = chain_of(1, count=14)
+    budget = budgets_of(chain)[2]
+    found = [solve(chain, budget, link(rate_of(chain) * 0.15 * 1.5**i), "auto") for i in range(5)]
+    seconds = [solution.seconds or math.inf for solution in found]
+    assert all(later <= earlier * (1 + LIMIT) for earlier, later in pairwise(seconds))
+    assert "pofo" in {solution.solver for solution in found}
+
+
+def alike(count: int) -> Chain:
+    """Stages as alike as a transformer's, with much more kept than handed on."""
+    way = replace(UNIT.options[0], kept_bytes=300, forward_peak_bytes=360, backward_peak_bytes=60, parcels=(29,) * 10)
+    way = replace(way, recompute_peak_bytes=330)
+    stage = replace(UNIT, options=(way,), boundary_bytes=10, forward_peak_bytes=60, gradient_bytes=10, parcels=(10,))
+    return Chain(stages=(replace(stage, parcels=()), *(stage,) * (count - 1)), resident_bytes=100)
+
+
+def test_pofo_is_never_slower_than_recomputing_alone_and_drafts_what_placing_does_not_find() -> None:
+    chain = alike(24)
+    faster = 0
+    for budget in (2000, 2400):
+        for part in (0.1, 0.3, 1):
+            over = link(rate_of(chain) * part)
+            drafted, placed = solve(chain, budget, over, "pofo"), solve(chain, budget, over)
+            alone = solve(chain, budget, None)
+            assert drafted.seconds is not None and alone.seconds is not None and placed.seconds is not None
+            assert drafted.seconds <= alone.seconds * (1 + LIMIT)
+            faster += drafted.seconds < placed.seconds * (1 - LIMIT)
+    assert faster > 0
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -138,7 +169,7 @@ def least_without(chain: Chain, solver: str) -> int:
     return peak_bytes - (solver == "offload_only")  # a single stage may force the peak where stages run again
 
 
-@pytest.mark.parametrize("solver", ["rotor", "auto", "offload_only"])
+@pytest.mark.parametrize("solver", ["rotor", "auto", "offload_only", "pofo"])
 def test_below_the_smallest_budget_the_answer_names_one_that_is_met(solver: str) -> None:
     chain = chain_of(2, count=8)
     over = link(rate_of(chain))
@@ -165,7 +196,7 @@ def test_every_point_of_a_frontier_replays_and_none_beats_another(solver: str) -
     assert (points[0].peak_bytes or 0) <= least_without(chain, solver)
 
 
-@pytest.mark.parametrize("solver", ["offload_only"])
+@pytest.mark.parametrize("solver", ["offload_only", "pofo"])
 @pytest.mark.parametrize("nothing", [None, link(0.0), link(1e9, host_bytes=0)])
 def test_methods_that_send_need_a_link(solver: str, nothing: Link | None) -> None:
     with pytest.raises(ValueError, match=f"{solver}: expected a link with rates above zero and host memory, got"):
