@@ -16,7 +16,8 @@ def kept_parcels(profile: Profile, k: int, option: OptionRecord | None) -> tuple
     """Storages (numbers in the stage's ``StageOps``) that may travel while stage ``k`` is kept, one parcel each.
 
     What the stage makes and keeps for its own backward alone, and its input where nothing else needs it: no parameter,
-    nothing that other stages hold or that the model was handed, nothing smaller than a page.
+    nothing that other stages hold or that the model was handed, nothing smaller than a page. Of a stage that was not
+    seen to run a second time and leave nothing behind, nothing: what it stores somewhere would not go from the device.
 
     Args:
         profile: of the model.
@@ -24,7 +25,7 @@ def kept_parcels(profile: Profile, k: int, option: OptionRecord | None) -> tuple
         option: what is kept of it; None for everything.
     """
     record = profile.stages[k]
-    if record.menu < 0:
+    if record.menu < 0 or not record.recomputable:
         return ()
     return parcels_among(profile.menus[record.menu].ops, option, with_input=bool(input_parcels(profile, k)))
 
