@@ -66,10 +66,13 @@ class Journey:
         """A run of a stage has kept these saved tensors."""
         parcels = self._plan.parcels_of(stage, option)
         menu = self._plan.menus[self._plan.stages[stage].menu]
-        found = stowed(pieces, menu.ops, {number for parcel in parcels for number in parcel}, call)
+        wanted = {number for parcel in parcels for number in parcel}
+        found = stowed(pieces, menu.ops, wanted, call)
         if found is None:
             self._cannot(stage, "it saves other tensors than when profiled; they stay on the device")
             return
+        if wanted - found.keys():
+            self._cannot(stage, "some of the tensors that were to be sent are not there")
         self._loads[stage, option] = {
             i: [weakref.ref(found[number]) for number in numbers if number in found]
             for i, numbers in enumerate(parcels)
