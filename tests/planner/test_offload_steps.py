@@ -400,15 +400,15 @@ def test_under_every_option_of_a_transformers_block_what_is_left_travels(
 
 
 def test_on_a_device_without_streams_nothing_travels_which_is_said(
-    everything: planner.Plan, monkeypatch: pytest.MonkeyPatch
+    profiles: dict[str, planner.Profile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(applier, "device_of", lambda _: torch.device("meta"))
-    work = workload("dropout")
+    work, plan = workload("dropout"), planned(profiles["dropout"], sent_late)
     with pytest.warns(RuntimeWarning, match="copies beside its computation, got meta; nothing is sent"):
-        handle = planner.apply(work.model, everything)
+        handle = planner.apply(work.model, plan)
     with handle:
         assert_same(gradients(work), gradients(workload("dropout")))
-        assert planner.measure(work, repeats=1).peak_bytes > everything.predicted_peak_bytes
+        assert planner.measure(work, repeats=1).peak_bytes == profiles["dropout"].unplanned_peak_bytes
 
 
 def test_the_engine_is_that_of_the_device_that_the_model_is_on(
