@@ -34,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {"gpt2": {"layers": 6}, "vit": {"layers": 6}
 SIMULATED: dict[str, Any] = {"hidden": 1024, "heads": 16, "seq": 512, "vocab": 30522, "batch": 1, "layers": 3}
 BLOCKS, SEQUENCES, SENTENCES_PER_SECOND = 24, 16, 23.94
 SIMULATED_LINKS = (6.0, 12.0, 25.0, 50.0)
-PROBLEM = Path(__file__).parent / "problems" / "bert-large-v100.json"
+PROBLEM = Path(__file__).parent / "chains" / "bert-large-v100.json"
 
 
 def measured_rows(name: str, device: str, rounds: int, gbps: tuple[float, ...]) -> Iterator[dict[str, Any]]:
@@ -138,7 +138,7 @@ def main() -> None:
         frame = pd.DataFrame(simulated_rows(simulated_problem()))
         worst = frame[["joint_extra_percent", "recompute_only_extra_percent", "offload_only_extra_percent"]]
         never = bool((worst.iloc[:, 0] <= worst.iloc[:, 1:].min(axis=1) + 1e-9).all())
-        notes = [f"problem: benchmarks/problems/{PROBLEM.name}", f"joint never slower than either alone: {never}"]
+        notes = [f"problem: benchmarks/chains/{PROBLEM.name}", f"joint never slower than either alone: {never}"]
         write_result(options.out, "offload-simulated", "BERT-Large on a simulated V100", frame, notes)
         return
     rows = [row for name in options.models for row in measured_rows(name, options.device, options.rounds, GBPS)]
