@@ -41,7 +41,8 @@ def steps_from(chain_bytes: ChainBytes, k: int) -> list[Step]:
     end, options = chain_bytes.run_end[k], range(len(chain_bytes.stages[k].options))
     kept = [_kept(chain_bytes, k, option) for option in options]
     alone = [_again(chain_bytes, k, option) for option in options] if end > k else []
-    return kept + alone + [_dropped(chain_bytes, k, q) for q in range(k + 2, min(end, k + LONGEST) + 1)]
+    runs = [_dropped(chain_bytes, k, q) for q in range(k + 2, min(end, k + LONGEST) + 1)]
+    return [_with_turn(chain_bytes, step) for step in kept + alone + runs]
 
 
 def schedule_of(count: int, chosen: dict[int, Choice]) -> Schedule:
@@ -57,6 +58,14 @@ def _choose(count: int, chosen: dict[int, Choice], start: int, end: int) -> Choi
         return Choice("keep", 0)
     found = chosen.get(start)
     return found if found is not None and found.kind == "recompute" else Choice("recompute", 0)
+
+
+def _with_turn(b: ChainBytes, step: Step) -> Step:
+    """The last choice's forward ends with the loss's gradient beside all that is held."""
+    if step.stop < b.stage_count:
+        return step
+    turn_bytes = step.held_bytes + b.entry(b.stage_count, b.stage_count) - b.residues_before[b.stage_count]
+    return step._replace(forward_bytes=max(step.forward_bytes, turn_bytes))
 
 
 def _kept(b: ChainBytes, k: int, option: int) -> Step:

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
-from solvers import keep_all, offload, pofo
+from solvers import keep_all, offload, offload_ilp, pofo
 from solvers.candidates import LONG_CHAIN, Found, of_baselines, replayed, rotor_frontier, sample
 from solvers.chain import Chain
 from solvers.link import Link
@@ -18,13 +18,14 @@ from solvers.rotor import Table
 from solvers.schedule import Schedule
 from solvers.simulator import replay
 
-LINKED: tuple[str, ...] = ("offload_only", "pofo")  # they need a link
+LINKED: tuple[str, ...] = ("offload_only", "pofo", "offload_ilp")  # they need a link
 WITH_COPIES: tuple[str, ...] = (*LINKED, "rotor", "auto")  # they use one
 
 LINK_BUDGETS = 24  # of a frontier with copies, each of which costs some placements
 SENT_PARTS = 4  # the first quarter, half, .. of the stages are taken as away to find schedules worth placing
 SENT_POINTS = 30  # of each of these tables
 DRAFT_RATES = tuple(0.1 * 1.4**step for step in range(9))  # of that which sends all that is kept in a step's time
+ILP_SECONDS = 60.0  # of the integer program, where nothing else is asked for
 DRAFT_STAGES = 40  # beyond, the ladder takes more than some seconds
 
 
@@ -33,10 +34,12 @@ def carries(chain: Chain, link: Link | None) -> bool:
     return link is not None and link.usable and has_parcels(chain, link.host_bytes)
 
 
-def sent_by(problem: Problem, solver: str) -> list[Found]:
+def sent_by(problem: Problem, solver: str, time_limit_seconds: float = ILP_SECONDS) -> list[Found]:
     """The fastest schedules that the method finds with copies; empty where none fits."""
     link = problem.link
     assert link is not None
+    if solver == "offload_ilp":
+        return _programmed(problem, link, time_limit_seconds)
     if solver != "pofo":
         return _placed(problem, link, solver)
     found = _fastest(problem, link, _drafts(problem.chain, problem.budget_bytes, link))
@@ -67,6 +70,16 @@ def _ladder(chain: Chain, fastest_rate: float) -> list[float]:
     return [share * whole for share in DRAFT_RATES if 0 < share * whole <= fastest_rate]
 
 
+def _programmed(problem: Problem, link: Link, time_limit_seconds: float) -> list[Found]:
+    """The program's answer, beside the placed ones that it need not look beyond."""
+    known = _placed(problem, link, "rotor") + _fastest(
+        problem, link, _drafts(problem.chain, problem.budget_bytes, link)
+    )
+    least_seconds = min((entry.seconds for entry in known), default=math.inf)
+    schedule = offload_ilp.solve(problem, link, time_limit_seconds, least_seconds).schedule
+    return [*([] if schedule is None else [replayed(problem.chain, "offload_ilp", schedule, link)]), *known]
+
+
 def _placed(problem: Problem, link: Link, solver: str) -> list[Found]:
     return _fastest(problem, link, _placeables(problem.chain, link.host_bytes, solver))
 
@@ -90,7 +103,7 @@ def _drafts(chain: Chain, budget_bytes: int, link: Link) -> tuple[offload.Placea
 def leanest(problem: Problem, solver: str) -> Found:
     """The smallest peak that the method reaches with copies."""
     assert problem.link is not None
-    known = "rotor" if solver == "pofo" else solver
+    known = "rotor" if solver in ("pofo", "offload_ilp") else solver
     method, schedule = offload.smallest(_placeables(problem.chain, problem.link.host_bytes, known))
     return replayed(problem.chain, method, schedule, problem.link)
 

@@ -84,7 +84,7 @@ def frontier(
     _check(solver, time_limit_seconds, link)
     start = time.perf_counter()
     copies = link if solver in WITH_COPIES and carries(chain, link) else None
-    if solver in ("ilp", "exhaustive"):
+    if solver in ("ilp", "exhaustive", "offload_ilp"):
         return _frontier_of_budgets(chain, solver, time_limit_seconds or DEFAULT_ILP_SECONDS)
     found = _all_entries(chain) if solver == "auto" else _entries(chain, solver)
     best = _undominated([*found, *(entries_sent(chain, solver, copies) if copies else [])])
@@ -171,7 +171,7 @@ def _infeasible(problem: Problem, solver: str, found: list[Found], start: float)
 def _answer(problem: Problem, solver: str, time_limit_seconds: float | None) -> tuple[list[Found], float]:
     """What the method finds, and the bound that it proves itself."""
     if carries(problem.chain, problem.link):
-        sent = sent_by(problem, solver) if solver in WITH_COPIES else []
+        sent = sent_by(problem, solver, time_limit_seconds or DEFAULT_ILP_SECONDS) if solver in WITH_COPIES else []
         if solver == "auto":
             sent = sent + _drafted(problem, sent)
         return _answer_beside(problem, solver, time_limit_seconds, sent)[0], 0.0  # no method knows links in its proof
@@ -194,7 +194,7 @@ def _answer_beside(
         return of_baseline(problem.chain, solver), 0.0
     if solver == "offload_only":
         return [*sent, *(replayed(problem.chain, solver, s) for s in keep_all.schedules(problem.chain))], 0.0
-    if solver in ("rotor", "pofo"):
+    if solver in ("rotor", "pofo", "offload_ilp"):
         return sent + of_rotor(problem), 0.0
     if solver == "auto":
         return _auto(problem, time_limit_seconds, sent)

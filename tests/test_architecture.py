@@ -20,6 +20,7 @@ PACKAGES = ("profiler", "solvers", "planner")
 METHODS = {"keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor", "ilp", "exhaustive"} | {
     "offload",
     "pofo",
+    "offload_ilp",
     "checkmate",
     "lower_sets",
     "intervals",

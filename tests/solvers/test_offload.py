@@ -151,6 +151,37 @@ def test_over_an_endless_link_nothing_runs_twice_where_keeping_fits_with_parcels
         assert solution.seconds == pytest.approx(replay(chain, solution.schedule, ENDLESS).seconds)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_program_is_never_slower_than_what_it_starts_from_and_keeps_its_word(seed: int) -> None:
+    chain = with_parcels(large_chain(seed, 4, 1 + seed % 2), Random(seed), most=2)
+    low, *_, high = budgets_of(chain)
+    over = link(rate_of(chain))
+    for budget in (low, low + (high - low) // 3):
+        found = solve(chain, budget, over, "offload_ilp")
+        assert found.seconds is not None
+        for solver in ("rotor", "pofo"):
+            assert found.seconds <= (solve(chain, budget, over, solver).seconds or math.inf) * (1 + LIMIT)
+        best = solve_chain(Problem(chain=chain, budget_bytes=budget), "exhaustive").seconds
+        assert best is not None and found.seconds <= best * (1 + LIMIT)
+
+
+def test_the_program_places_a_copy_where_list_scheduling_does_not() -> None:
+    chain = with_parcels(large_chain(1, 5, 2), Random(1), most=2)
+    low, *_, high = budgets_of(chain)
+    over = replace(link(rate_of(chain)), latency_seconds=0.0)
+    seconds = [
+        solve(chain, low + (high - low) // 3, over, solver).seconds for solver in ("offload_ilp", "rotor", "pofo")
+    ]
+    assert None not in seconds
+    assert seconds[0] < min(seconds[1:])
+
+
+def test_a_program_for_a_long_chain_is_refused() -> None:
+    chain = chain_of(0, count=17)
+    with pytest.raises(ValueError, match="offload_ilp: expected at most 16 stages, got 17; use pofo"):
+        solve(chain, 10**9, link(1e6), "offload_ilp")
+
+
 def test_host_memory_limits_what_leaves() -> None:
     chain = chain_of(0)
     budget = budgets_of(chain)[2]
@@ -196,7 +227,7 @@ def test_every_point_of_a_frontier_replays_and_none_beats_another(solver: str) -
     assert (points[0].peak_bytes or 0) <= least_without(chain, solver)
 
 
-@pytest.mark.parametrize("solver", ["offload_only", "pofo"])
+@pytest.mark.parametrize("solver", ["offload_only", "pofo", "offload_ilp"])
 @pytest.mark.parametrize("nothing", [None, link(0.0), link(1e9, host_bytes=0)])
 def test_methods_that_send_need_a_link(solver: str, nothing: Link | None) -> None:
     with pytest.raises(ValueError, match=f"{solver}: expected a link with rates above zero and host memory, got"):
