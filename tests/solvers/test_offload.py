@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from solvers import Chain, Link, Problem, Solution, frontier, replay, solve_chain
+from solvers import Chain, Link, Problem, Solution, frontier, offload_ilp, replay, solve_chain
 from solvers.parcels import without_parcels
 from solvers.schedule import TRANSFERS
 from tests.solvers.chains import UNIT, large_chain, with_parcels
@@ -165,15 +165,25 @@ def test_the_program_is_never_slower_than_what_it_starts_from_and_keeps_its_word
         assert best is not None and found.seconds <= best * (1 + LIMIT)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_program_counts_all_bytes_of_its_own_schedule(seed: int) -> None:
+    chain = with_parcels(large_chain(seed, 4, 1 + seed % 2), Random(seed), most=2)
+    low, *_, high = budgets_of(chain)
+    over = link(rate_of(chain))
+    for part in range(1, 4):
+        problem = Problem(chain=chain, budget_bytes=low + (high - low) * part // 4, link=over)
+        schedule = offload_ilp.solve(problem, over).schedule
+        assert schedule is not None
+        assert replay(chain, schedule, over).peak_bytes <= problem.budget_bytes
+
+
 def test_the_program_places_a_copy_where_list_scheduling_does_not() -> None:
     chain = with_parcels(large_chain(1, 5, 2), Random(1), most=2)
     low, *_, high = budgets_of(chain)
     over = replace(link(rate_of(chain)), latency_seconds=0.0)
-    seconds = [
-        solve(chain, low + (high - low) // 3, over, solver).seconds for solver in ("offload_ilp", "rotor", "pofo")
-    ]
-    assert None not in seconds
-    assert seconds[0] < min(seconds[1:])
+    budget = low + (high - low) // 3
+    found = [solve(chain, budget, over, solver).seconds or math.inf for solver in ("offload_ilp", "rotor", "pofo")]
+    assert found[0] < min(found[1:])
 
 
 def test_a_program_for_a_long_chain_is_refused() -> None:
