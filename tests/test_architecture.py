@@ -29,7 +29,8 @@ METHODS = {"keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "
     "graph_exhaustive",
     "local_search",
 }
-METHOD_READERS = {"__init__", "suite", "candidates", "offload_suite", "graph_suite"}  # the registries; no other file of solvers/ may import a method
+# The registries; no other file of solvers/ may import a method.
+METHOD_READERS = {"__init__", "suite", "candidates", "offload_suite", "graph_suite"}
 PROBLEM_DATA = {
     "chain",
     "graph",
