@@ -15,8 +15,9 @@ from planner.plan import Plan, PlannedStage
 from planner.program import Program, program_of
 from planner.runtime import PlannedStep
 from planner.selections import selections_of
-from profiler.compiling import plain_name, unwrapped
+from profiler.compiling import COMPILED, plain_name, unwrapped
 from profiler.patching import Forward, ForwardPatches, is_patched
+from profiler.precision import autocast_now, autocast_part, precision_of, types_part
 
 _PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
 
@@ -63,7 +64,8 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
         A handle with ``remove()``; also a context manager.
 
     Raises:
-        PlanMismatch: stage names or parameter shapes differ.
+        PlanMismatch: stage names, parameter shapes or the parameters' types differ. So says the model's forward
+            where it runs under another autocast than the profiled step.
         UnsupportedPlan: the plan's schedule cannot be carried out.
         ValueError: another plan is applied already.
     """
@@ -73,6 +75,7 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
             "apply: expected a model without a plan, got one that has one; call its handle's remove() first"
         )
     _check_model(model, plan)
+    _check_types(model, plan)
     program = program_of(plan.stages, plan.schedule)
     patches = ForwardPatches()
     if program.dropped or program.selective or program.transfers or made_compiled(plan):
@@ -104,6 +107,7 @@ class _Planned:
     def __init__(self, plan: Plan, program: Program, model: nn.Module) -> None:
         self._device = device_of(model)
         self._engine = engine_for(plan, program, self._device)
+        self._autocast = _autocast_of(plan)
         stages = {k for k, stage in enumerate(plan.stages) if stage.kind == "stage"}
         # Where something travels, the end of every stage and the begin of its backward are moments to know.
         acting = stages if program.transfers else {*program.dropped, *program.selective}
@@ -128,6 +132,8 @@ class _Planned:
             model = self._model()
             if self._step is not None or model is None or not (model.training and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
+            if autocast_now(self._device) != self._autocast:
+                check_precision(model, self._plan, autocast_now(self._device))
             self._compiled.in_model(forward)
             engine = self._engine_beside(model)
             self._step = PlannedStep(self._plan, self._program, self._selections, self._strays, engine)
@@ -184,6 +190,35 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
         raise PlanMismatch(
             f"apply: expected the {plan.model_class} that was profiled, got a {type(model).__name__} that differs: "
             f"{'; '.join(differences[:3])}{more}; profile and solve for this model"
+        )
+
+
+def _autocast_of(plan: Plan) -> torch.dtype | None:
+    cast = autocast_part(plan.precision)
+    return getattr(torch, cast) if cast else None
+
+
+def _check_types(model: nn.Module, plan: Plan) -> None:
+    """The part of the precision that shows before the model runs."""
+    expected, got = types_part(plan.precision), precision_of(model, None)
+    if got != expected:
+        raise PlanMismatch(
+            f"a plan for {plan.precision}: expected parameters in {expected}, got {got}; "
+            "use them as they were profiled, or profile and solve for these"
+        )
+
+
+def check_precision(model: nn.Module, plan: Plan, autocast: torch.dtype | None) -> None:
+    """Refuse a step in another precision than the plan's: bytes, casts and kernels are others then.
+
+    Raises:
+        PlanMismatch: the parameters' types, or what autocast casts to.
+    """
+    expected, got = plan.precision.removesuffix(COMPILED), precision_of(model, autocast)
+    if got != expected:
+        raise PlanMismatch(
+            f"a plan for {expected}: expected a step in the same precision, got {got}; "
+            "run it as it was profiled, or profile and solve in this precision"
         )
 
 

@@ -15,6 +15,7 @@ from planner.planning import Infeasible, solve
 from profiler.measurement import measure
 from profiler.meter import metered, time_meter
 from profiler.preservation import RandomState, preserved
+from profiler.profiling import first_step
 from profiler.records import Profile
 from profiler.workload import Workload
 
@@ -106,7 +107,7 @@ def seconds_in_turns(
     times: dict[str, list[float]] = {name: [] for name in plans}
     with preserved(workload):
         randomness = RandomState.capture()
-        workload.step()  # so that no row pays for making the optimizer's states
+        first_step(workload)  # so that no row pays for making the optimizer's states
         for done in range(ROUNDS):
             if progress is not None:
                 progress(done)

@@ -117,7 +117,9 @@ def _resident(chain: Chain, plan: Plan | None) -> Iterator[Part]:
     known = plan.resident if plan is not None and plan.resident is not None else nothing
     named = {
         "parameters": known.parameters,
+        "other parameters": known.other_parameters,
         "optimizer states": known.optimizer,
+        "loss scale": known.scaler,
         "buffers": known.buffers,
         "batch": known.inputs,
         "gradients from before": known.gradients,

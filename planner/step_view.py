@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from planner.applier import apply, split_name
+from planner.applier import apply, check_precision, split_name
 from planner.peak import KEPT, MADE_AGAIN, Part, Peak
 from planner.plan import Plan
 from planner.program import program_of
@@ -44,13 +44,14 @@ def view_step(workload: Workload, plan: Plan, *, rounds: int = ROUNDS) -> StepVi
     memory meter, seconds of other steps, medians per action.
 
     Raises:
-        PlanMismatch: the plan is for another model.
+        PlanMismatch: the plan is for another model or another precision.
         ProfileError: the step fails.
         ValueError: the plan is for another device or another batch, the model
             is compiled, or the step does not run the same way twice.
     """
     check_device(workload, plan)
     _check_not_compiled(workload.model)
+    check_precision(workload.model, plan, workload.autocast)
     with preserved(workload):
         randomness = RandomState.capture()
         with apply(workload.model, plan):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from planner.applier import apply
+from planner.applier import apply, check_precision
 from planner.plan import Plan
 from profiler.measurement import measure
 from profiler.trees import tensors_in
@@ -39,12 +39,13 @@ def train_planned(workload: Workload, plan: Plan, *, steps: int) -> TrainingRun:
     Measuring leaves the workload as it was, so the losses are those of training alone.
 
     Raises:
-        ValueError: no steps, a plan for another kind of device or another
-            model, or a step that fails.
+        PlanMismatch: a plan for another model or another precision.
+        ValueError: no steps, a plan for another kind of device, or a step that fails.
     """
     if steps < 1:
         raise ValueError(f"--steps: expected at least 1, got {steps}; give a whole number above zero")
     check_device(workload, plan)
+    check_precision(workload.model, plan, workload.autocast)
     with apply(workload.model, plan):
         check_inputs(workload, plan)
         measured = measure(workload)

@@ -20,7 +20,7 @@ from profiler.stage_ops import makes_room
 from profiler.step_marks import AGAIN, QuietPatches, StepMarks
 from profiler.storages import allocated_bytes
 from profiler.trees import tensors_in
-from profiler.workload import Workload
+from profiler.workload import Workload, scaler_tensors
 
 Kind = Literal["parameter", "buffer", "optimizer state", "batch", "gradient", "made in step"]
 _RESIDENT = "resident"
@@ -154,6 +154,10 @@ class _Log:
                 self.add([parameter.grad], AliveStorage(kind="gradient", size_bytes=0, module=name))
         for name, buffer in model.named_buffers():
             self.add([buffer], AliveStorage(kind="buffer", size_bytes=0, module=name))
+        beside = list(workload.parameters_beside())
+        self.add(beside, AliveStorage(kind="parameter", size_bytes=0))  # Those of the model are known by name already.
+        self.add((p.grad for p in beside if p.grad is not None), AliveStorage(kind="gradient", size_bytes=0))
+        self.add(scaler_tensors(workload.scaler), AliveStorage(kind="optimizer state", size_bytes=0))
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for parameter, state in ({} if optimizer is None else optimizer.state).items():
             tensors = [value for value in state.values() if isinstance(value, Tensor)]

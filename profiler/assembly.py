@@ -13,6 +13,7 @@ import torch
 from profiler.compiling import COMPILED, is_compiled
 from profiler.meter import Interval
 from profiler.named_stages import around
+from profiler.precision import precision_of
 from profiler.probe import BACKWARD, FORWARD, LOSS, OPTIMIZER, Place, outside_place, stage_place
 from profiler.records import MenuRecord, OpRecord, Phase, Profile, ResidentBytes, SharedRecord, StageRecord
 from profiler.stages import ChosenStage, why_not_recomputable
@@ -95,7 +96,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         device=str(device),
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         torch_version=torch.__version__,
-        precision=_precision(workload),
+        precision=precision_of(workload.model, workload.autocast) + (COMPILED if is_compiled(workload.model) else ""),
         stages=assembly.records(),
         shared=assembly.shared(),
         resident=resident,
@@ -106,12 +107,6 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         op_records=_op_records(measured),
         menus=tuple(measured.menus),
     )
-
-
-def _precision(workload: Workload) -> str:
-    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in workload.model.parameters()})
-    cast = "" if workload.autocast is None else f", autocast {str(workload.autocast).removeprefix('torch.')}"
-    return "+".join(kinds) + cast + (COMPILED if is_compiled(workload.model) else "")
 
 
 def _phase(intervals: list[Interval] | None, seconds: float) -> Phase:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from profiler.meter import memory_meter, metered, time_meter
+from profiler.meter import Interval, Meter, memory_meter, metered, time_meter
 from profiler.preservation import RandomState, preserved
-from profiler.profiling import first_step, resident_bytes_of
+from profiler.profiling import first_step, resident_bytes_of, until_stepped
 from profiler.workload import Workload
 
 
@@ -45,13 +45,15 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
         randomness = RandomState.capture()
         first_step(workload)
         resident_bytes = resident_bytes_of(workload).total
-        randomness.restore()
-        intervals = metered(memory_meter(device, resident_bytes), lambda: losses.append(workload.step()))
-        times = []
-        for _ in range(repeats):
+
+        def again(meter: Meter) -> list[Interval]:
             randomness.restore()
             workload.zero_grad()
-            times.append(sum(i.seconds for i in metered(time_meter(device), workload.step)))
+            return metered(meter, lambda: losses.append(workload.step()))
+
+        intervals = until_stepped(workload, lambda: again(memory_meter(device, resident_bytes)))
+        timed = [until_stepped(workload, lambda: again(time_meter(device))) for _ in range(repeats)]
+        times = [sum(i.seconds for i in found) for found in timed]
     return Measurement(
         peak_bytes=max(i.peak_bytes for i in intervals),
         seconds=statistics.median(times),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from profiler.workload import Workload
 
 @contextmanager
 def preserved(workload: Workload) -> Iterator[None]:
-    """Restore parameters, buffers, gradients, flags, optimizer states and random states on leaving.
+    """Restore parameters, buffers, gradients, flags, states of optimizer and scaler, random states on leaving.
 
     Copies lie in host memory. Gradients are set aside, so the step inside
     starts without any. Cyclic garbage of before is collected first and none
@@ -44,12 +45,14 @@ def _captured(workload: Workload) -> Callable[[], None]:
     loose = [] if workload.optimizer is None else [p for g in workload.optimizer.param_groups for p in g["params"]]
     model = _ModelState(modules, [*loose, *tensors_in(workload.inputs)])
     optimizer = _OptimizerState(workload.optimizer) if workload.optimizer is not None else None
+    scaler = _ScalerState(workload.scaler) if workload.scaler is not None else None
     randomness = RandomState.capture()
 
     def restore() -> None:
         model.restore()
-        if optimizer is not None:
-            optimizer.restore()
+        for state in (optimizer, scaler):
+            if state is not None:
+                state.restore()
         randomness.restore()
 
     return restore
@@ -144,6 +147,22 @@ class _OptimizerState:
                     state[key][name] = value
         for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(values)
+
+
+class _ScalerState:
+    """The scale, how many steps it has stood, and what the scaler knows of a step under way."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+        self._values = dict(vars(scaler))
+        self._copies = {name: _host_copy(v) for name, v in self._values.items() if isinstance(v, Tensor)}
+        self._under_way = {name: copy.copy(v) for name, v in self._values.items() if isinstance(v, dict)}
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for name, value in self._copies.items():
+                _put_back(self._values[name], value)
+        vars(self._scaler).update({**self._values, **self._under_way})
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

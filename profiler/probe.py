@@ -115,12 +115,12 @@ class StepProbe:
             try:
                 loss = self._forward(run)
                 run.mark(LOSS)  # What backward allocates first belongs to no forward.
-                loss.backward()
+                self._workload.backward(loss)
                 value = loss.detach()  # As Workload.step: the loss outlives its graph.
                 del loss
                 if self._workload.optimizer is not None:
                     run.mark(OPTIMIZER)
-                    self._workload.optimizer.step()
+                    self._workload.update()
                 run.mark(END)
                 del value
             finally:

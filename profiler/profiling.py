@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from profiler.compiling import is_compiled, uncompiled
 from profiler.link_meter import measure_link
 from profiler.menu_steps import MenuSteps
 from profiler.menus import Propose, grouped, steps_for
-from profiler.meter import memory_meter, time_meter
+from profiler.meter import Interval, Meter, memory_meter, time_meter
 from profiler.named_stages import State
 from profiler.patching import is_patched
 from profiler.preservation import RandomState, preserved
@@ -29,9 +29,12 @@ from profiler.storages import distinct_bytes
 from profiler.survivors import Survivors
 from profiler.tracing import trace_step
 from profiler.trees import map_tensors, tensors_in
-from profiler.workload import Workload
+from profiler.workload import Workload, scaler_tensors
 
 Progress = Callable[[str, int, int], None]
+Result = TypeVar("Result")
+# GradScaler's scale begins at 65536 and halves with every skipped step; below 1 it no longer serves its end.
+SKIPPED_STEPS = 24
 PLAIN_STEPS = 3
 DROPPING_FORWARDS = 2
 _RUNS = 4 + PLAIN_STEPS + DROPPING_FORWARDS
@@ -109,26 +112,59 @@ class _Reporter:
 
 
 def first_step(workload: Workload) -> None:
-    """Run one step to warm up; raises ProfileError where it fails."""
+    """Run a step to warm up; raises ProfileError as ``checked_step`` does."""
+    checked_step(workload, workload.step)
+    workload.zero_grad()
+
+
+def checked_step(workload: Workload, run: Callable[[], Result]) -> Result:
+    """Call ``run``, a whole step, and again while the scaler leaves the optimizer out; what the last call returns.
+
+    Raises:
+        ProfileError: it fails, or no step has finite gradients.
+    """
     try:
-        workload.step()
+        return until_stepped(workload, run)
+    except ProfileError:
+        raise
     except Exception as error:  # User code runs here; whatever it raises is reported as its failure.
         raise ProfileError(
             f"profile: expected a training step that runs, got {type(error).__name__}: {error}; "
             "correct the model, its inputs or the loss"
         ) from error
-    workload.zero_grad()
+
+
+def until_stepped(workload: Workload, run: Callable[[], Result]) -> Result:
+    """What ``run``, a whole step, returns the first time that the optimizer's step is a part of it.
+
+    Raises:
+        ProfileError: the scaler leaves it out however small the scale becomes.
+    """
+    for _ in range(SKIPPED_STEPS):
+        result = run()
+        if workload.stepped:
+            return result
+    raise ProfileError(
+        f"profile: expected finite gradients once the loss scale is small enough, got inf or NaN in {SKIPPED_STEPS} "
+        "steps in a row; correct the loss, or use bfloat16"
+    )
 
 
 def resident_bytes_of(workload: Workload) -> ResidentBytes:
     """Bytes that are there between two steps, each storage once."""
-    states = workload.optimizer.state.values() if workload.optimizer is not None else ()
+    optimizer, model, device = workload.optimizer, workload.model, workload.device
+    states = optimizer.state.values() if optimizer is not None else ()
+    own = {id(parameter) for parameter in model.parameters()}
     return ResidentBytes(
-        parameters=distinct_bytes(workload.model.parameters()),
-        buffers=distinct_bytes(workload.model.buffers()),
-        optimizer=distinct_bytes(v for state in states for v in state.values() if isinstance(v, Tensor)),
+        parameters=distinct_bytes(model.parameters()),
+        buffers=distinct_bytes(model.buffers()),
+        optimizer=distinct_bytes(
+            v for state in states for v in state.values() if isinstance(v, Tensor) and v.device.type == device.type
+        ),
         inputs=distinct_bytes(tensors_in(workload.inputs)),
-        gradients=distinct_bytes(p.grad for p in workload.model.parameters() if p.grad is not None),
+        gradients=distinct_bytes(p.grad for p in workload.with_gradients() if p.grad is not None),
+        other_parameters=distinct_bytes(p for p in workload.parameters_beside() if id(p) not in own),
+        scaler=distinct_bytes(scaler_tensors(workload.scaler)),
     )
 
 
@@ -161,8 +197,9 @@ def _measure(
     traits = [_traits(stage) for stage in stages]
     with StepProbe(workload, stages) as probe:
         report("memory")
-        randomness.restore()
-        memory = probe.step(memory_meter(device, resident_bytes), mark_saves=True)
+        memory = until_stepped(
+            workload, lambda: _again(randomness, probe, memory_meter(device, resident_bytes), mark_saves=True)
+        )
         deaths, output_deaths = probe.deaths, probe.output_deaths
         groups = grouped(*seen, kinds, by_label(memory), propose, state)
         report.runs += steps_for(groups)
@@ -173,8 +210,7 @@ def _measure(
         steps = []
         for _ in range(PLAIN_STEPS):
             report("time")
-            randomness.restore()
-            steps.append(probe.step(time_meter(device)))
+            steps.append(until_stepped(workload, lambda: _again(randomness, probe, time_meter(device))))
         steps_of_menus = MenuSteps(probe, by_label(memory), device, resident_bytes, randomness, report)
         steps_of_menus.check(groups, propose)
         menus = steps_of_menus.measure(groups)
@@ -193,6 +229,12 @@ def _measure(
         menus=menus,
         menu_of={k: number for number, group in enumerate(groups) for k in group.members},
     )
+
+
+def _again(randomness: RandomState, probe: StepProbe, meter: Meter, *, mark_saves: bool = False) -> list[Interval]:
+    """A step with the random numbers of every other one."""
+    randomness.restore()
+    return probe.step(meter, mark_saves=mark_saves)
 
 
 def _nothing(_: StageOps) -> list[Choice]:

@@ -157,18 +157,23 @@ class SharedRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentBytes:
-    """Bytes that are there before the step begins and after it ends."""
+    """Bytes that are there before the step begins and after it ends.
+
+    ``other_parameters``: of the loss, and those of the optimizer that are not the model's (master copies, say).
+    """
 
     parameters: int
     buffers: int
     optimizer: int
     inputs: int
     gradients: int = 0
+    other_parameters: int = 0
+    scaler: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.parameters + self.buffers + self.optimizer + self.inputs + self.gradients
+        return sum(getattr(self, each.name) for each in dataclasses.fields(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,12 +98,12 @@ class StepMarks:
             mark_backward(loss, self._nodes, self._enter_backward)
             self._mark(LOSS)
             self._backward = True
-            loss.backward()
+            self._workload.backward(loss)
             value = loss.detach()  # As Workload.step: the loss outlives its graph.
             del loss
             if self._workload.optimizer is not None:
                 self._mark(OPTIMIZER)
-                self._workload.optimizer.step()
+                self._workload.update()
             self._mark(END)
             del value
         finally:

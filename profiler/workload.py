@@ -31,6 +31,12 @@ class Workload:
         accumulate: True where gradients are there before the step begins and
             are added to (gradient accumulation, ``zero_grad(set_to_none=False)``);
             they are then resident.
+        scaler: scales the loss before backward, as float16 needs; where gradients
+            come out inf or NaN the optimizer's step is left out, and the scale falls.
+        clip_norm: the norm that the optimizer's gradients, unscaled, are clipped to.
+
+    Attributes:
+        stepped: whether the optimizer's step was run by the last ``update``.
 
     Raises:
         ValueError: an argument is of another kind than stated.
@@ -45,6 +51,8 @@ class Workload:
         optimizer: torch.optim.Optimizer | None = None,
         autocast: torch.dtype | str | None = None,
         accumulate: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+        clip_norm: float | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"Workload: expected model to be a torch.nn.Module, got {type(model).__name__}; pass one")
@@ -65,6 +73,10 @@ class Workload:
         self.optimizer = optimizer
         self.autocast = _autocast_dtype(autocast)
         self.accumulate = accumulate
+        _check_update(optimizer, scaler, clip_norm)
+        self.scaler = scaler
+        self.clip_norm = clip_norm
+        self.stepped = True
 
     @property
     def device(self) -> torch.device:
@@ -77,8 +89,8 @@ class Workload:
         """Move the model (in place) and the inputs; returns self.
 
         Raises:
-            ValueError: the device does not exist here, or the optimizer
-                already holds states on another device.
+            ValueError: the device does not exist here, or the optimizer or
+                the scaler already holds states on another device.
         """
         try:
             target = torch.device(device)
@@ -90,6 +102,8 @@ class Workload:
             raise ValueError(f"device: expected one that this machine has, got {str(device)!r}; use cpu")
         if self.optimizer is not None and self.optimizer.state:
             raise ValueError("device: expected an optimizer without states, got a used one; move the model first")
+        if scaler_tensors(self.scaler):
+            raise ValueError("device: expected a scaler that has not been used, got a used one; move the model first")
         self.model.to(target)
         # Moved without its graph: an input that takes a gradient stays a leaf.
         self.inputs = map_tensors(
@@ -108,7 +122,7 @@ class Workload:
 
     def zero_grad(self) -> None:
         """Set every gradient to None, or with ``accumulate`` to zeros."""
-        for parameter in self._with_gradients():
+        for parameter in self.with_gradients():
             if not self.accumulate:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -116,23 +130,56 @@ class Workload:
             elif parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _with_gradients(self) -> Iterator[Tensor]:
-        """The model's parameters, those that the optimizer has beside them, and inputs that want a gradient."""
-        yield from self.model.parameters()
+    def parameters_beside(self) -> Iterator[Tensor]:
+        """Those of the loss, and the optimizer's own (master copies, say); the model's may be among them."""
+        if isinstance(self.loss, nn.Module):
+            yield from self.loss.parameters()
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             yield from group["params"]
+
+    def with_gradients(self) -> Iterator[Tensor]:
+        """All parameters, and inputs that want a gradient."""
+        yield from self.model.parameters()
+        yield from self.parameters_beside()
         yield from (tensor for tensor in tensors_in(self.inputs) if tensor.is_leaf and tensor.requires_grad)
 
     def step(self) -> float:
         """One whole training step; returns the loss as a number."""
         self.zero_grad()
         loss = self.forward()
-        loss.backward()
+        self.backward(loss)
         value = loss.detach()
         del loss
-        if self.optimizer is not None:
-            self.optimizer.step()
+        self.update()
         return float(value)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward of what ``forward`` returned, scaled where there is a scaler."""
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward()
+
+    def update(self) -> None:
+        """What follows backward: unscale, clip, the optimizer's step, the next scale."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            return
+        if self.clip_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], self.clip_norm)
+        if self.scaler is None:
+            optimizer.step()
+            return
+        self.stepped = False
+        hook = optimizer.register_step_post_hook(self._note_step)
+        try:
+            self.scaler.step(optimizer)
+        finally:
+            hook.remove()
+        self.scaler.update()
+
+    def _note_step(self, *_: object) -> None:
+        self.stepped = True
 
     def _call_model(self) -> Any:
         if isinstance(self.inputs, Mapping):
@@ -159,6 +206,23 @@ class Workload:
                 "pass loss=, a callable on the model's output, or labels in the inputs"
             )
         return loss
+
+
+def scaler_tensors(scaler: torch.amp.GradScaler | None) -> list[Tensor]:
+    """What a scaler holds from step to step: nothing before it was used."""
+    return [] if scaler is None else [value for value in vars(scaler).values() if isinstance(value, Tensor)]
+
+
+def _check_update(optimizer: Any, scaler: Any, clip_norm: Any) -> None:
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ValueError(
+            f"Workload: expected scaler to be a torch.amp.GradScaler or None, got {type(scaler).__name__}; pass one"
+        )
+    number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool) and clip_norm > 0
+    if clip_norm is not None and not number:
+        raise ValueError(f"Workload: expected clip_norm to be a number above zero or None, got {clip_norm!r}; pass one")
+    if optimizer is None and not (scaler is None and clip_norm is None):
+        raise ValueError("Workload: expected an optimizer beside scaler and clip_norm, got none; pass optimizer=")
 
 
 def _own_loss(output: Any) -> Any:

@@ -1,0 +1,47 @@
+"""Precision: what a model computes in, in words: the types of its parameters and what autocast casts to."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+_CAST = ", autocast "
+
+
+def precision_of(model: nn.Module, autocast: torch.dtype | None) -> str:
+    """The precision of a model's step.
+
+    >>> precision_of(nn.Linear(1, 1).bfloat16(), None)
+    'bfloat16'
+    >>> precision_of(nn.Linear(1, 1), torch.float16)
+    'float32, autocast float16'
+    """
+    kinds = sorted({_name(parameter.dtype) for parameter in model.parameters()})
+    return "+".join(kinds) + ("" if autocast is None else _CAST + _name(autocast))
+
+
+def autocast_now(device: torch.device) -> torch.dtype | None:
+    """What autocast casts to at this moment; None outside of it."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def types_part(precision: str) -> str:
+    """The types of the parameters.
+
+    >>> types_part("float32, autocast float16, compiled"), types_part("float32")
+    ('float32', 'float32')
+    """
+    return precision.partition(",")[0]
+
+
+def autocast_part(precision: str) -> str:
+    """The name of what autocast casts to; empty where it does not.
+
+    >>> autocast_part("float32, autocast float16, compiled"), autocast_part("float32")
+    ('float16', '')
+    """
+    return precision.partition(_CAST)[2].partition(",")[0]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
