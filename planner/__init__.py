@@ -1,6 +1,8 @@
 """The sublinear-memory planner: profile a real PyTorch model, plan under a memory budget, train under the plan."""
 
 from planner.applier import Handle, PlanMismatch, apply, handle_of
+from planner.batch_limits import Limit, MaxBatch, NoBatch
+from planner.batch_search import max_batch
 from planner.by_hand import state
 from planner.checkpointing import auto_checkpoint
 from planner.curves import pareto
@@ -19,7 +21,10 @@ from profiler.workload import Workload
 __all__ = [
     "Handle",
     "Infeasible",
+    "Limit",
+    "MaxBatch",
     "Measurement",
+    "NoBatch",
     "NothingFound",
     "Offload",
     "Plan",
@@ -34,6 +39,7 @@ __all__ = [
     "apply",
     "auto_checkpoint",
     "handle_of",
+    "max_batch",
     "measure",
     "pareto",
     "profile",

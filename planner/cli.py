@@ -1,4 +1,4 @@
-"""The command line: profile, solve, pareto, train, compare, show and demo."""
+"""The command line: profile, solve, pareto, train, compare, max-batch, show and demo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 import typer
 from rich.console import RenderableType
 
-from planner import Infeasible, Plan, Rules, Workload, curves, documents, plots, problem_files, report
+from planner import Infeasible, NoBatch, Plan, Rules, Workload, curves, documents, plots, problem_files, report
+from planner.batch_report import batch_document, batch_report, no_batch_document
+from planner.batch_search import max_batch
 from planner.cli_demo import run_demo
 from planner.cli_shell import Face, ManyValues, check_folder, note, show, show_json, working
 from planner.cli_show import Wanted, run_show
@@ -246,6 +248,49 @@ def compare_command(
     else:
         show(report.comparison_report(rows, budget_bytes))
     _fail_if_infeasible(document)
+
+
+@app.command("max-batch", cls=ManyValues)
+def max_batch_command(
+    target: Target,
+    budget: Annotated[str, typer.Option("--budget", help="Of the whole step, as 32GB: 8GiB, 512MiB or bytes.")],
+    vary: Annotated[str, typer.Option(metavar="KEY", help="The --set key to search over, as seq.")] = "batch",
+    step: Annotated[int, typer.Option(min=1, help="Sizes tried are multiples of it.")] = 1,
+    settings: Settings = None,
+    device: Device = None,
+    no_menus: Annotated[bool, typer.Option("--no-menus", help="Keep or recompute stages as a whole.")] = False,
+    no_offload: NoOffload = False,
+    link_gbps: LinkGbps = None,
+    devices_per_link: DevicesPerLink = None,
+    host_memory: HostMemory = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the largest batch that fits without a plan, with recompute, and with offload, and how fast each is.
+
+    Profiles a few sizes, predicts how bytes and seconds grow, and confirms the limits by real steps.
+    """
+    wish = _wish(no_offload, False, link_gbps, devices_per_link, host_memory) or Offload()
+    try:
+        with working() as progress:
+            found = max_batch(
+                target,
+                budget,
+                vary=vary,
+                settings=parse_settings(settings or []),
+                step=step,
+                device=device,
+                offload=wish,
+                menus=not no_menus,
+                progress=progress,
+            )
+    except NoBatch as refusal:
+        if as_json:
+            show_json(no_batch_document(refusal))
+        raise
+    if as_json:
+        show_json(batch_document(found))
+    else:
+        show(batch_report(found))
 
 
 @app.command("show", cls=ManyValues)

@@ -42,7 +42,7 @@ def graph_report(document: Mapping[str, Any]) -> RenderableType:
     if not again:
         return claims
     shown = sorted(again, key=lambda node: -node["extra_seconds"])[:_NODES_SHOWN]
-    table = _table(f"Run again: {len(shown)} of {len(again)}, dearest first", ["node"], ["runs", "extra time"])
+    table = plain_table(f"Run again: {len(shown)} of {len(again)}, dearest first", ["node"], ["runs", "extra time"])
     for node in shown:
         table.add_row(escape(node["name"]), str(node["runs"]), _ms(node["extra_seconds"]))
     return Group(claims, "", table)
@@ -53,7 +53,7 @@ def _plan_table(document: Mapping[str, Any]) -> Table:
     title = f"Plan of {model} on {document['device']} ({document['precision']})" if model else "Solution of a chain"
     sends = any(stage.get("offloaded_bytes") for stage in document["stages"])
     sent = ["sent to\nthe host"] if sends else []
-    table = _table(title, ["stage", "decision"], ["kept", *sent, "runs", "extra time"])
+    table = plain_table(title, ["stage", "decision"], ["kept", *sent, "runs", "extra time"])
     for stage in document["stages"]:
         colour = _COLOURS[stage["decision"]]
         table.add_row(
@@ -146,7 +146,7 @@ def profile_report(profile: Profile) -> RenderableType:
     """A profile's stages, why some cannot be recomputed, and the step as a whole."""
     title = f"Profile of {profile.model_class} on {profile.device} ({profile.precision})"
     columns = ["forward\nms", "backward\nms", "kept", "boundary", "rerun\nms", "rerun\nops"]
-    table = _table(title, ["stage"], columns)
+    table = plain_table(title, ["stage"], columns)
     reasons: dict[str, int] = {}
     for record in profile.stages:
         table.add_row(*_stage_cells(record, reasons), style="dim" if record.kind == "outside" else None)
@@ -189,7 +189,7 @@ def ops_report(records: Sequence[OpRecord], *, limit: int) -> RenderableType:
     ordered = sorted(records, key=lambda record: (record.output_bytes, record.seconds), reverse=True)
     shown = ordered[: limit or None]
     title = f"Ops: {len(shown)} of {len(records)}, largest output first"
-    table = _table(title, ["side", "module", "op"], ["output", "time", "kept"])
+    table = plain_table(title, ["side", "module", "op"], ["output", "time", "kept"])
     for record in shown:
         table.add_row(*_op_cells(record))
     return Group(table, facts(_op_totals(records)))
@@ -213,7 +213,7 @@ def _op_totals(records: Sequence[OpRecord]) -> list[tuple[str, str]]:
 
 def frontier_report(frame: pd.DataFrame, title: str) -> RenderableType:
     """The two ends of every solver's curve: its smallest peak and its fastest plan."""
-    table = _table(title, ["solver"], ["points", "smallest peak", "its time", "fastest", "its peak", "solved in"])
+    table = plain_table(title, ["solver"], ["points", "smallest peak", "its time", "fastest", "its peak", "solved in"])
     curves: dict[str, list[dict[str, Any]]] = {}
     for values in frame.itertuples(index=False, name=None):
         row = dict(zip(frame.columns, values, strict=True))
@@ -236,7 +236,7 @@ def frontier_report(frame: pd.DataFrame, title: str) -> RenderableType:
 def comparison_report(rows: Sequence[ComparisonRow], budget_bytes: int) -> RenderableType:
     """Every solver's plan for one budget, predicted beside measured."""
     title = f"Budget {_both(budget_bytes)}"
-    table = _table(
+    table = plain_table(
         title, ["solver", "status"], ["predicted peak", "measured", "off by", "predicted time", "measured", "slowdown"]
     )
     plain = next((row.measured_seconds for row in rows if row.solver == "none"), None)
@@ -289,7 +289,8 @@ def training_report(document: Mapping[str, Any]) -> RenderableType:
     )
 
 
-def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
+def plain_table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
+    """A table without lines, its columns of text before those of numbers."""
     table = Table(title=escape(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for name in texts:
         table.add_column(name, overflow="fold")

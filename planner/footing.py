@@ -1,0 +1,114 @@
+"""Footing: the smallest size that a target takes, the steps between its sizes, and real unplanned steps above it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from planner.growth import whole_at
+from planner.limits import MOST
+from planner.trials import Build, Report, Trial, has_room, ran_out, states_bytes, trial
+
+STARTS = 10  # doublings of the step in search of a size that the target takes: 512 steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footing:
+    """Where a search begins.
+
+    Attributes:
+        start: the smallest size whose step runs.
+        step: sizes are multiples of it.
+        states_bytes: parameters, buffers, gradients and optimizer states at ``start``.
+        device: of the model.
+        notes: what a person should know, one sentence each.
+    """
+
+    start: int
+    step: int
+    states_bytes: int
+    device: torch.device
+    notes: tuple[str, ...] = ()
+
+
+def footing_of(build: Build, vary: str, step: int, report: Report) -> Footing:
+    """Try the step, twice the step and so on, until the target takes one and the model trains with it.
+
+    Raises:
+        ValueError: the target takes none of them (the first refusal), or the device has no room for a step.
+    """
+    first: ValueError | None = None
+    for doubling in range(STARTS):
+        size = step << doubling
+        report(f"{vary}={size}: states")
+        try:
+            workload = build(size)
+            states, device = states_bytes(workload), workload.device
+        except ValueError as error:
+            if ran_out(error):
+                raise ValueError(
+                    f"max-batch: expected room for an unplanned step of {vary}={size}, which is to be profiled, got "
+                    "too little on this device; make the model smaller, or take a device with more memory"
+                ) from error
+            first = first or error
+            continue
+        unit = _unit(build, size, step)
+        notes = (f"{vary}: multiples of {unit} are tried, as {size + unit // 2} is refused",) if unit > step else ()
+        return Footing(start=size, step=unit, states_bytes=states, device=device, notes=notes)
+    assert first is not None
+    raise first
+
+
+def _unit(build: Build, size: int, step: int) -> int:
+    """How far the next size lies: the step, or where that is refused, the first double that is taken."""
+    unit = step
+    while unit < size and not _takes(build, size + unit):
+        unit *= 2
+    return unit
+
+
+def _takes(build: Build, size: int) -> bool:
+    try:
+        build(size)
+    except ValueError as error:
+        return ran_out(error)  # there is no room for it here, which is another question
+    return True
+
+
+def ladder(build: Build, footing: Footing, vary: str, budget_bytes: int, report: Report) -> list[Trial]:
+    """Real unplanned steps at doubled sizes, as long as the next one is predicted to fit and the device has room.
+
+    Raises:
+        ValueError: memory does not grow with the size.
+    """
+    found: list[Trial] = []
+    size = footing.start
+    while size <= MOST * footing.step:
+        report(f"{vary}={size}: a step")
+        found.append(trial(build, size, None, repeats=1))
+        _check_grows(found, vary)
+        size *= 2
+        expected = _expected(found, size, footing.states_bytes)
+        if not found[-1].fits(budget_bytes) or expected > budget_bytes:
+            break
+        if not has_room(footing.device, expected, footing.states_bytes):
+            break
+    return found
+
+
+def _expected(found: list[Trial], size: int, states_bytes: int) -> int:
+    """The peak at the next size by the last three; after the first one, all but the states doubles."""
+    peaks = [own.peak_bytes or 0 for own in found[-3:]]
+    if len(peaks) == 1:
+        return peaks[0] + max(0, peaks[0] - states_bytes)
+    return whole_at([own.size for own in found[-3:]], peaks, size, curved=True)
+
+
+def _check_grows(found: list[Trial], vary: str) -> None:
+    peaks = [own.peak_bytes for own in found[-3:]]
+    if len(peaks) == 3 and len({*peaks}) == 1:
+        raise ValueError(
+            f"--vary: expected a setting that memory grows with, got {vary!r}: a step peaks at {peaks[0]} bytes with "
+            f"{found[-3].size} and with {found[-1].size}; vary another one"
+        )

@@ -1,0 +1,138 @@
+"""The forecast: which size is the largest in each way of training, and with which plan, as the growth has it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from planner.batch_limits import Way
+from planner.cost_model import chain_of
+from planner.growth import Growth
+from planner.limits import MOST, largest
+from planner.offloading import Offload, usable_link
+from planner.plan import Plan
+from planner.planning import Infeasible, solve
+from planner.sizes import format_bytes
+from profiler.records import Profile
+from solvers import Chain, replay
+from solvers.keep_all import schedules as keeping_all
+from solvers.minimum_memory import shortage
+
+# So little leaves out the integer program for short chains, which proves what is found and hardly ever betters it.
+SEARCH_SECONDS = 1e-3
+NO_LINK = "no link is known: run on a device that has one, or give its speed with --link-gbps"
+
+
+class Forecast:
+    """Predicts for every size from the profiles at a few.
+
+    Args:
+        growth: of the profiles.
+        budget_bytes: the most bytes alive at once.
+        offload: what may be sent to host memory.
+    """
+
+    def __init__(self, growth: Growth, budget_bytes: int, offload: Offload) -> None:
+        self.growth = growth
+        self.budget_bytes = budget_bytes
+        self._offload = offload
+        self._profiles: dict[int, Profile] = {}
+        self._plans: dict[tuple[Way, int, int], Plan] = {}
+        # By how much a measured peak was above the predicted one: plans leave so much free from then on.
+        self.margin_bytes: defaultdict[Way, int] = defaultdict(int)
+
+    def profile_at(self, size: int) -> Profile:
+        """The profile to expect."""
+        if size not in self._profiles:
+            self._profiles[size] = self.growth.at(size)
+        return self._profiles[size]
+
+    def samples_at(self, size: int) -> int:
+        """Samples of one step: the first dimension of the batch's first tensor, as far as it has one."""
+        shapes = self.profile_at(size).input_shapes
+        return next((shape[0] for shape in shapes if shape), size)
+
+    def weight_at(self, size: int) -> int:
+        """What one sample counts: 1, and its size where the key makes samples larger instead of more."""
+        sizes = self.growth.sizes
+        return size if self.samples_at(sizes[0]) == self.samples_at(sizes[-1]) else 1
+
+    def why_no_offload(self) -> str:
+        """Why nothing can be sent to host memory; empty where it can."""
+        return why_no_offload(self._offload, self.growth.profiles[-1])
+
+    def largest(self, way: Way, *, floor: int, step: int, vary: str) -> int:
+        """The largest size that is predicted to fit; ``floor`` where no larger one does.
+
+        Raises:
+            ValueError: everything fits, so memory does not grow with the size.
+        """
+        found = largest(lambda size: self._fits(way, size), floor=floor, step=step)
+        if found >= MOST * step:
+            raise ValueError(
+                f"--vary: expected a setting that memory grows with, got {vary!r}, of which any value is predicted to "
+                f"fit {format_bytes(self.budget_bytes)}; vary another one"
+            )
+        return found
+
+    def _fits(self, way: Way, size: int) -> bool:
+        chain = chain_of(self.profile_at(size))
+        if way == "none":
+            return _unplanned_peak(chain) <= self.budget_bytes
+        if way == "recompute":
+            return shortage(chain).minimum_budget_bytes <= self.budget_bytes
+        return self.quick(way, size) is not None
+
+    def quick(self, way: Way, size: int) -> Plan | None:
+        """A plan by the method that weighs most in little time; None where none fits."""
+        try:
+            return quick_plan(self.profile_at(size), self.budget_bytes, self._wish(way))
+        except Infeasible:
+            return None
+
+    def plan_at(self, way: Way, size: int) -> tuple[Plan | None, int]:
+        """The plan for a size, the leanest where none is predicted to fit, and its predicted peak."""
+        own = self.profile_at(size)
+        if way == "none":
+            return None, _unplanned_peak(chain_of(own))
+        key = (way, size, self.margin_bytes[way])
+        if key not in self._plans:
+            self._plans[key] = self._planned(own, way)
+        return self._plans[key], self._plans[key].predicted_peak_bytes
+
+    def _planned(self, own: Profile, way: Way) -> Plan:
+        wish, budget_bytes = self._wish(way), max(1, self.budget_bytes - self.margin_bytes[way])
+        try:
+            quick_plan(own, budget_bytes, wish)
+        except Infeasible as refusal:
+            return quick_plan(own, refusal.minimum_budget_bytes, wish)
+        return solve(own, budget_bytes, time_limit_seconds=SEARCH_SECONDS, offload=wish)
+
+    def _wish(self, way: Way) -> Offload:
+        return self._offload if way == "offload" else Offload(mode="never")
+
+    def seconds_at(self, size: int, plan: Plan | None) -> float:
+        """Of a step."""
+        return self.profile_at(size).unplanned_seconds if plan is None else plan.predicted_seconds
+
+    def throughput_at(self, size: int, plan: Plan | None) -> float:
+        """Samples per second, each counted with its weight."""
+        seconds = self.seconds_at(size, plan)
+        return self.samples_at(size) * self.weight_at(size) / seconds if seconds > 0 else 0.0
+
+
+def why_no_offload(wish: Offload, profile: Profile) -> str:
+    """Why nothing can be sent to host memory; empty where it can."""
+    if wish.mode == "never":
+        return "nothing is to be sent (--no-offload)"
+    link, why = usable_link(wish, chain_of(profile), profile.link)
+    return "" if link is not None else why or NO_LINK
+
+
+def quick_plan(profile: Profile, budget_bytes: int, wish: Offload) -> Plan:
+    """A plan by the method that weighs most in little time; raises Infeasible."""
+    solver = "auto" if wish.mode == "only" else "rotor"
+    return solve(profile, budget_bytes, solver=solver, offload=wish)
+
+
+def _unplanned_peak(chain: Chain) -> int:
+    return replay(chain, keeping_all(chain)[0]).peak_bytes

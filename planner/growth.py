@@ -1,0 +1,259 @@
+"""Growth: how the numbers of a profile grow with a size of the workload, and the profile to expect at any size."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import combinations
+from typing import Any
+
+from profiler.records import MenuRecord, OptionRecord, Profile, StageRecord
+from profiler.stage_ops import StageOps
+
+# Deviation from a line, as a share of what the bytes grow by, that counts as none: a CUDA allocator rounds every tensor
+# up to 512 bytes, which of tensors of half a megabyte is that share.
+STRAIGHT = 0.001
+# Deviation of the seconds that counts as none: what two runs of the same step differ by on a machine that others use.
+STEADY = 0.1
+_SHAPES = ("input_shapes", "parameter_shapes")
+_COUNTS = ("recompute_ops", "forward_ops", "saved_tensors", "alike")
+_ROWS_OF_BYTES = ("parameters", "buffers", "optimizer", "inputs", "gradients")
+
+
+class Unlike(ValueError):
+    """Profiles of two sizes that do not have the same parts; the message names the first difference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """Profiles of one model at rising sizes, and what follows for other sizes.
+
+    Attributes:
+        sizes: two or more, rising.
+        profiles: one for each.
+    """
+
+    sizes: tuple[int, ...]
+    profiles: tuple[Profile, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) < 2 or len(self.sizes) != len(self.profiles) or list(self.sizes) != sorted({*self.sizes}):
+            raise ValueError(
+                f"growth: expected a profile at each of two or more rising sizes, got {len(self.profiles)} at "
+                f"{list(self.sizes)}; profile at one more size"
+            )
+
+    @property
+    def bend(self) -> float:
+        """How far the middle of the last three sizes lies below the line, as a share of what the bytes grow by."""
+        held = [profile.stages[-1].forward.end_bytes for profile in self.profiles]
+        return _bend(self.sizes, held)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the bytes kept for backward grow as a line; with two sizes nothing speaks against it."""
+        return abs(self.bend) <= STRAIGHT
+
+    def notes(self) -> list[str]:
+        """What a person should know of the fit, one sentence each; empty where it is a line."""
+        found = []
+        if len(self.sizes) > 2 and not self.is_linear:
+            kind = "faster" if self.bend > 0 else "slower"
+            fit = "a parabola through three sizes" if self.bend > 0 else "a line through the two largest sizes"
+            found.append(f"bytes grow {kind} than linearly ({abs(self.bend):.1%} off the line): {fit} is taken")
+        off = _bend(self.sizes, [profile.unplanned_seconds for profile in self.profiles])
+        if abs(off) > STEADY:
+            found.append(f"seconds do not grow linearly ({abs(off):.0%} off the line): predicted speeds are rough")
+        return found
+
+    def at(self, size: int) -> Profile:
+        """The profile to expect at ``size``: every number from its growth, bytes rounded up.
+
+        Whole numbers follow the line through the two nearest sizes, or, where the bytes that are kept grow faster than
+        linearly, a parabola. Seconds follow the best line, or parabola, that never falls.
+
+        Raises:
+            Unlike: the profiles do not have the same stages, tensors or modules.
+        """
+        parts = _aligned(self.profiles)
+        curved = self.bend > STRAIGHT
+        fit = _Fit(
+            whole=lambda values: whole_at(self.sizes, values, size, curved=curved),
+            seconds=lambda values: seconds_at(self.sizes, values, size, curved=curved),
+        )
+        profile = _blend([replace(part, link=None) for part in parts], fit, "")
+        stages = tuple(_ordered(stage) for stage in profile.stages)
+        return replace(profile, stages=stages, link=parts[-1].link)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    whole: Callable[[Sequence[int]], int]
+    seconds: Callable[[Sequence[float]], float]
+
+
+def whole_at(sizes: Sequence[int], values: Sequence[int], size: int, *, curved: bool) -> int:
+    """A whole number at another size, rounded up; never negative where it was not at any size.
+
+    >>> whole_at((1, 2, 4), (10, 13, 19), 8, curved=False), whole_at((1, 2, 4), (1, 4, 16), 8, curved=True)
+    (31, 64)
+    """
+    if all(value == values[0] for value in values):
+        return values[0]
+    high = next((k for k in range(1, len(sizes) - 1) if sizes[k] >= size), len(sizes) - 1)
+    low = high - 1
+    slope = Fraction(values[high] - values[low], sizes[high] - sizes[low])
+    found = values[high] + slope * (size - sizes[high])
+    if curved and len(sizes) > 2:
+        found += max(Fraction(0), _curvature(sizes, values)) * (size - sizes[high]) * (size - sizes[low])
+    least = 0 if min(values) >= 0 else None
+    rounded = -(-found.numerator // found.denominator)
+    return rounded if least is None else max(least, rounded)
+
+
+def _curvature(sizes: Sequence[int], values: Sequence[int]) -> Fraction:
+    """The second divided difference of the last three points."""
+    (a, b, c), (u, v, w) = sizes[-3:], values[-3:]
+    return (Fraction(w - v, c - b) - Fraction(v - u, b - a)) / (c - a)
+
+
+def _bend(sizes: Sequence[int], values: Sequence[float]) -> float:
+    if len(sizes) < 3:
+        return 0.0
+    (a, b, c), (u, v, w) = sizes[-3:], values[-3:]
+    grown = w - u
+    return ((u + (w - u) * (b - a) / (c - a)) - v) / grown if grown > 0 else 0.0
+
+
+def seconds_at(sizes: Sequence[int], values: Sequence[float], size: int, *, curved: bool) -> float:
+    """Seconds at another size: least squares with no negative part, so that noise never makes a larger size faster.
+
+    >>> round(seconds_at((1, 2, 4), (3.0, 5.0, 9.0), 8, curved=False), 6)
+    17.0
+    """
+    powers = (0, 1, 2) if curved and len(sizes) > 2 else (0, 1)
+    pairs = [*combinations(powers, 2), *((power,) for power in powers)]
+    fits = [fit for pair in pairs if (fit := _least_squares(sizes, values, pair)) is not None]
+    _, best = min(fits, key=lambda fit: fit[0])
+    return sum(part * float(size) ** power for power, part in best)
+
+
+def _least_squares(
+    sizes: Sequence[int], values: Sequence[float], powers: Sequence[int]
+) -> tuple[float, list[tuple[int, float]]] | None:
+    """Squared error and parts of the best sum of one or two powers; None where a part would be negative."""
+    columns = [[float(size) ** power for size in sizes] for power in powers]
+    if len(columns) == 1:
+        own = columns[0]
+        parts = [_dot(own, values) / _dot(own, own)]
+    else:
+        first, second = columns
+        a, b, d = _dot(first, first), _dot(first, second), _dot(second, second)
+        p, q = _dot(first, values), _dot(second, values)
+        parts = [(p * d - q * b) / (a * d - b * b), (q * a - p * b) / (a * d - b * b)]
+    if min(parts) < 0:
+        return None
+    found = [sum(part * column[k] for part, column in zip(parts, columns, strict=True)) for k in range(len(sizes))]
+    error = sum((x - y) ** 2 for x, y in zip(found, values, strict=True))
+    return error, list(zip(powers, parts, strict=True))
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(left, right, strict=True))
+
+
+def _blend(parts: Sequence[Any], fit: _Fit, name: str) -> Any:
+    """The value of the field ``name`` at the size that ``fit`` is for."""
+    last = parts[-1]
+    if dataclasses.is_dataclass(last) and not isinstance(last, type):
+        own = [field.name for field in dataclasses.fields(last)]
+        return type(last)(**{key: _blend([getattr(part, key) for part in parts], fit, key) for key in own})
+    if isinstance(last, tuple):
+        if len({len(part) for part in parts}) > 1:
+            raise _unlike(name, [f"{len(part)} of them" for part in parts])
+        return tuple(_blend(own, fit, name) for own in zip(*parts, strict=True))
+    if isinstance(last, bool):
+        return all(parts) if name == "recomputable" else any(parts)
+    if isinstance(last, int):
+        return _whole(parts, fit, name)
+    if isinstance(last, float):
+        return fit.seconds(parts)
+    if name in ("name", "kind", "module_class") and any(part != last for part in parts):
+        raise _unlike(name, parts)
+    return next((part for part in parts if name == "reason" and part), last)
+
+
+def _whole(parts: Sequence[int], fit: _Fit, name: str) -> int:
+    if name.endswith("_bytes") or name in (*_SHAPES, *_ROWS_OF_BYTES):
+        return fit.whole(parts)
+    if name not in _COUNTS and any(part != parts[0] for part in parts):
+        raise _unlike(name, parts)
+    return parts[-1]
+
+
+def _unlike(name: str, parts: Sequence[Any]) -> Unlike:
+    return Unlike(
+        f"growth: expected the same stages and tensors at every size, got {name!r} "
+        f"{' and '.join(str(part) for part in parts)}; name the stages, or vary something else"
+    )
+
+
+def _aligned(profiles: Sequence[Profile]) -> list[Profile]:
+    """The profiles, each with the menus and the options that all of them have; without records of single ops."""
+    numbers: dict[tuple[int, ...], int] = {}
+    menus: list[list[MenuRecord]] = [[] for _ in profiles]
+    of_stage: list[int] = []
+    if len({len(profile.stages) for profile in profiles}) > 1:
+        raise _unlike("stages", [f"{len(profile.stages)} of them" for profile in profiles])
+    for records in zip(*(profile.stages for profile in profiles), strict=True):
+        key = tuple(record.menu for record in records)
+        if key not in numbers:
+            common = _common([_menu_of(p, r) for p, r in zip(profiles, records, strict=True)])
+            numbers[key] = len(menus[0]) if common else -1
+            for own, menu in zip(menus, common, strict=False):
+                own.append(menu)
+        of_stage.append(numbers[key])
+    return [
+        replace(
+            profile,
+            stages=tuple(replace(record, menu=of_stage[k]) for k, record in enumerate(profile.stages)),
+            menus=tuple(own),
+            op_records=(),
+            step_seconds=(),
+        )
+        for profile, own in zip(profiles, menus, strict=True)
+    ]
+
+
+def _menu_of(profile: Profile, record: StageRecord) -> MenuRecord | None:
+    return profile.menus[record.menu] if record.menu >= 0 else None
+
+
+def _common(menus: Sequence[MenuRecord | None]) -> list[MenuRecord]:
+    """The menus with the options that all have, in the same order; none where they are not of the same ops."""
+    found = [menu for menu in menus if menu is not None]
+    if len(found) < len(menus) or len({flow_of(menu.ops) for menu in found}) > 1:
+        return []
+    by_rerun: list[dict[tuple[int, ...], OptionRecord]] = [{o.rerun: o for o in menu.options} for menu in found]
+    shared = [rerun for rerun in by_rerun[-1] if all(rerun in own for own in by_rerun)]
+    shared = [rerun for rerun in shared if len({own[rerun].kept for own in by_rerun}) == 1]
+    return [
+        replace(menu, options=tuple(own[rerun] for rerun in shared)) for menu, own in zip(found, by_rerun, strict=True)
+    ]
+
+
+def flow_of(ops: StageOps) -> tuple[Any, ...]:
+    """What a stage's ops do, whatever the sizes of their tensors and their seconds."""
+    steps = tuple((op.op, op.module, op.reads, op.makes, op.writes, op.random, op.fixed) for op in ops.ops)
+    storages = tuple((s.op, s.output, s.versions, s.saved, s.held, s.exclusive, s.returned) for s in ops.storages)
+    return steps, storages, ops.modules, ops.saves
+
+
+def _ordered(record: StageRecord) -> StageRecord:
+    """No phase has its peak below its ends: each of the three numbers grew on its own."""
+    phases = {name: getattr(record, name) for name in ("forward", "backward", "dropped")}
+    for name, phase in phases.items():
+        phases[name] = replace(phase, peak_bytes=max(phase.peak_bytes, phase.start_bytes, phase.end_bytes))
+    return replace(record, **phases)

@@ -1,0 +1,49 @@
+"""Profiles of one model at several sizes, with the same options measured inside its stages at each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from planner.growth import Growth, flow_of
+from planner.profiling import profile
+from profiler import profiling
+from profiler.profiling import Progress
+from profiler.records import MenuRecord, Profile
+from profiler.stage_ops import Choice, StageOps
+from profiler.workload import Workload
+
+
+def growth_over(
+    build: Callable[[int], Workload], sizes: Sequence[int], *, menus: bool, progress: Callable[[int], Progress]
+) -> Growth:
+    """Profile the workload at each size, the largest first: what is worth measuring inside a stage is found there.
+
+    Args:
+        build: the workload at a size.
+        sizes: two or more, rising.
+        menus: measure options inside stages.
+        progress: the reporter of the profile at a size.
+
+    Raises:
+        ProfileError: a step fails.
+    """
+    largest = profile(build(sizes[-1]), menus=menus, progress=progress(sizes[-1]))
+    propose = _SameChoices(largest.menus) if any(menu.options for menu in largest.menus) else None
+    found: list[Profile] = [
+        profiling.profile(build(size), propose=propose, progress=progress(size)) for size in sizes[:-1]
+    ]
+    return Growth(sizes=tuple(sizes), profiles=(*found, largest))
+
+
+class _SameChoices:
+    """Proposes for a stage what was measured of the stages that run the same ops; none of it is left out as beaten."""
+
+    def __init__(self, menus: Sequence[MenuRecord]) -> None:
+        self._choices: dict[object, dict[tuple[int, ...], Choice]] = {}
+        for menu in menus:
+            own = self._choices.setdefault(flow_of(menu.ops), {})
+            for option in menu.options:
+                own[option.rerun] = Choice(option.name, option.kept, frozenset(option.rerun), stated=True)
+
+    def __call__(self, ops: StageOps) -> list[Choice]:
+        return list(self._choices.get(flow_of(ops), {}).values())

@@ -1,0 +1,140 @@
+"""Growth: hand-computed lines and parabolas, and profiles predicted at sizes that are then profiled for real."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import planner
+from planner import zoo
+from planner.cost_model import chain_of
+from planner.growth import Growth, Unlike, seconds_at, whole_at
+from planner.profiled_sizes import growth_over
+from solvers import replay
+from solvers.keep_all import schedules
+from solvers.minimum_memory import smallest_schedule
+
+SIZES = (2, 3, 4)
+
+
+def _quiet(size):
+    return lambda what, done, total: None
+
+
+def build(size):
+    return zoo.build("gpt2", layers=2, hidden=32, seq=16, vocab=50, batch=size)
+
+
+@pytest.fixture(scope="module")
+def growth():
+    return growth_over(build, SIZES, menus=True, progress=_quiet)
+
+
+@pytest.fixture(scope="module")
+def real():
+    return planner.profile(build(9), menus=False)
+
+
+def test_a_line_goes_through_the_two_nearest_sizes():
+    values = (10, 12, 20)  # slopes 1 and 2
+    found = [whole_at((2, 4, 8), values, size, curved=False) for size in (1, 2, 3, 4, 6, 8, 16)]
+    assert found == [9, 10, 11, 12, 16, 20, 36]
+
+
+def test_bytes_are_rounded_up():
+    assert [whole_at((1, 4), (0, 1), size, curved=False) for size in (2, 3, 5, 7, 8)] == [1, 1, 2, 2, 3]
+
+
+def test_a_parabola_goes_through_three_sizes():
+    def square(size):
+        return 3 * size * size + 5 * size + 7
+
+    values = tuple(square(size) for size in (4, 6, 8))
+    assert [whole_at((4, 6, 8), values, size, curved=True) for size in (8, 20, 100)] == [
+        square(s) for s in (8, 20, 100)
+    ]
+    assert whole_at((4, 6, 8), values, 100, curved=False) < square(100)
+
+
+def test_what_grows_slower_than_linearly_is_overestimated_not_underestimated():
+    assert whole_at((1, 2, 4), (0, 10, 20), 8, curved=True) == 40
+
+
+def test_numbers_that_were_never_negative_stay_so():
+    assert whole_at((1, 2), (10, 4), 9, curved=False) == 0
+    assert whole_at((1, 2), (-10, -14), 9, curved=False) == -42
+
+
+def test_seconds_never_fall():
+    assert seconds_at((1, 2, 4), (5.0, 4.0, 3.0), 100, curved=False) == pytest.approx(4.0)
+    assert seconds_at((2, 3, 4), (1.0, 2.0, 4.0), 40, curved=False) > 4.0
+    assert seconds_at((2, 4, 8), (0.5, 1.0, 2.0), 40, curved=False) == pytest.approx(10.0)
+    assert seconds_at((2, 4, 8), (4.0, 16.0, 64.0), 16, curved=True) == pytest.approx(256.0)
+
+
+def test_a_profile_is_predicted_as_it_is_measured(growth, real):
+    predicted = growth.at(9)
+    assert predicted.fingerprint == real.fingerprint
+    assert predicted.input_shapes == real.input_shapes
+    assert predicted.resident == real.resident
+    assert growth.is_linear and not any("bytes" in note for note in growth.notes())
+    own, chain = chain_of(predicted), chain_of(real)
+    assert replay(own, schedules(own)[0]).peak_bytes == real.unplanned_peak_bytes
+    bare = chain_of(predicted.stage_level())
+    assert replay(bare, smallest_schedule(bare)).peak_bytes == replay(chain, smallest_schedule(chain)).peak_bytes
+
+
+def test_every_size_has_the_options_of_the_largest(growth):
+    counts = [[len(menu.options) for menu in profile.menus] for profile in growth.profiles]
+    assert sum(counts[-1]) > 0
+    predicted = growth.at(7)
+    assert sum(len(menu.options) for menu in predicted.menus) == sum(counts[-1])
+
+
+def test_options_are_predicted_as_they_are_measured(growth):
+    predicted = Growth(sizes=SIZES[1:], profiles=growth.profiles[1:]).at(SIZES[0])
+    found, measured = (
+        {
+            (record.name, option.rerun): (option.freed_bytes, option.forward_peak_bytes, option.backward_peak_bytes)
+            for record in profile.stages
+            if record.name.startswith("transformer.h.")  # not the embeddings' dropout, whose peak has a floor
+            for option in profile.menus[record.menu].options
+        }
+        for profile in (predicted, growth.profiles[0])
+    )
+    assert found and found == measured
+
+
+def test_what_grows_as_a_square_is_said_to_and_predicted():
+    def wider(size):
+        model = torch.nn.Sequential(*[torch.nn.PReLU() for _ in range(3)])
+        return planner.Workload(model=model, inputs=torch.randn(size, size), loss=lambda y: y.square().mean())
+
+    growth = growth_over(wider, (40, 60, 80), menus=False, progress=_quiet)
+    assert not growth.is_linear and growth.bend > 0
+    assert any("faster than linearly" in note for note in growth.notes())
+    assert growth.at(200).unplanned_peak_bytes == planner.measure(wider(200), repeats=1).peak_bytes
+
+
+def test_two_sizes_are_a_line(growth):
+    pair = Growth(sizes=SIZES[1:], profiles=growth.profiles[1:])
+    assert pair.bend == 0 and pair.is_linear
+    assert pair.at(9).unplanned_peak_bytes == growth.at(9).unplanned_peak_bytes
+
+
+def test_profiles_of_other_stages_are_refused(growth):
+    short = replace(growth.profiles[0], stages=growth.profiles[0].stages[:-1])
+    with pytest.raises(Unlike, match="expected the same stages"):
+        replace(growth, profiles=(short, *growth.profiles[1:])).at(5)
+    other = replace(growth.profiles[0].stages[1], name="another")
+    stages = (growth.profiles[0].stages[0], other, *growth.profiles[0].stages[2:])
+    with pytest.raises(Unlike, match="another"):
+        replace(growth, profiles=(replace(growth.profiles[0], stages=stages), *growth.profiles[1:])).at(5)
+
+
+def test_one_size_or_falling_ones_are_refused(growth):
+    for sizes in ((2,), (3, 2), (2, 2)):
+        with pytest.raises(ValueError, match="two or more rising sizes"):
+            Growth(sizes=sizes, profiles=growth.profiles[: len(sizes)])

@@ -1,0 +1,183 @@
+"""The largest batch: limits hold against real steps, and what does not fit, or cannot be tried, is said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import planner
+from planner import zoo
+from planner.batch_search import max_batch
+from planner.forecast import Forecast
+from tests.planner.command_line import done, refused, run
+
+SETTINGS = {"layers": 6, "hidden": 32}
+STEP = 64
+LIMIT = 6 * STEP  # of the unplanned model within the budget that most tests take
+
+
+def build(batch):
+    return zoo.build("mlp", **SETTINGS, batch=batch)
+
+
+def search(target, budget, **options):
+    return max_batch(target, budget, **{"menus": False, "step": STEP, "offload": "never", **options})
+
+
+def unplanned_peak(batch):
+    return planner.measure(build(batch), repeats=1).peak_bytes
+
+
+@pytest.fixture(scope="module")
+def budget():
+    return unplanned_peak(LIMIT) + 1000
+
+
+@pytest.fixture(scope="module")
+def found(budget):
+    return search(build, budget, offload=planner.Offload(link_gbps=50))
+
+
+def test_the_unplanned_limit_is_the_true_one(found, budget):
+    assert found.none.size == found.none.predicted_size == LIMIT
+    assert found.none.peak_bytes == unplanned_peak(LIMIT) <= budget < unplanned_peak(LIMIT + STEP)
+    assert found.none.confirmed and found.none.next_fails
+
+
+def test_the_planned_limits_are_confirmed_by_real_steps(found, budget):
+    for limit in (found.recompute, found.offload):
+        assert limit.confirmed and limit.next_fails
+        assert abs(limit.size - limit.predicted_size) <= STEP
+        workload = build(limit.size)
+        with planner.apply(workload.model, limit.plan):
+            assert planner.measure(workload, repeats=1).peak_bytes == limit.peak_bytes <= budget
+    assert found.none.size < found.recompute.size <= found.offload.size
+
+
+def test_no_plan_fits_one_more(found, budget):
+    workload = build(found.recompute.size + STEP)
+    with pytest.raises(planner.Infeasible):
+        planner.solve(planner.profile(workload, menus=False), budget, offload="never")
+
+
+def test_throughput_is_of_the_batch(found):
+    for limit in (found.none, found.recompute, found.offload):
+        assert limit.samples_per_second == limit.throughput > 0
+        assert limit.relative == pytest.approx(limit.throughput / found.none.throughput)
+    assert found.best.throughput == max(
+        limit.throughput for limit in (found.none, found.recompute, found.offload, found.best)
+    )
+
+
+def test_a_wrong_prediction_is_corrected(budget, found, monkeypatch):
+    monkeypatch.setattr(Forecast, "largest", lambda self, way, **_: {"none": 3 * STEP, "recompute": 40 * STEP}[way])
+    corrected = search(build, budget)
+    assert (corrected.none.size, corrected.none.predicted_size) == (LIMIT, 3 * STEP)
+    assert (corrected.recompute.size, corrected.recompute.predicted_size) == (found.recompute.size, 40 * STEP)
+    assert corrected.recompute.confirmed and corrected.recompute.next_fails
+
+
+def test_running_out_of_memory_counts_as_not_fitting(budget):
+    def small(batch):
+        if batch > 4 * STEP:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return build(batch)
+
+    found = search(small, budget)
+    assert (found.none.size, found.recompute.size) == (4 * STEP, 4 * STEP)
+    assert found.none.confirmed and found.none.next_fails
+
+
+def test_no_step_is_run_where_the_device_has_no_room(budget, monkeypatch):
+    ran = []
+
+    def watched(batch):
+        ran.append(batch)
+        return build(batch)
+
+    room = unplanned_peak(LIMIT) + 300_000
+    monkeypatch.setattr("planner.trials.room_bytes", lambda device: room)
+    monkeypatch.setattr("planner.batch_search.room_bytes", lambda device: room)
+    most = room - planner.trials.states_bytes(build(STEP))
+    found = search(watched, 10 * most)
+    assert not found.none.confirmed and not found.none.next_fails
+    assert f"batch={found.none.size} was not tried" in found.none.reason
+    assert max(ran) < found.none.size
+    assert all(unplanned_peak(batch) <= most for batch in {*ran})
+
+
+def test_states_alone_above_the_budget_are_named():
+    states = planner.trials.states_bytes(build(STEP))
+    parameters = sum(p.numel() * 4 for p in build(STEP).model.parameters())
+    steps = 4 * sum(1 for _ in build(STEP).model.parameters())
+    buffers = sum(b.numel() * b.element_size() for b in build(STEP).model.buffers())
+    assert states == 4 * parameters + steps + buffers  # values, gradients and two moments; a step count each
+    with pytest.raises(planner.NoBatch, match="states alone") as refused_with:
+        search(build, states - 1000)
+    refusal = refused_with.value
+    assert refusal.states_bytes == states and refusal.size == STEP
+    assert "1000 B above it" in str(refusal)
+    assert refusal.short_bytes == refusal.minimum_budget_bytes - (states - 1000)
+    plan = planner.solve(planner.profile(build(STEP), menus=False), refusal.minimum_budget_bytes)
+    assert plan.predicted_peak_bytes <= refusal.minimum_budget_bytes
+
+
+def test_a_length_counts_by_its_samples_times_its_size():
+    def wider(width):
+        if width % 4:
+            raise ValueError("expected a width of whole fours")
+        model = torch.nn.Sequential(*[torch.nn.PReLU() for _ in range(3)])
+        return planner.Workload(model=model, inputs=torch.randn(16, width, 8), loss=lambda y: y.square().mean())
+
+    peak = planner.measure(wider(40), repeats=1).peak_bytes
+    found = search(wider, peak, vary="width", step=1)
+    assert (found.none.size, found.step) == (40, 4)
+    assert found.none.throughput == pytest.approx(40 * found.none.samples_per_second)
+
+
+def test_sizes_that_the_target_refuses_are_left_out():
+    peak = planner.measure(zoo.build("unet", image=48, hidden=2, batch=1), repeats=1).peak_bytes
+    settings = {"hidden": 2, "batch": 1, "image": 96}
+    found = search("zoo:unet", peak, vary="image", settings=settings, step=1)
+    assert found.step == 16 and found.none.size == 48
+    assert any("multiples of 16" in note for note in found.notes)
+    assert any("not used" in note for note in found.notes)
+
+
+def test_the_command_says_what_the_contract_wants():
+    pairs = [f"{key}={value}" for key, value in SETTINGS.items()]
+    result = done("max-batch", "zoo:mlp", "--set", *pairs, "--step", STEP, "--budget", "1MB", "--no-menus", "--json")
+    document = json.loads(result.stdout)
+    for way in ("none", "recompute"):
+        assert document[way]["batch"] > 0
+        assert 0 < document[way]["peak_bytes"] <= 1_000_000
+        assert document[way]["samples_per_second"] > 0
+    assert {"batch", "peak_bytes", "samples_per_second"} <= document["offload"].keys()
+    assert document["offload"]["batch"] is None and "no link" in document["offload"]["reason"]
+    assert document["best"]["way"] in ("none", "recompute")
+
+
+def test_a_budget_for_nothing_ends_with_exit_code_3():
+    pairs = [f"{key}={value}" for key, value in SETTINGS.items()]
+    result = run("max-batch", "zoo:mlp", "--set", *pairs, "--step", STEP, "--budget", "80KB", "--no-menus", "--json")
+    assert result.exit_code == 3
+    document = json.loads(result.stdout)
+    assert document["status"] == "infeasible" and document["none"]["batch"] == 0
+    assert document["short_bytes"] == document["minimum_budget_bytes"] - 80_000
+    assert "states alone" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--vary", "wings"], "expected the settings batch="),
+        (["--vary", "optimizer"], "expected optimizer to be"),
+        (["--vary", "seed", "--set", "layers=1", "hidden=16", "batch=64"], "a setting that memory grows with"),
+        (["--budget", "70%"], "give the size in bytes"),
+        (["--no-offload", "--link-gbps", "-1"], "not negative"),
+    ],
+)
+def test_wrong_input_is_refused(args, says):
+    assert says in refused("max-batch", "zoo:mlp", "--budget", "1GB", *args)
