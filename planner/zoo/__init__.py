@@ -44,7 +44,8 @@ def build(name: str, **settings: Any) -> Workload:
         settings: what differs from the defaults: ``batch``, the model's sizes
             (``layers``, ``hidden``, ``seq``, ``image``, ...), ``seed`` (weights
             and batch are the same for the same seed), ``device``, ``optimizer``
-            (``adamw``, ``sgd`` or ``none``).
+            (``adamw``, ``adam``, ``sgd``, ``momentum``, ``adafactor`` or ``none``),
+            ``precision`` (``float32``, ``amp-bf16``, ``amp-fp16`` or ``bf16``).
 
     Raises:
         ValueError: an unknown model or setting, or a value that cannot work.

@@ -19,6 +19,7 @@ def build_gpt2(
     seed: int = 0,
     device: str = "cpu",
     optimizer: str = "adamw",
+    precision: str = "float32",
 ) -> Workload:
     """GPT-2 for next-token prediction; dropout 0.1."""
     library = transformers()
@@ -35,7 +36,7 @@ def build_gpt2(
     with seeded(seed):
         model = library.GPT2LMHeadModel(config)
         model.loss_type = "ForCausalLM"  # what it falls back to anyway, with a warning: its class name tells it nothing
-        return finish(model, _tokens(batch, seq, vocab), device=device, optimizer=optimizer)
+        return finish(model, _tokens(batch, seq, vocab), device=device, optimizer=optimizer, precision=precision)
 
 
 def build_bert(
@@ -49,6 +50,7 @@ def build_bert(
     seed: int = 0,
     device: str = "cpu",
     optimizer: str = "adamw",
+    precision: str = "float32",
 ) -> Workload:
     """BERT with its masked-token head; dropout 0.1."""
     library = transformers()
@@ -62,7 +64,13 @@ def build_bert(
         use_cache=False,
     )
     with seeded(seed):
-        return finish(library.BertForMaskedLM(config), _tokens(batch, seq, vocab), device=device, optimizer=optimizer)
+        return finish(
+            library.BertForMaskedLM(config),
+            _tokens(batch, seq, vocab),
+            device=device,
+            optimizer=optimizer,
+            precision=precision,
+        )
 
 
 def build_llama(
@@ -76,6 +84,7 @@ def build_llama(
     seed: int = 0,
     device: str = "cpu",
     optimizer: str = "adamw",
+    precision: str = "float32",
 ) -> Workload:
     """Llama for next-token prediction: RMSNorm, rotary positions, gated MLP of 8/3 hidden; no dropout."""
     if hidden // heads % 2:
@@ -95,7 +104,13 @@ def build_llama(
         use_cache=False,
     )
     with seeded(seed):
-        return finish(library.LlamaForCausalLM(config), _tokens(batch, seq, vocab), device=device, optimizer=optimizer)
+        return finish(
+            library.LlamaForCausalLM(config),
+            _tokens(batch, seq, vocab),
+            device=device,
+            optimizer=optimizer,
+            precision=precision,
+        )
 
 
 def build_t5(
@@ -109,6 +124,7 @@ def build_t5(
     seed: int = 0,
     device: str = "cpu",
     optimizer: str = "adamw",
+    precision: str = "float32",
 ) -> Workload:
     """T5: ``layers`` encoder and ``layers`` decoder blocks, as long a target as a source; dropout 0.1."""
     library = transformers()
@@ -126,7 +142,7 @@ def build_t5(
     )
     with seeded(seed):
         model = library.T5ForConditionalGeneration(config)
-        return finish(model, _tokens(batch, seq, vocab), device=device, optimizer=optimizer)
+        return finish(model, _tokens(batch, seq, vocab), device=device, optimizer=optimizer, precision=precision)
 
 
 def _tokens(batch: int, seq: int, vocab: int) -> dict[str, torch.Tensor]:

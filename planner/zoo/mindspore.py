@@ -61,6 +61,7 @@ def build_mindspore_blocks(
     seed: int = 0,
     device: str = "cpu",
     optimizer: str = "adamw",
+    precision: str = "float32",
 ) -> Workload:
     """The network of MindSpore's tutorial "Recomputation": derivative of the summed output with respect to the input.
 
@@ -74,7 +75,7 @@ def build_mindspore_blocks(
     with seeded(seed):
         model = Blocks(blocks=blocks, batch=batch, seq=seq)
         inputs = torch.randn(batch, seq, heads, hidden // heads)
-        workload = finish(model, inputs, device=device, optimizer=optimizer, loss=Tensor.sum)
+        workload = finish(model, inputs, device=device, optimizer=optimizer, precision=precision, loss=Tensor.sum)
     assert isinstance(workload.inputs, Tensor)
     workload.inputs.requires_grad_()  # only now: moved to another device it would be no leaf
     return workload

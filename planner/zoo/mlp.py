@@ -18,6 +18,7 @@ def build_mlp(
     seed: int = 0,
     device: str = "cpu",
     optimizer: str = "adamw",
+    precision: str = "float32",
 ) -> Workload:
     """``layers`` pairs of Linear and ReLU, all ``hidden`` wide, with a mean squared error."""
     with seeded(seed):
@@ -29,5 +30,6 @@ def build_mlp(
         inputs,
         device=device,
         optimizer=optimizer,
-        loss=lambda output: functional.mse_loss(output, target),
+        precision=precision,
+        loss=lambda output: functional.mse_loss(output.float(), target),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -11,10 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from profiler.trees import map_tensors
 from profiler.workload import LossFunction, Workload
 
-OPTIMIZERS = ("adamw", "sgd", "none")
 LEARNING_RATE = 1e-3
+MOMENTUM = 0.9
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "momentum": functools.partial(torch.optim.SGD, momentum=MOMENTUM),
+    "adafactor": torch.optim.Adafactor,
+    "none": None,
+}
+_AUTOCAST = {"float32": None, "amp-bf16": torch.bfloat16, "amp-fp16": torch.float16, "bf16": None}
+PRECISIONS = tuple(_AUTOCAST)
+_CHOICES = {"optimizer": tuple(OPTIMIZERS), "precision": PRECISIONS}
 
 _LEAST = {"seed": 0, "seq": 2}  # with one token there is no next one to predict, and the loss is NaN; others: 1
 
@@ -33,21 +46,38 @@ def finish(
     *,
     device: str,
     optimizer: str,
+    precision: str,
     loss: LossFunction | None = None,
 ) -> Workload:
-    """The workload of a model in training mode on ``device``."""
+    """The workload of a model in training mode on ``device``.
+
+    Args:
+        optimizer: one of ``OPTIMIZERS``.
+        precision: ``float32``; ``amp-bf16`` and ``amp-fp16`` are float32 weights under autocast, the latter with a
+            scaler; ``bf16`` has weights, gradients and floating-point inputs in bfloat16.
+    """
     model.train().to(device)
-    moved = inputs.to(device) if isinstance(inputs, torch.Tensor) else {k: v.to(device) for k, v in inputs.items()}
-    return Workload(model=model, inputs=moved, loss=loss, optimizer=make_optimizer(optimizer, model))
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    moved = map_tensors(lambda tensor: _to(tensor, device, dtype), inputs)
+    stepped = make_optimizer(optimizer, model.to(dtype))
+    return Workload(
+        model=model,
+        inputs=moved,
+        loss=loss,
+        optimizer=stepped,
+        autocast=_AUTOCAST[precision],
+        scaler=torch.amp.GradScaler(torch.device(device).type) if precision == "amp-fp16" else None,
+    )
+
+
+def _to(tensor: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
-    """``adamw``, ``sgd`` (no momentum, so no state) or ``none``."""
-    if name == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    return None
+    """One of ``OPTIMIZERS`` over all parameters, as torch has it but for the learning rate."""
+    make = OPTIMIZERS[name]
+    return None if make is None else make(model.parameters(), lr=LEARNING_RATE)
 
 
 def transformers() -> Any:
@@ -80,6 +110,11 @@ def check_settings(name: str, builder: Callable[..., Workload], settings: Mappin
             raise ValueError(f"zoo:{name}: expected the settings {accepted} (defaults), got {key!r}; use one of them")
         _check_value(f"zoo:{name}", key, value, defaults[key])
     merged = {**defaults, **settings}
+    if merged["optimizer"] == "none" and merged["precision"] == "amp-fp16":
+        raise ValueError(
+            f"zoo:{name}: expected an optimizer with precision=amp-fp16 (its gradients are scaled), got none; "
+            "write optimizer=sgd or precision=amp-bf16"
+        )
     if "heads" in merged and merged["hidden"] % merged["heads"]:
         raise ValueError(
             f"zoo:{name}: expected hidden to be a multiple of heads, got hidden={merged['hidden']} and "
@@ -90,9 +125,9 @@ def check_settings(name: str, builder: Callable[..., Workload], settings: Mappin
 def _check_value(where: str, key: str, value: Any, default: Any) -> None:
     if key == "device":
         return _check_device(where, value)
-    if key == "optimizer":
-        if value not in OPTIMIZERS:
-            raise ValueError(f"{where}: expected optimizer to be {', '.join(OPTIMIZERS)}, got {value!r}; use one")
+    if key in _CHOICES:
+        if value not in _CHOICES[key]:
+            raise ValueError(f"{where}: expected {key} to be {', '.join(_CHOICES[key])}, got {value!r}; use one")
         return None
     if type(value) is not type(default):  # a bool is an int to isinstance, but not a size
         kind = type(default).__name__

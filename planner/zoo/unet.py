@@ -79,6 +79,7 @@ def build_unet(
     seed: int = 0,
     device: str = "cpu",
     optimizer: str = "adamw",
+    precision: str = "float32",
 ) -> Workload:
     """U-Net that labels every pixel; the image's side is a multiple of 16."""
     if image % 2**LEVELS:
@@ -95,5 +96,6 @@ def build_unet(
         pixels,
         device=device,
         optimizer=optimizer,
+        precision=precision,
         loss=lambda scores: functional.cross_entropy(scores, labels),
     )

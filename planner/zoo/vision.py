@@ -20,6 +20,7 @@ def build_vit(
     seed: int = 0,
     device: str = "cpu",
     optimizer: str = "adamw",
+    precision: str = "float32",
 ) -> Workload:
     """Vision transformer on square images cut into square patches; no dropout."""
     if image % patch:
@@ -38,7 +39,7 @@ def build_vit(
     )
     with seeded(seed):
         model = library.ViTForImageClassification(config)
-        return finish(model, _images(batch, image, classes), device=device, optimizer=optimizer)
+        return finish(model, _images(batch, image, classes), device=device, optimizer=optimizer, precision=precision)
 
 
 def build_resnet50(
@@ -50,6 +51,7 @@ def build_resnet50(
     seed: int = 0,
     device: str = "cpu",
     optimizer: str = "adamw",
+    precision: str = "float32",
 ) -> Workload:
     """ResNet-50: bottlenecks in depths 3, 4, 6, 3 with BatchNorm; ``hidden`` is the stem's width.
 
@@ -66,7 +68,7 @@ def build_resnet50(
     )
     with seeded(seed):
         model = library.ResNetForImageClassification(config)
-        return finish(model, _images(batch, image, classes), device=device, optimizer=optimizer)
+        return finish(model, _images(batch, image, classes), device=device, optimizer=optimizer, precision=precision)
 
 
 def _images(batch: int, image: int, classes: int) -> dict[str, torch.Tensor]:

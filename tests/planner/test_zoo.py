@@ -49,6 +49,17 @@ class TestEveryModel:
         assert all(p.grad is not None and p.grad.isfinite().all() for p in workload.model.parameters())
         assert any(not torch.equal(p, q) for p, q in zip(before, workload.model.parameters(), strict=True))
 
+    @pytest.mark.parametrize("precision", ["amp-bf16", "amp-fp16", "bf16"])
+    def test_trains_in_every_precision(self, name, precision):
+        workload = small(name, precision=precision)
+        assert workload.step() > 0
+        while not workload.stepped:
+            assert workload.scaler is not None and workload.scaler.get_scale() >= 1  # it begins at 65,536 and falls
+            workload.step()
+        kind = torch.bfloat16 if precision == "bf16" else torch.float32
+        assert {p.dtype for p in workload.model.parameters()} == {kind}
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in workload.model.parameters())
+
     def test_the_seed_fixes_weights_batch_and_step(self, name):
         one, two, other = small(name, seed=3), small(name, seed=3), small(name, seed=4)
         assert step(one) == step(two)
@@ -80,10 +91,24 @@ def test_the_defaults_train(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD), ("none", type(None))]
+    ("name", "kind"),
+    [
+        ("adamw", torch.optim.AdamW),
+        ("adam", torch.optim.Adam),
+        ("sgd", torch.optim.SGD),
+        ("momentum", torch.optim.SGD),
+        ("adafactor", torch.optim.Adafactor),
+        ("none", type(None)),
+    ],
 )
 def test_the_optimizer_is_a_setting(name, kind):
     assert type(small("mlp", optimizer=name).optimizer) is kind
+    assert math.isfinite(small("mlp", optimizer=name).step())
+
+
+def test_momentum_is_a_setting_of_sgd():
+    found = [small("mlp", optimizer=name).optimizer for name in ("sgd", "momentum")]
+    assert [optimizer.defaults["momentum"] for optimizer in found if optimizer is not None] == [0, 0.9]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +119,9 @@ def test_the_optimizer_is_a_setting(name, kind):
         ("mlp", {"batch": 2.5}, "expected batch to be int, got 2.5"),
         ("mlp", {"batch": True}, "expected batch to be int, got True"),
         ("mlp", {"seed": -1}, "expected seed to be at least 0, got -1"),
-        ("mlp", {"optimizer": "adam"}, "expected optimizer to be adamw, sgd, none, got 'adam'; use one"),
+        ("mlp", {"optimizer": "lion"}, "expected optimizer to be adamw, adam, sgd, .*, none, got 'lion'; use one"),
+        ("mlp", {"precision": 16}, "expected precision to be float32, amp-bf16, amp-fp16, bf16, got 16; use one"),
+        ("mlp", {"precision": "amp-fp16", "optimizer": "none"}, "expected an optimizer with .*got none; write optim"),
         ("mlp", {"device": "toaster"}, "expected device to be cpu or cuda, got 'toaster'; write device=cpu"),
         ("mlp", {"device": 3.5}, "expected device to be cpu or cuda, got 3.5; write device=cpu"),
         ("gpt2", {"hidden": 10, "heads": 4}, "hidden to be a multiple of heads, got hidden=10 and heads=4; change"),
