@@ -13,6 +13,7 @@ from planner.planning import Infeasible, NothingFound, solve
 from planner.profiling import profile
 from planner.program import UnsupportedPlan
 from planner.rules import Rule, Rules
+from planner.state_table import ModelStates, StateRow, model_states
 from profiler.measurement import Measurement, measure
 from profiler.profiling import ProfileError
 from profiler.records import Profile
@@ -24,6 +25,7 @@ __all__ = [
     "Limit",
     "MaxBatch",
     "Measurement",
+    "ModelStates",
     "NoBatch",
     "NothingFound",
     "Offload",
@@ -34,6 +36,7 @@ __all__ = [
     "ProfileError",
     "Rule",
     "Rules",
+    "StateRow",
     "UnsupportedPlan",
     "Workload",
     "apply",
@@ -41,6 +44,7 @@ __all__ = [
     "handle_of",
     "max_batch",
     "measure",
+    "model_states",
     "pareto",
     "profile",
     "recompute",

@@ -23,6 +23,8 @@ from planner.offloading import Offload
 from planner.planning import NoPlan
 from planner.profiling import profile
 from planner.sizes import format_bytes, parse_bytes
+from planner.state_report import states_report
+from planner.state_table import model_states
 from planner.targets import load_target, parse_settings
 from planner.training import train_planned
 from profiler.files import write_document, write_whole
@@ -87,6 +89,9 @@ def profile_command(
     no_menus: Annotated[
         bool, typer.Option("--no-menus", help="Measure whole stages only, and inside them what --rules ask for.")
     ] = False,
+    states: Annotated[
+        bool, typer.Option("--states", help="Print the model states, measured in two more steps and by formula.")
+    ] = False,
     ops: Annotated[bool, typer.Option("--ops", help="Print every op's record, largest output first.")] = False,
     ops_limit: Annotated[int, typer.Option(min=0, help="Rows of --ops; 0 for all.")] = 40,
     output: Out = None,
@@ -100,6 +105,8 @@ def profile_command(
     if output is not None:
         measured.save(output)
     show(report.profile_report(measured))
+    if states:
+        show("", states_report(model_states(workload)))
     if ops:
         show("", report.ops_report(measured.op_records, limit=ops_limit))
     _say_written(output)

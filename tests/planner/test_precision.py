@@ -39,8 +39,13 @@ def half(name: str) -> planner.Workload:
     """A model of the list with bfloat16 weights."""
     work = workload(name)
     return planner.Workload(
-        model=work.model.bfloat16(), inputs=work.inputs.bfloat16(), loss=work.loss, optimizer=work.optimizer
+        model=work.model.bfloat16(), inputs=in_half(work.inputs), loss=work.loss, optimizer=work.optimizer
     )
+
+
+def in_half(inputs: Any) -> Tensor:
+    assert isinstance(inputs, Tensor)
+    return inputs.bfloat16()
 
 
 def scale_after(work: planner.Workload, steps: int) -> dict[str, Any]:
@@ -153,7 +158,7 @@ class Masters:
         self.copies = [p.detach().float().requires_grad_() for p in model.parameters()]
 
     def optimizer(self, kind: Any) -> torch.optim.Optimizer:
-        settings = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        settings: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
         optimizer = kind(self.copies, lr=0.01, **settings)
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
@@ -174,7 +179,7 @@ def with_masters(kind: Any = torch.optim.AdamW) -> planner.Workload:
     plain = workload("plain")
     masters = Masters(plain.model)
     return planner.Workload(
-        model=masters.model, inputs=plain.inputs.bfloat16(), loss=plain.loss, optimizer=masters.optimizer(kind)
+        model=masters.model, inputs=in_half(plain.inputs), loss=plain.loss, optimizer=masters.optimizer(kind)
     )
 
 

@@ -1,0 +1,193 @@
+"""Model states, measured: what parameters, gradients, the optimizer and casts of parameters hold in real steps."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from profiler.compiling import is_compiled, uncompiled
+from profiler.meter import memory_meter, metered
+from profiler.preservation import RandomState, preserved
+from profiler.probe import BACKWARD, END, FORWARD, OPTIMIZER
+from profiler.profiling import ProfileError, checked_step, resident_bytes_of
+from profiler.storages import allocated_bytes, distinct_bytes
+from profiler.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """What the model states took in one step.
+
+    Attributes:
+        peak_bytes: most bytes alive at once in the whole step.
+        peak_phase: where: ``forward``, ``backward`` or ``optimizer``.
+        gradient_bytes: alive when backward was over.
+        temporary_bytes: most bytes that the optimizer's step held beside gradients and states, unscaling and
+            clipping included.
+    """
+
+    peak_bytes: int
+    peak_phase: str
+    gradient_bytes: int
+    temporary_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStates:
+    """The model states of a workload on its device, each storage counted once.
+
+    Attributes:
+        parameter_bytes: of the model.
+        other_parameter_bytes: the loss's, and those of the optimizer that are not the model's (master copies, say).
+        state_bytes: the optimizer's states by name.
+        scaler_bytes: what a scaler holds from step to step.
+        cast_bytes: most bytes of casts of parameters alive at once in forward: autocast caches them until its end.
+        kept_cast_bytes: those of them that are kept for backward.
+        first: the step in which the optimizer made its states; None where it came with them, or there is none.
+        steady: every later step.
+    """
+
+    parameter_bytes: int
+    other_parameter_bytes: int
+    state_bytes: tuple[tuple[str, int], ...]
+    scaler_bytes: int
+    cast_bytes: int
+    kept_cast_bytes: int
+    first: StepBytes | None
+    steady: StepBytes
+
+
+def measure_states(workload: Workload) -> MeasuredStates:
+    """Measure the model states in a first step, a later one, and one forward that watches for casts.
+
+    The workload is left as it was found.
+
+    Raises:
+        ProfileError: the step fails, or the model is in eval mode.
+    """
+    if not workload.model.training:
+        raise ProfileError("model states: expected a model in training mode, got one in eval mode; call model.train()")
+    with preserved(workload):
+        randomness = RandomState.capture()
+        fresh = workload.optimizer is not None and not workload.optimizer.state
+        found = checked_step(workload, lambda: _step(workload))
+        randomness.restore()
+        steady = checked_step(workload, lambda: _step(workload))
+        randomness.restore()
+        cast_bytes, kept_bytes = _casts(workload)
+        resident = resident_bytes_of(workload)
+        return MeasuredStates(
+            parameter_bytes=resident.parameters,
+            other_parameter_bytes=resident.other_parameters,
+            state_bytes=_by_name(workload),
+            scaler_bytes=resident.scaler,
+            cast_bytes=cast_bytes,
+            kept_cast_bytes=kept_bytes,
+            first=found if fresh else None,
+            steady=steady,
+        )
+
+
+def _step(workload: Workload) -> StepBytes:
+    """One whole step under the memory meter."""
+    workload.zero_grad()
+    before = resident_bytes_of(workload)
+    meter = memory_meter(workload.device, before.total)
+    meter.start(FORWARD)
+    try:
+        loss = workload.forward()
+        meter.mark(BACKWARD)
+        workload.backward(loss)
+        value = loss.detach()  # As Workload.step: the loss outlives its graph.
+        del loss
+        gradient_bytes = resident_bytes_of(workload).gradients
+        meter.mark(OPTIMIZER)
+        workload.update()
+        meter.mark(END)
+        del value
+    finally:
+        found = meter.stop()
+    phases = {interval.label: interval for interval in found}
+    highest = max((FORWARD, BACKWARD, OPTIMIZER), key=lambda label: phases[label].peak_bytes)
+    made_bytes = resident_bytes_of(workload).optimizer - before.optimizer
+    step = phases[OPTIMIZER]
+    return StepBytes(
+        peak_bytes=phases[highest].peak_bytes,
+        peak_phase=highest,
+        gradient_bytes=gradient_bytes,
+        temporary_bytes=step.peak_bytes - step.start_bytes - made_bytes,
+    )
+
+
+def _by_name(workload: Workload) -> tuple[tuple[str, int], ...]:
+    """The optimizer's states; a storage that several of them share counts for the first one."""
+    names: dict[str, list[Tensor]] = {}
+    seen: set[int] = set()
+    for state in workload.optimizer.state.values() if workload.optimizer is not None else ():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.device.type == workload.device.type and _new(value, seen):
+                names.setdefault(str(name), []).append(value)
+    return tuple((name, distinct_bytes(tensors)) for name, tensors in names.items())
+
+
+def _new(tensor: Tensor, seen: set[int]) -> bool:
+    key = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+    if key in seen:
+        return False
+    seen.add(key)
+    return True
+
+
+def _casts(workload: Workload) -> tuple[int, int]:
+    """Bytes of casts of parameters: the most at once in a forward, and those that its end leaves."""
+    workload.zero_grad()
+    watch = _CastWatch([*workload.model.parameters(), *workload.parameters_beside()])
+    # Dynamo never compiles again what it met under a dispatch mode.
+    forward = uncompiled(workload.forward) if is_compiled(workload.model) else workload.forward
+    with watch:
+        loss = forward()
+    kept_bytes = watch.alive_bytes()
+    del loss
+    return watch.most_bytes, kept_bytes
+
+
+@functools.cache
+def product_scratch_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes that the CPU's kernel asks for beside its result as it multiplies a column by a row to ``shape``."""
+    column, row = torch.ones((*shape[:-1], 1), dtype=dtype), torch.ones((*shape[:-2], 1, shape[-1]), dtype=dtype)
+    made: list[Tensor] = []
+    (found,) = metered(memory_meter(column.device, 0), lambda: made.append(column @ row))
+    return found.peak_bytes - found.end_bytes
+
+
+class _CastWatch(TorchDispatchMode):
+    """Watches for copies of parameters in another type."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        super().__init__()
+        self.most_bytes = 0
+        self._parameters = {p.untyped_storage()._cdata for p in parameters if p.layout is torch.strided}
+        self._casts: list[tuple[Callable[[], Any], int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and self._is_parameter(args[0]):
+            storage = output.untyped_storage()
+            self._casts.append((weakref.ref(storage), allocated_bytes(storage)))
+            del storage
+            self.most_bytes = max(self.most_bytes, self.alive_bytes())
+        return output
+
+    def _is_parameter(self, tensor: Tensor) -> bool:
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._parameters
+
+    def alive_bytes(self) -> int:
+        """Of the casts that are still alive."""
+        return sum(size for reference, size in self._casts if reference() is not None)
