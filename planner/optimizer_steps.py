@@ -202,6 +202,11 @@ def adam_fused(room: Room, weights: Sequence[Weight], settings: Settings) -> Non
     room.use(weights[0].number_bytes(4) if weights else 0)
 
 
+def with_unscaling(scale: Weight, step_bytes: int) -> int:
+    """torch.amp.GradScaler.step: the scale's inverse by way of float64; whether all are finite is held in the step."""
+    return max(2 * scale.bytes_of((), 8), scale.bytes_of((), 4) + step_bytes)
+
+
 Step = Callable[[Room, Sequence[Weight], Settings], None]
 
 

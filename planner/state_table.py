@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from planner.optimizer_steps import with_unscaling
 from planner.sizes import format_bytes
 from planner.state_formulas import OptimizerBytes, cast_bytes, optimizer_bytes, weight_of
 from profiler.model_states import MeasuredStates, measure_states
@@ -129,13 +130,17 @@ def _optimizer(workload: Workload, measured: MeasuredStates) -> Iterator[StateRo
 
 def _temporaries(workload: Workload, measured: MeasuredStates, known: OptimizerBytes | None) -> StateRow:
     """What is alive beside gradients and states in the optimizer's step."""
-    size, how = (
-        (None, _UNKNOWN) if known is None else (known.temporary_bytes, f"{known.variant}: its code, line by line")
-    )
-    if size is None:
-        how = _UNKNOWN
-    elif _copies(workload):
-        size, how = None, "measured: what carries values to its copies is not known"
+    size, how = None, _UNKNOWN
+    if _copies(workload):
+        how = "measured: what carries values to its copies is not known"
+    elif workload.clip_norm is not None:
+        how = "measured: clipping has no formula"
+    elif known is not None and known.temporary_bytes is not None:
+        size, how = known.temporary_bytes, f"{known.variant}: its code, line by line"
+        if workload.scaler is not None and workload.scaler.is_enabled():
+            size = with_unscaling(weight_of(_scale(workload)), size)
+            if "fused" in known.variant:
+                size, how = None, "measured: unscaling in a fused step has no formula"
     return StateRow(
         part=TEMPORARIES, measured_bytes=measured.steady.temporary_bytes, formula_bytes=size, how=how, held=False
     )
@@ -144,8 +149,7 @@ def _temporaries(workload: Workload, measured: MeasuredStates, known: OptimizerB
 def _precision(workload: Workload, measured: MeasuredStates) -> Iterator[StateRow]:
     """What mixed precision adds."""
     if workload.scaler is not None:
-        scale = torch.empty((), device=workload.device)
-        size = 2 * weight_of(scale).size_bytes if workload.scaler.is_enabled() else 0
+        size = 2 * weight_of(_scale(workload)).size_bytes if workload.scaler.is_enabled() else 0
         yield StateRow(
             part=SCALER, measured_bytes=measured.scaler_bytes, formula_bytes=size, how="scale, and steps since"
         )
@@ -153,6 +157,11 @@ def _precision(workload: Workload, measured: MeasuredStates) -> Iterator[StateRo
         how = f"of matrix products; backward keeps {format_bytes(measured.kept_cast_bytes)}"
         formula = cast_bytes(workload.model, workload.autocast)
         yield StateRow(part=CASTS, measured_bytes=measured.cast_bytes, formula_bytes=formula, how=how, held=False)
+
+
+def _scale(workload: Workload) -> Tensor:
+    """As the scaler makes it: one float32 on the device."""
+    return torch.empty((), device=workload.device)
 
 
 def _of(part: str, measured_bytes: int, tensors: list[Tensor]) -> StateRow:

@@ -90,6 +90,23 @@ def test_formulas_agree_with_real_steps_to_the_byte(kind: Any, settings: dict[st
     assert states.first_peak_bytes is not None and states.first_peak_bytes <= states.peak_bytes
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"), [(SGD, {}), (SGD, {"foreach": True}), (ADAM, {"foreach": True}), (transformers_adafactor, {})]
+)
+def test_unscaling_is_a_part_of_the_step(kind: Any, settings: dict[str, Any]) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    measured, formula = of(model_states(work(lambda p: kind(p, **settings), scaler=scaler)), TEMPORARIES)
+    assert measured == formula and measured >= 8 + 8  # the scale, and one over it, in float64
+
+
+@pytest.mark.parametrize(("settings", "clip_norm"), [({"fused": True}, None), ({}, 1.0)])
+def test_fused_unscaling_and_clipping_are_measured(settings: dict[str, Any], clip_norm: float | None) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    found = work(lambda p: ADAM(p, **settings), scaler=scaler, clip_norm=clip_norm)
+    measured, formula = of(model_states(found), TEMPORARIES)
+    assert measured > 0 and formula is None
+
+
 def held_per_parameter(states: ModelStates) -> float:
     """Without the number of steps, which is no matter of parameters."""
     counts = sum(row.measured_bytes for row in states.rows if row.part == "optimizer: step")
