@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from planner.cost_model import chain_of
+from planner.headroom import Headroom, headroom_from
 from planner.plan import Plan
-from planner.planning import Infeasible, plan_of, with_schedule
+from planner.planning import Infeasible, plan_of, planned_inside, with_schedule
 from planner.restriction import Piece, expanded, restricted, schedule_of
 from planner.rules import Rule, Rules, rules_from
 from planner.sizes import parse_bytes
@@ -31,6 +32,7 @@ def state(
     budget: str | int | None = None,
     solver: str = "auto",
     time_limit_seconds: float | None = None,
+    headroom: str | int = 0,
 ) -> Plan:
     """The plan that does what ``rules`` state.
 
@@ -41,6 +43,7 @@ def state(
             to the solver it has to be given.
         solver: for what is left to the solver; a name of ``solvers.solver_names()``.
         time_limit_seconds: for solvers that search.
+        headroom: as for ``solve``; without a budget it comes on top of what the plan needs.
 
     Returns:
         The plan, replayed in exact bytes. Its bound holds for all plans within the budget; with something left to the
@@ -58,14 +61,26 @@ def state(
     pieces = _pieces(profile, stated)
     chain = chain_of(profile)
     budget_bytes = None if budget is None else parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
-    if not any(piece.free for piece in pieces):
-        plan = _stated_plan(profile, chain, pieces, budget_bytes, start)
-    elif budget_bytes is None:
-        raise ValueError("rules: expected a budget for the stages left to the solver, got none; give one (--budget)")
-    else:
-        problem = Problem(chain=chain, budget_bytes=budget_bytes)
-        plan = _solved_plan(profile, pieces, problem, solver, time_limit_seconds)
+
+    def within(planned_bytes: int | None) -> Plan:
+        if not any(piece.free for piece in pieces):
+            return _stated_plan(profile, chain, pieces, planned_bytes, start)
+        if planned_bytes is None:
+            raise ValueError(
+                "rules: expected a budget for the stages left to the solver, got none; give one (--budget)"
+            )
+        problem = Problem(chain=chain, budget_bytes=planned_bytes)
+        return _solved_plan(profile, pieces, problem, solver, time_limit_seconds)
+
+    free = headroom_from(headroom)
+    plan = _with_room(within(None), free) if budget_bytes is None else planned_inside(budget_bytes, free, within)
     return replace(plan, stated=stated.lines, solve_seconds=time.perf_counter() - start)
+
+
+def _with_room(plan: Plan, headroom: Headroom) -> Plan:
+    """The plan with a headroom beside what it needs."""
+    whole_bytes = headroom.around(plan.budget_bytes)
+    return replace(plan, budget_bytes=whole_bytes, headroom_bytes=whole_bytes - plan.budget_bytes)
 
 
 def _stated_plan(

@@ -27,6 +27,7 @@ def auto_checkpoint(
     stages: Sequence[StagePattern] | None = None,
     solver: str = "auto",
     offload: Offload | Mode = "auto",
+    headroom: str | int = 0,
 ) -> nn.Module:
     """Profile the model on one batch, solve for ``budget`` and apply the plan.
 
@@ -36,7 +37,7 @@ def auto_checkpoint(
         budget: the most bytes on the device at once during a whole step.
         loss, optimizer, autocast: as for ``Workload``; give the optimizer you
             train with, because its states and its step count in the budget.
-        stages, solver, offload: as for ``profile`` and ``solve``.
+        stages, solver, offload, headroom: as for ``profile`` and ``solve``.
 
     Returns:
         The same model; ``planner.handle_of(model)`` gives the handle to inspect
@@ -47,5 +48,5 @@ def auto_checkpoint(
         ProfileError, ValueError: as ``profile`` and ``solve``.
     """
     workload = Workload(model=model, inputs=inputs, loss=loss, optimizer=optimizer, autocast=autocast)
-    apply(model, solve(profile(workload, stages=stages), budget, solver=solver, offload=offload))
+    apply(model, solve(profile(workload, stages=stages), budget, solver=solver, offload=offload, headroom=headroom))
     return model

@@ -52,6 +52,10 @@ SolverName = Annotated[
         help=f"Of a profile or a chain: {', '.join(solver_names())}. Of a graph: {', '.join(graph_solver_names())}.",
     ),
 ]
+HeadroomText = Annotated[
+    str | None,
+    typer.Option("--headroom", metavar="B", help="Left free for what an allocator wastes: bytes, or 5% of the budget."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")]
 RulesFile = Annotated[
     Path | None,
@@ -116,6 +120,7 @@ def profile_command(
 def solve_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile, a chain problem or a graph problem.")],
     budget: BudgetText | None = None,
+    headroom: HeadroomText = None,
     rules: RulesFile = None,
     solver: SolverName = "auto",
     time_limit: Annotated[
@@ -158,7 +163,14 @@ def solve_command(
     try:
         with contextlib.redirect_stdout(sys.stderr):
             document, saved = problem_files.solve_source(
-                source, budget, solver=solver, time_limit_seconds=time_limit, gap=gap, rules=stated, offload=wish
+                source,
+                budget,
+                solver=solver,
+                time_limit_seconds=time_limit,
+                gap=gap,
+                rules=stated,
+                offload=wish,
+                headroom=headroom,
             )
     except NoPlan as refusal:
         if as_json:

@@ -21,6 +21,7 @@ _OF_PLAN = (
     "solver",
     "status",
     "budget_bytes",
+    "headroom_bytes",
     "predicted_peak_bytes",
     "predicted_seconds",
     "unplanned_peak_bytes",

@@ -38,6 +38,8 @@ class PlannedStage:
         extra_seconds: predicted seconds that the plan adds to it.
         extra_ops: aten ops that the plan adds to it.
         links, input_shapes, parameter_shapes, mutated_buffers: as in the profile.
+        forward_ops, recompute_ops, boundary_bytes: as in the profile; with them a plan can be solved again by itself.
+        saved_bytes: kept from its forward to its backward where all of it is kept.
     """
 
     name: str
@@ -58,6 +60,10 @@ class PlannedStage:
     parcels: tuple[int, ...] = ()
     input_parcels: tuple[tuple[int, ...], ...] = ()
     offloaded_bytes: int = 0
+    forward_ops: int = 0
+    recompute_ops: int = 0
+    saved_bytes: int = 0
+    boundary_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +74,7 @@ class Plan:
         profile_fingerprint: of the profile it was made from.
         input_shapes: of the batch it was profiled with.
         budget_bytes: the most bytes that may be alive at once.
+        headroom_bytes: of the budget, left to what the device's allocator wastes; the solver had the rest.
         predicted_peak_bytes, predicted_seconds: by exact replay of the schedule.
         unplanned_peak_bytes, unplanned_seconds: of the model without a plan.
         recomputed_seconds: predicted seconds spent on running stages again.
@@ -115,6 +122,7 @@ class Plan:
     no_offload: str = ""
     stated: tuple[str, ...] = ()
     restricted: bool = False
+    headroom_bytes: int = 0
 
     def option_of(self, stage: int, option: int) -> OptionRecord | None:
         """What option ``option`` of a stage is; None for keeping everything."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from planner.cost_model import chain_of
+from planner.headroom import Headroom, headroom_from
 from planner.offloading import Mode, Offload, offload_from, usable_link
-from planner.plan import Plan
+from planner.plan import Plan, PlannedStage
 from planner.program import program_of
 from planner.sizes import format_bytes, format_seconds, parse_bytes
 from planner.stage_plans import planned_stages
 from profiler.records import Profile
-from solvers import Problem, Schedule, Solution, replay, solve_chain
+from solvers import Problem, Replay, Schedule, Solution, replay, solve_chain
 from solvers.graph_schedule import GraphSchedule
 
 OFFLOAD_ONLY = "offload_only"
@@ -103,6 +106,7 @@ def solve(
     solver: str = "auto",
     time_limit_seconds: float | None = None,
     offload: Offload | Mode = "auto",
+    headroom: str | int = 0,
 ) -> Plan:
     """Choose what to keep, recompute and offload so that the step's true peak stays within ``budget``.
 
@@ -113,13 +117,15 @@ def solve(
         time_limit_seconds: for solvers that search (``ilp``, ``auto``).
         offload: ``"auto"`` (where the profile has a link to host memory), ``"never"``, ``"only"``, or an ``Offload``
             that says how fast the link is and how much the host may hold.
+        headroom: of the budget, what is left to the device's allocator: bytes, or ``"5%"`` of the budget.
 
     Returns:
         The plan, replayed in exact bytes, with its bound.
 
     Raises:
         Infeasible: nothing fits; carries the smallest feasible budget.
-        ValueError: unknown solver, a budget that does not parse, or offloading demanded where nothing can be sent.
+        ValueError: unknown solver, a budget or headroom that does not parse, or offloading demanded where nothing can
+            be sent.
     """
     if not isinstance(profile, Profile):
         profile = Profile.load(profile)
@@ -127,11 +133,44 @@ def solve(
     chain = chain_of(profile)
     wish = offload_from(offload)
     link, why = usable_link(wish, chain, profile.link)
-    problem = Problem(chain=chain, budget_bytes=budget_bytes, link=link)
     beside = profile.unplanned_seconds - chain.unplanned_seconds
     method = method_of(wish, solver)
-    solution = feasible_solution(problem, method, time_limit_seconds, beside_seconds=beside)
-    return plan_of(profile, problem, solution, no_offload=why)
+
+    def within(planned_bytes: int) -> Plan:
+        problem = Problem(chain=chain, budget_bytes=planned_bytes, link=link)
+        solution = feasible_solution(problem, method, time_limit_seconds, beside_seconds=beside)
+        return plan_of(profile, problem, solution, no_offload=why)
+
+    return planned_inside(budget_bytes, headroom_from(headroom), within)
+
+
+def planned_inside(budget_bytes: int, headroom: Headroom, within: Callable[[int], Plan]) -> Plan:
+    """The plan that ``within`` finds for what the headroom leaves of a budget; it states both.
+
+    Raises:
+        NoPlan: as ``within``, in terms of the whole budget.
+        ValueError: nothing of the budget is left.
+    """
+    held_bytes = headroom.of(budget_bytes)
+    if not held_bytes:
+        return within(budget_bytes)
+    if held_bytes >= budget_bytes:
+        raise ValueError(
+            f"headroom: expected less than the budget of {budget_bytes} bytes, got {held_bytes}; "
+            "lower the headroom or raise the budget"
+        )
+    try:
+        return replace(within(budget_bytes - held_bytes), budget_bytes=budget_bytes, headroom_bytes=held_bytes)
+    except NoPlan as refusal:
+        least_bytes = headroom.around(refusal.minimum_budget_bytes)
+        raise type(refusal)(
+            minimum_budget_bytes=least_bytes,
+            reason=f"{refusal.reason}; {format_bytes(headroom.of(least_bytes))} of it is headroom",
+            solver=refusal.solver,
+            budget_bytes=budget_bytes,
+            lower_bound_seconds=refusal.lower_bound_seconds,
+            solve_seconds=refusal.solve_seconds,
+        ) from refusal
 
 
 def method_of(wish: Offload, solver: str) -> str:
@@ -177,42 +216,59 @@ def with_schedule(
 
 def plan_of(profile: Profile, problem: Problem, solution: Solution[Schedule], *, no_offload: str = "") -> Plan:
     """Bind a feasible solution to the profile's stage names and state its claims."""
-    assert solution.schedule is not None and solution.gap is not None
-    assert solution.status in ("optimal", "feasible")
+    assert solution.schedule is not None
     chain = problem.chain
     replayed = replay(chain, solution.schedule, problem.link)
     stages = planned_stages(profile, chain, solution.schedule, replayed)
     # Seconds outside forward and backward (optimizer) are those of the unplanned step.
     beside = profile.unplanned_seconds - chain.unplanned_seconds
-    program_of(stages, solution.schedule)  # Refuses here what could not be applied.
-    seconds = replayed.seconds + beside
-    bound = min(seconds, solution.lower_bound_seconds + beside)
     return Plan(
         model_class=profile.model_class,
         profile_fingerprint=profile.fingerprint,
         input_shapes=profile.input_shapes,
         device=profile.device,
         precision=profile.precision,
-        solver=solution.solver,
-        status=solution.status,
         budget_bytes=problem.budget_bytes,
-        predicted_peak_bytes=replayed.peak_bytes,
-        predicted_seconds=seconds,
         unplanned_peak_bytes=profile.unplanned_peak_bytes,
         unplanned_seconds=profile.unplanned_seconds,
         resident_bytes=profile.resident.total,
-        recomputed_seconds=sum(stage.extra_seconds for stage in stages),
-        recomputed_ops=sum(stage.extra_ops for stage in stages),
-        lower_bound_seconds=bound,
-        gap=max(0.0, (seconds - bound) / seconds) if seconds > 0 else 0.0,
-        solve_seconds=solution.solve_seconds,
-        stages=stages,
-        schedule=solution.schedule,
         menus=profile.menus,
         chain=chain,
         resident=profile.resident,
         link=problem.link,
-        host_bytes=replayed.host_peak_bytes,
-        stall_seconds=replayed.stall_seconds,
         no_offload=no_offload,
+        **claims_of(stages, solution, replayed, beside_seconds=beside),
     )
+
+
+def claims_of(
+    stages: tuple[PlannedStage, ...], solution: Solution[Schedule], replayed: Replay, *, beside_seconds: float
+) -> dict[str, Any]:
+    """The fields of a plan that follow from its schedule.
+
+    Args:
+        stages: with what the schedule decides of them.
+        solution: with a schedule.
+        replayed: that schedule.
+        beside_seconds: of a step outside of the chain.
+    """
+    assert solution.schedule is not None and solution.gap is not None
+    assert solution.status in ("optimal", "feasible")
+    program_of(stages, solution.schedule)  # Refuses here what could not be applied.
+    seconds = replayed.seconds + beside_seconds
+    bound = min(seconds, solution.lower_bound_seconds + beside_seconds)
+    return {
+        "solver": solution.solver,
+        "status": solution.status,
+        "predicted_peak_bytes": replayed.peak_bytes,
+        "predicted_seconds": seconds,
+        "recomputed_seconds": sum(stage.extra_seconds for stage in stages),
+        "recomputed_ops": sum(stage.extra_ops for stage in stages),
+        "lower_bound_seconds": bound,
+        "gap": max(0.0, (seconds - bound) / seconds) if seconds > 0 else 0.0,
+        "solve_seconds": solution.solve_seconds,
+        "stages": stages,
+        "schedule": solution.schedule,
+        "host_bytes": replayed.host_peak_bytes,
+        "stall_seconds": replayed.stall_seconds,
+    }

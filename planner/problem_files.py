@@ -52,6 +52,7 @@ def solve_source(
     gap: float | None,
     rules: Rules | None = None,
     offload: Offload | None = None,
+    headroom: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The document of a solution, and the one to save.
 
@@ -61,6 +62,7 @@ def solve_source(
         solver, time_limit_seconds, gap: as at the command line.
         rules: what is stated of a profile's stages by hand.
         offload: whether and over what activations may go to host memory; None where nothing was said of it.
+        headroom: of the budget, left to the device's allocator; None where nothing was said of it.
 
     Raises:
         NoPlan: no schedule came out.
@@ -73,6 +75,10 @@ def solve_source(
     if offload is not None and (rules is not None or isinstance(source, Graph)):
         kind = "rules" if rules is not None else "a graph problem"
         raise ValueError(f"--link-gbps and the like: expected a profile or a chain alone, got {kind}; leave them out")
+    if headroom is not None and not isinstance(source, Profile):
+        raise ValueError(
+            "--headroom: expected a profile, whose device has an allocator, got a problem file; lower the budget"
+        )
     if isinstance(source, Graph):
         document, actions = graph_files.solve_graph_document(
             source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, gap=gap
@@ -82,11 +88,25 @@ def solve_source(
         kind = "a profile" if isinstance(source, Profile) else "a chain problem"
         raise ValueError(f"--gap: expected a graph problem, whose solvers search until then, got {kind}; leave it out")
     if isinstance(source, Profile) and rules is not None:
-        plan = state(source, rules, budget=budget, solver=solver, time_limit_seconds=time_limit_seconds)
+        plan = state(
+            source,
+            rules,
+            budget=budget,
+            solver=solver,
+            time_limit_seconds=time_limit_seconds,
+            headroom=headroom or 0,
+        )
         return documents.plan_document(plan), plan.to_document()
     if isinstance(source, Profile):
         wish = offload or Offload()
-        plan = solve(source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, offload=wish)
+        plan = solve(
+            source,
+            _given(budget),
+            solver=solver,
+            time_limit_seconds=time_limit_seconds,
+            offload=wish,
+            headroom=headroom or 0,
+        )
         return documents.plan_document(plan), plan.to_document()
     document, schedule = chain_files.solve_chain_document(
         source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, offload=offload or Offload()

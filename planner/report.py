@@ -80,6 +80,7 @@ def _claims(document: Mapping[str, Any], part: str = "stage") -> list[tuple[str,
     return [
         ("predicted peak", f"{_both(peak)}: {_share(peak, whole)} of the unplanned {format_bytes(whole)}"),
         ("budget", f"{_both(budget)}: {format_bytes(budget - peak)} to spare"),
+        *_headroom(document),
         ("predicted time", _times(document)),
         *_stated(document),
         ("recomputed", _recomputed(document, part)),
@@ -88,6 +89,12 @@ def _claims(document: Mapping[str, Any], part: str = "stage") -> list[tuple[str,
         ("status", _status(document, _bounded(document, part))),
         ("resident", f"{format_bytes(document['resident_bytes'])} ({held})"),
     ]
+
+
+def _headroom(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What of the budget is left to the allocator; no line where nothing is."""
+    held = document.get("headroom_bytes", 0)
+    return [("headroom", f"{_both(held)} of the budget, left to the allocator: no plan may use them")] if held else []
 
 
 def _recomputed(document: Mapping[str, Any], part: str) -> str:

@@ -4,64 +4,106 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
-from planner.parcels import input_parcels, kept_parcels, sent_bytes
+from planner.parcels import input_parcels, parcels_among, sent_bytes
 from planner.plan import Decision, PlannedStage
-from profiler.records import OptionRecord, Profile, StageRecord
+from profiler.records import MenuRecord, Profile
 from solvers import Chain, Schedule
 from solvers.simulator import Replay
 
 
 def planned_stages(profile: Profile, chain: Chain, schedule: Schedule, replayed: Replay) -> tuple[PlannedStage, ...]:
     """One entry per stage of the profile, for the plan."""
-    runs = Counter(a.stage for a in schedule.actions if a.kind in ("forward", "recompute"))
-    again: Counter[int] = Counter()
-    extra_ops: Counter[int] = Counter()
-    seen: set[int] = set()
-    for moment in replayed.timeline:
-        action, record = moment.action, profile.stages[moment.action.stage]
-        if action.kind not in ("forward", "recompute"):
-            continue
-        if action.stage in seen:
-            again[action.stage] += moment.seconds - moment.stall_seconds  # type: ignore[assignment]  # Counter adds floats as well.
-            # With an option inside it does not stop at its last saved tensor: see ``planner.program``.
-            stops = action.kind == "recompute" and not action.option
-            extra_ops[action.stage] += record.recompute_ops if stops else record.forward_ops
-        seen.add(action.stage)
-    decisions = _decisions(profile.stages, schedule)
-    chosen = _chosen_options(chain, schedule)
-    sent = sent_bytes(chain, schedule)
-    for k, extra in _inner_seconds(chain, schedule, decisions).items():
-        again[k] += extra  # type: ignore[assignment]
-    for k, ops in _inner_ops(profile, chain, schedule).items():
-        extra_ops[k] += ops
-    return tuple(
-        PlannedStage(
-            name=record.name,
-            kind=record.kind,
-            module_class=record.module_class,
-            decision=decisions[k],
-            kept_bytes=_kept_bytes(record, decisions[k], profile, k, chosen.get(k, 0)),
-            runs=runs[k],
-            extra_seconds=float(again[k]),
-            extra_ops=extra_ops[k],
-            links=record.links,
-            input_shapes=record.input_shapes,
-            parameter_shapes=record.parameter_shapes,
-            mutated_buffers=record.mutated_buffers,
-            option=chain.stages[k].options[chosen[k]].name if k in chosen else "",
-            menu=record.menu,
-            recomputable=record.recomputable,
-            parcels=kept_parcels(profile, k, _option_record(profile, k, chosen.get(k, 0))),
-            input_parcels=input_parcels(profile, k),
-            offloaded_bytes=sent[k],
-        )
-        for k, record in enumerate(profile.stages)
+    bare = [_bare_stage(profile, k) for k in range(len(profile.stages))]
+    return with_decisions(bare, profile.menus, chain, schedule, replayed)
+
+
+def _bare_stage(profile: Profile, k: int) -> PlannedStage:
+    """What a plan says of a stage whatever its schedule is; the rest as for a stage that is kept."""
+    record = profile.stages[k]
+    inside = record.kind == "stage"
+    return PlannedStage(
+        name=record.name,
+        kind=record.kind,
+        module_class=record.module_class,
+        decision="keep",
+        kept_bytes=0,
+        runs=1,
+        extra_seconds=0.0,
+        extra_ops=0,
+        links=record.links,
+        input_shapes=record.input_shapes,
+        parameter_shapes=record.parameter_shapes,
+        mutated_buffers=record.mutated_buffers,
+        menu=record.menu,
+        recomputable=record.recomputable,
+        input_parcels=input_parcels(profile, k),
+        forward_ops=record.forward_ops,
+        recompute_ops=record.recompute_ops,
+        saved_bytes=record.kept_bytes if inside else max(0, record.forward.end_bytes - record.forward.start_bytes),
+        boundary_bytes=record.boundary_bytes,
     )
 
 
-def _option_record(profile: Profile, k: int, option: int) -> OptionRecord | None:
-    return profile.menus[profile.stages[k].menu].options[option - 1] if option else None
+def with_decisions(
+    stages: Sequence[PlannedStage],
+    menus: Sequence[MenuRecord],
+    chain: Chain,
+    schedule: Schedule,
+    replayed: Replay,
+) -> tuple[PlannedStage, ...]:
+    """The stages with what ``schedule`` decides of each; those of another plan of the same chain will do."""
+    runs = Counter(a.stage for a in schedule.actions if a.kind in ("forward", "recompute"))
+    again, extra_ops = _extra_runs(stages, replayed)
+    decisions = _decisions(stages, schedule)
+    chosen = _chosen_options(chain, schedule)
+    sent = sent_bytes(chain, schedule)
+    for k, extra in _inner_seconds(chain, schedule, decisions).items():
+        again[k] = again.get(k, 0.0) + extra
+    for k, option in chosen.items():
+        extra_ops[k] += len(menus[stages[k].menu].options[option - 1].rerun)
+    return tuple(
+        replace(
+            stage,
+            decision=decisions[k],
+            kept_bytes=_kept_bytes(stages, decisions[k], menus, k, chosen.get(k, 0)),
+            runs=runs[k],
+            extra_seconds=float(again.get(k, 0.0)),
+            extra_ops=extra_ops[k],
+            option=chain.stages[k].options[chosen[k]].name if k in chosen else "",
+            parcels=_parcels(stage, menus, chosen.get(k, 0)),
+            offloaded_bytes=sent[k],
+        )
+        for k, stage in enumerate(stages)
+    )
+
+
+def _extra_runs(stages: Sequence[PlannedStage], replayed: Replay) -> tuple[dict[int, float], Counter[int]]:
+    """Seconds and ops of every run of a stage but its first."""
+    again: dict[int, float] = {}
+    extra_ops: Counter[int] = Counter()
+    seen: set[int] = set()
+    for moment in replayed.timeline:
+        action = moment.action
+        if action.kind not in ("forward", "recompute"):
+            continue
+        if action.stage in seen:
+            again[action.stage] = again.get(action.stage, 0.0) + moment.seconds - moment.stall_seconds
+            # With an option inside it does not stop at its last saved tensor: see ``planner.program``.
+            stops = action.kind == "recompute" and not action.option
+            stage = stages[action.stage]
+            extra_ops[action.stage] += stage.recompute_ops if stops else stage.forward_ops
+        seen.add(action.stage)
+    return again, extra_ops
+
+
+def _parcels(stage: PlannedStage, menus: Sequence[MenuRecord], option: int) -> tuple[int, ...]:
+    if stage.menu < 0 or not stage.recomputable:
+        return ()
+    menu = menus[stage.menu]
+    chosen = menu.options[option - 1] if option else None
+    return parcels_among(menu.ops, chosen, with_input=bool(stage.input_parcels))
 
 
 def _chosen_options(chain: Chain, schedule: Schedule) -> dict[int, int]:
@@ -84,12 +126,7 @@ def _inner_seconds(chain: Chain, schedule: Schedule, decisions: Sequence[Decisio
     return found
 
 
-def _inner_ops(profile: Profile, chain: Chain, schedule: Schedule) -> dict[int, int]:
-    options = _chosen_options(chain, schedule)
-    return {k: len(profile.menus[profile.stages[k].menu].options[option - 1].rerun) for k, option in options.items()}
-
-
-def _decisions(records: tuple[StageRecord, ...], schedule: Schedule) -> list[Decision]:
+def _decisions(stages: Sequence[PlannedStage], schedule: Schedule) -> list[Decision]:
     """Keep (and offload), recompute from a kept input, or (in a segment) from the stage before."""
     first: dict[int, int | None] = {}
     freed: set[int] = set()
@@ -104,24 +141,23 @@ def _decisions(records: tuple[StageRecord, ...], schedule: Schedule) -> list[Dec
             freed.add(action.stage)
     found: list[Decision] = []
     sent = {action.stage for action in schedule.actions if action.kind == "offload"}
-    for k, record in enumerate(records):
+    for k, stage in enumerate(stages):
         if first.get(k, 0) is not None:
             found.append("selective" if first.get(k) else "offload" if k in sent else "keep")
         else:
-            found.append("segment" if record.links and k - 1 in freed else "recompute")
+            found.append("segment" if stage.links and k - 1 in freed else "recompute")
     return found
 
 
-def _kept_bytes(record: StageRecord, decision: Decision, profile: Profile, k: int, option: int) -> int:
+def _kept_bytes(
+    stages: Sequence[PlannedStage], decision: Decision, menus: Sequence[MenuRecord], k: int, option: int
+) -> int:
     """Bytes this stage holds from forward to backward: what it saves, or its input, or nothing."""
+    stage = stages[k]
     if decision == "selective":
-        return max(0, record.kept_bytes - profile.menus[record.menu].options[option - 1].freed_bytes)
+        return max(0, stage.saved_bytes - menus[stage.menu].options[option - 1].freed_bytes)
     if decision in ("keep", "offload"):
-        return (
-            record.kept_bytes
-            if record.kind == "stage"
-            else max(0, record.forward.end_bytes - record.forward.start_bytes)
-        )
-    if decision == "recompute" and record.links and k > 0:
-        return profile.stages[k - 1].boundary_bytes
+        return stage.saved_bytes
+    if decision == "recompute" and stage.links and k > 0:
+        return stages[k - 1].boundary_bytes
     return 0

@@ -1,0 +1,58 @@
+"""Headroom: the part of a budget that no plan may use, left to what the device's allocator wastes."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from planner.sizes import parse_bytes
+
+_SHARE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*%")
+_EXPECTED = "expected bytes (512MiB, 1234567, 0) or a share of the budget below 100 % (5%)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headroom:
+    """Bytes, and a share of the budget; one of them is 0."""
+
+    fixed_bytes: int = 0
+    share: Fraction = Fraction(0)
+
+    def of(self, budget_bytes: int) -> int:
+        """Bytes of this budget that are left free; parts of a byte count as one.
+
+        >>> headroom_from("5%").of(1000)
+        50
+        """
+        return self.fixed_bytes + math.ceil(self.share * budget_bytes)
+
+    def around(self, planned_bytes: int) -> int:
+        """The smallest budget that leaves ``planned_bytes`` to the plan.
+
+        >>> headroom_from("5%").around(950)
+        1000
+        """
+        budget = math.ceil((planned_bytes + self.fixed_bytes) / (1 - self.share))
+        return budget + 1 if budget - self.of(budget) < planned_bytes else budget
+
+
+def headroom_from(text: str | int) -> Headroom:
+    """Read a headroom.
+
+    Raises:
+        ValueError: neither bytes nor a share below 100 %.
+    """
+    if isinstance(text, str) and (found := _SHARE.fullmatch(text.strip())):
+        share = Fraction(found[1]) / 100
+        if share < 1:
+            return Headroom(share=share)
+    elif text == 0 or (isinstance(text, str) and text.strip() in ("0", "0B")):
+        return Headroom()
+    else:
+        try:
+            return Headroom(fixed_bytes=parse_bytes(text))
+        except ValueError as error:
+            raise ValueError(f"headroom: {_EXPECTED}, got {text!r}; correct it") from error
+    raise ValueError(f"headroom: {_EXPECTED}, got {text!r}; correct it")

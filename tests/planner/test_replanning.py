@@ -1,0 +1,40 @@
+"""Replanning: a plan's own chain gives what its profile would give, at every budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import planner
+from planner.replanning import replan
+
+
+def alike(plan: planner.Plan) -> planner.Plan:
+    return replace(plan, solve_seconds=0.0)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize("linked", [False, True])
+def test_it_gives_what_the_profile_gives(blocks, tmp_path, share, linked):
+    offload = planner.Offload(link_gbps=1.0) if linked else "never"
+    whole = planner.solve(blocks, "100%", offload=offload)
+    whole.save(tmp_path / "plan.json")
+    loaded = planner.Plan.load(tmp_path / "plan.json")
+    with pytest.raises(planner.Infeasible) as refusal:
+        replan(loaded, 1)
+    smallest = refusal.value.minimum_budget_bytes
+    budget = smallest + int(share * (blocks.unplanned_peak_bytes - smallest))
+    assert alike(replan(loaded, budget)) == alike(planner.solve(blocks, budget, offload=offload))
+
+
+def test_the_headroom_stays(blocks):
+    plan = planner.solve(blocks, "100%", headroom=1000)
+    smaller = replan(plan, plan.budget_bytes - 5000)
+    assert (smaller.headroom_bytes, smaller.budget_bytes) == (1000, plan.budget_bytes - 4000)
+
+
+def test_what_was_stated_is_not_solved_for(blocks):
+    plan = planner.state(blocks, planner.Rules(checkpoints=["transformer.h.1"]))
+    with pytest.raises(ValueError, match="stated by hand"):
+        replan(plan, plan.budget_bytes)
