@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -70,19 +71,30 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
         ValueError: another plan is applied already.
     """
     model = unwrapped(model)
-    if model in _PLANNED or is_patched(model):
-        raise ValueError(
-            "apply: expected a model without a plan, got one that has one; call its handle's remove() first"
-        )
+    check_unplanned(model)
     _check_model(model, plan)
     _check_types(model, plan)
     program = program_of(plan.stages, plan.schedule)
     patches = ForwardPatches()
     if program.dropped or program.selective or program.transfers or made_compiled(plan):
-        _install(model, plan, _Planned(plan, program, model), patches)
+        planned = PlannedCalls(plan, program, model)
+        install(model, planned, [plan.stages[position].name for position in planned.wrapped], patches)
     handle = Handle(model, plan, patches)
-    _PLANNED[model] = handle
+    register(model, handle)
     return handle
+
+
+def check_unplanned(model: nn.Module) -> None:
+    """Refuse a model that has a plan, or forwards that are patched otherwise; raises ValueError."""
+    if model in _PLANNED or is_patched(model):
+        raise ValueError(
+            "apply: expected a model without a plan, got one that has one; call its handle's remove() first"
+        )
+
+
+def register(model: nn.Module, handle: Handle) -> None:
+    """From now on ``handle_of(model)`` is this one."""
+    _PLANNED[model] = handle
 
 
 def handle_of(model: nn.Module) -> Handle | None:
@@ -90,18 +102,28 @@ def handle_of(model: nn.Module) -> Handle | None:
     return _PLANNED.get(unwrapped(model))
 
 
-def _install(model: nn.Module, plan: Plan, planned: _Planned, patches: ForwardPatches) -> None:
+class Wrappers(Protocol):
+    """What stands in front of the model's own forward and of its stages'."""
+
+    def whole(self, forward: Forward) -> Forward:
+        """Instead of the model's forward."""
+        ...
+
+    def stage(self, forward: Forward, name: str, module: nn.Module) -> Forward:
+        """Instead of a stage's, whose module has this name."""
+        ...
+
+
+def install(model: nn.Module, planned: Wrappers, stages: Iterable[str], patches: ForwardPatches) -> None:
+    """Wrap the forward of the model, and of the modules that these stages are calls of."""
     patches.wrap(model, planned.whole)
-    modules = {}
-    for position in planned.wrapped:
-        name, _ = split_name(plan.stages[position].name)
-        modules[name] = module_named(model, name)
-    for name, module in modules.items():
+    for name in dict.fromkeys(split_name(stage)[0] for stage in stages):
+        module = module_named(model, name)
         what = f"planner.apply: stage {name!r} is run by its plan, not inside one graph; leave out fullgraph=True"
         patches.wrap(module, lambda forward, n=name, m=module: planned.stage(forward, n, m), what)
 
 
-class _Planned:
+class PlannedCalls:
     """The wrappers of one applied plan, and the forward that is under way."""
 
     def __init__(self, plan: Plan, program: Program, model: nn.Module) -> None:

@@ -28,14 +28,14 @@ def growth_over(
         ProfileError: a step fails.
     """
     largest = profile(build(sizes[-1]), menus=menus, progress=progress(sizes[-1]))
-    propose = _SameChoices(largest.menus) if any(menu.options for menu in largest.menus) else None
+    propose = SameChoices(largest.menus) if any(menu.options for menu in largest.menus) else None
     found: list[Profile] = [
         profiling.profile(build(size), propose=propose, progress=progress(size)) for size in sizes[:-1]
     ]
     return Growth(sizes=tuple(sizes), profiles=(*found, largest))
 
 
-class _SameChoices:
+class SameChoices:
     """Proposes for a stage what was measured of the stages that run the same ops; none of it is left out as beaten."""
 
     def __init__(self, menus: Sequence[MenuRecord]) -> None:

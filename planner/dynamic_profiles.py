@@ -1,0 +1,78 @@
+"""Profiles of one model on several example batches, cut into the same stages, with the same options inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.applier import split_name
+from planner.profiled_sizes import SameChoices
+from planner.profiling import profile
+from planner.signatures import Signature, SignatureReader
+from profiler import profiling
+from profiler.records import Profile
+from profiler.stages import StagePattern
+from profiler.trees import tensors_in
+from profiler.workload import LossFunction, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How a model is trained, whatever the batch; the fields are those of ``Workload``."""
+
+    loss: LossFunction | None
+    optimizer: torch.optim.Optimizer | None
+    autocast: torch.dtype | str | None
+
+    def on(self, model: nn.Module, inputs: Any) -> Workload:
+        """The training step on this batch; a ``Workload`` of the model is taken as it is.
+
+        Raises:
+            ValueError: a workload of another model, or no batch.
+        """
+        if not isinstance(inputs, Workload):
+            return Workload(
+                model=model, inputs=inputs, loss=self.loss, optimizer=self.optimizer, autocast=self.autocast
+            )
+        if inputs.model is not model:
+            raise ValueError("sizes: expected workloads of the planned model, got one of another; pass the same model")
+        return inputs
+
+
+def profiles_of(
+    workloads: Sequence[Workload],
+    reader: SignatureReader,
+    stages: Sequence[StagePattern] | None,
+    known: Mapping[Signature, Profile],
+) -> dict[Signature, Profile]:
+    """Profile each workload whose signature is new, the largest of each kind first.
+
+    What stages there are, and which options are worth measuring inside them, is found at the first profile of a kind,
+    or taken from ``known`` ones; the others are cut and measured in the same way.
+
+    Raises:
+        ProfileError: a step fails.
+        StagesError: a stage did not run on another batch.
+    """
+    found = dict(known)
+    for workload in sorted(workloads, key=_elements, reverse=True):
+        signature = reader.of_batch(workload.inputs)
+        alike = next((own for s, own in found.items() if s.kind == signature.kind), None)
+        if signature in found:
+            continue
+        found[signature] = profile(workload, stages=stages) if alike is None else _profile_like(alike, workload, stages)
+    return {signature: own for signature, own in found.items() if signature not in known}
+
+
+def _profile_like(alike: Profile, workload: Workload, stages: Sequence[StagePattern] | None) -> Profile:
+    names = list(dict.fromkeys(split_name(s.name)[0] for s in alike.stages if s.kind == "stage"))
+    propose = SameChoices(alike.menus) if any(menu.options for menu in alike.menus) else None
+    return profiling.profile(workload, stages=stages or names or None, propose=propose)
+
+
+def _elements(workload: Workload) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(workload.inputs))
