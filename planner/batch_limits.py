@@ -73,16 +73,31 @@ class MaxBatch:
     best: Limit
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """What a model's states take, whatever the batch.
+
+    Attributes:
+        total_bytes: parameters, buffers, gradients and optimizer states.
+        optimizer_bytes: the optimizer's alone.
+        halves: they would take half in bf16.
+    """
+
+    total_bytes: int
+    optimizer_bytes: int
+    halves: bool
+
+
 class NoBatch(Infeasible):
     """Not even the smallest size fits the budget, whatever is recomputed or sent.
 
     Attributes:
         vary, size: the key and its smallest value.
-        states_bytes: of the model, whatever the size.
+        states: of the model.
     """
 
-    def __init__(self, refusal: Infeasible, *, vary: str, size: int, states_bytes: int) -> None:
-        self.vary, self.size, self.states_bytes = vary, size, states_bytes
+    def __init__(self, refusal: Infeasible, *, vary: str, size: int, states: States) -> None:
+        self.vary, self.size, self.states = vary, size, states
         super().__init__(
             minimum_budget_bytes=refusal.minimum_budget_bytes,
             reason=refusal.reason,
@@ -97,18 +112,51 @@ class NoBatch(Infeasible):
         """By how much the budget is too small."""
         return self.minimum_budget_bytes - self.budget_bytes
 
+    @property
+    def states_bytes(self) -> int:
+        """Of the model, whatever the batch."""
+        return self.states.total_bytes
+
+    @property
+    def levers(self) -> dict[str, int]:
+        """Bytes that would about do at the smallest size, by what is changed; what changes nothing is left out.
+
+        What the optimizer's states take is free at any moment without them; values of two bytes instead of four halve
+        nearly everything.
+        """
+        without = self.minimum_budget_bytes - self.states.optimizer_bytes
+        found = {
+            "SGD without momentum": without,
+            "bf16 throughout": self.minimum_budget_bytes // 2,
+            "both": without // 2,
+        }
+        if not self.states.optimizer_bytes:
+            del found["SGD without momentum"], found["both"]
+        if not self.states.halves:
+            found = {name: needed for name, needed in found.items() if name == "SGD without momentum"}
+        return found
+
     def _message(self) -> str:
         return (
             f"budget: expected at least {self._known} for {self.vary}={self.size}, the smallest, got "
             f"{self.budget_bytes} ({format_bytes(self.budget_bytes)}), {format_bytes(self.short_bytes)} too little: "
-            f"{self._states}; raise the budget, or take a smaller model, another optimizer or another precision"
+            f"{self._states}; {self._remedy}"
         )
 
     @property
     def _states(self) -> str:
-        over, size = self.states_bytes - self.budget_bytes, format_bytes(self.states_bytes)
+        total = self.states.total_bytes
+        over, size = total - self.budget_bytes, format_bytes(total)
         if over > 0:
             return (
                 f"the model's states alone (parameters, gradients, optimizer: {size}) are {format_bytes(over)} above it"
             )
         return f"the model's states (parameters, gradients, optimizer) take {size} of it, and {self.reason}"
+
+    @property
+    def _remedy(self) -> str:
+        fit = [name for name, needed in self.levers.items() if needed <= self.budget_bytes]
+        known = ", ".join(f"{name} ({format_bytes(needed)})" for name, needed in self.levers.items())
+        if fit:
+            return f"raise the budget, or take what would about fit: {', '.join(fit)}"
+        return f"raise the budget or take a smaller model{f': not even these would fit: {known}' if known else ''}"

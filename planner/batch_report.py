@@ -40,16 +40,7 @@ def batch_document(found: MaxBatch) -> dict[str, Any]:
 
 
 def _limit_document(limit: Limit) -> dict[str, Any]:
-    names = (
-        "peak_bytes",
-        "samples_per_second",
-        "relative",
-        "predicted_peak_bytes",
-        "confirmed",
-        "next_fails",
-        "reason",
-    )
-    own = {name: getattr(limit, name) for name in names}
+    own = {name: getattr(limit, name) for name in _OF_LIMIT}
     return {"batch": limit.size, "predicted_batch": limit.predicted_size, **own}
 
 
@@ -64,11 +55,12 @@ def no_batch_document(refusal: NoBatch) -> dict[str, Any]:
         "short_bytes": refusal.short_bytes,
         "states_bytes": refusal.states_bytes,
         "reason": refusal.reason,
+        "levers": refusal.levers,
         **{way: dict(nothing) for way in WAYS},
     }
 
 
-def batch_report(found: MaxBatch) -> RenderableType:
+def limits_report(found: MaxBatch) -> RenderableType:
     """The limits in a table, with what is to be said of them below it."""
     title = f"Largest {found.vary} within {format_bytes(found.budget_bytes)} ({found.budget_bytes:,} bytes)"
     table = plain_table(title, ["with"], [found.vary, "predicted", "peak", "samples/s", "of unplanned", "next one"])
@@ -90,7 +82,7 @@ def _cells(limit: Limit) -> list[str]:
         return [_NOTHING if limit.size is None else "0", *[_NOTHING] * 5]
     peak = f"{format_bytes(limit.peak_bytes or 0)}{'' if limit.confirmed else ' (predicted)'}"
     relative = _NOTHING if limit.relative is None else f"{limit.relative:.3f} x"
-    after = "does not fit" if limit.next_fails else "not tried"
+    after = "does not fit" if limit.next_fails else "see below"
     return [str(limit.size), str(limit.predicted_size), peak, _speed(limit), relative, after]
 
 

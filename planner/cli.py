@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import RenderableType
 
 from planner import Infeasible, NoBatch, Plan, Rules, Workload, curves, documents, plots, problem_files, report
-from planner.batch_report import batch_document, batch_report, no_batch_document
+from planner.batch_report import batch_document, limits_report, no_batch_document
 from planner.batch_search import max_batch
 from planner.cli_demo import run_demo
 from planner.cli_shell import Face, ManyValues, check_folder, note, show, show_json, working
@@ -25,7 +24,7 @@ from planner.profiling import profile
 from planner.sizes import format_bytes, parse_bytes
 from planner.state_report import states_report
 from planner.state_table import model_states
-from planner.targets import load_target, parse_settings
+from planner.targets import load_target, on_device, parse_settings
 from planner.training import train_planned
 from profiler.files import write_document, write_whole
 from solvers import solver_names
@@ -309,7 +308,7 @@ def max_batch_command(
     if as_json:
         show_json(batch_document(found))
     else:
-        show(batch_report(found))
+        show(limits_report(found))
 
 
 @app.command("show", cls=ManyValues)
@@ -344,17 +343,7 @@ def demo_command() -> None:
 
 
 def _workload(target: str, settings: list[str] | None, device: str | None) -> Workload:
-    workload = load_target(target, parse_settings(settings or []))
-    if device is None:
-        return workload
-    try:
-        return workload.to(torch.device(device))
-    except ValueError:
-        raise
-    except (RuntimeError, AssertionError) as error:  # torch says so of names and numbers that it does not know
-        raise ValueError(
-            f"--device: expected one that this machine has, got {device!r}: {str(error).splitlines()[0]}; use cpu"
-        ) from error
+    return on_device(load_target(target, parse_settings(settings or [])), device)
 
 
 def _wish(

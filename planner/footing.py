@@ -63,21 +63,22 @@ def footing_of(build: Build, vary: str, step: int, report: Report) -> Footing:
 def _unit(build: Build, size: int, step: int) -> int:
     """How far the next size lies: the step, or where that is refused, the first double that is taken."""
     unit = step
-    while unit < size and not _takes(build, size + unit):
+    while unit < size and not takes(build, size + unit):
         unit *= 2
     return unit
 
 
-def _takes(build: Build, size: int) -> bool:
+def takes(build: Build, size: int) -> bool:
+    """Whether the target takes a size and the model trains with it: many refuse one only in their forward."""
     try:
-        build(size)
+        states_bytes(build(size))
     except ValueError as error:
         return ran_out(error)  # there is no room for it here, which is another question
     return True
 
 
 def ladder(build: Build, footing: Footing, vary: str, budget_bytes: int, report: Report) -> list[Trial]:
-    """Real unplanned steps at doubled sizes, as long as the next one is predicted to fit and the device has room.
+    """Real unplanned steps at doubled sizes, as long as they are taken, predicted to fit and have room.
 
     Raises:
         ValueError: memory does not grow with the size.
@@ -86,7 +87,12 @@ def ladder(build: Build, footing: Footing, vary: str, budget_bytes: int, report:
     size = footing.start
     while size <= MOST * footing.step:
         report(f"{vary}={size}: a step")
-        found.append(trial(build, size, None, repeats=1))
+        try:
+            found.append(trial(build, size, None, repeats=1))
+        except ValueError:
+            if not found:
+                raise
+            break  # the target takes no such size, whatever the memory
         _check_grows(found, vary)
         size *= 2
         expected = _expected(found, size, footing.states_bytes)

@@ -6,12 +6,15 @@ from collections import defaultdict
 
 from planner.batch_limits import Way
 from planner.cost_model import chain_of
+from planner.each_size import EachSize
 from planner.growth import Growth
 from planner.limits import MOST, largest
 from planner.offloading import Offload, usable_link
 from planner.plan import Plan
 from planner.planning import Infeasible, solve
 from planner.sizes import format_bytes
+from planner.trials import ran_out
+from profiler.profiling import ProfileError
 from profiler.records import Profile
 from solvers import Chain, replay
 from solvers.keep_all import schedules as keeping_all
@@ -26,12 +29,12 @@ class Forecast:
     """Predicts for every size from the profiles at a few.
 
     Args:
-        growth: of the profiles.
+        growth: of the profiles, or a profile at every size.
         budget_bytes: the most bytes alive at once.
         offload: what may be sent to host memory.
     """
 
-    def __init__(self, growth: Growth, budget_bytes: int, offload: Offload) -> None:
+    def __init__(self, growth: Growth | EachSize, budget_bytes: int, offload: Offload) -> None:
         self.growth = growth
         self.budget_bytes = budget_bytes
         self._offload = offload
@@ -75,7 +78,12 @@ class Forecast:
         return found
 
     def _fits(self, way: Way, size: int) -> bool:
-        chain = chain_of(self.profile_at(size))
+        try:
+            chain = chain_of(self.profile_at(size))
+        except ProfileError as error:
+            if not ran_out(error):
+                raise
+            return False  # there is no room to profile it, and without a profile there is no plan
         if way == "none":
             return _unplanned_peak(chain) <= self.budget_bytes
         if way == "recompute":

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from planner import zoo
 from profiler.workload import Workload
 
@@ -44,7 +46,27 @@ def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Workloa
         raise TargetError(f"target: expected {_FORMS}, got {text!r}; write both sides of the colon")
     if place == "zoo":
         return _from_zoo(name, settings or {})
-    return _call(text, _function(text, _module(text, place), name), settings or {})
+    return call_target(text, _function(text, _module(text, place), name), settings or {})
+
+
+def on_device(workload: Workload, device: str | None) -> Workload:
+    """The workload moved to a device; as it is for None.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    if device is None:
+        return workload
+    try:
+        return workload.to(torch.device(device))
+    except ValueError:
+        raise
+    except (RuntimeError, AssertionError) as error:  # torch says so of names and numbers that it does not know
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ValueError(
+            f"--device: expected one that this machine has, got {device!r}: {str(error).splitlines()[0]}; use cpu"
+        ) from error
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
@@ -144,7 +166,8 @@ def _function(text: str, module: ModuleType, name: str) -> Callable[..., Any]:
     )
 
 
-def _call(text: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> Workload:
+def call_target(text: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> Workload:
+    """Call a target's function and check what comes; raises TargetError as ``load_target`` does, naming it ``text``."""
     _check_settings(text, function, settings)
     try:
         workload = function(**settings)

@@ -16,7 +16,6 @@ from profiler.measurement import measure
 from profiler.preservation import preserved
 from profiler.profiling import first_step, resident_bytes_of
 from profiler.storages import distinct_bytes
-from profiler.trees import tensors_in
 from profiler.workload import Workload
 
 Build = Callable[[int], Workload]
@@ -30,14 +29,12 @@ class Trial:
 
     Attributes:
         size: the value of the key that is varied.
-        samples: of one step: the first dimension of the batch's first tensor.
         peak_bytes: measured; None where the device ran out of memory.
         seconds: of a step; None where it did.
         plan: that it ran under; None for the unplanned step.
     """
 
     size: int
-    samples: int
     peak_bytes: int | None
     seconds: float | None
     plan: Plan | None = None
@@ -46,10 +43,6 @@ class Trial:
         """Whether the peak is within the budget."""
         return self.peak_bytes is not None and self.peak_bytes <= budget_bytes
 
-    @property
-    def samples_per_second(self) -> float | None:
-        return self.samples / self.seconds if self.seconds else None
-
 
 def trial(build: Build, size: int, plan: Plan | None, *, repeats: int) -> Trial:
     """Build the workload and run its step; running out of memory, while building too, is an outcome.
@@ -57,26 +50,28 @@ def trial(build: Build, size: int, plan: Plan | None, *, repeats: int) -> Trial:
     Raises:
         ValueError: the step fails for another reason.
     """
-    samples = 0
+    release()
     try:
         workload = build(size)
-        samples = samples_of(workload, size)
         with contextlib.nullcontext() if plan is None else apply(workload.model, plan):
             measured = measure(workload, repeats=repeats)
-        return Trial(size=size, samples=samples, peak_bytes=measured.peak_bytes, seconds=measured.seconds, plan=plan)
+        return Trial(size=size, peak_bytes=measured.peak_bytes, seconds=measured.seconds, plan=plan)
     except (ValueError, RuntimeError, MemoryError) as error:
         if not ran_out(error):
             raise
     workload = None  # The traceback that held its tensors is gone as well, here.
+    release()
+    return Trial(size=size, peak_bytes=None, seconds=None, plan=plan)
+
+
+def release() -> None:
+    """Give back what earlier models left: modules refer to each other in cycles, and allocators keep what they freed.
+
+    On CUDA blocks kept for tensors of other sizes would be in the way of a step that needs the whole device.
+    """
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    return Trial(size=size, samples=samples, peak_bytes=None, seconds=None, plan=plan)
-
-
-def samples_of(workload: Workload, size: int) -> int:
-    """Samples of one step; ``size`` where the batch has no tensor that tells."""
-    return next((tensor.shape[0] for tensor in tensors_in(workload.inputs) if tensor.dim()), size)
 
 
 def ran_out(error: BaseException) -> bool:
@@ -104,10 +99,10 @@ def room_bytes(device: torch.device) -> int | None:
     return None if found is None else 1024 * int(found)
 
 
-def has_room(device: torch.device, peak_bytes: int, states_bytes: int) -> bool:
+def has_room(device: torch.device, peak_bytes: int, resident_bytes: int) -> bool:
     """Whether a step may be run: the device can hold its peak and, on the CPU, the copy by which it is undone."""
     room = room_bytes(device)
-    copied = states_bytes if device.type == "cpu" else 0
+    copied = resident_bytes if device.type == "cpu" else 0
     return room is None or peak_bytes + copied <= room
 
 

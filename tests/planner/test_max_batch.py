@@ -11,6 +11,7 @@ import planner
 from planner import zoo
 from planner.batch_search import max_batch
 from planner.forecast import Forecast
+from planner.trials import states_bytes
 from tests.planner.command_line import done, refused, run
 
 SETTINGS = {"layers": 6, "hidden": 32}
@@ -99,8 +100,8 @@ def test_no_step_is_run_where_the_device_has_no_room(budget, monkeypatch):
 
     room = unplanned_peak(LIMIT) + 300_000
     monkeypatch.setattr("planner.trials.room_bytes", lambda device: room)
-    monkeypatch.setattr("planner.batch_search.room_bytes", lambda device: room)
-    most = room - planner.trials.states_bytes(build(STEP))
+    monkeypatch.setattr("planner.limit_search.room_bytes", lambda device: room)
+    most = room - states_bytes(build(STEP))
     found = search(watched, 10 * most)
     assert not found.none.confirmed and not found.none.next_fails
     assert f"batch={found.none.size} was not tried" in found.none.reason
@@ -109,7 +110,7 @@ def test_no_step_is_run_where_the_device_has_no_room(budget, monkeypatch):
 
 
 def test_states_alone_above_the_budget_are_named():
-    states = planner.trials.states_bytes(build(STEP))
+    states = states_bytes(build(STEP))
     parameters = sum(p.numel() * 4 for p in build(STEP).model.parameters())
     steps = 4 * sum(1 for _ in build(STEP).model.parameters())
     buffers = sum(b.numel() * b.element_size() for b in build(STEP).model.buffers())
@@ -134,6 +135,7 @@ def test_a_length_counts_by_its_samples_times_its_size():
     peak = planner.measure(wider(40), repeats=1).peak_bytes
     found = search(wider, peak, vary="width", step=1)
     assert (found.none.size, found.step) == (40, 4)
+    assert found.none.samples_per_second is not None
     assert found.none.throughput == pytest.approx(40 * found.none.samples_per_second)
 
 
@@ -148,7 +150,9 @@ def test_sizes_that_the_target_refuses_are_left_out():
 
 def test_the_command_says_what_the_contract_wants():
     pairs = [f"{key}={value}" for key, value in SETTINGS.items()]
-    result = done("max-batch", "zoo:mlp", "--set", *pairs, "--step", STEP, "--budget", "1MB", "--no-menus", "--json")
+    result = done(
+        "max-batch", "zoo:mlp", "--set", *pairs, "--step", str(STEP), "--budget", "1MB", "--no-menus", "--json"
+    )
     document = json.loads(result.stdout)
     for way in ("none", "recompute"):
         assert document[way]["batch"] > 0
@@ -161,7 +165,9 @@ def test_the_command_says_what_the_contract_wants():
 
 def test_a_budget_for_nothing_ends_with_exit_code_3():
     pairs = [f"{key}={value}" for key, value in SETTINGS.items()]
-    result = run("max-batch", "zoo:mlp", "--set", *pairs, "--step", STEP, "--budget", "80KB", "--no-menus", "--json")
+    result = run(
+        "max-batch", "zoo:mlp", "--set", *pairs, "--step", str(STEP), "--budget", "80KB", "--no-menus", "--json"
+    )
     assert result.exit_code == 3
     document = json.loads(result.stdout)
     assert document["status"] == "infeasible" and document["none"]["batch"] == 0

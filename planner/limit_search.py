@@ -1,0 +1,194 @@
+"""The search for the limits: each way's is predicted, and settled by real steps at that size and the next one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.batch_limits import Limit, MaxBatch, Way
+from planner.footing import Footing, takes
+from planner.forecast import Forecast
+from planner.limits import Settled, settle
+from planner.plan import Plan
+from planner.sizes import format_bytes
+from planner.trials import Build, Report, Trial, has_room, room_bytes, trial
+
+TRIES = 12  # real steps to settle one limit; two where the prediction is right
+REPEATS = 3  # timed steps at a size that may be reported
+LONG_SECONDS = 3.0  # a step that takes longer is timed once: what disturbs steps is short beside it
+SIZES_BETWEEN = 4  # sizes between the unplanned limit and the largest one whose speed is predicted
+WORTH_TRYING = 1.02  # predicted throughput of one of them over that of the limits, for it to be tried
+OFF = 0.001  # of the peak; a prediction that is further off is said to be
+
+
+class LimitSearch:
+    """Predicts the limit of each way and settles it by real steps.
+
+    Args:
+        build: the workload at a size.
+        vary: the key that is varied.
+        footing: the smallest size, and how far sizes lie apart.
+        forecast: of bytes and seconds at any size.
+        report: told what comes next.
+    """
+
+    def __init__(self, build: Build, vary: str, footing: Footing, forecast: Forecast, report: Report) -> None:
+        self._build = build
+        self._vary = vary
+        self._footing = footing
+        self._forecast = forecast
+        self._report = report
+        self._trials: dict[tuple[Way, int], Trial] = {}
+        self._untried: dict[Way, str] = {}
+        self._refused: dict[int, str] = {}
+
+    def run(self, notes: tuple[str, ...]) -> MaxBatch:
+        """All limits; ``notes`` are handed on, with what is to be said of the predictions."""
+        none = self._limit("none", 0)
+        recompute = self._limit("recompute", none.size or 0)
+        why = self._forecast.why_no_offload()
+        offload = Limit(way="offload", size=None, reason=why) if why else self._limit("offload", recompute.size or 0)
+        ways = [none, recompute, offload]
+        best = max([*ways, *self._between(ways)], key=lambda limit: limit.throughput)
+        none, recompute, offload, best = (_beside(limit, none) for limit in (*ways, best))
+        return MaxBatch(
+            vary=self._vary,
+            step=self._footing.step,
+            budget_bytes=self._forecast.budget_bytes,
+            states_bytes=self._footing.states_bytes,
+            profiled=self._forecast.growth.sizes,
+            linear=self._forecast.growth.is_linear,
+            notes=(*notes, *self._forecast.growth.notes(), *self._off()),
+            none=none,
+            recompute=recompute,
+            offload=offload,
+            best=best,
+        )
+
+    def _limit(self, way: Way, floor: int) -> Limit:
+        """The largest size of a way; that of a weaker one, ``floor``, fits in any case."""
+        start, step = self._footing.start, self._footing.step
+        low = max(floor, start - step)
+        self._report(f"solve, {way}")
+        guess = self._forecast.largest(way, floor=low, step=step, vary=self._vary)
+        settled = settle(guess, lambda size: self._attempt(way, size), floor=low, step=step, tries=TRIES)
+        if settled.size < start:
+            predicted = guess if guess >= start else 0
+            return Limit(way=way, size=0, predicted_size=predicted, next_fails=settled.next_fails)
+        if settled.size == floor:
+            self._attempt(way, floor)
+        return self._reported(way, settled, guess)
+
+    def _attempt(self, way: Way, size: int) -> bool | None:
+        """A real step at a size, with the plan for it; None where the device has no room for what it should need."""
+        budget_bytes = self._forecast.budget_bytes
+        plan, expected = self._forecast.plan_at(way, size)
+        if not self._may_try(way, size, plan, expected):
+            return None
+        found = self._taken(way, size, plan, expected)
+        if found is None:
+            return False
+        over = (found.peak_bytes or 0) - expected
+        if found.fits(budget_bytes) or plan is None or over <= 0 or expected > budget_bytes:
+            return found.fits(budget_bytes)
+        self._forecast.margin_bytes[way] += over
+        plan, expected = self._forecast.plan_at(way, size)  # a leaner one may fit yet
+        if expected + self._forecast.margin_bytes[way] > budget_bytes:
+            return False
+        return self._try(way, size, plan, expected).fits(budget_bytes)
+
+    def _may_try(self, way: Way, size: int, plan: Plan | None, expected: int) -> bool:
+        device = self._footing.device
+        on_host = plan.host_bytes if plan is not None and device.type == "cpu" else 0
+        if has_room(device, expected + on_host, self._forecast.profile_at(size).resident.total):
+            return True
+        left = format_bytes(room_bytes(device) or 0)
+        self._untried[way] = (
+            f"{self._vary}={size} was not tried: it would take {format_bytes(expected + on_host)}, and {left} are left"
+        )
+        return False
+
+    def _taken(self, way: Way, size: int, plan: Plan | None, expected: int) -> Trial | None:
+        """The step, None where the target does not take the size."""
+        try:
+            return self._try(way, size, plan, expected)
+        except ValueError as error:
+            if takes(self._build, size):
+                raise  # the model trains there, so it is not the size that is wrong
+            self._refused[size] = f"{self._vary}={size} is refused: {error}"
+            return None
+
+    def _try(self, way: Way, size: int, plan: Plan | None, expected: int) -> Trial:
+        self._report(f"{self._vary}={size}: a step, {way}")
+        short = self._forecast.seconds_at(size, plan) <= LONG_SECONDS
+        repeats = REPEATS if short and expected <= self._forecast.budget_bytes else 1
+        self._trials[way, size] = trial(self._build, size, plan, repeats=repeats)
+        return self._trials[way, size]
+
+    def _reported(self, way: Way, settled: Settled, guess: int) -> Limit:
+        limit = self._tried(way, settled.size)
+        refused = self._refused.get(settled.size + self._footing.step, "")
+        next_fails = settled.next_fails and not refused
+        reason = "" if limit.confirmed and next_fails else refused or self._untried.get(way, "")
+        return replace(limit, predicted_size=guess, next_fails=next_fails, reason=reason)
+
+    def _tried(self, way: Way, size: int) -> Limit:
+        """A size as measured, or as predicted where it was not tried."""
+        forecast, found = self._forecast, self._trials.get((way, size))
+        plan, expected = forecast.plan_at(way, size)
+        if found is None or found.seconds is None or not found.fits(forecast.budget_bytes):
+            peak, seconds, confirmed = expected, forecast.seconds_at(size, plan), False
+        else:
+            peak, seconds, confirmed, plan = found.peak_bytes, found.seconds, True, found.plan
+        rate = forecast.samples_at(size) / seconds if seconds > 0 else None
+        return Limit(
+            way=way,
+            size=size,
+            peak_bytes=peak,
+            predicted_peak_bytes=expected if plan is None else plan.predicted_peak_bytes,
+            samples_per_second=rate,
+            throughput=(rate or 0.0) * forecast.weight_at(size),
+            confirmed=confirmed,
+            plan=plan,
+        )
+
+    def _between(self, ways: list[Limit]) -> list[Limit]:
+        """Of some sizes between the unplanned limit and the largest one, that of the best predicted throughput, tried.
+
+        None where none is predicted to be better than the limits.
+        """
+        step, low = self._footing.step, max(ways[0].size or 0, self._footing.start)
+        widest = max(ways, key=lambda limit: limit.size or 0)
+        high = widest.size or 0
+        sizes = {low + round((high - low) * k / (SIZES_BETWEEN + 1) / step) * step for k in range(1, SIZES_BETWEEN + 1)}
+        known = [self._forecast.throughput_at(limit.size, limit.plan) for limit in ways if limit.size]
+        best, size = 0.0, 0
+        for between in sorted(sizes - {low, high}):
+            plan = self._forecast.quick(widest.way, between)
+            found = self._forecast.throughput_at(between, plan) if plan is not None else 0.0
+            best, size = max((best, size), (found, between))
+        if best <= WORTH_TRYING * max(known, default=0.0) or not self._attempt(widest.way, size):
+            return []
+        return [self._tried(widest.way, size)]
+
+    def _off(self) -> list[str]:
+        """Where the predictions were furthest off, if they were."""
+        shares = {
+            (way, size): found.peak_bytes / expected - 1
+            for (way, size), found in self._trials.items()
+            if found.peak_bytes and (expected := self._expected(way, found))
+        }
+        if not shares:
+            return []
+        way, size = max(shares, key=lambda key: abs(shares[key]))
+        share = shares[way, size]
+        if abs(share) <= OFF:
+            return []
+        return [f"the measured peak of {self._vary}={size}, {way}, is {share:+.1%} off its prediction"]
+
+    def _expected(self, way: Way, found: Trial) -> int:
+        return self._forecast.plan_at(way, found.size)[1] if found.plan is None else found.plan.predicted_peak_bytes
+
+
+def _beside(limit: Limit, none: Limit) -> Limit:
+    """The limit with its throughput over the unplanned one."""
+    return replace(limit, relative=limit.throughput / none.throughput) if none.throughput and limit.size else limit
