@@ -6,6 +6,7 @@ from planner.batch_search import max_batch
 from planner.by_hand import state
 from planner.checkpointing import auto_checkpoint
 from planner.curves import pareto
+from planner.dynamic import DynamicHandle
 from planner.functions import recompute
 from planner.offloading import Offload
 from planner.plan import Plan, PlannedStage
@@ -13,6 +14,7 @@ from planner.planning import Infeasible, NothingFound, solve
 from planner.profiling import profile
 from planner.program import UnsupportedPlan
 from planner.rules import Rule, Rules
+from planner.signatures import Signature
 from planner.state_table import ModelStates, StateRow, model_states
 from profiler.measurement import Measurement, measure
 from profiler.profiling import ProfileError
@@ -20,6 +22,7 @@ from profiler.records import Profile
 from profiler.workload import Workload
 
 __all__ = [
+    "DynamicHandle",
     "Handle",
     "Infeasible",
     "Limit",
@@ -36,6 +39,7 @@ __all__ = [
     "ProfileError",
     "Rule",
     "Rules",
+    "Signature",
     "StateRow",
     "UnsupportedPlan",
     "Workload",

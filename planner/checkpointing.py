@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 from planner.applier import apply
+from planner.dynamic import apply_dynamic
+from planner.dynamic_profiles import Training
 from planner.offloading import Mode, Offload
+from planner.plan_book import CACHE_SIZE
 from planner.planning import solve
 from planner.profiling import profile
 from profiler.stages import StagePattern
@@ -28,8 +31,21 @@ def auto_checkpoint(
     solver: str = "auto",
     offload: Offload | Mode = "auto",
     headroom: str | int = 0,
+    dynamic: bool = False,
+    sizes: Sequence[Any] = (),
+    cache_size: int = CACHE_SIZE,
+    strict: bool = False,
 ) -> nn.Module:
     """Profile the model on one batch, solve for ``budget`` and apply the plan.
+
+    With ``dynamic`` batches may have other shapes than ``inputs``. Plans are
+    kept per signature (shapes and types of the tensors that the model is called
+    with, and its plain arguments other than floats). One that is new runs with
+    a plan that is safe, while a thread finds its own from the profiles that there
+    are: interpolated between two sizes on a line, else that of the smallest
+    signature known to be in no dimension smaller. Training never waits for a
+    solver, and nothing is profiled by itself after this call; nothing is sent to
+    host memory either. ``planner.handle_of(model)`` is then a ``DynamicHandle``.
 
     Args:
         model: the model to train, in training mode; planned in place.
@@ -38,15 +54,48 @@ def auto_checkpoint(
         loss, optimizer, autocast: as for ``Workload``; give the optimizer you
             train with, because its states and its step count in the budget.
         stages, solver, offload, headroom: as for ``profile`` and ``solve``.
+        dynamic: batches change their shapes.
+        sizes: more batches to profile now (or a ``Workload`` each, where the loss depends on the batch): give the
+            smallest and the largest, and one or two in between where memory does not grow linearly.
+        cache_size: signatures to remember beside those profiled; the least recently used one is forgotten first.
+        strict: raise Infeasible from the forward of a signature that no plan meets the budget for, once that is
+            known; without, it is said once and the plan that needs least memory is used.
 
     Returns:
         The same model; ``planner.handle_of(model)`` gives the handle to inspect
         the plan or to remove it.
 
     Raises:
-        Infeasible: no plan fits; carries the smallest feasible budget.
-        ProfileError, ValueError: as ``profile`` and ``solve``.
+        Infeasible: no plan fits one of the given batches; carries the smallest feasible budget.
+        ProfileError, ValueError: as ``profile`` and ``solve``; with ``dynamic`` also where the model is compiled, has
+            other stages at one size than at another, or is to offload.
     """
+    if dynamic:
+        _check_no_offload(offload)
+        training = Training(loss=loss, optimizer=optimizer, autocast=autocast)
+        apply_dynamic(
+            model,
+            inputs,
+            sizes=sizes,
+            budget=budget,
+            training=training,
+            stages=stages,
+            solver=solver,
+            headroom=headroom,
+            cache_size=cache_size,
+            strict=strict,
+        )
+        return model
+    if sizes:
+        raise ValueError("auto_checkpoint: expected no sizes without dynamic=True, got some; pass dynamic=True")
     workload = Workload(model=model, inputs=inputs, loss=loss, optimizer=optimizer, autocast=autocast)
     apply(model, solve(profile(workload, stages=stages), budget, solver=solver, offload=offload, headroom=headroom))
     return model
+
+
+def _check_no_offload(offload: Offload | Mode) -> None:
+    if offload not in ("auto", "never"):
+        raise ValueError(
+            f"offload: expected 'auto' or 'never' with dynamic=True, got {offload!r}; plans for changing shapes "
+            "recompute and send nothing"
+        )

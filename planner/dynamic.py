@@ -1,0 +1,241 @@
+"""Shapes that change: a handle that picks, at every forward, the plan of the batch's signature."""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.applier import Handle, PlannedCalls, check_unplanned, install, register
+from planner.dynamic_profiles import Training, profiles_of
+from planner.plan import Plan
+from planner.plan_book import Entry, PlanBook, Status, without_shapes
+from planner.program import program_of
+from planner.signatures import Signature, SignatureReader
+from planner.sizes import parse_bytes
+from profiler.compiling import Forward, is_compiled, unwrapped
+from profiler.patching import ForwardPatches
+from profiler.stages import StagePattern
+
+
+class DynamicHandle(Handle):
+    """Plans of a model whose batches change their shapes; ``remove()`` or leaving the ``with`` block takes them off.
+
+    A forward keeps the plan that it began with until its backward is over,
+    whatever runs in between. ``plan`` is that of the latest planned forward.
+
+    A signature's status, in ``statuses``, says what its plan rests on:
+
+    - ``profiled``: a profile of such a batch;
+    - ``interpolated``: what is to be expected between two profiled sizes;
+    - ``extrapolated``: beyond them, where the profiled sizes themselves lie on one line or parabola;
+    - ``covered``: a larger signature, in no dimension smaller: each tensor is at most as large as the plan counts;
+    - ``safe``: until another is found, a covering plan that was there; without one, the one that needs least memory.
+
+    ``promised`` says whether the plan is known to keep the budget there.
+    """
+
+    def __init__(self, switch: Switch, model: nn.Module, first: Signature) -> None:
+        # The model owns the switch, through its patched forwards: what is registered must not keep the model alive.
+        self._switch = weakref.ref(switch)
+        self._book = switch.book
+        self._reader = switch.reader
+        super().__init__(model, self.plans[first], ForwardPatches())
+        switch.handle = self
+        self._install(switch, model)
+
+    @property
+    def plans(self) -> dict[Signature, Plan]:
+        """The plan of each remembered signature."""
+        return {entry.signature: entry.plan for entry in self._book.entries()}
+
+    @property
+    def statuses(self) -> dict[Signature, Status]:
+        """What each plan rests on."""
+        return {entry.signature: entry.status for entry in self._book.entries()}
+
+    @property
+    def promised(self) -> dict[Signature, bool]:
+        """Whether each plan is known to keep the budget."""
+        return {entry.signature: entry.promised for entry in self._book.entries()}
+
+    @property
+    def signature_counts(self) -> dict[Signature, int]:
+        """Planned forwards of each remembered signature."""
+        return {entry.signature: entry.count for entry in self._book.entries()}
+
+    @property
+    def solves(self) -> int:
+        """Plans solved for so far: at most one for each time that a signature was new."""
+        return self._book.solves
+
+    @property
+    def choosing_seconds(self) -> float:
+        """Time that training has waited for a plan to be chosen and set up, all forwards together."""
+        switch = self._switch()
+        return 0.0 if switch is None else switch.choosing_seconds
+
+    def signature_of(self, *args: Any, **kwargs: Any) -> Signature:
+        """The signature of a call of the model with these arguments."""
+        return self._reader(args, kwargs)
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until every signature seen so far has its plan; whether that came in time."""
+        return self._book.background.wait(timeout_seconds)
+
+    def profile_now(self, inputs: Any) -> Plan:
+        """Measure steps on such a batch, between two training steps, and solve for it.
+
+        Parameters, gradients, optimizer and random states are as before
+        afterwards. Plans that were extrapolated, covered or safe are found
+        again, with what is known now, when their signatures come again.
+
+        Args:
+            inputs: a batch, or a ``Workload`` of the model where the loss depends on the batch.
+
+        Returns:
+            The plan for such batches.
+
+        Raises:
+            ProfileError: a step fails.
+            Infeasible: no plan fits, and the handle is strict.
+            ValueError: the handle was removed, or the stages are others than at the sizes profiled before.
+        """
+        switch, model = self._switch(), self._model()
+        if switch is None or model is None or not switch.installed:
+            raise ValueError("profile_now: expected an applied handle, got a removed one; plan the model again")
+        workload = switch.training.on(model, inputs)
+        self._patches.remove()
+        try:
+            self._book.add(profiles_of([workload], self._reader, switch.stages, self._book.profiled))
+        finally:
+            self._install(switch, model)
+        entry = self._book.entry(self._reader.of_batch(workload.inputs))
+        switch.say(entry)
+        return entry.plan
+
+    def remove(self) -> None:
+        """Take the plans off and end the thread that solves; calling it again does nothing."""
+        switch = self._switch()
+        if switch is not None:
+            switch.installed = False
+        super().remove()
+        self._book.background.close()
+
+    def _install(self, switch: Switch, model: nn.Module) -> None:
+        self._patches = ForwardPatches()
+        switch.installed = True
+        stages = [stage.name for plan in self.plans.values() for stage in plan.stages if stage.kind == "stage"]
+        install(model, switch, stages, self._patches)
+
+
+class Switch:
+    """The wrappers in front of the model's forwards: they lead to those of the plan that the batch calls for."""
+
+    handle: DynamicHandle
+
+    def __init__(
+        self, model: nn.Module, book: PlanBook, training: Training, stages: Sequence[StagePattern] | None, strict: bool
+    ) -> None:
+        self.book = book
+        self.reader = SignatureReader(model)
+        self.training = training
+        self.stages = stages
+        self.installed = False
+        self.choosing_seconds = 0.0
+        self._strict = strict
+        self._model = weakref.ref(model)
+        self._calls: weakref.WeakKeyDictionary[Entry, tuple[Plan, PlannedCalls]] = weakref.WeakKeyDictionary()
+        self._now: PlannedCalls | None = None
+
+    def whole(self, forward: Forward) -> Forward:
+        """The model's own forward: chooses the plan and runs under it."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            model = self._model()
+            if self._now is not None or model is None or not (model.training and torch.is_grad_enabled()):
+                return forward(*args, **kwargs)
+            self._now = self._choose(model, self.reader(args, kwargs))
+            try:
+                return self._now.whole(forward)(*args, **kwargs)
+            finally:
+                self._now = None
+
+        return run
+
+    def stage(self, forward: Forward, name: str, module: nn.Module) -> Forward:
+        """A stage's forward: as the plan chosen for this forward of the model has it."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls = self._now
+            return forward(*args, **kwargs) if calls is None else calls.stage(forward, name, module)(*args, **kwargs)
+
+        return run
+
+    def _choose(self, model: nn.Module, signature: Signature) -> PlannedCalls:
+        begin = time.perf_counter()
+        entry = self.book.choose(signature)
+        self.say(entry)
+        plan, status = entry.plan, entry.status
+        made = self._calls.get(entry)
+        if made is None or made[0] is not plan:
+            # Only where such a batch was profiled are the shapes inside known: elsewhere they are not compared.
+            acting = plan if status == "profiled" else without_shapes(plan)
+            made = self._calls[entry] = plan, PlannedCalls(acting, program_of(plan.stages, plan.schedule), model)
+        self.handle.plan = plan
+        self.choosing_seconds += time.perf_counter() - begin
+        return made[1]
+
+    def say(self, entry: Entry) -> None:
+        """Warn of what has come up; raises where the handle is strict and no plan meets the budget."""
+        for note in self.book.notes():
+            warnings.warn(f"auto_checkpoint: {note}", RuntimeWarning, stacklevel=5)
+        if self._strict and entry.refusal is not None:
+            raise entry.refusal
+
+
+def apply_dynamic(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    sizes: Sequence[Any],
+    budget: str | int,
+    training: Training,
+    stages: Sequence[StagePattern] | None,
+    solver: str,
+    headroom: str | int,
+    cache_size: int,
+    strict: bool,
+) -> DynamicHandle:
+    """Profile the batch and those of other sizes, solve for each, and install a handle that switches between plans.
+
+    Raises:
+        Infeasible: no plan fits one of the profiled batches.
+        ProfileError: a step fails.
+        ValueError: the model is compiled or planned, or has other stages at one of the sizes than at another.
+    """
+    if is_compiled(model):
+        raise ValueError(
+            "auto_checkpoint: expected an uncompiled model with dynamic=True, got a compiled one, whose code differs "
+            "from size to size; leave out torch.compile, or dynamic"
+        )
+    model = unwrapped(model)
+    check_unplanned(model)
+    workloads = [training.on(model, batch) for batch in (inputs, *sizes)]
+    reader = SignatureReader(model)
+    profiles = profiles_of(workloads, reader, stages, {})
+    first = reader.of_batch(workloads[0].inputs)
+    budget_bytes = parse_bytes(budget, whole_bytes=profiles[first].unplanned_peak_bytes)
+    book = PlanBook(budget_bytes=budget_bytes, solver=solver, headroom=headroom, cache_size=cache_size)
+    book.add(profiles)
+    refusals = [entry.refusal for entry in book.entries() if entry.refusal is not None]
+    if refusals:
+        raise max(refusals, key=lambda refusal: refusal.minimum_budget_bytes)
+    handle = DynamicHandle(Switch(model, book, training, stages, strict), model, first)
+    register(model, handle)
+    return handle

@@ -1,0 +1,236 @@
+"""The plan book: one plan per signature, a safe one at once and a fitting one as soon as it has been solved."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from planner.background import Background
+from planner.forecast import SEARCH_SECONDS, quick_plan
+from planner.offloading import Offload
+from planner.plan import Plan
+from planner.planning import Infeasible, NoPlan, solve
+from planner.signatures import Signature
+from planner.size_lines import Basis, SizeLine, expected, lines_of
+from planner.sizes import format_bytes
+from profiler.records import Profile
+
+Status = Literal["profiled", "safe"] | Basis
+CACHE_SIZE = 64  # signatures; a plan with its chain takes some hundred kilobytes
+_NEVER = Offload(mode="never")
+_UNLIKE_PROFILED = ("safe", "covered", "extrapolated")
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Entry:
+    """What is known of one signature.
+
+    Attributes:
+        plan: the one to run it with now.
+        status: what the plan rests on.
+        promised: whether the plan is known to keep the budget at this signature.
+        refusal: why no plan meets the budget, if so; ``plan`` is the leanest then.
+        count: calls so far.
+    """
+
+    signature: Signature
+    plan: Plan
+    status: Status
+    promised: bool
+    refusal: NoPlan | None = None
+    count: int = 0
+
+
+class PlanBook:
+    """Plans per signature. ``choose`` is quick and never solves; solving happens on another thread.
+
+    A safe plan is one of a signature that covers the new one, if there is any: the same actions on tensors none of
+    which is larger keep the budget. Otherwise it is the plan that needs least memory of those of the largest profile,
+    and the budget is not promised.
+
+    Args:
+        budget_bytes: the most bytes alive at once.
+        solver, headroom: as for ``solve``.
+        cache_size: signatures remembered beside the profiled ones; the least recently used is forgotten first.
+    """
+
+    def __init__(
+        self, *, budget_bytes: int, solver: str = "auto", headroom: str | int = 0, cache_size: int = CACHE_SIZE
+    ) -> None:
+        if cache_size < 1:
+            raise ValueError(f"cache_size: expected at least 1 signature, got {cache_size}; pass a larger number")
+        self.budget_bytes = budget_bytes
+        self.solver = solver
+        self.headroom = headroom
+        self.cache_size = cache_size
+        self.solves = 0
+        self.background = Background("planner-plan-book", self._failed)
+        self._profiled: dict[Signature, Profile] = {}
+        self._lines = lines_of({})
+        self._leanest: Plan | None = None
+        self._entries: OrderedDict[Signature, Entry] = OrderedDict()
+        self._lock = threading.RLock()
+        self._notes: list[str] = []
+        self._said: set[str] = set()
+
+    # On the training path --------------------------------------------------------
+
+    def add(self, profiles: Mapping[Signature, Profile]) -> None:
+        """Take profiles and solve for each of them, here and now.
+
+        What other signatures have without a profile around them is forgotten: they get a new plan when they come again.
+
+        Raises:
+            Unlike: the profiles of one kind do not have the same stages.
+        """
+        profiled = {**self._profiled, **profiles}
+        lines = lines_of(profiled)
+        for line in lines:
+            line.growth.at(line.growth.sizes[-1])
+        largest = max(profiled.values(), key=lambda profile: profile.unplanned_peak_bytes)
+        leanest = _leanest(largest)
+        solved = {signature: self._solved(profile) for signature, profile in profiles.items()}
+        with self._lock:
+            self._profiled, self._lines, self._leanest = profiled, lines, leanest
+            for signature, entry in list(self._entries.items()):
+                if entry.status in _UNLIKE_PROFILED:
+                    del self._entries[signature]
+            for signature, (plan, refusal) in solved.items():
+                old = self._entries.get(signature)
+                count = 0 if old is None else old.count
+                self._entries[signature] = Entry(
+                    signature, plan, "profiled", refusal is None, refusal=refusal, count=count
+                )
+
+    def choose(self, signature: Signature) -> Entry:
+        """The entry of a signature; one that is new gets a safe plan, and a job to find its own."""
+        with self._lock:
+            entry = self._entries.get(signature)
+            if entry is None:
+                entry = self._entries[signature] = self._new(signature)
+                self._evict()
+                self.background.submit(lambda: self._settle(entry))
+            self._entries.move_to_end(signature)
+            entry.count += 1
+            return entry
+
+    @property
+    def profiled(self) -> Mapping[Signature, Profile]:
+        """The profiles there are."""
+        return self._profiled
+
+    def entry(self, signature: Signature) -> Entry:
+        """The entry of a signature that is remembered; does not count as a call."""
+        with self._lock:
+            return self._entries[signature]
+
+    def entries(self) -> list[Entry]:
+        """All entries, the least recently used first."""
+        with self._lock:
+            return list(self._entries.values())
+
+    def notes(self) -> list[str]:
+        """What has come up since the last call and a person should know, each thing once."""
+        if not self._notes:
+            return []
+        with self._lock:
+            notes, self._notes = self._notes, []
+            return notes
+
+    def _new(self, signature: Signature) -> Entry:
+        covers = [
+            entry.plan for entry in self._entries.values() if entry.promised and entry.signature.covers(signature)
+        ]
+        if covers:
+            return Entry(signature, min(covers, key=lambda plan: plan.unplanned_peak_bytes), "safe", True)
+        assert self._leanest is not None
+        return Entry(signature, self._leanest, "safe", False)
+
+    def _evict(self) -> None:
+        forgettable = [s for s in self._entries if s not in self._profiled]
+        for signature in forgettable[: max(0, len(forgettable) - self.cache_size)]:
+            del self._entries[signature]
+
+    # On the other thread ---------------------------------------------------------
+
+    def _settle(self, entry: Entry) -> None:
+        """Find the plan of a new signature, unless it is forgotten by now."""
+        with self._lock:
+            lines, profiled = self._lines, self._profiled
+            wanted = self._entries.get(entry.signature) is entry
+        if not wanted:
+            return
+        self._find(entry, lines, profiled)
+
+    def _failed(self, error: Exception) -> None:
+        kind = type(error).__name__
+        self._note(kind, f"expected a plan for every signature, got {kind}: {error}; some keep the plan they have")
+
+    def _find(self, entry: Entry, lines: Sequence[SizeLine], profiled: Mapping[Signature, Profile]) -> None:
+        found = expected(lines, profiled, entry.signature)
+        if found is None:
+            if entry.promised:
+                return
+            self._note(
+                "unknown",
+                f"a call of {entry.signature}: expected sizes within those profiled, got others; it runs with the "
+                "plan that needs least memory, and the budget is not promised. Give such a batch in sizes=, or call "
+                "planner.handle_of(model).profile_now(batch)",
+            )
+            return
+        with self._lock:
+            there = self._entries.get(found.at)
+        if there is not None and there is not entry and there.status in ("profiled", "interpolated"):
+            plan, refusal = there.plan, there.refusal
+        else:
+            plan, refusal = self._solved(found.profile)
+        with self._lock:
+            entry.plan, entry.status = plan, found.basis
+            entry.refusal, entry.promised = refusal, refusal is None
+
+    def _solved(self, profile: Profile) -> tuple[Plan, NoPlan | None]:
+        """The plan for a profile; where none meets the budget the leanest, and the refusal."""
+        self.solves += 1
+        try:
+            # So little time leaves out the integer program of "auto", which would hold up the signatures behind.
+            limit = SEARCH_SECONDS if self.solver == "auto" else None
+            plan = solve(
+                profile,
+                self.budget_bytes,
+                solver=self.solver,
+                time_limit_seconds=limit,
+                offload=_NEVER,
+                headroom=self.headroom,
+            )
+            return plan, None
+        except NoPlan as refusal:
+            least = refusal.minimum_budget_bytes
+            self._note(
+                f"{profile.input_shapes}",
+                f"inputs of {list(map(list, profile.input_shapes))}: expected a budget of at least {least} bytes "
+                f"({format_bytes(least)}), got {self.budget_bytes}; they run with the plan that needs least memory. "
+                "Raise the budget, or make such batches smaller",
+            )
+            return _leanest(profile), refusal
+
+    def _note(self, key: str, text: str) -> None:
+        with self._lock:
+            if key not in self._said and len(self._said) < self.cache_size:
+                self._said.add(key)
+                self._notes.append(text)
+
+
+def _leanest(profile: Profile) -> Plan:
+    """The plan with the smallest budget that the quick method can meet."""
+    try:
+        return quick_plan(profile, 1, _NEVER)
+    except Infeasible as refusal:
+        return quick_plan(profile, refusal.minimum_budget_bytes, _NEVER)
+
+
+def without_shapes(plan: Plan) -> Plan:
+    """The plan for calls of other sizes than its own: its stages do not compare shapes."""
+    return replace(plan, stages=tuple(replace(stage, input_shapes=()) for stage in plan.stages))
