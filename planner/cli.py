@@ -14,6 +14,22 @@ from planner import Infeasible, NoBatch, Plan, Rules, Workload, curves, document
 from planner.batch_report import batch_document, limits_report, no_batch_document
 from planner.batch_search import max_batch
 from planner.cli_demo import run_demo
+from planner.cli_options import (
+    AsJson,
+    BudgetText,
+    Device,
+    DevicesPerLink,
+    HeadroomText,
+    HostMemory,
+    LinkGbps,
+    NoOffload,
+    OffloadOnly,
+    Out,
+    RulesFile,
+    Settings,
+    SolverName,
+    Target,
+)
 from planner.cli_shell import Face, ManyValues, check_folder, note, show, show_json, working
 from planner.cli_show import Wanted, run_show
 from planner.comparison import ILP_SECONDS, compare_solvers
@@ -27,8 +43,7 @@ from planner.state_table import model_states
 from planner.targets import load_target, on_device, parse_settings
 from planner.training import train_planned
 from profiler.files import write_document, write_whole
-from solvers import solver_names
-from solvers.graph_suite import DEFAULT_GAP, DEFAULT_SECONDS, LARGE_NODES, LARGE_SECONDS, graph_solver_names
+from solvers.graph_suite import DEFAULT_GAP, DEFAULT_SECONDS, LARGE_NODES, LARGE_SECONDS
 
 app = typer.Typer(
     cls=Face,
@@ -37,41 +52,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Target = Annotated[str, typer.Argument(metavar="TARGET", help="zoo:NAME, path/to/file.py:function or module:function")]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE ...", help="Arguments of the target's function.")
-]
-Device = Annotated[str | None, typer.Option(help="Move the model there first: cpu, cuda, cuda:1, ...")]
-BudgetText = Annotated[str, typer.Option("--budget", help="8GiB, 8GB, 512MiB, bytes, or 70% of the unplanned peak.")]
-SolverName = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help=f"Of a profile or a chain: {', '.join(solver_names())}. Of a graph: {', '.join(graph_solver_names())}.",
-    ),
-]
-HeadroomText = Annotated[
-    str | None,
-    typer.Option("--headroom", metavar="B", help="Left free for what an allocator wastes: bytes, or 5% of the budget."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")]
-RulesFile = Annotated[
-    Path | None,
-    typer.Option("--rules", metavar="FILE", help="A plan stated by hand, in whole or in part: .toml or .json."),
-]
-NoOffload = Annotated[bool, typer.Option("--no-offload", help="Send nothing to host memory.")]
-OffloadOnly = Annotated[bool, typer.Option("--offload-only", help="Recompute nothing.")]
-LinkGbps = Annotated[
-    float | None, typer.Option(metavar="G", help="GB/s from device to host and back; as measured if unset.")
-]
-DevicesPerLink = Annotated[
-    int | None, typer.Option(metavar="K", help="Devices that share the link, each with 1/K of it.")
-]
-HostMemory = Annotated[
-    str | None, typer.Option(metavar="B", help="The most that this device may hold in host memory, as 64GiB.")
-]
-Out = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
 
 
 def main() -> None:

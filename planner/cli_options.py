@@ -1,0 +1,46 @@
+"""Options of the command line that several commands take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from solvers import solver_names
+from solvers.graph_suite import graph_solver_names
+
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="zoo:NAME, path/to/file.py:function or module:function")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE ...", help="Arguments of the target's function.")
+]
+Device = Annotated[str | None, typer.Option(help="Move the model there first: cpu, cuda, cuda:1, ...")]
+BudgetText = Annotated[str, typer.Option("--budget", help="8GiB, 8GB, 512MiB, bytes, or 70% of the unplanned peak.")]
+SolverName = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help=f"Of a profile or a chain: {', '.join(solver_names())}. Of a graph: {', '.join(graph_solver_names())}.",
+    ),
+]
+HeadroomText = Annotated[
+    str | None,
+    typer.Option("--headroom", metavar="B", help="Left free for what an allocator wastes: bytes, or 5% of the budget."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")]
+RulesFile = Annotated[
+    Path | None,
+    typer.Option("--rules", metavar="FILE", help="A plan stated by hand, in whole or in part: .toml or .json."),
+]
+NoOffload = Annotated[bool, typer.Option("--no-offload", help="Send nothing to host memory.")]
+OffloadOnly = Annotated[bool, typer.Option("--offload-only", help="Recompute nothing.")]
+LinkGbps = Annotated[
+    float | None, typer.Option(metavar="G", help="GB/s from device to host and back; as measured if unset.")
+]
+DevicesPerLink = Annotated[
+    int | None, typer.Option(metavar="K", help="Devices that share the link, each with 1/K of it.")
+]
+HostMemory = Annotated[
+    str | None, typer.Option(metavar="B", help="The most that this device may hold in host memory, as 64GiB.")
+]
+Out = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
