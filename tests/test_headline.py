@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import headline_models
+import planner
+from benchmarks import headline, headline_full, headline_models, headline_resnet, headline_rows, headline_scaled
 from planner.targets import load_target
+from planner.zoo import build
 
 TINY: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 2, "seq": 12, "vocab": 40, "masked": 3}
 
@@ -47,3 +52,72 @@ def test_bert_large_has_its_published_size_and_trains_in_mixed_precision() -> No
 def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected .* got .*;"):
         headline_models.bert_small(**{**TINY, "batch": 2, **wrong})
+
+
+def test_the_full_form_without_a_gpu_says_so_and_succeeds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["headline", "--full", "--out", str(tmp_path)])
+    assert headline.main() == 0
+    assert "no CUDA device" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_scaled_form_holds_every_batch_under_the_cap() -> None:
+    found = headline_scaled.scaled(1, build=lambda n: headline_models.bert_small(**TINY, batch=8 * n), measured=(2, 3))
+    none, *planned = found.rows
+    measured = [row for row in planned if row.measured_peak_bytes is not None]
+    assert none.batch == 4 and none.times == 1.0
+    assert none.measured_peak_bytes == none.predicted_peak_bytes
+    assert {row.way for row in measured} == {"recompute"} and len(measured) >= 2
+    assert all((row.measured_peak_bytes or 0) <= (none.measured_peak_bytes or 0) for row in measured)
+    assert any(row.way == "recompute and offload" and row.rate is None for row in planned)
+
+
+def test_rows_stand_beside_the_reference() -> None:
+    frame = headline_rows.table(headline_rows.reference())
+    assert list(frame["times_unplanned"]) == ["1.0", "10.0", "14.3"]
+    assert list(frame["relative_speed"]) == ["1.000", "0.744", "0.646"]
+
+
+@pytest.mark.parametrize(("speed", "verdict"), [(0.744, "speed with recomputation alone: reached"), (0.743, "NOT")])
+def test_what_is_reached_is_said(speed: float, verdict: str) -> None:
+    none = headline_rows.Row(form="a", way="no plan", batch=4, rate=8.0)
+    rows = [none, headline_rows.Row(form="a", way="recompute", batch=40, rate=8.0 * speed, base=none)]
+    assert headline_rows.reached(rows) == []  # nothing measured
+    own = [replace(row, measured_peak_bytes=1) for row in rows]
+    assert verdict in headline_rows.reached(own)[-1]
+
+
+def test_a_search_gives_one_row_for_each_way_that_is_open() -> None:
+    def limit(way: Any, size: int | None, rate: float | None = None) -> planner.Limit:
+        return planner.Limit(way=way, size=size, samples_per_second=rate, peak_bytes=9, confirmed=True)
+
+    none, recompute = limit("none", 18, 24.0), limit("recompute", 180, 18.0)
+    found = planner.MaxBatch(
+        vary="batch",
+        step=1,
+        budget_bytes=10,
+        states_bytes=1,
+        profiled=(1, 2),
+        linear=True,
+        notes=(),
+        none=none,
+        recompute=recompute,
+        offload=limit("offload", None),
+        best=none,
+    )
+    rows = headline_full.rows_of(found, "bert")
+    assert [(row.way, row.times, row.speed) for row in rows] == [("no plan", 1.0, 1.0), ("recompute", 10.0, 0.75)]
+
+
+def test_resnet_checkpoints_are_the_16_residual_sums_and_the_solver_is_no_worse() -> None:
+    profile = planner.profile(build("resnet50", hidden=2, image=32, batch=2), menus=False)
+    plans = headline_resnet.plans_of(profile)
+    stated = plans["by hand"]
+    assert sum(stage.name.count(".layers.") for stage in stated.stages if stage.decision != "keep") == 16
+    assert plans["solver, same budget"].predicted_peak_bytes <= stated.predicted_peak_bytes
+    assert plans["solver, same budget"].predicted_seconds <= stated.predicted_seconds
+    assert plans["solver, same seconds"].predicted_peak_bytes <= stated.predicted_peak_bytes
+    assert plans["solver, same seconds"].predicted_seconds <= stated.predicted_seconds

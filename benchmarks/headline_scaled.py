@@ -1,0 +1,175 @@
+"""The headline on a CPU: a small BERT at growing batches in the memory of its unplanned step on 4 sequences."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import planner
+from benchmarks.headline_models import bert_small
+from benchmarks.headline_rows import OFFLOAD_TIMES, Row
+from planner.batch_limits import Way
+from planner.forecast import Forecast
+from planner.profiled_sizes import growth_over
+from planner.sizes import format_bytes
+from profiler.meter import memory_meter, metered, time_meter
+from profiler.profiling import resident_bytes_of
+from profiler.workload import Workload
+
+UNPLANNED = 4  # sequences that fit without a plan
+PROFILED = (2, 3, 4)
+MEASURED = (2, 5, 10, 12, 14)  # times the unplanned batch
+PREDICTED = (16, 20)
+PLAIN_STEPS = 3  # in a row, of which the median counts: one is short beside the planned ones
+# GB/s. PCIe's 12 GB/s to a V100 are 20 times the boundaries that BERT-Large makes there in a second (24 sentences x
+# 24 layers x 1 MiB); 0.3 GB/s are as many times those of this model at 5 sentences a second (24 layers x 128 KiB).
+LINK_GBPS = 0.3
+FORM = "bert_small, eager, CPU"
+
+Build = Callable[[int], Workload]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """What the scaled form gave: rows, and sentences on how they came about."""
+
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+
+def scaled(
+    rounds: int, *, build: Build | None = None, measured: Sequence[int] = MEASURED, limit: bool = True
+) -> Scaled:
+    """Plan for each batch from profiles of 2 to 4 sequences, then measure the batches and the unplanned step in turns.
+
+    Args:
+        rounds: in each, every batch takes one step, after one to warm up and one under the memory meter.
+        build: the workload with a number of sequences; ``bert_small`` where none is given.
+        measured: times the unplanned batch.
+        limit: measure one step of the largest batch that any plan fits, too, which takes minutes.
+    """
+    build = build or (lambda batch: bert_small(batch=batch))
+    cap = planner.measure(build(UNPLANNED), repeats=1).peak_bytes
+    _say(f"cap {format_bytes(cap)}; profiling")
+    growth = growth_over(build, PROFILED, menus=True, progress=lambda _: lambda *_: None)
+    forecast = Forecast(growth, cap, planner.Offload(link_gbps=LINK_GBPS))
+    largest = forecast.largest("recompute", floor=UNPLANNED, step=1, vary="batch")
+    batches = [times * UNPLANNED for times in measured if times * UNPLANNED <= largest]
+    rows = _measured_rows(build, forecast, batches, rounds)
+    none = rows[0]
+    rows += [_forecast_row(forecast, none, "recompute", times * UNPLANNED) for times in PREDICTED]
+    rows += [_limit_row(build, forecast, none, largest)] if limit else []
+    rows += _offload_rows(forecast, none)
+    fits = forecast.largest("none", floor=0, step=1, vary="batch")
+    notes = (
+        f"cap: {cap} bytes ({format_bytes(cap)}), the measured peak of an unplanned step on {UNPLANNED} sequences with "
+        f"all model states: {fits} is the largest batch that fits without a plan",
+        f"plans for every batch come from profiles of {', '.join(map(str, PROFILED))} sequences; {rounds} rounds, in "
+        "each of which every batch takes a step beside the unplanned one; relative speed: median of the rounds",
+        f"offload on the CPU is a prediction, over a link of {LINK_GBPS} GB/s",
+        *growth.notes(),
+    )
+    return Scaled(rows=tuple(rows), notes=notes)
+
+
+def _measured_rows(build: Build, forecast: Forecast, batches: Sequence[int], rounds: int) -> list[Row]:
+    """The unplanned row, and one for each batch."""
+    plans = [forecast.plan_at("none", UNPLANNED), *(forecast.plan_at("recompute", batch) for batch in batches)]
+    trainings = [_Training(build(n), plan) for n, (plan, _) in zip([UNPLANNED, *batches], plans, strict=True)]
+    peaks = [training.peak_bytes() for training in trainings]
+    plain, *planned = trainings
+    plain_rates: list[float] = []
+    rates: list[list[float]] = [[] for _ in batches]
+    for number in range(rounds):
+        _say(f"round {number + 1} of {rounds}")
+        plain_rates.append(UNPLANNED / statistics.median(plain.seconds() for _ in range(PLAIN_STEPS)))
+        for own, batch, training in zip(rates, batches, planned, strict=True):
+            own.append(batch / training.seconds())
+    none = Row(
+        form=FORM,
+        way="no plan",
+        batch=UNPLANNED,
+        rate=statistics.median(plain_rates),
+        predicted_peak_bytes=plans[0][1],
+        measured_peak_bytes=peaks[0],
+    )
+    found = [none]
+    for batch, own, peak in zip(batches, rates, peaks[1:], strict=True):
+        relative = statistics.median(a / b for a, b in zip(own, plain_rates, strict=True))
+        found.append(_forecast_row(forecast, none, "recompute", batch, statistics.median(own), relative, peak))
+    return found
+
+
+def _forecast_row(
+    forecast: Forecast,
+    none: Row,
+    way: Way,
+    batch: int,
+    rate: float | None = None,
+    relative: float | None = None,
+    peak_bytes: int | None = None,
+    remark: str = "",
+) -> Row:
+    """What is predicted of a batch, and what was measured as far as it was."""
+    plan, expected = forecast.plan_at(way, batch)
+    predicted = forecast.throughput_at(batch, plan) / forecast.throughput_at(none.batch, None)
+    return Row(
+        form=FORM,
+        way="recompute" if way == "recompute" else "recompute and offload",
+        batch=batch,
+        rate=rate,
+        base=none,
+        relative=relative,
+        predicted_relative=predicted,
+        predicted_peak_bytes=expected,
+        measured_peak_bytes=peak_bytes,
+        remark=remark or ("" if rate is not None else "predicted"),
+    )
+
+
+def _limit_row(build: Build, forecast: Forecast, none: Row, batch: int) -> Row:
+    """The largest batch that any plan fits: its peak, and one step's seconds."""
+    _say(f"the largest batch, {batch}")
+    training = _Training(build(batch), forecast.plan_at("recompute", batch)[0])
+    peak = training.peak_bytes()
+    rate = batch / training.seconds()
+    return _forecast_row(forecast, none, "recompute", batch, rate, None, peak, "the largest that fits; one step")
+
+
+def _offload_rows(forecast: Forecast, none: Row) -> list[Row]:
+    largest = forecast.largest("offload", floor=UNPLANNED, step=1, vary="batch")
+    batches = sorted({min(largest, round(OFFLOAD_TIMES * UNPLANNED)), largest})
+    return [_forecast_row(forecast, none, "offload", batch) for batch in batches]
+
+
+class _Training:
+    """A workload in training, with or without a plan."""
+
+    def __init__(self, workload: Workload, plan: planner.Plan | None) -> None:
+        self._workload = workload
+        self._plan = plan
+
+    def peak_bytes(self) -> int:
+        """Measured in the second step: the first one makes the optimizer's states."""
+        with self._planned():
+            self._workload.step()
+            self._workload.zero_grad()
+            meter = memory_meter(self._workload.device, resident_bytes_of(self._workload).total)
+            return max(interval.peak_bytes for interval in metered(meter, self._workload.step))
+
+    def seconds(self) -> float:
+        """Of one more step; putting the plan on and off is not timed."""
+        with self._planned():
+            self._workload.zero_grad()
+            found = metered(time_meter(self._workload.device), self._workload.step)
+        return sum(interval.seconds for interval in found)
+
+    def _planned(self):
+        return nullcontext() if self._plan is None else planner.apply(self._workload.model, self._plan)
+
+
+def _say(text: str) -> None:
+    print(f"headline: {text}", file=sys.stderr, flush=True)
