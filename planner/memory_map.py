@@ -1,0 +1,204 @@
+"""The memory map: where the bytes of an unplanned step go, model states against activations, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from planner.cost_model import chain_of
+from planner.peak import Part, predicted_peak
+from planner.plan import Plan
+from planner.planning import plan_of
+from planner.stage_kinds import names_in_short
+from planner.timeline import Timeline, predicted_timelines
+from profiler.records import Profile
+from profiler.stage_ops import kind_of
+from solvers import Chain, Problem, keep_all, replay, solve_chain
+
+Group = Literal["model states", "inputs", "activations", "temporaries"]
+GROUPS: tuple[Group, ...] = ("model states", "inputs", "activations", "temporaries")
+STEP, OPTIMIZER = "forward and backward", "optimizer's step"
+_STATES = {
+    "parameters": "parameters",
+    "other parameters": "other parameters",
+    "optimizer states": "optimizer states",
+    "loss scale": "loss scale",
+    "buffers": "buffers",
+    "gradients from before": "gradients",
+    "gradients of parameters": "gradients",
+    "casts of parameters": "casts of parameters",
+    "resident": "other",
+    "other resident": "other",
+}
+_NOT_TOLD = "not told apart"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some of the bytes alive at one moment.
+
+    Attributes:
+        group: what kind of memory it is.
+        what: what it is there for.
+        size_bytes: may be negative where the replay counts too much elsewhere.
+        stage: that made it; empty where no stage did.
+        stage_kind: stages of the same class in short.
+        op: kind of the op that made it, of activations.
+    """
+
+    group: Group
+    what: str
+    size_bytes: int
+    stage: str = ""
+    stage_kind: str = ""
+    op: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryMap:
+    """All bytes alive at one moment of the unplanned step.
+
+    Attributes:
+        moment: ``forward and backward`` (their highest), or ``optimizer's step`` (its highest).
+        phase, stage: where in the step that is.
+        peak_bytes: what the pieces add up to.
+        pieces: each byte once.
+    """
+
+    moment: str
+    phase: str
+    stage: str
+    peak_bytes: int
+    pieces: tuple[Piece, ...]
+
+    def of_group(self, group: Group) -> int:
+        """Bytes of a group."""
+        return sum(piece.size_bytes for piece in self.pieces if piece.group == group)
+
+    def by_what(self, group: Group) -> dict[str, int]:
+        """Bytes of a group by what they are there for, largest first."""
+        return _summed((piece.what, piece.size_bytes) for piece in self.pieces if piece.group == group)
+
+    def activations_by_stage(self) -> dict[str, int]:
+        """Bytes of activations by the stage that made them, in the order of the step."""
+        found: dict[str, int] = {}
+        for piece in self._activations():
+            found[piece.stage] = found.get(piece.stage, 0) + piece.size_bytes
+        return found
+
+    def activations_by_stage_kind(self) -> dict[str, int]:
+        """The same with stages of one class together, largest first."""
+        return _summed((piece.stage_kind, piece.size_bytes) for piece in self._activations())
+
+    def activations_by_op(self) -> dict[str, int]:
+        """Bytes of activations by the kind of op that made them, largest first."""
+        return _summed((piece.op, piece.size_bytes) for piece in self._activations())
+
+    def _activations(self) -> Iterator[Piece]:
+        return (piece for piece in self.pieces if piece.group == "activations")
+
+
+def _summed(pairs: Iterator[tuple[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, size in pairs:
+        found[name] = found.get(name, 0) + size
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def memory_maps(profile: Profile) -> tuple[MemoryMap, ...]:
+    """Where the memory goes in a profiled step without a plan: at its highest moment, and at the other one.
+
+    Returns:
+        The highest moment of forward and backward and, with an optimizer, that of its step; the higher one first: its
+        pieces add up to the profile's unplanned peak.
+    """
+    chain = chain_of(profile)
+    schedule = keep_all.schedules(chain)[0]
+    problem = Problem(chain=chain, budget_bytes=replay(chain, schedule).peak_bytes)
+    plan = plan_of(profile, problem, solve_chain(problem, solver="keep_all"))
+    timeline = predicted_timelines(chain, schedule)[0]
+    found = [_of_step(chain, plan, timeline)]
+    if profile.optimizer.peak_bytes:
+        found.append(_of_optimizer(profile))
+    return tuple(sorted(found, key=lambda own: -own.peak_bytes))
+
+
+def _of_step(chain: Chain, plan: Plan, timeline: Timeline) -> MemoryMap:
+    spans = tuple(span for span in timeline.spans if span.phase != "optimizer")
+    peak = predicted_peak(chain, plan.schedule, replace(timeline, spans=spans), plan=plan)
+    kinds = _stage_kinds(plan)
+    return MemoryMap(
+        moment=STEP,
+        phase=peak.phase,
+        stage=peak.stage,
+        peak_bytes=peak.peak_bytes,
+        pieces=tuple(_piece(part, kinds) for part in peak.parts),
+    )
+
+
+def _piece(part: Part, kinds: dict[str, str]) -> Piece:
+    if part.what in _STATES:
+        return Piece(group="model states", what=_STATES[part.what], size_bytes=part.size_bytes)
+    if part.what == "batch":
+        return Piece(group="inputs", what="batch", size_bytes=part.size_bytes)
+    if part.what.startswith("made ") or part.what == "gradients of activations":
+        return Piece(group="temporaries", what=part.what, size_bytes=part.size_bytes, stage=part.stage)
+    return Piece(
+        group="activations",
+        what=part.what,
+        size_bytes=part.size_bytes,
+        stage=part.stage,
+        stage_kind=kinds.get(part.stage, part.stage),
+        op=kind_of(part.op) or _NOT_TOLD,
+    )
+
+
+def _stage_kinds(plan: Plan) -> dict[str, str]:
+    """What stages of the same class are called together."""
+    groups: dict[str, list[str]] = {}
+    for stage in plan.stages:
+        groups.setdefault(stage.module_class if stage.kind == "stage" else stage.name, []).append(stage.name)
+    return {name: names_in_short(names) for names in groups.values() for name in names}
+
+
+def _of_optimizer(profile: Profile) -> MemoryMap:
+    """Gradients are all there and activations are gone, but for what somebody still holds: the loss, an output."""
+    resident, phase = profile.resident, profile.optimizer
+    gradient_bytes = _gradient_bytes(profile)
+    states = {
+        "parameters": resident.parameters,
+        "other parameters": resident.other_parameters,
+        "optimizer states": resident.optimizer,
+        "loss scale": resident.scaler,
+        "buffers": resident.buffers,
+        "gradients": resident.gradients + gradient_bytes,
+    }
+    made_in_it = phase.peak_bytes - phase.start_bytes
+    left_bytes = phase.start_bytes - resident.total - gradient_bytes
+    pieces = [
+        *(Piece(group="model states", what=what, size_bytes=size) for what, size in states.items()),
+        Piece(group="inputs", what="batch", size_bytes=resident.inputs),
+        Piece(group="temporaries", what="still there after backward", size_bytes=left_bytes),
+        Piece(group="temporaries", what="made by the optimizer's step", size_bytes=made_in_it),
+    ]
+    return MemoryMap(
+        moment=OPTIMIZER,
+        phase="optimizer",
+        stage="",
+        peak_bytes=phase.peak_bytes,
+        pieces=tuple(piece for piece in pieces if piece.size_bytes),
+    )
+
+
+def states_bytes(profile: Profile) -> int:
+    """Bytes of the model states: parameters, buffers, gradients and what the optimizer keeps, all alive at once."""
+    return profile.resident.total - profile.resident.inputs + _gradient_bytes(profile)
+
+
+def _gradient_bytes(profile: Profile) -> int:
+    """Of gradients that the step makes: what is alive after backward, as far as parameters can have it."""
+    resident = profile.resident
+    after = profile.optimizer.start_bytes if profile.optimizer.peak_bytes else profile.stages[0].backward.end_bytes
+    most_bytes = resident.parameters + resident.other_parameters - resident.gradients
+    return max(0, min(after - resident.total, most_bytes))

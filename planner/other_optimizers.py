@@ -1,0 +1,140 @@
+"""Other optimizers for a workload: measured on its own parameters, and the profile to expect with each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from planner.levers import Lever
+from profiler.optimizer_meter import OptimizerCost, measure_optimizer
+from profiler.records import Phase, Profile, StageRecord
+from profiler.variants import varied
+from profiler.workload import Workload
+
+Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """An optimizer with small states; ``classes`` are those in whose place it would be nothing new."""
+
+    name: str
+    make: Make
+    classes: tuple[str, ...]
+    change: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherOptimizer:
+    """A lever, and what its optimizer was measured to cost; None where it does not apply."""
+
+    lever: Lever
+    cost: OptimizerCost | None = None
+
+
+_CANDIDATES = (
+    _Candidate(
+        name="Adafactor",
+        make=lambda parameters: torch.optim.Adafactor(parameters),
+        classes=("Adafactor", "SGD"),
+        change="torch.optim.Adafactor(model.parameters(), lr=...)",
+    ),
+    _Candidate(
+        name="SGD with momentum",
+        make=lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+        classes=("SGD",),
+        change="torch.optim.SGD(model.parameters(), lr=..., momentum=0.9)",
+    ),
+)
+
+
+def replacements_for(workload: Workload, state_bytes: int) -> list[OtherOptimizer]:
+    """Adafactor and SGD with momentum in place of the workload's optimizer, each measured on its parameters.
+
+    Args:
+        workload: left as it was found.
+        state_bytes: what its own optimizer keeps from step to step; another one has to keep less.
+    """
+    return [_tried(workload, candidate, state_bytes) for candidate in _CANDIDATES]
+
+
+def optimizer_named(name: str, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """The optimizer that a lever stands for, with the settings that it was measured with."""
+    return next(candidate for candidate in _CANDIDATES if candidate.name == name).make(parameters)
+
+
+def _tried(workload: Workload, candidate: _Candidate, state_bytes: int) -> OtherOptimizer:
+    lever = Lever(kind="optimizer", name=candidate.name, change=candidate.change)
+    why = _why_not(workload, candidate, state_bytes)
+    if why:
+        return OtherOptimizer(lever=replace(lever, applies=False, reason=why))
+    try:
+        own = candidate.make(_parameters(workload))
+        cost = measure_optimizer(varied(workload, optimizer=own))
+    except (RuntimeError, ValueError, TypeError) as error:  # torch says so of sparse and complex ones, say
+        why = f"it does not run with these parameters: {str(error).splitlines()[0] if str(error) else error!r}"
+        return OtherOptimizer(lever=replace(lever, applies=False, reason=why))
+    if cost.state_bytes >= state_bytes:
+        why = f"it keeps no less than the workload's own {type(workload.optimizer).__name__}"
+        return OtherOptimizer(lever=replace(lever, applies=False, reason=why))
+    return OtherOptimizer(lever=lever, cost=cost)
+
+
+def _why_not(workload: Workload, candidate: _Candidate, state_bytes: int) -> str:
+    if workload.optimizer is None:
+        return "the workload has no optimizer"
+    name = type(workload.optimizer).__name__
+    if name in candidate.classes:
+        return f"the workload has {name} already"
+    if not state_bytes:
+        return f"{name} keeps no states here"
+    own = {id(p) for p in workload.model.parameters()}
+    own |= {id(p) for p in workload.loss.parameters()} if isinstance(workload.loss, torch.nn.Module) else set()
+    if any(id(p) not in own for p in _parameters(workload)):
+        return f"{name} steps parameters of its own (master copies, say), which another one would not know"
+    return ""
+
+
+def _parameters(workload: Workload) -> list[torch.Tensor]:
+    groups = [] if workload.optimizer is None else workload.optimizer.param_groups
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def with_optimizer(profile: Profile, cost: OptimizerCost) -> Profile:
+    """The profile to expect with another optimizer: forward and backward stand on other states, its step is its own."""
+    shift_bytes = cost.state_bytes - profile.resident.optimizer
+    start_bytes = profile.optimizer.start_bytes + shift_bytes
+    optimizer = Phase(
+        start_bytes=start_bytes,
+        peak_bytes=start_bytes + cost.temporary_bytes,
+        end_bytes=profile.optimizer.end_bytes + shift_bytes,
+        seconds=cost.seconds,
+    )
+    stages = tuple(_shifted_stage(stage, shift_bytes) for stage in profile.stages)
+    highest = max(phase.peak_bytes for stage in stages for phase in (stage.forward, stage.backward))
+    return replace(
+        profile,
+        stages=stages,
+        resident=replace(profile.resident, optimizer=cost.state_bytes),
+        optimizer=optimizer,
+        unplanned_peak_bytes=max(highest, optimizer.peak_bytes),
+        unplanned_seconds=profile.unplanned_seconds - profile.optimizer.seconds + cost.seconds,
+    )
+
+
+def _shifted_stage(stage: StageRecord, shift_bytes: int) -> StageRecord:
+    phases = {name: _shifted(getattr(stage, name), shift_bytes) for name in ("forward", "backward", "dropped")}
+    return replace(stage, **phases)
+
+
+def _shifted(phase: Phase, shift_bytes: int) -> Phase:
+    if phase == Phase():  # Nothing was measured there.
+        return phase
+    return replace(
+        phase,
+        start_bytes=phase.start_bytes + shift_bytes,
+        peak_bytes=phase.peak_bytes + shift_bytes,
+        end_bytes=phase.end_bytes + shift_bytes,
+    )

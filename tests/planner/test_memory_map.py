@@ -1,0 +1,100 @@
+"""Where the memory goes: pieces that add up to the peak exactly, and states that follow from the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner import zoo
+from planner.memory_map import GROUPS, OPTIMIZER, STEP, memory_maps, states_bytes
+
+WIDTH, LAYERS, ROWS = 32, 3, 64
+PARAMETERS = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
+TENSORS = 2 * LAYERS
+
+
+Make = Callable[..., torch.optim.Optimizer]
+
+
+def workload(*, accumulate=False, optimizer: Make | None = torch.optim.AdamW, rows=ROWS):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)])
+    return planner.Workload(
+        model=model,
+        inputs=torch.randn(rows, WIDTH),
+        loss=lambda y: y.square().mean(),
+        optimizer=None if optimizer is None else optimizer(model.parameters()),
+        accumulate=accumulate,
+    )
+
+
+def by_moment(profile):
+    return {own.moment: own for own in memory_maps(profile)}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: zoo.build("gpt2", layers=2, batch=2, hidden=32, seq=32, vocab=100),
+        lambda: zoo.build("resnet50", batch=2, hidden=8, image=32),
+        workload,
+        lambda: workload(optimizer=None),
+        lambda: workload(accumulate=True),
+        lambda: workload(rows=1),
+    ],
+    ids=["gpt2", "resnet50", "mlp", "without an optimizer", "accumulating", "states above activations"],
+)
+def test_pieces_add_up_to_the_unplanned_peak(build):
+    profile = planner.profile(build(), menus=False)
+    maps = memory_maps(profile)
+    assert maps[0].peak_bytes == profile.unplanned_peak_bytes
+    for own in maps:
+        assert sum(piece.size_bytes for piece in own.pieces) == own.peak_bytes
+        assert sum(own.of_group(group) for group in GROUPS) == own.peak_bytes
+        whole = own.of_group("activations")
+        assert sum(own.activations_by_stage().values()) == whole
+        assert sum(own.activations_by_stage_kind().values()) == whole
+        assert sum(own.activations_by_op().values()) == whole
+
+
+def test_states_follow_from_the_parameters():
+    profile = planner.profile(workload(), menus=False)
+    adam = 2 * PARAMETERS + 4 * TENSORS  # two moments, and the number of steps of each tensor
+    in_optimizer = by_moment(profile)[OPTIMIZER]
+    parts = in_optimizer.by_what("model states")
+    assert parts == {"optimizer states": adam, "parameters": PARAMETERS, "gradients": PARAMETERS}
+    assert in_optimizer.by_what("inputs") == {"batch": 4 * ROWS * WIDTH}
+    assert states_bytes(profile) == 2 * PARAMETERS + adam
+    in_step = by_moment(profile)[STEP]
+    assert in_step.by_what("model states")["parameters"] == PARAMETERS
+    assert in_step.of_group("activations") >= 2 * (LAYERS - 1) * 4 * ROWS * WIDTH  # what Linear and GELU keep
+
+
+def test_gradients_of_before_are_states():
+    profile = planner.profile(workload(accumulate=True), menus=False)
+    assert by_moment(profile)[STEP].by_what("model states")["gradients"] == PARAMETERS
+    assert states_bytes(profile) == states_bytes(planner.profile(workload(), menus=False))
+
+
+def test_without_an_optimizer_there_is_one_moment():
+    profile = planner.profile(workload(optimizer=None), menus=False)
+    assert list(by_moment(profile)) == [STEP]
+    assert states_bytes(profile) == 2 * PARAMETERS
+
+
+def test_the_higher_moment_comes_first():
+    few = memory_maps(planner.profile(workload(rows=1), menus=False))
+    many = memory_maps(planner.profile(workload(rows=1024), menus=False))
+    assert (few[0].moment, many[0].moment) == (OPTIMIZER, STEP)
+    assert few[0].of_group("activations") == 0
+
+
+def test_blocks_tell_activations_by_op(blocks):
+    own = by_moment(blocks)[STEP]
+    ops = own.activations_by_op()
+    assert ops["addmm"] > 0 and ops["tanh"] > 0
+    assert list(ops.values()) == sorted(ops.values(), reverse=True)
+    assert "transformer.h.0 to 2 (3 stages)" in own.activations_by_stage_kind()
