@@ -1,4 +1,4 @@
-"""The GPU run: the tests marked ``gpu`` and the fidelity, overhead and nesting tables, in one command."""
+"""The GPU run: the tests marked ``gpu`` and the fidelity, overhead, nesting and headline tables, in one command."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def main() -> int:
         ["-m", "benchmarks.fidelity", "--device", "cuda", "--out", out],
         ["-m", "benchmarks.overhead", "--device", "cuda", "--out", out],
         ["-m", "benchmarks.nested", "--device", "cuda", "--out", out],
+        ["-m", "benchmarks.headline", "--full", "--out", out],
     ]
     failed = [command for command in commands if subprocess.run([sys.executable, *command], cwd=ROOT).returncode]
     for command in failed:
