@@ -9,6 +9,7 @@ from planner.curves import pareto
 from planner.dynamic import DynamicHandle
 from planner.functions import recompute
 from planner.offloading import Offload
+from planner.oom_report import FailureReport, OutOfMemory
 from planner.plan import Plan, PlannedStage
 from planner.planning import Infeasible, NothingFound, solve
 from planner.profiling import profile
@@ -16,6 +17,7 @@ from planner.program import UnsupportedPlan
 from planner.rules import Rule, Rules
 from planner.signatures import Signature
 from planner.state_table import ModelStates, StateRow, model_states
+from planner.training import TrainingRun, train_planned
 from profiler.measurement import Measurement, measure
 from profiler.profiling import ProfileError
 from profiler.records import Profile
@@ -23,6 +25,7 @@ from profiler.workload import Workload
 
 __all__ = [
     "DynamicHandle",
+    "FailureReport",
     "Handle",
     "Infeasible",
     "Limit",
@@ -32,6 +35,7 @@ __all__ = [
     "NoBatch",
     "NothingFound",
     "Offload",
+    "OutOfMemory",
     "Plan",
     "PlanMismatch",
     "PlannedStage",
@@ -41,6 +45,7 @@ __all__ = [
     "Rules",
     "Signature",
     "StateRow",
+    "TrainingRun",
     "UnsupportedPlan",
     "Workload",
     "apply",
@@ -54,4 +59,5 @@ __all__ = [
     "recompute",
     "solve",
     "state",
+    "train_planned",
 ]

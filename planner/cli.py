@@ -32,6 +32,7 @@ from planner.cli_options import (
 )
 from planner.cli_shell import Face, ManyValues, check_folder, note, show, show_json, working
 from planner.cli_show import Wanted, run_show
+from planner.cli_train import run_train
 from planner.comparison import ILP_SECONDS, compare_solvers
 from planner.graph_files import SOLUTION_FORMAT as GRAPH_SOLUTION
 from planner.offloading import Offload
@@ -41,7 +42,6 @@ from planner.sizes import format_bytes, parse_bytes
 from planner.state_report import states_report
 from planner.state_table import model_states
 from planner.targets import load_target, on_device, parse_settings
-from planner.training import train_planned
 from profiler.files import write_document, write_whole
 from solvers.graph_suite import DEFAULT_GAP, DEFAULT_SECONDS, LARGE_NODES, LARGE_SECONDS
 
@@ -209,18 +209,14 @@ def train_command(
     settings: Settings = None,
     device: Device = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 3,
+    retry: Annotated[
+        int,
+        typer.Option(min=0, metavar="[N]", help="Where memory runs out, try up to N smaller plans (3 without N)."),
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Train under a plan and hold what it predicts against what is measured."""
-    loaded = Plan.load(plan)
-    with working() as progress:
-        workload = _workload(target, settings, device)
-        progress(f"train {steps} steps", 0, 1)
-        document = documents.training_document(train_planned(workload, loaded, steps=steps))
-    if as_json:
-        show_json(document)
-    else:
-        show(report.training_report(document))
+    run_train(Plan.load(plan), lambda: _workload(target, settings, device), steps=steps, retries=retry, as_json=as_json)
 
 
 @app.command("compare", cls=ManyValues)

@@ -14,10 +14,12 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand, TyperGroup
 
+from planner.oom_report import OutOfMemory
 from planner.planning import NoPlan
 
 WRONG_INPUT = 2
 NO_PLAN = 3
+RETRIES = 3  # of --retry without a number: each takes at least a twentieth off the budget
 PLAIN_WIDTH = 100  # columns where the output is no terminal
 
 Report = Callable[[str, int, int], None]
@@ -32,16 +34,31 @@ class Face(TyperGroup):
         except NoPlan as refusal:
             typer.echo(f"{refusal.status}: {refusal}", err=True)
             raise typer.Exit(NO_PLAN) from refusal
+        except OutOfMemory as failure:
+            typer.echo(f"out of memory: {failure}", err=True)
+            raise typer.Exit(NO_PLAN) from failure
         except ValueError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(WRONG_INPUT) from error
 
 
 class ManyValues(TyperCommand):
-    """A command whose ``--set`` and ``--stages`` take several values after one option."""
+    """A command whose ``--set`` and ``--stages`` take several values after one option, and ``--retry`` one or none."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, spread(args))
+        return super().parse_args(ctx, with_number(spread(args), "--retry", RETRIES))
+
+
+def with_number(args: Sequence[str], option: str, number: int) -> list[str]:
+    """Put ``number`` behind an option that no whole number follows.
+
+    >>> with_number(["--retry", "--steps", "3"], "--retry", 2), with_number(["--retry", "5"], "--retry", 2)
+    (['--retry', '2', '--steps', '3'], ['--retry', '5'])
+    """
+    found: list[str] = []
+    for text, after in zip(args, [*args[1:], ""], strict=True):
+        found += [text, str(number)] if text == option and not after.lstrip("-").isdigit() else [text]
+    return found
 
 
 def spread(args: Sequence[str]) -> list[str]:

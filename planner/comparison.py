@@ -12,7 +12,7 @@ from typing import Any
 from planner.applier import apply
 from planner.plan import Plan
 from planner.planning import Infeasible, solve
-from profiler.measurement import measure
+from profiler.measurement import Measurement, measure
 from profiler.meter import metered, time_meter
 from profiler.preservation import RandomState, preserved
 from profiler.profiling import first_step
@@ -31,6 +31,7 @@ ROUNDS = 5  # timed steps per row; the rows take turns, so a slow moment of the 
 class ComparisonRow:
     """One solver's answer to the budget; ``none`` is the unplanned model.
 
+    ``reserved_bytes`` is what the allocator held for the peak, None on the CPU.
     Numbers are None where no plan fits; then ``minimum_budget_bytes`` and
     ``reason`` say what would.
     """
@@ -41,6 +42,7 @@ class ComparisonRow:
     measured_peak_bytes: int | None = None
     predicted_seconds: float | None = None
     measured_seconds: float | None = None
+    reserved_bytes: int | None = None
     minimum_budget_bytes: int | None = None
     reason: str | None = None
 
@@ -74,12 +76,12 @@ def compare_solvers(
     for done, name in enumerate(names):
         report(f"solve {name}", done, total)
         answers[name] = _answer(profile, budget_bytes, name, time_limit_seconds)
-    peaks: dict[str, int] = {}
+    peaks: dict[str, Measurement] = {}
     for done, (name, answer) in enumerate(answers.items(), start=len(names)):
         report(f"peak {name}", done, total)
         if not isinstance(answer, Infeasible):
             with _planned(workload, answer):
-                peaks[name] = measure(workload, repeats=1).peak_bytes
+                peaks[name] = measure(workload, repeats=1)
     rest = total - ROUNDS
     plans = {name: answer for name, answer in answers.items() if not isinstance(answer, Infeasible)}
     seconds = seconds_in_turns(workload, plans, progress=lambda done: report("time", rest + done, total))
@@ -123,7 +125,7 @@ def _row(
     profile: Profile,
     name: str,
     answer: Plan | Infeasible | None,
-    peaks: dict[str, int],
+    peaks: dict[str, Measurement],
     seconds: dict[str, float],
 ) -> ComparisonRow:
     if isinstance(answer, Infeasible):
@@ -137,7 +139,8 @@ def _row(
         solver=name,
         status="unplanned" if answer is None else answer.status,
         predicted_peak_bytes=profile.unplanned_peak_bytes if answer is None else answer.predicted_peak_bytes,
-        measured_peak_bytes=peaks[name],
+        measured_peak_bytes=peaks[name].peak_bytes,
+        reserved_bytes=peaks[name].reserved_bytes,
         predicted_seconds=profile.unplanned_seconds if answer is None else answer.predicted_seconds,
         measured_seconds=seconds[name],
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from planner.comparison import ComparisonRow
 from planner.offloading import link_document
+from planner.oom_report import OutOfMemory, failure_document
 from planner.plan import Plan, PlannedStage
 from planner.planning import NoPlan
 from planner.training import TrainingRun
@@ -102,14 +103,38 @@ def training_document(run: TrainingRun) -> dict[str, Any]:
         "device": plan.device,
         "solver": plan.solver,
         "budget_bytes": plan.budget_bytes,
+        "headroom_bytes": plan.headroom_bytes,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "measured_peak_bytes": run.measured_peak_bytes,
+        "reserved_bytes": run.reserved_bytes,
         "predicted_seconds": plan.predicted_seconds,
         "measured_seconds": run.measured_seconds,
         "unplanned_peak_bytes": plan.unplanned_peak_bytes,
         "unplanned_seconds": plan.unplanned_seconds,
         "losses": [loss if math.isfinite(loss) else None for loss in run.losses],  # JSON knows no NaN
         "step_seconds": list(run.step_seconds),
+        "retries": len(run.failures),
+        "out_of_memory": [failure_document(report) for report in run.failures],
+    }
+
+
+def lost_training_document(plan: Plan, failure: OutOfMemory) -> dict[str, Any]:
+    """What ``train --json`` says where memory ran out for good; ``plan`` is the first one."""
+    last = failure.reports[-1]
+    unknown = dict.fromkeys(("measured_peak_bytes", "reserved_bytes", "measured_seconds"))
+    return {
+        "status": "out_of_memory",
+        "model_class": plan.model_class,
+        "device": plan.device,
+        "budget_bytes": last.budget_bytes,
+        "headroom_bytes": last.headroom_bytes,
+        "predicted_peak_bytes": last.predicted_peak_bytes,
+        "unplanned_peak_bytes": plan.unplanned_peak_bytes,
+        "unplanned_seconds": plan.unplanned_seconds,
+        **unknown,
+        "losses": [loss if math.isfinite(loss) else None for loss in failure.losses],
+        "retries": len(failure.reports) - 1,
+        "out_of_memory": [failure_document(report) for report in failure.reports],
     }
 
 

@@ -287,6 +287,8 @@ def training_report(document: Mapping[str, Any]) -> RenderableType:
             ("budget", _both(budget)),
             ("predicted peak", _both(document["predicted_peak_bytes"])),
             ("measured peak", f"{_both(measured)}: {verdict}"),
+            *_reserved(document),
+            *_retries(document),
             ("predicted time", f"{format_seconds(document['predicted_seconds'])} a step"),
             (
                 "measured time",
@@ -294,6 +296,24 @@ def training_report(document: Mapping[str, Any]) -> RenderableType:
             ),
         ]
     )
+
+
+def _reserved(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the allocator held of the device beside the tensors, and what to do about it; nothing on the CPU."""
+    reserved = document.get("reserved_bytes")
+    if reserved is None:
+        return []
+    above = reserved - document["measured_peak_bytes"]
+    rows = [
+        ("reserved", f"{_both(reserved)}: {_share(above, reserved)} of it no tensors; --headroom {above} covers it")
+    ]
+    advice = document.get("allocator_advice")
+    return [*rows, ("", escape(advice))] if advice else rows
+
+
+def _retries(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    tried = document.get("retries", 0)
+    return [("out of memory", f"{_count(tried, 'time')}; each time a smaller plan went on from there")] if tried else []
 
 
 def plain_table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from planner.applier import apply, check_precision, split_name
+from planner.fitting import check_device, check_inputs
 from planner.peak import KEPT, MADE_AGAIN, Part, Peak
 from planner.plan import Plan
 from planner.program import program_of
 from planner.timeline import Kind, Phase, Span, Timeline
-from planner.training import check_device, check_inputs
 from profiler.alive import AlivePeak, AliveStorage, AliveWatch
 from profiler.compiling import is_compiled, unwrapped
 from profiler.meter import Interval, Meter, memory_meter, time_meter
@@ -75,7 +75,7 @@ class _Viewer:
         self._workload = workload
         self._plan = plan
         self._randomness = randomness
-        self._places = _Places(plan)
+        self._places = Places(plan)
         self._resident_bytes = resident_bytes_of(workload).total
 
     def view(self, rounds: int) -> StepView:
@@ -110,8 +110,13 @@ class _Viewer:
         return Timeline(source="measured", planned=planned, spans=spans)
 
 
-class _Places:
-    """The labels of step marks in the words of a plan."""
+class Places:
+    """The labels of step marks in the words of a plan.
+
+    Attributes:
+        calls: of its stages: the module's name, and how many calls of it come before.
+        again: as ``StepMarks`` takes it.
+    """
 
     def __init__(self, plan: Plan) -> None:
         own = [k for k, stage in enumerate(plan.stages) if stage.kind == "stage"]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
 from planner.applier import apply, check_precision
+from planner.fitting import check_device, check_inputs
+from planner.oom_diagnosis import report_of, stop_of
+from planner.oom_report import FailureReport, OutOfMemory, Stop
 from planner.plan import Plan
-from profiler.measurement import measure
-from profiler.trees import tensors_in
+from planner.recovery import Guard, smaller_plan
+from planner.trials import ran_out
+from profiler.measurement import Measurement, measure
 from profiler.workload import Workload
 
 
@@ -19,11 +25,13 @@ class TrainingRun:
     """What training under a plan gave.
 
     Attributes:
-        plan: the plan that was applied.
+        plan: the plan that was applied, after retries the last one.
         losses: of each training step.
         step_seconds: of each training step; the first one also allocates optimizer states.
         measured_peak_bytes: most bytes alive at once in a whole step.
         measured_seconds: median seconds of a step, by the same meter as the profile's.
+        reserved_bytes: most bytes that the allocator held for that; None on the CPU.
+        failures: each time that memory ran out and a smaller plan was tried.
     """
 
     plan: Plan
@@ -31,32 +39,128 @@ class TrainingRun:
     step_seconds: tuple[float, ...]
     measured_peak_bytes: int
     measured_seconds: float
+    reserved_bytes: int | None = None
+    failures: tuple[FailureReport, ...] = ()
 
 
-def train_planned(workload: Workload, plan: Plan, *, steps: int) -> TrainingRun:
+def train_planned(
+    workload: Workload,
+    plan: Plan,
+    *,
+    steps: int,
+    retries: int = 0,
+    on_failure: Callable[[FailureReport], None] | None = None,
+) -> TrainingRun:
     """Apply ``plan``, measure a step, train ``steps`` steps, and take the plan off again.
 
-    Measuring leaves the workload as it was, so the losses are those of training alone.
+    Measuring leaves the workload as it was, so the losses are those of training alone. Where memory runs out, the
+    failed step is undone; with ``retries`` a plan for a smaller budget is made from the chain in ``plan``, and training
+    goes on, with the losses of a run without failure.
+
+    Args:
+        workload: the training step.
+        plan: for it.
+        steps: to train.
+        retries: how many smaller plans to try. Above 0, model and optimizer states are copied to host memory, so that
+            an optimizer's step that fails half way can be undone, too.
+        on_failure: is told each failure that is followed by a retry.
 
     Raises:
+        OutOfMemory: and no retry is left, or no smaller plan; carries the reports.
         PlanMismatch: a plan for another model or another precision.
         ValueError: no steps, a plan for another kind of device, or a step that fails.
     """
     if steps < 1:
         raise ValueError(f"--steps: expected at least 1, got {steps}; give a whole number above zero")
+    if retries < 0:
+        raise ValueError(f"--retry: expected a number of retries, got {retries}; give 0 or more")
     check_device(workload, plan)
     check_precision(workload.model, plan, workload.autocast)
-    with apply(workload.model, plan):
-        check_inputs(workload, plan)
-        measured = measure(workload)
-        losses, seconds = train_steps(workload, steps)
+    training = _Training(workload, steps, copies=retries > 0)
+    failures: list[FailureReport] = []
+    while (stop := training.attempt(plan)) is not None:
+        report, smaller = training.recover(plan, stop, retry=len(failures) < retries)
+        failures.append(report)
+        if smaller is None:
+            raise OutOfMemory(failures, training.losses)
+        if on_failure is not None:
+            on_failure(report)
+        plan = smaller
+    assert training.measured is not None
     return TrainingRun(
         plan=plan,
-        losses=losses,
-        step_seconds=seconds,
-        measured_peak_bytes=measured.peak_bytes,
-        measured_seconds=measured.seconds,
+        losses=tuple(training.losses),
+        step_seconds=tuple(training.seconds),
+        measured_peak_bytes=training.measured.peak_bytes,
+        measured_seconds=training.measured.seconds,
+        reserved_bytes=training.measured.reserved_bytes,
+        failures=tuple(failures),
     )
+
+
+class _Training:
+    """The steps that are trained, over all attempts."""
+
+    def __init__(self, workload: Workload, steps: int, *, copies: bool) -> None:
+        self._workload = workload
+        self._steps = steps
+        self._guard = Guard(workload, copies=copies)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.measured: Measurement | None = None
+
+    def attempt(self, plan: Plan) -> Stop | None:
+        """Measure, and train what is left of the steps; where memory ran out, if it did."""
+        self.measured = None
+        try:
+            with apply(self._workload.model, plan):
+                check_inputs(self._workload, plan)
+                self.measured = measure(self._workload)
+                while len(self.losses) < self._steps:
+                    self._train_one()
+        except (RuntimeError, MemoryError, ValueError) as error:
+            if not ran_out(error):
+                raise
+            step, phase = len(self.losses) + 1, None if self.measured is None else self._guard.phase
+            return stop_of(error, self._workload.model, plan, step=step, phase=phase)
+        return None
+
+    def _train_one(self) -> None:
+        begin = time.perf_counter()
+        step = len(self.losses)
+        self.losses.append(_checked(step + 1, lambda: self._guard.run(step)))
+        _wait_for(self._workload.device)
+        self.seconds.append(time.perf_counter() - begin)
+
+    def recover(self, plan: Plan, stop: Stop, *, retry: bool) -> tuple[FailureReport, Plan | None]:
+        """Undo the failed step; its report, and the plan to go on with where that is wanted and there is one."""
+        gc.collect()  # What the error's frames held in cycles goes before anything is measured.
+        done = len(self.losses) if self.measured is None else self._guard.undo()
+        if self._workload.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if done is not None:
+            del self.losses[done:], self.seconds[done:]
+        report = report_of(self._workload, plan, stop, restored=done is not None)
+        if done is None or not retry:
+            why = "no retry is left; --retry N tries so many smaller plans" if done is not None else "it is not retried"
+            return replace(report, why_not=why), None
+        try:
+            smaller = smaller_plan(plan, report)
+        except ValueError as error:
+            return replace(report, why_not=str(error)), None
+        return replace(report, next_budget_bytes=smaller.budget_bytes), smaller
+
+
+def _checked(step: int, run: Callable[[], float]) -> float:
+    try:
+        return run()
+    except Exception as error:  # User code runs here; whatever it raises is reported as its failure.
+        if ran_out(error):
+            raise
+        raise ValueError(
+            f"training step {step}: expected a step that runs, got {type(error).__name__}: {error}; "
+            "correct the model, its inputs or the loss"
+        ) from error
 
 
 def train_steps(workload: Workload, steps: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -68,14 +172,8 @@ def train_steps(workload: Workload, steps: int) -> tuple[tuple[float, ...], tupl
     losses, seconds = [], []
     for step in range(steps):
         begin = time.perf_counter()
-        try:
-            losses.append(workload.step())  # reading the loss waits for the forward
-            _wait_for(workload.device)
-        except Exception as error:  # User code runs here; whatever it raises is reported as its failure.
-            raise ValueError(
-                f"training step {step + 1}: expected a step that runs, got {type(error).__name__}: {error}; "
-                "correct the model, its inputs or the loss"
-            ) from error
+        losses.append(_checked(step + 1, workload.step))  # reading the loss waits for the forward
+        _wait_for(workload.device)
         seconds.append(time.perf_counter() - begin)
     return tuple(losses), tuple(seconds)
 
@@ -83,23 +181,3 @@ def train_steps(workload: Workload, steps: int) -> tuple[tuple[float, ...], tupl
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def check_inputs(workload: Workload, plan: Plan) -> None:
-    """Refuse a batch of other shapes than the plan's."""
-    shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(workload.inputs))
-    if shapes != plan.input_shapes:
-        raise ValueError(
-            f"a plan for a batch of shapes {list(plan.input_shapes)}: expected the same batch, got {list(shapes)}; "
-            "give the --set values of the profile, or profile and solve again"
-        )
-
-
-def check_device(workload: Workload, plan: Plan) -> None:
-    """Refuse a model on another kind of device than the plan's."""
-    planned = torch.device(plan.device).type
-    if workload.device.type != planned:
-        raise ValueError(
-            f"a plan for {planned}: expected a model on {planned}, got one on {workload.device.type}; "
-            f"use --device {planned}, or profile and solve on {workload.device.type}"
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
+from profiler.allocator import release_cache, reserved_for
 from profiler.meter import Interval, Meter, memory_meter, metered, time_meter
 from profiler.preservation import RandomState, preserved
 from profiler.profiling import first_step, resident_bytes_of, until_stepped
@@ -19,12 +20,15 @@ class Measurement:
         peak_bytes: most bytes alive on the device at once in the whole step.
         seconds: median over ``step_seconds``.
         loss: of the first step.
+        reserved_bytes: most bytes that the device's allocator held at once for that peak; what is above
+            ``peak_bytes`` is fragmentation and rounding. None on the CPU, which has no such allocator.
     """
 
     peak_bytes: int
     seconds: float
     step_seconds: tuple[float, ...]
     loss: float
+    reserved_bytes: int | None = None
 
 
 def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
@@ -42,6 +46,7 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
     device = workload.device
     losses: list[float] = []
     with preserved(workload):
+        release_cache(device)  # What others left in the allocator is no part of the step.
         randomness = RandomState.capture()
         first_step(workload)
         resident_bytes = resident_bytes_of(workload).total
@@ -52,10 +57,13 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
             return metered(meter, lambda: losses.append(workload.step()))
 
         intervals = until_stepped(workload, lambda: again(memory_meter(device, resident_bytes)))
+        peak_bytes = max(i.peak_bytes for i in intervals)
+        reserved_bytes = reserved_for(device, peak_bytes)
         timed = [until_stepped(workload, lambda: again(time_meter(device))) for _ in range(repeats)]
         times = [sum(i.seconds for i in found) for found in timed]
     return Measurement(
-        peak_bytes=max(i.peak_bytes for i in intervals),
+        peak_bytes=peak_bytes,
+        reserved_bytes=reserved_bytes,
         seconds=statistics.median(times),
         step_seconds=tuple(times),
         loss=losses[0],

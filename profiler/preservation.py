@@ -29,7 +29,7 @@ def preserved(workload: Workload) -> Iterator[None]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        restore = _captured(workload)
+        restore = captured(workload)
         try:
             yield
         finally:
@@ -39,8 +39,8 @@ def preserved(workload: Workload) -> Iterator[None]:
             gc.enable()
 
 
-def _captured(workload: Workload) -> Callable[[], None]:
-    """Remember everything; the returned function puts it back."""
+def captured(workload: Workload) -> Callable[[], None]:
+    """Remember everything, in host memory, and set gradients aside; the returned function puts it back."""
     modules = [workload.model, *([workload.loss] if isinstance(workload.loss, nn.Module) else [])]
     loose = [] if workload.optimizer is None else [p for g in workload.optimizer.param_groups for p in g["params"]]
     model = _ModelState(modules, [*loose, *tensors_in(workload.inputs)])

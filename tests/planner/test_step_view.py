@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import planner
 from planner import zoo
 from planner.peak_report import peak_rows
-from planner.step_view import StepView, _Places, view_step
+from planner.step_view import Places, StepView, view_step
 from planner.timeline import Timeline, chain_in, predicted_timelines
 from profiler.meter import Interval
 from profiler.workload import Workload
@@ -66,7 +66,7 @@ def test_with_the_plan_the_same_stages_run_again(plan: planner.Plan, view: StepV
 
 def test_what_the_plan_knows_as_one_action_is_one_span(plan: planner.Plan) -> None:
     """What runs between two stages that are linked belongs to the stage before."""
-    places = _Places(plan)
+    places = Places(plan)
     intervals = [
         Interval("forward:stage:0", start_bytes=1, peak_bytes=5, end_bytes=2),
         Interval("forward:outside:1", start_bytes=2, peak_bytes=7, end_bytes=3),

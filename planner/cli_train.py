@@ -1,0 +1,48 @@
+"""The body of ``planner train``: steps under a plan, what was measured, and what happened where memory ran out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from planner import documents, report
+from planner.allocator_advice import allocator_advice
+from planner.cli_shell import note, show, show_json, working
+from planner.oom_report import FailureReport, OutOfMemory, failure_text
+from planner.plan import Plan
+from planner.training import TrainingRun, train_planned
+from profiler.allocator import has_expandable_segments
+from profiler.workload import Workload
+
+
+def run_train(plan: Plan, build: Callable[[], Workload], *, steps: int, retries: int, as_json: bool) -> None:
+    """Train and print.
+
+    Raises:
+        OutOfMemory: memory ran out for good; its document is printed before.
+        ValueError: as ``train_planned``.
+    """
+    try:
+        with working() as progress:
+            workload = build()
+            progress(f"train {steps} steps", 0, 1)
+            run = train_planned(workload, plan, steps=steps, retries=retries, on_failure=_say)
+    except OutOfMemory as failure:
+        if as_json:
+            show_json(documents.lost_training_document(plan, failure))
+        raise
+    document = _document(run)
+    if as_json:
+        show_json(document)
+    else:
+        show(report.training_report(document))
+
+
+def _say(failure: FailureReport) -> None:
+    note(f"out of memory: {failure_text(failure)}")
+
+
+def _document(run: TrainingRun) -> dict[str, Any]:
+    expandable = run.reserved_bytes is not None and has_expandable_segments()
+    advice = allocator_advice(run.measured_peak_bytes, run.reserved_bytes, expandable=expandable)
+    return {**documents.training_document(run), "allocator_advice": advice}

@@ -1,0 +1,165 @@
+"""What happened when a step ran out of memory: what the error says, and the step run once more under a meter."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from types import TracebackType
+
+from torch import nn
+
+from planner.applier import apply, split_name
+from planner.oom_report import Alive, FailureReport, Stop, allocation_in
+from planner.plan import Plan
+from planner.runtime import Frame
+from planner.step_view import Places
+from planner.timeline import Phase, Span, Timeline, predicted_timelines
+from planner.trials import ran_out
+from profiler.compiling import is_compiled, unwrapped
+from profiler.meter import Interval, Meter, memory_meter
+from profiler.preservation import preserved
+from profiler.profiling import resident_bytes_of
+from profiler.step_marks import StepMarks
+from profiler.workload import Workload
+
+
+def stop_of(error: BaseException, model: nn.Module, plan: Plan, *, step: int, phase: Phase | None) -> Stop:
+    """What an error that ``ran_out`` says by itself; holds no tensor and no frame."""
+    causes = list(_causes(error))
+    stages = [stage for cause in causes for stage in _stages_in(cause.__traceback__, model, plan)]
+    message = str(causes[-1]).strip() or type(causes[-1]).__name__
+    return Stop(
+        step=step,
+        phase=phase,
+        stage=stages[-1] if stages else "",
+        message=message.splitlines()[0],
+        allocation_bytes=allocation_in(message),
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it came from, as far as these ran out of memory."""
+    seen: BaseException | None = error
+    while seen is not None and ran_out(seen):
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
+def _stages_in(traceback: TracebackType | None, model: nn.Module, plan: Plan) -> Iterator[str]:
+    """The stages whose code a traceback goes through: in forward by their modules, in backward where they run again."""
+    names = {id(module): name for name, module in unwrapped(model).named_modules()}
+    stages = {split_name(stage.name)[0]: stage.name for stage in reversed(plan.stages) if stage.kind == "stage"}
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        if isinstance(owner, Frame):
+            yield owner.stage.name
+        elif id(owner) in names and names[id(owner)] in stages:
+            yield stages[names[id(owner)]]
+        traceback = traceback.tb_next
+
+
+def report_of(workload: Workload, plan: Plan, stop: Stop, *, restored: bool) -> FailureReport:
+    """The report of a failure; runs the step once more, and leaves the workload as it is.
+
+    Args:
+        workload: without a plan, and with the failed step's tensors gone.
+        plan: that the step ran under.
+        stop: what the error said.
+        restored: whether the failed step was undone.
+    """
+    spans, repeated = _run_again(workload, plan)
+    timeline = _beside(spans, _predicted(plan))
+    last = timeline[-1] if timeline and repeated else None
+    phase, stage = (last.phase, last.stage) if last else (stop.phase, stop.stage)
+    here = last or next((row for row in timeline if (row.phase, row.stage) == (phase, stage)), None)
+    return FailureReport(
+        step=stop.step,
+        phase=phase,
+        stage=stage,
+        predicted_bytes=here.predicted_bytes if here else _predicted_at(plan, phase, stage),
+        actual_bytes=here.actual_bytes if here else None,
+        allocation_bytes=stop.allocation_bytes,
+        message=stop.message,
+        timeline=timeline,
+        repeated=repeated,
+        restored=restored,
+        budget_bytes=plan.budget_bytes,
+        headroom_bytes=plan.headroom_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+    )
+
+
+class _Keeping:
+    """A meter that keeps what it found, also where the step fails."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self.found: list[Interval] = []
+
+    def start(self, label: str) -> None:
+        self._meter.start(label)
+
+    def mark(self, label: str) -> None:
+        self._meter.mark(label)
+
+    def stop(self) -> list[Interval]:
+        self.found = self._meter.stop()
+        return self.found
+
+
+def _run_again(workload: Workload, plan: Plan) -> tuple[list[Span], bool]:
+    """The actions of one more step, and whether it ran out of memory, too; none of a compiled model's."""
+    if unwrapped(workload.model) is not workload.model or is_compiled(workload.model):
+        return [], False
+    places = Places(plan)
+    meter, repeated = None, False
+    try:
+        with preserved(workload):
+            meter = _Keeping(memory_meter(workload.device, resident_bytes_of(workload).total))
+            with StepMarks(workload, places.calls, places.again) as marks, apply(workload.model, plan):
+                marks.step(meter)
+    except (RuntimeError, MemoryError) as error:
+        repeated = ran_out(error)
+        if not repeated:
+            raise
+    found = meter.found if meter else []
+    return list(places.spans(found, [0.0] * len(found))), repeated and bool(found)
+
+
+def _predicted(plan: Plan) -> Timeline | None:
+    if plan.chain is None:
+        return None
+    return predicted_timelines(plan.chain, plan.schedule, link=plan.link)[1]
+
+
+def _predicted_at(plan: Plan, phase: Phase | None, stage: str) -> int | None:
+    timeline = _predicted(plan)
+    sizes = [] if timeline is None else [s.peak_bytes for s in timeline.spans if (s.phase, s.stage) == (phase, stage)]
+    return max(sizes, default=None)
+
+
+def _beside(spans: list[Span], predicted: Timeline | None) -> tuple[Alive, ...]:
+    """Each action with the bytes that the plan predicts for its n-th time, where it has it."""
+    known: dict[tuple[object, ...], int] = {}
+    for key, span in _numbered(list(predicted.spans) if predicted else []):
+        known[key] = span.peak_bytes
+    return tuple(
+        Alive(
+            phase=span.phase,
+            stage=span.stage,
+            action=span.action,
+            predicted_bytes=known.get(key),
+            actual_bytes=span.peak_bytes,
+        )
+        for key, span in _numbered(spans)
+    )
+
+
+def _numbered(spans: list[Span]) -> Iterator[tuple[tuple[object, ...], Span]]:
+    """The spans with what they are, and how many of the same come before; stretches of one action are one."""
+    seen: Counter[tuple[object, ...]] = Counter()
+    for what, group in itertools.groupby(spans, key=lambda span: (span.phase, span.stage, span.action)):
+        own = list(group)
+        yield (*what, seen[what]), max(own, key=lambda span: span.peak_bytes)
+        seen[what] += 1

@@ -1,0 +1,141 @@
+"""Recovery: a workload put back to before a step that failed, and the plan to try next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from planner.oom_report import FailureReport
+from planner.plan import Plan
+from planner.planning import NoPlan
+from planner.replanning import replan
+from planner.timeline import Phase
+from profiler.preservation import RandomState, captured
+from profiler.trees import tensors_in
+from profiler.workload import Workload
+
+COPY_EVERY_STEPS = 100  # the most steps that are trained again after a half done update
+LEAST_CUT = 0.05  # of the budget: what a retry takes off at least
+
+
+class Guard:
+    """Runs training steps, and can undo the one that failed.
+
+    Until the optimizer's step begins only buffers and random states have changed: they are copied to host memory before
+    every step. An optimizer's step that fails may have changed some of the parameters and states. With ``copies`` these
+    lie in host memory, too, from every 100th step; undoing then goes back to there, and the steps since are to be
+    trained again, which gives the same where kernels are deterministic.
+    """
+
+    def __init__(self, workload: Workload, *, copies: bool) -> None:
+        self._workload = workload
+        self._copies = copies
+        self._copied_at = 0
+        self._restore: Callable[[], None] | None = None
+        self._before: _BeforeStep | None = None
+        self._step = 0
+        self.phase: Phase | None = None
+
+    def run(self, step: int) -> float:
+        """One whole training step, as ``Workload.step``; its loss.
+
+        Args:
+            step: how many come before; this one may also be one that was undone.
+        """
+        workload = self._workload
+        self.phase = None
+        workload.zero_grad()
+        self._remember(step)
+        self.phase = "forward"
+        loss = workload.forward()
+        self.phase = "backward"
+        workload.backward(loss)
+        value = loss.detach()
+        del loss
+        self.phase = "optimizer"
+        workload.update()
+        found = float(value)
+        self.phase = None
+        return found
+
+    def _remember(self, step: int) -> None:
+        self._step = step
+        if self._copies and (self._restore is None or step >= self._copied_at + COPY_EVERY_STEPS):
+            self._restore, self._copied_at = _copied(self._workload), step
+        self._before = _BeforeStep(self._workload)
+
+    def undo(self) -> int | None:
+        """Put the workload back; how many steps are done then. None: half a step is, and cannot be undone."""
+        self._workload.zero_grad()
+        before, self._before = self._before, None
+        if before is None:
+            return self._step
+        if self.phase != "optimizer" and not before.updated():
+            before.restore()
+            return self._step
+        if self._restore is None:
+            return None
+        self._restore()
+        self._workload.zero_grad()
+        return self._copied_at
+
+
+class _BeforeStep:
+    """What forward and backward change: buffers and random states. By versions, whether parameters were changed too."""
+
+    def __init__(self, workload: Workload) -> None:
+        modules = [workload.model, *([workload.loss] if isinstance(workload.loss, nn.Module) else [])]
+        self._randomness = RandomState.capture()
+        self._buffers = [
+            (inside, name, buffer, None if buffer is None else buffer.detach().to("cpu", copy=True))
+            for module in modules
+            for inside in module.modules()
+            for name, buffer in inside._buffers.items()
+        ]
+        fixed: list[Tensor] = [*workload.model.parameters(), *workload.parameters_beside()]
+        self._versions = [(tensor, tensor._version) for tensor in [*fixed, *tensors_in(workload.inputs)]]
+
+    def updated(self) -> bool:
+        """Whether a parameter or the batch has changed: by an optimizer that steps during backward, say."""
+        return any(tensor._version != version for tensor, version in self._versions)
+
+    def restore(self) -> None:
+        for module, name, buffer, value in self._buffers:
+            if buffer is not None and value is not None:
+                buffer.data.copy_(value)
+            module._buffers[name] = buffer
+        self._randomness.restore()
+
+
+def _copied(workload: Workload) -> Callable[[], None]:
+    """Everything but gradients, which a step begins without."""
+    gradients = [(parameter, parameter.grad) for parameter in workload.with_gradients()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        return captured(workload)
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def smaller_plan(plan: Plan, report: FailureReport) -> Plan:
+    """The plan to try after a failure: within what the device did give, and at least 5 % less than this one.
+
+    Where no plan fits into that, the one that needs least.
+
+    Raises:
+        ValueError: the plan cannot be solved again, or none needs less.
+    """
+    used_bytes = min(plan.budget_bytes - plan.headroom_bytes, plan.predicted_peak_bytes)
+    wanted_bytes = max(1, int(used_bytes * (1 - LEAST_CUT)))
+    if report.actual_bytes and report.repeated and report.phase != "optimizer":
+        wanted_bytes = min(wanted_bytes, report.actual_bytes)
+    try:
+        return replan(plan, wanted_bytes)
+    except NoPlan as refusal:
+        least_bytes, reason = refusal.minimum_budget_bytes, refusal.reason
+    if least_bytes >= used_bytes:
+        raise ValueError(f"no plan needs less: {reason}")
+    return replan(plan, least_bytes)

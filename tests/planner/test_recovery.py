@@ -1,0 +1,231 @@
+"""Running out of memory: reported with its place, undone without loss, and retried with a smaller plan."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import planner
+from planner.oom_report import FailureReport, OutOfMemory, allocation_in
+from planner.recovery import Guard, smaller_plan
+from planner.training import train_planned
+from profiler.trees import tensors_in
+from profiler.workload import Workload
+
+STEPS = 3
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)
+
+
+def workload(*, scaler: bool = False, accumulate: bool = False) -> Workload:
+    torch.manual_seed(5)
+    model = nn.Sequential(*[Block(16) for _ in range(6)])
+    return Workload(
+        model=model,
+        inputs=torch.randn(512, 16),
+        loss=lambda y: y.square().mean(),
+        optimizer=torch.optim.Adam(model.parameters(), lr=1e-2),
+        scaler=torch.amp.GradScaler("cpu", init_scale=8.0) if scaler else None,
+        clip_norm=1.0 if scaler else None,
+        accumulate=accumulate,
+    )
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return planner.solve(planner.profile(workload(), stages=["Block"]), "100%")
+
+
+def state_of(work: Workload) -> Any:
+    assert work.optimizer is not None
+    return copy.deepcopy([work.model.state_dict(), work.optimizer.state_dict(), torch.get_rng_state()])
+
+
+def same(a: Any, b: Any) -> bool:
+    left, right = tensors_in(a), tensors_in(b)
+    return len(left) == len(right) and all(torch.equal(x, y) for x, y in zip(left, right, strict=True))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Losses and the state after training without a plan and without a failure."""
+    work = workload()
+    return [work.step() for _ in range(STEPS)], state_of(work)
+
+
+class Limit(TorchDispatchMode):
+    """A device of ``limit_bytes`` for what ops allocate inside; views and what was there before take nothing."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__()
+        self.limit_bytes = limit_bytes
+        self.live_bytes = self.peak_bytes = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        before = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs or {}))}
+        for tensor in tensors_in(output):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in before and storage.data_ptr() not in self._known:
+                self._take(storage)
+        return output
+
+    def _take(self, storage: Any) -> None:
+        if self.live_bytes + storage.nbytes() > self.limit_bytes:
+            raise torch.OutOfMemoryError(f"fake device: tried to allocate {storage.nbytes()} bytes")
+        self.live_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._known.add(storage.data_ptr())
+        weakref.finalize(storage, self._free, storage.data_ptr(), storage.nbytes())
+
+    def _free(self, address: int, size_bytes: int) -> None:
+        self._known.discard(address)
+        self.live_bytes -= size_bytes
+
+
+def test_a_smaller_device_gets_a_smaller_plan_and_the_same_losses(plan, expected):
+    with Limit(2**60) as roomy:
+        train_planned(workload(), plan, steps=1)
+    with Limit(int(0.8 * roomy.peak_bytes)):
+        found = train_planned(workload(), plan, steps=STEPS, retries=9)
+    assert list(found.losses) == expected[0]
+    assert found.failures and found.plan.budget_bytes < plan.budget_bytes
+    first = found.failures[0]
+    assert first.repeated and first.restored
+    assert (first.step, first.phase) == (1, "forward")
+    assert first.stage in [stage.name for stage in plan.stages]
+    assert first.actual_bytes is not None and first.predicted_bytes is not None and first.allocation_bytes
+    assert first.actual_bytes <= first.predicted_bytes  # without the allocation that was refused
+    assert first.timeline[-1].stage == first.stage
+    assert {row.phase for row in first.timeline} == {"forward"}
+    assert all(row.actual_bytes <= row.predicted_bytes for row in first.timeline if row.predicted_bytes is not None)
+    budgets = [failure.next_budget_bytes for failure in found.failures]
+    assert budgets[-1] == found.plan.budget_bytes
+    assert all(b <= 0.95 * f.predicted_peak_bytes for b, f in zip(budgets, found.failures, strict=True) if b)
+
+
+class Bomb:
+    """Runs out of memory once, in the ``step``-th training step after ``armed``, in the middle of a phase."""
+
+    def __init__(self, work: Workload, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.armed, self._phase = False, phase
+        self._work = work
+        run_before = Guard.run
+
+        def guarded(guard: Guard, step: int) -> float:
+            self.armed = self.armed or (step == 1 and self._phase != "")
+            return run_before(guard, step)
+
+        monkeypatch.setattr(Guard, "run", guarded)
+        last = list(work.model.children())[3]
+        last.register_forward_hook(lambda *_: self.go_off("forward"))
+        next(last.parameters()).register_hook(lambda _: self.go_off("backward"))
+        assert work.optimizer is not None
+        step_of = torch.optim.Adam.step
+        monkeypatch.setattr(work.optimizer, "step", lambda *a: self.half_an_update(step_of))
+
+    def go_off(self, phase: str) -> None:
+        if self.armed and phase == self._phase:
+            self.armed, self._phase = False, ""
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    def half_an_update(self, step_of: Any) -> None:
+        group = self._work.optimizer.param_groups[0]  # type: ignore[union-attr]
+        whole = group["params"]
+        if self.armed and self._phase == "optimizer":
+            group["params"] = whole[: len(whole) // 2]
+        try:
+            step_of(self._work.optimizer)
+        finally:
+            group["params"] = whole
+        self.go_off("optimizer")
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+@pytest.mark.parametrize("kind", ["plain", "scaler", "accumulate"])
+def test_a_failure_in_any_phase_loses_nothing(plan, phase, kind, monkeypatch):
+    options = {} if kind == "plain" else {kind: True}
+    calm = workload(**options)
+    losses = [calm.step() for _ in range(STEPS)]
+    work = workload(**options)
+    Bomb(work, phase, monkeypatch)
+    found = train_planned(work, plan, steps=STEPS, retries=1)
+    assert len(found.failures) == 1
+    report = found.failures[0]
+    assert (report.step, report.phase, report.restored, report.repeated) == (2, phase, True, False)
+    assert report.allocation_bytes == 2 * 2**20
+    assert list(found.losses) == losses
+    assert same(state_of(work), state_of(calm))
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_without_retry_the_step_is_undone_and_the_failure_raised(plan, phase, monkeypatch):
+    calm, work = workload(), workload()
+    first = calm.step()
+    Bomb(work, phase, monkeypatch)
+    torch.manual_seed(5)
+    workload()
+    with pytest.raises(OutOfMemory, match=f"step 2, {phase}") as failure:
+        train_planned(work, plan, steps=STEPS)
+    assert failure.value.losses == (first,)
+    assert "nothing was lost" in str(failure.value) and "--retry" in str(failure.value)
+    before = torch.get_rng_state()
+    found = work.step(), state_of(work)
+    torch.set_rng_state(before)
+    assert found[0] == calm.step() and same(found[1], state_of(calm))
+
+
+def test_half_an_update_without_a_copy_is_said_and_not_retried(plan, monkeypatch):
+    work = workload()
+    Bomb(work, "optimizer", monkeypatch)
+    with pytest.raises(OutOfMemory, match="may be half done") as failure:
+        train_planned(work, plan, steps=STEPS)
+    assert not failure.value.reports[-1].restored
+
+
+def report_with(plan: planner.Plan, **values: Any) -> FailureReport:
+    known = {"step": 1, "phase": "forward", "stage": "", "predicted_bytes": None, "actual_bytes": None}
+    known |= {"allocation_bytes": None, "message": "", "timeline": (), "repeated": True, "restored": True}
+    sizes = {name: getattr(plan, name) for name in ("budget_bytes", "headroom_bytes", "predicted_peak_bytes")}
+    return FailureReport(**{**known, **sizes, **values})
+
+
+def test_the_next_budget_is_what_the_device_gave_and_a_twentieth_less_at_least(plan):
+    roomy = replace(plan, budget_bytes=2 * plan.predicted_peak_bytes)  # what it needs counts, not what it may have
+    twentieth = int(0.95 * plan.predicted_peak_bytes)
+    assert smaller_plan(roomy, report_with(plan)).budget_bytes == twentieth
+    assert smaller_plan(plan, report_with(plan, actual_bytes=plan.predicted_peak_bytes)).budget_bytes == twentieth
+    given = int(0.9 * plan.predicted_peak_bytes)
+    assert smaller_plan(plan, report_with(plan, actual_bytes=given)).budget_bytes == given
+    least = smaller_plan(plan, report_with(plan, actual_bytes=1))
+    assert least.predicted_peak_bytes == least.budget_bytes
+    with pytest.raises(ValueError, match="no plan needs less"):
+        smaller_plan(least, report_with(least))
+
+
+@pytest.mark.parametrize(
+    ("message", "size"),
+    [
+        ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 1.00 GiB", 20 * 2**20),
+        ("CUDA out of memory. Tried to allocate 512 bytes. GPU 0", 512),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 80 bytes. Error code 12", 80),
+        ("out of memory", None),
+    ],
+)
+def test_the_refused_allocation_is_read_from_the_message(message, size):
+    assert allocation_in(message) == size
