@@ -56,7 +56,8 @@ def auto_checkpoint(
         stages, solver, offload, headroom: as for ``profile`` and ``solve``.
         dynamic: batches change their shapes.
         sizes: more batches to profile now (or a ``Workload`` each, where the loss depends on the batch): give the
-            smallest and the largest, and one or two in between where memory does not grow linearly.
+            smallest and the largest, and one or two in between where memory does not grow linearly. A budget in
+            percent is one of the unplanned peak of ``inputs``.
         cache_size: signatures to remember beside those profiled; the least recently used one is forgotten first.
         strict: raise Infeasible from the forward of a signature that no plan meets the budget for, once that is
             known; without, it is said once and the plan that needs least memory is used.

@@ -10,6 +10,7 @@ from typing import Literal
 
 from planner.background import Background
 from planner.forecast import SEARCH_SECONDS, quick_plan
+from planner.headroom import headroom_from
 from planner.offloading import Offload
 from planner.plan import Plan
 from planner.planning import Infeasible, NoPlan, solve
@@ -186,14 +187,15 @@ class PlanBook:
         if there is not None and there is not entry and there.status in ("profiled", "interpolated"):
             plan, refusal = there.plan, there.refusal
         else:
-            plan, refusal = self._solved(found.profile)
+            plan, refusal = self._solved(found.profile, found.spare_bytes)
         with self._lock:
             entry.plan, entry.status = plan, found.basis
             entry.refusal, entry.promised = refusal, refusal is None
 
-    def _solved(self, profile: Profile) -> tuple[Plan, NoPlan | None]:
-        """The plan for a profile; where none meets the budget the leanest, and the refusal."""
+    def _solved(self, profile: Profile, spare_bytes: int = 0) -> tuple[Plan, NoPlan | None]:
+        """The plan for a profile that leaves some bytes; where none meets the budget the leanest, and the refusal."""
         self.solves += 1
+        headroom_bytes = headroom_from(self.headroom).of(self.budget_bytes) + spare_bytes
         try:
             # So little time leaves out the integer program of "auto", which would hold up the signatures behind.
             limit = SEARCH_SECONDS if self.solver == "auto" else None
@@ -203,7 +205,7 @@ class PlanBook:
                 solver=self.solver,
                 time_limit_seconds=limit,
                 offload=_NEVER,
-                headroom=self.headroom,
+                headroom=headroom_bytes,
             )
             return plan, None
         except NoPlan as refusal:

@@ -51,6 +51,13 @@ class SizeLine:
             first.kind, tuple(math.ceil(d + over * s) for d, s in zip(first.dims, self._slopes, strict=True))
         )
 
+    def expect(self, size: int, basis: Basis) -> Expected:
+        """What to plan the signature at a size with."""
+        ends = (self.growth.sizes[0], max(size, self.growth.sizes[-1]))
+        least, most = (self.growth.at(end).unplanned_peak_bytes for end in ends)
+        spare_bytes = math.ceil(STRAIGHT * max(0, most - least))
+        return Expected(profile=self.growth.at(size), at=self.at(size), basis=basis, spare_bytes=spare_bytes)
+
     def size_of(self, signature: Signature) -> int | None:
         """The size at which the line goes through a signature; None where it does not."""
         first, size = self.signatures[0], signature.dims[self.axis]
@@ -97,11 +104,13 @@ class Expected:
         at: the signature itself, or one that covers it.
         basis: ``interpolated`` (between two profiled sizes), ``extrapolated`` (beyond them, where the fit was checked),
             or ``covered``: for a larger signature. Each tensor is no larger then than the plan counts with.
+        spare_bytes: by how much the fit may be off, by the share of growth that counts as none; 0 for a profile.
     """
 
     profile: Profile
     at: Signature
     basis: Basis
+    spare_bytes: int = 0
 
 
 def lines_of(profiled: Mapping[Signature, Profile]) -> tuple[SizeLine, ...]:
@@ -138,13 +147,13 @@ def expected(lines: Sequence[SizeLine], profiled: Mapping[Signature, Profile], s
     on = [(line, size) for line in own if (size := line.size_of(signature)) is not None]
     for line, size in on:
         if line.growth.sizes[0] <= size <= line.growth.sizes[-1]:
-            return Expected(profile=line.growth.at(size), at=signature, basis="interpolated")
+            return line.expect(size, "interpolated")
     for line, size in on:
         if size > 0 and line.is_checked:
-            return Expected(profile=line.growth.at(size), at=signature, basis="extrapolated")
+            return line.expect(size, "extrapolated")
     covers = [Expected(profile=p, at=s, basis="covered") for s, p in profiled.items() if s.covers(signature)]
     for line in own:
         size = line.covering(signature)
         if size is not None and (size <= line.growth.sizes[-1] or line.is_checked):
-            covers.append(Expected(profile=line.growth.at(size), at=line.at(size), basis="covered"))
+            covers.append(line.expect(size, "covered"))
     return min(covers, key=lambda cover: cover.profile.unplanned_peak_bytes, default=None)

@@ -137,6 +137,15 @@ def test_dimensions_that_grow_at_different_rates_are_on_one_line_and_rounded_up_
     assert found(both, sized(11, 7)) == ("covered", (14, 7), 140)
 
 
+def test_what_the_fit_may_be_off_by_is_left_free():
+    profiles = {signature: grown(held_bytes) for signature, held_bytes in LINEAR.items()}
+    spare = [expected(lines_of(profiles), profiles, sized(2, size)) for size in (15, 40, 80)]
+    assert [own and own.spare_bytes for own in spare] == [3, 3, 7]  # a thousandth of 3000 and 7000 bytes
+    alone = {sized(2, 10): profiles[sized(2, 10)]}
+    cover = expected((), alone, sized(2, 9))
+    assert cover is not None and cover.spare_bytes == 0
+
+
 def test_several_lines_cross_and_the_smaller_cover_is_taken():
     grid = {sized(4, 64): 256, sized(4, 128): 512, sized(8, 64): 512, sized(8, 128): 1024}
     assert found(grid, sized(8, 96)) == ("interpolated", (8, 96), 768)
