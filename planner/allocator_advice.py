@@ -9,7 +9,7 @@ FRAGMENTED_SHARE = 0.1
 SETTING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
-def allocator_advice(peak_bytes: int, reserved_bytes: int | None, *, expandable: bool) -> str:
+def advice_on_allocator(peak_bytes: int, reserved_bytes: int | None, *, expandable: bool) -> str:
     """What to change where the allocator wastes more than a tenth of what it holds; empty where nothing.
 
     Args:
@@ -17,7 +17,7 @@ def allocator_advice(peak_bytes: int, reserved_bytes: int | None, *, expandable:
         reserved_bytes: held for it; None on the CPU.
         expandable: whether segments are expandable already.
 
-    >>> allocator_advice(95, 100, expandable=False)
+    >>> advice_on_allocator(95, 100, expandable=False)
     ''
     """
     if reserved_bytes is None or expandable or reserved_bytes - peak_bytes <= FRAGMENTED_SHARE * reserved_bytes:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from planner import documents, report
-from planner.allocator_advice import allocator_advice
+from planner.allocator_advice import advice_on_allocator
 from planner.cli_shell import note, show, show_json, working
 from planner.oom_report import FailureReport, OutOfMemory, failure_text
 from planner.plan import Plan
@@ -44,5 +44,5 @@ def _say(failure: FailureReport) -> None:
 
 def _document(run: TrainingRun) -> dict[str, Any]:
     expandable = run.reserved_bytes is not None and has_expandable_segments()
-    advice = allocator_advice(run.measured_peak_bytes, run.reserved_bytes, expandable=expandable)
+    advice = advice_on_allocator(run.measured_peak_bytes, run.reserved_bytes, expandable=expandable)
     return {**documents.training_document(run), "allocator_advice": advice}
