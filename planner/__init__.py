@@ -1,5 +1,6 @@
 """The sublinear-memory planner: profile a real PyTorch model, plan under a memory budget, train under the plan."""
 
+from planner.advice import Advice, advise
 from planner.applier import Handle, PlanMismatch, apply, handle_of
 from planner.batch_limits import Limit, MaxBatch, NoBatch
 from planner.batch_search import max_batch
@@ -8,6 +9,7 @@ from planner.checkpointing import auto_checkpoint
 from planner.curves import pareto
 from planner.dynamic import DynamicHandle
 from planner.functions import recompute
+from planner.levers import Combination, Lever
 from planner.offloading import Offload
 from planner.oom_report import FailureReport, OutOfMemory
 from planner.plan import Plan, PlannedStage
@@ -24,10 +26,13 @@ from profiler.records import Profile
 from profiler.workload import Workload
 
 __all__ = [
+    "Advice",
+    "Combination",
     "DynamicHandle",
     "FailureReport",
     "Handle",
     "Infeasible",
+    "Lever",
     "Limit",
     "MaxBatch",
     "Measurement",
@@ -48,6 +53,7 @@ __all__ = [
     "TrainingRun",
     "UnsupportedPlan",
     "Workload",
+    "advise",
     "apply",
     "auto_checkpoint",
     "handle_of",

@@ -1,4 +1,4 @@
-"""The command line: profile, solve, pareto, train, compare, max-batch, show and demo."""
+"""The command line: profile, solve, pareto, train, compare, max-batch, advise, show and demo."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import RenderableType
 from planner import Infeasible, NoBatch, Plan, Rules, Workload, curves, documents, plots, problem_files, report
 from planner.batch_report import batch_document, limits_report, no_batch_document
 from planner.batch_search import max_batch
+from planner.cli_advise import advise_command
 from planner.cli_demo import run_demo
 from planner.cli_options import (
     AsJson,
@@ -310,6 +311,9 @@ def show_command(
         raise ValueError("--set, --device: expected them beside --measure TARGET, got no TARGET; name the model")
     build = None if measure is None else lambda: _workload(measure, settings, device)
     run_show(file, Wanted(ops=ops, timeline=timeline, csv=csv, peak_csv=peak_csv, workload=build))
+
+
+app.command("advise", cls=ManyValues)(advise_command)
 
 
 @app.command("demo")

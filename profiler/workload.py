@@ -194,7 +194,7 @@ class Workload:
         return torch.autocast(self.device.type, dtype=self.autocast)
 
     def _loss_of(self, output: Any) -> Tensor:
-        loss = self.loss(output) if self.loss is not None else _own_loss(output)
+        loss = self.loss(output) if self.loss is not None else own_loss(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             if not torch.is_grad_enabled():
                 raise ValueError(
@@ -225,7 +225,8 @@ def _check_update(optimizer: Any, scaler: Any, clip_norm: Any) -> None:
         raise ValueError("Workload: expected an optimizer beside scaler and clip_norm, got none; pass optimizer=")
 
 
-def _own_loss(output: Any) -> Any:
+def own_loss(output: Any) -> Any:
+    """The loss that a model's output carries itself; None where it has none."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping) and "loss" in output:

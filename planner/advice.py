@@ -1,0 +1,145 @@
+"""Advice: where the memory of a training step goes, what each lever would make of it, and the cheapest that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner.forms import Forms, Target
+from planner.lever_search import Found, LeverSearch
+from planner.levers import Combination, Lever
+from planner.memory_map import MemoryMap, memory_maps, states_bytes
+from planner.offloading import Mode, Offload, offload_from
+from planner.sizes import format_bytes, parse_bytes
+from profiler.profiling import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What can be done to fit a budget.
+
+    Attributes:
+        model_class, device, precision, optimizer: of the workload as it is; ``none`` without an optimizer.
+        samples: of one step: the effective batch that all combinations keep.
+        budget_bytes: the most bytes alive at once in the whole step.
+        states_bytes: of parameters, buffers, gradients and optimizer states together, whatever the batch.
+        memory: the unplanned step's highest moment, and the other one of forward and backward and optimizer's step.
+        levers: what can be changed, and what cannot and why.
+        combinations: every one that was worked out: those that fit first, the fastest of them first.
+        exact: the fastest that fits and leaves training as it is, up to rounding; None where none does.
+        cheapest: the fastest that fits at all; None where nothing does.
+        nearest: the one with the smallest peak: by its ``short_bytes`` the budget is missed where nothing fits.
+        notes: what a person should know, one sentence each.
+    """
+
+    model_class: str
+    device: str
+    precision: str
+    optimizer: str
+    samples: int
+    budget_bytes: int
+    states_bytes: int
+    memory: tuple[MemoryMap, ...]
+    levers: tuple[Lever, ...]
+    combinations: tuple[Combination, ...]
+    exact: Combination | None
+    cheapest: Combination | None
+    nearest: Combination
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether any combination is within the budget."""
+        return self.cheapest is not None
+
+    @property
+    def unplanned(self) -> Combination:
+        """The step as it is."""
+        return next(each for each in self.combinations if not each.kinds)
+
+    @property
+    def states_short_bytes(self) -> int:
+        """By how much the model states alone are above the budget; 0 where they are not."""
+        return max(0, self.states_bytes - self.budget_bytes)
+
+    def alone(self) -> tuple[Combination, ...]:
+        """The step as it is, and with one lever each, in the order of ``combinations``."""
+        return tuple(each for each in self.combinations if len(each.kinds) <= 1)
+
+    def together(self) -> tuple[Combination, ...]:
+        """Those of several levers, in the order of ``combinations``."""
+        return tuple(each for each in self.combinations if len(each.kinds) > 1)
+
+
+def advise(
+    target: Target,
+    budget: str | int,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    batch_key: str = "batch",
+    device: str | None = None,
+    offload: Offload | Mode = "auto",
+    menus: bool = True,
+    progress: Progress | None = None,
+) -> Advice:
+    """Show where a training step's memory goes and find the cheapest way to fit it into a budget.
+
+    The levers: autocast, an optimizer with smaller states, micro-batches (gradient accumulation at the same effective
+    batch), recomputing activations, and sending them to host memory. The workload is profiled as it is, under
+    autocast, and with smaller batches as far as they are needed; other optimizers run a few steps on its parameters;
+    plans are solved on those profiles. Everything else is computed from these. The workload is left as it was found.
+
+    Args:
+        target: as ``planner profile`` takes it, a function that returns a Workload, or a Workload.
+        budget: bytes, ``"32GB"``, ``"512MiB"``, or ``"70%"`` of the unplanned peak: the most bytes alive at once.
+        settings: arguments of the target's function.
+        batch_key: the one of them that says how many samples a step has.
+        device: move the model there first; not for a Workload.
+        offload: as for ``solve``: without a link in the profile or here nothing is sent.
+        menus: measure options inside stages.
+        progress: called as ``progress(what, done, total)`` before each part.
+
+    Raises:
+        ProfileError: the step fails as it is.
+        ValueError: a target, a budget or a setting that cannot be.
+    """
+    if isinstance(budget, int) or not budget.strip().endswith("%"):
+        parse_bytes(budget)  # refused before anything is measured
+    forms = Forms(target, settings or {}, batch_key, device, menus, progress)
+    base = forms.profile("", 1)
+    budget_bytes = parse_bytes(budget, whole_bytes=base.unplanned_peak_bytes)
+    found = LeverSearch(forms, budget_bytes, offload_from(offload)).run()
+    optimizer = forms.workload.optimizer
+    return Advice(
+        model_class=base.model_class,
+        device=base.device,
+        precision=base.precision,
+        optimizer="none" if optimizer is None else type(optimizer).__name__,
+        samples=forms.samples,
+        budget_bytes=budget_bytes,
+        states_bytes=states_bytes(base),
+        memory=memory_maps(base),
+        levers=found.levers,
+        combinations=found.combinations,
+        exact=_fastest([each for each in found.combinations if each.keeps_result]),
+        cheapest=_fastest(found.combinations),
+        nearest=min(found.combinations, key=lambda each: (each.peak_bytes, len(each.kinds))),
+        notes=_notes(found, states_bytes(base), budget_bytes),
+    )
+
+
+def _fastest(combinations: tuple[Combination, ...] | list[Combination]) -> Combination | None:
+    """The first that fits: they are ranked."""
+    return next((each for each in combinations if each.fits), None)
+
+
+def _notes(found: Found, states: int, budget_bytes: int) -> tuple[str, ...]:
+    if states <= budget_bytes:
+        return found.notes
+    over = f"the model states alone ({format_bytes(states)}) are {format_bytes(states - budget_bytes)} above the budget"
+    fitting = [each for each in found.combinations if each.fits]
+    if not fitting:
+        return (f"{over}, and no lever brings the step down to it", *found.notes)
+    names = list(dict.fromkeys(name for each in fitting for name in each.names[:1]))
+    return (f"{over}: what fits begins with {', '.join(names)}", *found.notes)

@@ -1,0 +1,222 @@
+"""Advice as a person and a program read it: where the memory goes, levers and combinations in tables, and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from planner.advice import Advice
+from planner.levers import Combination, Lever
+from planner.memory_map import GROUPS, MemoryMap
+from planner.report import facts, plain_table
+from planner.sizes import format_bytes, format_seconds
+
+ROWS = 8  # of kinds of stages, of kinds of ops and of combinations
+_RESULTS = {"same": "yes", "rounding": "up to rounding", "other": "no"}
+_NOTHING = "-"
+
+
+def document_of(advice: Advice) -> dict[str, Any]:
+    """What ``advise --json`` says."""
+    unplanned = advice.unplanned
+    names = ("model_class", "device", "precision", "optimizer", "samples", "budget_bytes", "states_bytes", "fits")
+    return {
+        **{name: getattr(advice, name) for name in names},
+        "states_short_bytes": advice.states_short_bytes,
+        "unplanned_peak_bytes": unplanned.peak_bytes,
+        "unplanned_seconds": unplanned.seconds,
+        "memory": [_map_document(own) for own in advice.memory],
+        "levers": [dataclasses.asdict(lever) for lever in advice.levers],
+        "combinations": [_document(each) for each in advice.combinations],
+        "exact": None if advice.exact is None else _document(advice.exact),
+        "cheapest": None if advice.cheapest is None else _document(advice.cheapest),
+        "nearest": _document(advice.nearest),
+        "minimum_budget_bytes": advice.nearest.peak_bytes,
+        "notes": list(advice.notes),
+    }
+
+
+def _map_document(own: MemoryMap) -> dict[str, Any]:
+    return {
+        "moment": own.moment,
+        "phase": own.phase,
+        "stage": own.stage,
+        "peak_bytes": own.peak_bytes,
+        "groups": {group: {"bytes": own.of_group(group), "parts": own.by_what(group)} for group in GROUPS},
+        "activations_by_stage": own.activations_by_stage(),
+        "activations_by_op": own.activations_by_op(),
+    }
+
+
+def _document(each: Combination) -> dict[str, Any]:
+    names = ("precision", "optimizer", "micro_batches", "recipe", "peak_bytes", "seconds", "fits", "short_bytes")
+    own = {name: getattr(each, name) for name in (*names, "peak_basis", "seconds_basis", "result")}
+    return {"title": each.title, "levers": list(each.names), **own}
+
+
+def report_of(advice: Advice) -> RenderableType:
+    """Everything, for 100 columns."""
+    return Group(
+        _memory_table(advice),
+        *_activation_tables(advice),
+        _lever_table(advice),
+        *_combination_table(advice),
+        _outcome(advice),
+    )
+
+
+def _memory_table(advice: Advice) -> Table:
+    """A row for each part of each group, a column for each moment."""
+    title = f"Where the memory of {advice.model_class} goes, unplanned ({advice.precision}, {advice.optimizer})"
+    highest = advice.memory[0]
+    table = plain_table(title, ["bytes"], [f"in {own.moment}" for own in advice.memory])
+    for group in GROUPS:
+        if not any(own.of_group(group) for own in advice.memory):
+            continue
+        table.add_row(f"[bold]{group}[/bold]", *(_part(own, own.of_group(group)) for own in advice.memory))
+        names = dict.fromkeys(name for own in advice.memory for name in own.by_what(group))
+        for name in names if len(names) > 1 else ():
+            cells = [
+                format_bytes(own.by_what(group)[name]) if name in own.by_what(group) else "-" for own in advice.memory
+            ]
+            table.add_row(f"  {escape(name)}", *cells, style="dim")
+    marks = [" (the peak)" if own is highest else "" for own in advice.memory]
+    sums = [f"{format_bytes(own.peak_bytes)}{mark}" for own, mark in zip(advice.memory, marks, strict=True)]
+    table.add_row("[bold]together[/bold]", *(f"[bold]{cell}[/bold]" for cell in sums))
+    return table
+
+
+def _part(own: MemoryMap, size: int) -> str:
+    return f"{format_bytes(size)} ({size / own.peak_bytes:.0%})" if size else _NOTHING
+
+
+def _activation_tables(advice: Advice) -> list[RenderableType]:
+    own = next((each for each in advice.memory if each.of_group("activations")), None)
+    if own is None:
+        return []
+    whole = own.of_group("activations")
+    return [
+        _share_table("Activations by stage", "stage", own.activations_by_stage_kind(), whole),
+        _share_table("Activations by the op that made them", "op", own.activations_by_op(), whole),
+    ]
+
+
+def _share_table(title: str, what: str, sizes: dict[str, int], whole: int) -> Table:
+    table = plain_table(title, [what], ["size", "share"])
+    for name, size in shortened(sizes, ROWS).items():
+        table.add_row(escape(name), format_bytes(size), f"{size / whole:.0%}")
+    return table
+
+
+def shortened(sizes: dict[str, int], rows: int) -> dict[str, int]:
+    """The largest, and the rest as one.
+
+    >>> shortened({"a": 4, "b": 3, "c": 2, "d": 1}, 3)
+    {'a': 4, 'b': 3, '2 others': 3}
+    """
+    if len(sizes) <= rows:
+        return sizes
+    kept = dict(list(sizes.items())[: rows - 1])
+    return {**kept, f"{len(sizes) - len(kept)} others": sum(sizes.values()) - sum(kept.values())}
+
+
+def _lever_table(advice: Advice) -> Table:
+    title = f"Levers alone, against {format_bytes(advice.budget_bytes)} ({advice.budget_bytes:,} bytes)"
+    table = _combinations(title, advice.alone(), advice)
+    for lever in _idle(advice):
+        table.add_row(lever.name, *[_NOTHING] * 5, style="dim")
+    return table
+
+
+def _idle(advice: Advice) -> list[Lever]:
+    """Levers that do not apply."""
+    return [lever for lever in advice.levers if not lever.applies]
+
+
+def _combination_table(advice: Advice) -> list[RenderableType]:
+    together = advice.together()
+    if not together:
+        return []
+    shown = foremost(advice, ROWS)
+    rest = len(together) - len(shown)
+    title = f"Levers together{f': {len(shown)} of {len(together)}' if rest else ''}"
+    return [_combinations(title, shown, advice)]
+
+
+def foremost(advice: Advice, count: int) -> list[Combination]:
+    """So many combinations of several levers, in their order: the advised ones, and the first of the others."""
+    advised = [each for each in (advice.exact, advice.cheapest) if each is not None]
+    wanted = [*(each for each in advised if len(each.kinds) > 1), *advice.together()]
+    chosen = {id(each) for each in dict.fromkeys(wanted[: max(count, len(advised))])}
+    return [each for each in advice.together() if id(each) in chosen]
+
+
+def _combinations(title: str, rows: Iterable[Combination], advice: Advice) -> Table:
+    table = plain_table(title, ["with"], ["peak", "to spare", "time", "of unplanned"])
+    table.add_column("same result")
+    for each in rows:
+        table.add_row(*_cells(each, advice.unplanned), style=None if each.fits else "dim")
+    return table
+
+
+def _cells(each: Combination, unplanned: Combination) -> list[str]:
+    spare = each.budget_bytes - each.peak_bytes
+    room = format_bytes(spare) if spare >= 0 else f"[red]{format_bytes(spare)}[/red]"
+    peak, seconds, ratio = f"{format_bytes(each.peak_bytes)} {_MARKS[each.peak_basis]}", _NOTHING, _NOTHING
+    if each.seconds is not None:
+        seconds = f"{format_seconds(each.seconds)} {_MARKS[each.seconds_basis]}"
+        ratio = f"{each.seconds / unplanned.seconds:.2f} x" if unplanned.seconds else _NOTHING
+    return [escape(each.title), peak, room, seconds, ratio, _RESULTS[each.result]]
+
+
+_MARKS = {"measured": "m", "computed": "c", "solved": "s"}
+
+
+def _outcome(advice: Advice) -> Table:
+    rows = [
+        ("numbers", "m measured in this form, c computed from measured parts, s solved for on a profile of this form"),
+        *((lever.name, f"does not apply: {escape(lever.reason)}") for lever in _idle(advice)),
+        *(("note", escape(note)) for note in advice.notes),
+        *_advised(advice),
+    ]
+    return facts(rows)
+
+
+def _advised(advice: Advice) -> list[tuple[str, str]]:
+    if advice.cheapest is None:
+        nearest = advice.nearest
+        missed = f"{escape(nearest.title)}: {format_bytes(nearest.peak_bytes)}"
+        return [("nothing fits", f"nearest is {missed}, {format_bytes(nearest.short_bytes)} above the budget")]
+    rows = []
+    if advice.exact is not None:
+        rows.append(("advice", f"{_said(advice.exact, advice)}; training stays as it is{_rounded(advice.exact)}"))
+    if advice.cheapest is not advice.exact:
+        what = "advice" if advice.exact is None else "fastest"
+        rows.append((what, f"{_said(advice.cheapest, advice)}; changes training"))
+    chosen = [each for each in (advice.exact, advice.cheapest) if each is not None]
+    kinds = {kind for each in chosen for kind in each.kinds}
+    names = {name for each in chosen for name in each.names}
+    return [*rows, *((f"  {lever.name}", escape(lever.change)) for lever in _used(advice.levers, kinds, names))]
+
+
+def _used(levers: Sequence[Lever], kinds: set[Any], names: set[str]) -> list[Lever]:
+    """Those that are a part of the advice; offload's change does what recompute's does, too."""
+    several = {"precision", "optimizer"}
+    used = [lever for lever in levers if lever.kind in kinds and (lever.kind not in several or lever.name in names)]
+    sent = any(lever.kind == "offload" for lever in used)
+    return [lever for lever in used if not (sent and lever.kind == "recompute")]
+
+
+def _said(each: Combination, advice: Advice) -> str:
+    ratio = f" ({(each.seconds or 0) / advice.unplanned.seconds:.2f} x)" if advice.unplanned.seconds else ""
+    words = f"{format_bytes(each.peak_bytes)}, {format_seconds(each.seconds or 0)}{ratio} for {advice.samples} samples"
+    return f"[bold]{escape(each.title)}[/bold]: {words}"
+
+
+def _rounded(each: Combination) -> str:
+    return " up to rounding" if each.result == "rounding" else ""

@@ -1,0 +1,88 @@
+"""The command ``advise``: where the memory goes and what fits it into a budget, as tables, a picture or JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from planner.advice import Advice, advise
+from planner.advice_plot import draw_advice
+from planner.advice_report import document_of, report_of
+from planner.cli_options import (
+    AsJson,
+    BudgetText,
+    Device,
+    DevicesPerLink,
+    HostMemory,
+    LinkGbps,
+    NoOffload,
+    Settings,
+    Target,
+)
+from planner.cli_shell import NO_PLAN, check_folder, note, show, show_json, working
+from planner.offloading import Offload
+from planner.plots import check_picture
+from planner.sizes import format_bytes
+from planner.targets import parse_settings
+
+
+def advise_command(
+    target: Target,
+    budget: BudgetText,
+    settings: Settings = None,
+    batch_key: Annotated[
+        str, typer.Option(metavar="KEY", help="The --set key of the batch, of which micro-batches are made.")
+    ] = "batch",
+    device: Device = None,
+    no_menus: Annotated[bool, typer.Option("--no-menus", help="Keep or recompute stages as a whole.")] = False,
+    no_offload: NoOffload = False,
+    link_gbps: LinkGbps = None,
+    devices_per_link: DevicesPerLink = None,
+    host_memory: HostMemory = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Picture: .png, .svg or .pdf.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show where the memory of a training step goes, and what would fit it into a budget at which cost.
+
+    Mixed precision, Adafactor or SGD in place of the optimizer, micro-batches, recompute and offload, alone and
+    combined: peaks and times as measured, computed or solved for, and the fastest combination that fits.
+    """
+    check_folder(output)
+    if output is not None:
+        check_picture(output)
+    wish = Offload(
+        mode="never" if no_offload else "auto",
+        link_gbps=link_gbps,
+        devices_per_link=devices_per_link,
+        host_memory=host_memory,
+    )
+    with working() as progress:
+        advice = advise(
+            target,
+            budget,
+            settings=parse_settings(settings or []),
+            batch_key=batch_key,
+            device=device,
+            offload=wish,
+            menus=not no_menus,
+            progress=progress,
+        )
+    _tell(advice, output, as_json=as_json)
+
+
+def _tell(advice: Advice, output: Path | None, *, as_json: bool) -> None:
+    """Draw and print; ends with exit code 3 where nothing fits."""
+    if output is not None:
+        draw_advice(advice, output)
+    if as_json:
+        show_json(document_of(advice))
+    else:
+        show(report_of(advice))
+    if output is not None:
+        note(f"written: {output} ({format_bytes(output.stat().st_size)})")
+    if not advice.fits:
+        short = format_bytes(advice.nearest.short_bytes)
+        note(f"infeasible: no combination fits; {advice.nearest.title} comes nearest, {short} above the budget")
+        raise typer.Exit(NO_PLAN)
