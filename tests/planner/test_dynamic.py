@@ -60,9 +60,9 @@ def images() -> tuple[nn.Module, Callable[[int], Any]]:
 
 
 SETTINGS: dict[str, tuple[Callable[[], Any], list[int], list[int]]] = {
-    "gpt2": (lambda: language("gpt2"), [16, 48, 96], [33, 90]),
+    "gpt2": (lambda: language("gpt2"), [24, 96], [33, 90]),
     "bert": (lambda: language("bert"), [24, 96], [16, 90]),
-    "convolutions": (images, [16, 48], [12, 17, 48]),
+    "convolutions": (images, [16, 32, 48], [12, 17, 48]),
 }
 
 
