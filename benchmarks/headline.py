@@ -18,10 +18,13 @@ TITLE = "Headline: batch and speed in a fixed memory"
 # glibc's malloc gives large tensors back to the system when they are freed, and every new one is then zeroed page by
 # page: at 40 sequences that took a third of a planned step. Kept in the process and on large pages memory costs nothing
 # to get again, as with torch's caching allocator on CUDA. It holds for all ways of training alike.
-TUNABLES = (
+MALLOC = (
+    "GLIBC_TUNABLES",
     "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776:"
-    "glibc.malloc.top_pad=268435456"
+    "glibc.malloc.top_pad=268435456",
 )
+# The cap is on what torch's allocator holds, so what it wastes counts; segments that grow waste the least.
+SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def main() -> int:
@@ -31,13 +34,14 @@ def main() -> int:
     if full and not torch.cuda.is_available():
         print("benchmarks.headline: no CUDA device here; the full form was not run (--scaled runs on the CPU)")
         return 0
-    if full:
-        found = headline_full.full(options.budget)
-    else:
-        _keep_freed_memory(options.system_malloc)
-        found = headline_scaled.scaled(options.rounds)
-    _write(options, "cuda" if full else "cpu", found.rows, [*found.notes, *([] if full else [_malloc_note()])])
-    headline_resnet.write(options.out, "cuda" if full else "cpu", options.rounds)
+    name, wanted = SEGMENTS if full else MALLOC
+    if not options.system_allocator:
+        _restart_with(name, wanted)
+    found = headline_full.full(options.budget) if full else headline_scaled.scaled(options.rounds)
+    device = "cuda" if full else "cpu"
+    allocator = f"allocator, of all ways alike: {os.environ.get(name, 'as it is')}"
+    _write(options, device, found.rows, [*found.notes, allocator])
+    headline_resnet.write(options.out, device, options.rounds)
     return 0
 
 
@@ -49,19 +53,14 @@ def _options() -> argparse.Namespace:
     form.add_argument("--scaled", action="store_true", help="a small BERT on the CPU (otherwise: default)")
     parser.add_argument("--budget", default="32GB", help="memory of the device, full form")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of every way, in turns")
-    parser.add_argument("--system-malloc", action="store_true", help="scaled form: leave glibc's malloc as it is")
+    parser.add_argument("--system-allocator", action="store_true", help="leave the allocator's settings as they are")
     return parser.parse_args()
 
 
-def _keep_freed_memory(leave: bool) -> None:
-    """Start anew with malloc told to keep what is freed; it reads that when a process starts."""
-    if leave or "GLIBC_TUNABLES" in os.environ:
-        return
-    os.execve(sys.executable, sys.orig_argv, {**os.environ, "GLIBC_TUNABLES": TUNABLES})
-
-
-def _malloc_note() -> str:
-    return f"malloc, in all ways alike: {os.environ.get('GLIBC_TUNABLES', 'as the system has it')}"
+def _restart_with(name: str, value: str) -> None:
+    """Start anew with a setting that allocators read when a process starts; one that is there already stays."""
+    if name not in os.environ:
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, name: value})
 
 
 def _write(options: argparse.Namespace, device: str, rows: tuple[Row, ...], notes: list[str]) -> None:
