@@ -66,15 +66,21 @@ def limits_report(found: MaxBatch) -> RenderableType:
     table = plain_table(title, ["with"], [found.vary, "predicted", "peak", "samples/s", "of unplanned", "next one"])
     for way in WAYS:
         table.add_row(_NAMES[way], *_cells(getattr(found, way)))
+    weighted = [("of unplanned", f"of samples/s times {found.vary}")] if _makes_samples_larger(found) else []
     best, states = found.best, format_bytes(found.states_bytes)
     rows = [
         ("best throughput", f"{found.vary}={best.size} with {_NAMES[best.way]}: {_speed(best)} samples/s"),
+        *weighted,
         ("model states", f"{states} of the budget: parameters, gradients, optimizer states"),
         ("profiled at", f"{found.vary} {', '.join(str(size) for size in found.profiled)}"),
         *(("note", escape(note)) for note in found.notes),
         *((_NAMES[way], escape(limit.reason)) for way in WAYS if (limit := getattr(found, way)).reason),
     ]
     return Group(table, facts(rows))
+
+
+def _makes_samples_larger(found: MaxBatch) -> bool:
+    return found.best.samples_per_second is not None and found.best.throughput != found.best.samples_per_second
 
 
 def _cells(limit: Limit) -> list[str]:

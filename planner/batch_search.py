@@ -156,7 +156,7 @@ def _alike(found: Growth, build: Build, menus: bool, report: _Counter) -> Growth
         try:
             growth.at(found.sizes[-1])
         except Unlike as error:
-            why = why or str(error)
+            why = why or error.difference
         else:
             return growth
     return EachSize(build, found, menus=menus, progress=report.at, why=why)

@@ -36,7 +36,7 @@ def footing_of(build: Build, vary: str, step: int, report: Report) -> Footing:
     """Try the step, twice the step and so on, until the target takes one and the model trains with it.
 
     Raises:
-        ValueError: the target takes none of them (the first refusal), or the device has no room for a step.
+        ValueError: the target takes none of them (the first refusal is said), or the device has no room for a step.
     """
     first: ValueError | None = None
     for doubling in range(STARTS):
@@ -57,7 +57,11 @@ def footing_of(build: Build, vary: str, step: int, report: Report) -> Footing:
         notes = (f"{vary}: multiples of {unit} are tried, as {size + unit // 2} is refused",) if unit > step else ()
         return Footing(start=size, step=unit, states_bytes=states, device=device, notes=notes)
     assert first is not None
-    raise first
+    last = step << STARTS - 1
+    raise ValueError(
+        f"{first} (so with {vary}={step} and its doubles up to {last}; where only multiples of another number are "
+        "taken, give that with --step)"
+    ) from first
 
 
 def _unit(build: Build, size: int, step: int) -> int:

@@ -23,7 +23,13 @@ _ROWS_OF_BYTES = ("parameters", "buffers", "optimizer", "inputs", "gradients")
 
 
 class Unlike(ValueError):
-    """Profiles of two sizes that do not have the same parts; the message names the first difference."""
+    """Profiles of two sizes that do not have the same parts; ``difference`` names the first one."""
+
+    def __init__(self, difference: str) -> None:
+        self.difference = difference
+        super().__init__(
+            f"growth: expected the same stages and tensors at every size, got {difference}; vary something else"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,10 +200,7 @@ def _whole(parts: Sequence[int], fit: _Fit, name: str) -> int:
 
 
 def _unlike(name: str, parts: Sequence[Any]) -> Unlike:
-    return Unlike(
-        f"growth: expected the same stages and tensors at every size, got {name!r} "
-        f"{' and '.join(str(part) for part in parts)}; name the stages, or vary something else"
-    )
+    return Unlike(f"{name!r} {' and '.join(str(part) for part in parts)}")
 
 
 def _aligned(profiles: Sequence[Profile]) -> list[Profile]:
