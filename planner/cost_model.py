@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from planner.parcels import input_parcel_bytes, kept_parcel_bytes
 from profiler.records import MenuRecord, OptionRecord, Profile, SharedRecord, StageRecord
-from profiler.stage_ops import StageOps
+from profiler.stage_ops import StageOps, StageStorage
 from solvers.chain import Chain, Option, Shared, Stage
 
 # Torch's random state on the CPU is read into a tensor of so many bytes before a stage runs without keeping, and again
@@ -75,6 +75,7 @@ class _Timeline:
             record.dropped.end_bytes - record.dropped.start_bytes - sum(t.size_bytes for t in shared if t.born == k)
             for k, record in enumerate(profile.stages)
         ]
+        self.dropped_growth[last] += _casts_let_go(profile)
         self.base = self._backward_base()
         self.behind = self._gradients_behind()
 
@@ -140,6 +141,12 @@ class _Timeline:
         return max(0, stays)
 
 
+def _casts_let_go(profile: Profile) -> int:
+    """Casts of parameters that go at the end of a forward in which no stage keeps anything."""
+    kinds = [record.kind for record in profile.stages]
+    return sum(t.size_bytes for t in profile.shared if t.cast and all(kinds[k] == "stage" for k in t.savers))
+
+
 def _growth(record: StageRecord) -> int:
     """Bytes that the unplanned forward adds."""
     return record.forward.end_bytes - record.forward.start_bytes
@@ -163,6 +170,29 @@ class _SecondRun:
         return max(first_bytes, self.state_bytes) + self.beside_bytes
 
 
+class _Casts:
+    """Casts of parameters that a stage finds made by others, and makes itself when it runs again."""
+
+    def __init__(self, profile: Profile, k: int) -> None:
+        self.again_bytes = sum(t.size_bytes for t in profile.shared if k in t.recast_in)
+        self._saved_bytes = sum(t.size_bytes for t in profile.shared if t.cast and k in t.savers)
+
+    def made_again(self, option: Option) -> Option:
+        """The option, with room for them in its second run, and in the backward that follows with them there.
+
+        Second runs are forwards to the schedule, too: predictions of first ones err upwards by as much.
+        """
+        if not self.again_bytes:
+            return option
+        kept_bytes = option.kept_bytes + option.kept_output_bytes + self._saved_bytes
+        backward_bytes = kept_bytes + option.backward_peak_bytes
+        return replace(
+            option,
+            forward_peak_bytes=max(option.forward_peak_bytes, backward_bytes) + self.again_bytes,
+            recompute_peak_bytes=max(option.recompute_peak_bytes, backward_bytes) + self.again_bytes,
+        )
+
+
 def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
     residue = timeline.residue(k)
     again = _SecondRun(
@@ -181,6 +211,7 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
         recompute_peak_bytes=again.peak_bytes(record.recompute_peak_bytes),
         parcels=kept_parcel_bytes(timeline.profile, k, None),
     )
+    casts = _Casts(timeline.profile, k)
     menu = timeline.profile.menus[record.menu] if record.menu >= 0 else None
     before = timeline.profile.stages[k - 1] if record.links else None
     released = 0 if before is None else before.boundary_bytes - before.kept_output_bytes
@@ -197,16 +228,18 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
     )
     return Stage(
         name=record.name,
-        options=(keep, *inside),
+        options=tuple(casts.made_again(option) for option in (keep, *inside)),
         boundary_bytes=record.boundary_bytes,
         # Not keeping cannot be faster than keeping: where it was measured so, that was noise.
         forward_seconds=max(record.dropped.seconds, record.forward.seconds),
-        forward_peak_bytes=max(record.dropped.peak_bytes - record.dropped.start_bytes, again.state_bytes),
+        forward_peak_bytes=max(record.dropped.peak_bytes - record.dropped.start_bytes, again.state_bytes)
+        + casts.again_bytes,
         residue_bytes=residue,
         parameter_gradient_bytes=timeline.parameter_gradient(k),
         gradient_bytes=timeline.base[k] - timeline.behind[k],
         recomputable=record.recomputable,
-        linked=bool(record.links),
+        # In a segment it would be kept by a second run while others are, each with casts of its own.
+        linked=bool(record.links) and not casts.again_bytes and not _Casts(timeline.profile, k - 1).again_bytes,
         parcels=input_parcel_bytes(timeline.profile, k),
     )
 
@@ -251,7 +284,16 @@ def _held_beyond(option: OptionRecord, ops: StageOps, released_bytes: int) -> in
     exclusive = sum(storage.size_bytes for storage in kept if storage.op < 0 and storage.exclusive)
     others = sum(storage.size_bytes for storage in kept if storage.op < 0 and not storage.exclusive)
     outputs = sum(storage.size_bytes for storage in kept if storage.op >= 0 and storage.returned and not storage.saved)
-    return others + min(exclusive, released_bytes) + outputs
+    casts = sum(storage.size_bytes for storage in kept if _is_unsaved_cast(storage, ops))
+    return others + min(exclusive, released_bytes) + outputs + casts
+
+
+def _is_unsaved_cast(storage: StageStorage, ops: StageOps) -> bool:
+    """Whether it may be a cast of a parameter that only ops that run again hold: autocast lets it go."""
+    if storage.op < 0 or storage.saved or storage.returned:
+        return False
+    maker = ops.ops[storage.op]
+    return maker.kind == "_to_copy" and all(ops.storages[n].op < 0 and ops.storages[n].held for n, _ in maker.reads)
 
 
 def _perhaps_stored(option: OptionRecord, ops: StageOps) -> int:

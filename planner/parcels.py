@@ -41,7 +41,7 @@ def parcels_among(ops: StageOps, option: OptionRecord | None, *, with_input: boo
         if storage.size_bytes >= SMALLEST_PARCEL_BYTES
         and not storage.returned
         and (
-            (storage.op >= 0 and number in kept)
+            (storage.op >= 0 and number in kept and not storage.held)
             or (storage.exclusive and with_input and (number in ops.saves or number in kept))
         )
     }

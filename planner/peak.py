@@ -18,6 +18,7 @@ KEPT = "kept from forward"
 MADE_AGAIN = "made again"
 OUTPUTS = "outputs of stages"
 LEFT = "left by stages that keep nothing"
+CASTS = "casts of parameters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +232,8 @@ class _Explained:
 
     def _shared(self, number: int) -> Part:
         tensor = self._chain.shared[number]
+        if not tensor.readers and not tensor.linked_readers:
+            return self._of(CASTS, tensor.born, tensor.size_bytes)
         return replace(self._output(tensor.born, tensor.size_bytes), what="held by several stages", tensors=1)
 
     def _menu(self, k: int) -> MenuRecord | None:
@@ -245,7 +248,7 @@ def _kept_storages(menu: MenuRecord, option: int) -> list[int]:
         chosen = kept_by(menu.ops, menu.options[option - 1])
         kept = [n for n in chosen if storages[n].op >= 0 or not storages[n].exclusive]
     else:
-        kept = [n for n, storage in enumerate(storages) if storage.saved and storage.op >= 0]
+        kept = [n for n, storage in enumerate(storages) if storage.saved and storage.op >= 0 and not storage.held]
     return sorted(kept, key=lambda n: storages[n].returned)
 
 

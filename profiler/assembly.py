@@ -158,7 +158,39 @@ class _Assembly:
             for leaf, tensor in enumerate(stage.call.inputs):
                 if tensor.storage is not None and tensor.storage not in exclusive | trace.always_alive:
                     leaves.setdefault(tensor.storage, []).append((k, leaf))
-        return tuple(self._shared(number, places) for number, places in leaves.items())
+        found = [self._shared(number, places) for number, places in leaves.items()]
+        return (*found, *self._casts(trace.casts - leaves.keys()))
+
+    def _casts(self, numbers: set[int]) -> list[SharedRecord]:
+        """Casts of parameters, those that are made and saved in the same stages together."""
+        together: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
+        for number in sorted(numbers):
+            born = self._born(number)
+            key = born, tuple(sorted(self._savers(number))), tuple(sorted(self._users(number) - {born}))
+            together[key] = together.get(key, 0) + self._measured.trace.storages.bytes_of[number]
+        return [
+            SharedRecord(
+                size_bytes=size_bytes,
+                born=born,
+                readers=(),
+                linked_readers=(),
+                savers=savers,
+                death_phase="backward" if savers else "forward",
+                death=min(savers, default=len(self._records) - 1),
+                cast=True,
+                recast_in=users,
+            )
+            for (born, savers, users), size_bytes in together.items()
+        ]
+
+    def _users(self, number: int) -> set[int]:
+        """Records of the stages whose ops read a storage."""
+        ops = self._measured.trace.ops
+        return {
+            self._index[stage_place(k)]
+            for k, stage in enumerate(self._measured.stages)
+            if any(number == read for op in ops[stage.call.first_op : stage.call.end_op] for read, _ in op.access.reads)
+        }
 
     def _shared(self, number: int, leaves: list[tuple[int, int]]) -> SharedRecord:
         stages, trace = self._measured.stages, self._measured.trace

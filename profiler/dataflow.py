@@ -94,7 +94,9 @@ class _Reader:
 
     def _made(self, storage: int, ordinal: int, output: int) -> int:
         self._base[storage] = 0
-        return self._add(storage, StageStorage(size_bytes=self._bytes(storage), op=ordinal, output=output))
+        held = storage in self._trace.casts and storage in self._saved
+        size_bytes = self._bytes(storage)
+        return self._add(storage, StageStorage(size_bytes=size_bytes, op=ordinal, output=output, held=held))
 
     def _add(self, storage: int, entry: StageStorage) -> int:
         self._local[storage] = len(self._storages)

@@ -144,6 +144,8 @@ class SharedRecord:
         savers: where autograd saved it.
         death_phase, death: where it was freed in the unplanned step: ``forward``
             or ``backward`` of that stage; ``never`` within the step.
+        cast: it is no input but made of parameters by autocast, which holds it until the forward ends.
+        recast_in: stages that found it made, and make it themselves when they run again.
     """
 
     size_bytes: int
@@ -153,6 +155,8 @@ class SharedRecord:
     savers: tuple[int, ...]
     death_phase: Literal["forward", "backward", "never"]
     death: int
+    cast: bool = False
+    recast_in: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +343,7 @@ def menu_from(data: Mapping[str, Any]) -> MenuRecord:
 
 
 def _shared(data: Mapping[str, Any]) -> SharedRecord:
-    lists = {key: tuple(data[key]) for key in ("readers", "linked_readers", "savers")}
+    lists = {key: tuple(data.get(key, ())) for key in ("readers", "linked_readers", "savers", "recast_in")}
     return SharedRecord(**{**data, **lists})
 
 

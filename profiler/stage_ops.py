@@ -47,8 +47,9 @@ class StageStorage:
         versions: how often ops of the stage change it in place.
         saved: autograd saves it inside the stage.
         saved_in: modules in which it does, relative to the stage; empty where that is not known.
-        held: it comes from outside and is alive until the stage's backward whatever the
-            stage keeps: a parameter, a buffer, or saved by the stage in any case.
+        held: it is alive until the stage's backward whatever the stage keeps: it comes from
+            outside as a parameter or a buffer or is saved by the stage in any case, or it is
+            a saved cast of a parameter, which autocast holds until the forward ends.
         exclusive: it comes from the stage before and lives for this stage alone.
         returned: it is part of what the stage returns.
     """

@@ -125,6 +125,7 @@ class Trace:
         calls, saves, ops, backward_ops: in order.
         storages: all that it met, by number.
         always_alive: those of parameters, buffers and the batch.
+        casts: those that autocast made of parameters, and caches until the forward ends.
         versions: how often each was changed in place until the end of the forward.
     """
 
@@ -134,6 +135,7 @@ class Trace:
     backward_ops: list[Op] = field(default_factory=list)
     storages: StorageTable = field(default_factory=StorageTable)
     always_alive: set[int] = field(default_factory=set)
+    casts: set[int] = field(default_factory=set)
     versions: dict[int, int] = field(default_factory=dict)
 
 
@@ -182,6 +184,8 @@ class Recorder:
         persistent = [*workload.model.parameters(), *workload.model.buffers(), *tensors_in(workload.inputs)]
         self.trace.always_alive = table.numbers(persistent)
         self._device = workload.device
+        self._autocast = workload.autocast
+        self._castable = {id(p) for p in workload.model.parameters() if p.requires_grad and p.dtype is torch.float32}
         self._persistent = [*workload.model.parameters(), *workload.model.buffers()]
 
     @property
@@ -301,6 +305,15 @@ class Recorder:
         )
         (self.trace.ops if self.side == "forward" else self.trace.backward_ops).append(op)
 
+    def note_cast(self, op: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Autocast caches what it casts of trained float32 parameters, not of views of them (ATen's cached_cast)."""
+        if self.side != "forward" or self._autocast is None or op is not torch.ops.aten._to_copy.default:
+            return
+        # It is excluded while it casts by itself, and not where a model calls ``to``.
+        own = not torch.is_autocast_enabled(self._device.type) and torch.is_autocast_cache_enabled()
+        if own and id(args[0]) in self._castable and output.dtype is self._autocast:
+            self.trace.casts |= self.trace.storages.numbers([output])
+
     def begin_backward(self) -> None:
         self.side = "backward"
         self.trace.versions = dict(self._versions)
@@ -335,6 +348,7 @@ class _OpMode(TorchDispatchMode):
         access = recorder.access(func, args, kwargs)
         seconds, output = _timed(lambda: func(*args, **kwargs), recorder._device)
         recorder.record(str(func), seconds, tensors_in(output), known, access)
+        recorder.note_cast(func, args, output)
         return output
 
 

@@ -265,3 +265,40 @@ def test_evaluating_in_another_precision_is_no_business_of_the_plan(plans: Any) 
     work = in_precision("float32")
     with planner.apply(work.model, plans["float32"]), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         work.model(work.inputs)
+
+
+class Layers(nn.Module):
+    """Layers of which the casts of weights weigh about as much as activations; ``one``: the same layer each time."""
+
+    def __init__(self, one: bool) -> None:
+        super().__init__()
+        made = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(1 if one else 4)]
+        self.layers, self.times = nn.ModuleList(made), 4 if one else 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in [*self.layers] * self.times:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("one", [False, True])
+def test_casts_of_parameters_are_counted_while_autocast_holds_them(one: bool) -> None:
+    torch.manual_seed(0)
+    model = Layers(one)
+    work = planner.Workload(
+        model=model,
+        inputs=torch.randn(48, 64, requires_grad=True),
+        loss=lambda output: output.float().square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        autocast=torch.bfloat16,
+    )
+    profile = planner.profile(work, stages=["layers.*"], menus=False)
+    casts = [record for record in profile.shared if record.cast]
+    assert sum(record.size_bytes for record in casts) == 2 * sum(p.numel() for p in model.parameters())
+    assert any(record.recast_in for record in casts) == one
+    for budget in budgets(profile):
+        plan = planner.solve(profile, budget)
+        with planner.apply(model, plan):
+            measured = planner.measure(work, repeats=1).peak_bytes
+        assert measured <= plan.predicted_peak_bytes
+        assert one or measured == plan.predicted_peak_bytes
