@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import planner
+import planner.profiled_sizes
 from planner import zoo
 from planner.batch_search import max_batch
 from planner.forecast import Forecast
@@ -148,6 +149,88 @@ def test_sizes_that_the_target_refuses_are_left_out():
     assert any("not used" in note for note in found.notes)
 
 
+def plain(layers, batch, take=lambda size: True):
+    """A chain of as many layers; its forward refuses what ``take`` does."""
+
+    class Plain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(*[torch.nn.Linear(100, 100) for _ in range(layers)])
+
+        def forward(self, x):
+            if not take(x.shape[0]):
+                raise IndexError("index out of range in self")
+            return self.layers(x)
+
+    return planner.Workload(model=Plain(), inputs=torch.randn(batch, 100), loss=lambda y: y.square().mean())
+
+
+def test_models_of_other_stages_are_profiled_size_by_size():
+    peak = planner.measure(plain(5, 32), repeats=1).peak_bytes
+    found = search(lambda layers: plain(layers, 32), peak, vary="layers", step=1)
+    assert found.none.size == found.none.predicted_size == 5
+    assert found.none.confirmed and found.none.next_fails and not found.linear
+    assert {5, 6} <= {*found.profiled}
+    assert any("other stages" in note for note in found.notes)
+
+
+def test_a_size_that_only_the_forward_refuses_ends_the_search_and_is_named():
+    found = search(lambda batch: plain(3, batch, lambda size: size <= 40), 10**6, step=8)
+    assert found.none.size == 40 and found.none.confirmed and not found.none.next_fails
+    assert "batch=48 is refused" in found.none.reason and "index out of range" in found.none.reason
+
+
+def test_a_step_between_sizes_that_only_the_forward_knows_of_is_found():
+    budget = planner.measure(plain(3, 64), repeats=1).peak_bytes
+    found = search(lambda batch: plain(3, batch, lambda size: size % 16 == 0), budget, step=8)
+    assert (found.step, found.none.size) == (16, 64)
+
+
+def test_a_target_that_takes_no_double_of_the_step_is_told_of_the_step():
+    with pytest.raises(ValueError, match=r"batch=2 and its doubles.*--step"):
+        search(lambda batch: plain(3, batch, lambda size: size % 3 == 0), 10**6, step=2)
+
+
+def test_a_device_that_holds_few_samples_is_profiled_below_them(monkeypatch):
+    """Unplanned steps of more than two samples run out of memory, which also ends the profile at them."""
+    real = planner.profiled_sizes.profile
+    profiled = []
+
+    def tight(workload, **options):
+        size = workload.inputs.shape[0] // STEP
+        profiled.append(size)
+        if size > 2:
+            raise planner.ProfileError("no room") from torch.OutOfMemoryError("CUDA out of memory.")
+        return real(workload, **options)
+
+    monkeypatch.setattr("planner.profiled_sizes.profile", tight)
+    found = search(build, unplanned_peak(STEP) + 1000)
+    assert found.none.size == STEP and found.profiled == (STEP, 2 * STEP)
+    assert profiled == [4, 3, 2]
+    assert found.recompute.confirmed
+
+
+def test_refusals_say_what_would_fit():
+    smallest = build(STEP)
+    with pytest.raises(planner.NoBatch) as refused_with:
+        search(build, 1000)
+    refusal = refused_with.value
+    moments = sum(value.nbytes for value in _stepped(smallest))
+    assert refusal.levers == {
+        "SGD without momentum": refusal.minimum_budget_bytes - moments,
+        "bf16 throughout": refusal.minimum_budget_bytes // 2,
+        "both": (refusal.minimum_budget_bytes - moments) // 2,
+    }
+    assert "not even these would fit" in str(refusal)
+    with pytest.raises(planner.NoBatch, match="would about fit: both$"):
+        search(build, refusal.levers["both"])
+
+
+def _stepped(workload):
+    workload.step()
+    return [value for state in workload.optimizer.state.values() for value in state.values()]
+
+
 def test_the_command_says_what_the_contract_wants():
     pairs = [f"{key}={value}" for key, value in SETTINGS.items()]
     result = done(
@@ -181,7 +264,8 @@ def test_a_budget_for_nothing_ends_with_exit_code_3():
         (["--vary", "wings"], "expected the settings batch="),
         (["--vary", "optimizer"], "expected optimizer to be"),
         (["--vary", "seed", "--set", "layers=1", "hidden=16", "batch=64"], "a setting that memory grows with"),
-        (["--budget", "70%"], "give the size in bytes"),
+        (["--budget", "70%"], "grows with the size"),
+        (["--device", "abacus"], "expected one that this machine has"),
         (["--no-offload", "--link-gbps", "-1"], "not negative"),
     ],
 )
