@@ -57,10 +57,10 @@ def scaled(
     growth = growth_over(build, PROFILED, menus=True, progress=lambda _: lambda *_: None)
     forecast = Forecast(growth, cap, planner.Offload(link_gbps=LINK_GBPS))
     largest = forecast.largest("recompute", floor=UNPLANNED, step=1, vary="batch")
-    batches = [times * UNPLANNED for times in measured if times * UNPLANNED <= largest]
+    batches, more = (_within(largest, times) for times in (measured, PREDICTED))
     rows = _measured_rows(build, forecast, batches, rounds)
     none = rows[0]
-    rows += [_forecast_row(forecast, none, "recompute", times * UNPLANNED) for times in PREDICTED]
+    rows += [_forecast_row(forecast, none, "recompute", batch) for batch in more]
     rows += [_limit_row(build, forecast, none, largest)] if limit else []
     rows += _offload_rows(forecast, none)
     fits = forecast.largest("none", floor=0, step=1, vary="batch")
@@ -73,6 +73,10 @@ def scaled(
         *growth.notes(),
     )
     return Scaled(rows=tuple(rows), notes=notes)
+
+
+def _within(largest: int, multiples: Sequence[int]) -> list[int]:
+    return [times * UNPLANNED for times in multiples if times * UNPLANNED <= largest]
 
 
 def _measured_rows(build: Build, forecast: Forecast, batches: Sequence[int], rounds: int) -> list[Row]:

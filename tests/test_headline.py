@@ -71,7 +71,9 @@ def test_the_scaled_form_holds_every_batch_under_the_cap() -> None:
     assert none.batch == 4 and none.times == 1.0
     assert none.measured_peak_bytes == none.predicted_peak_bytes
     assert {row.way for row in measured} == {"recompute"} and len(measured) >= 2
-    assert all((row.measured_peak_bytes or 0) <= (none.measured_peak_bytes or 0) for row in measured)
+    cap = none.measured_peak_bytes or 0
+    assert all((row.measured_peak_bytes or 0) <= cap for row in measured)
+    assert all((row.predicted_peak_bytes or 0) <= cap for row in planned)
     assert any(row.way == "recompute and offload" and row.rate is None for row in planned)
 
 
