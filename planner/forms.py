@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from planner.cost_model import chain_of
+from planner.growth import Growth, Unlike
 from planner.profiling import profile
 from planner.targets import call_target, load_target, on_device
+from planner.trials import ran_out, release
 from profiler.precision import types_part
-from profiler.profiling import Progress
+from profiler.profiling import ProfileError, Progress
 from profiler.records import Profile
 from profiler.trees import tensors_in
 from profiler.variants import varied
 from profiler.workload import LossFunction, Workload, own_loss
+from solvers import keep_all, replay
 
 Target = str | Callable[..., Workload] | Workload
 Report = Callable[[str], None]
+SIZES = 3  # of smaller batches, from which a larger one is foretold
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -51,6 +57,7 @@ class Forms:
         self._progress = progress
         self._done = 0
         self._profiles: dict[tuple[str, int], Profile] = {}
+        self.foretold: set[tuple[str, int]] = set()  # forms whose profiles follow from those of smaller batches
         if isinstance(target, Workload) and settings:
             raise ValueError(
                 "advise: expected settings beside a target that takes them, got a Workload; pass the function that "
@@ -109,6 +116,8 @@ class Forms:
     def profile(self, precision: str, parts: int) -> Profile:
         """The profile of one micro-batch of ``1 / parts`` of the batch, with gradients of earlier ones where there are.
 
+        Where the device has no room for its step, it is foretold by profiles of smaller batches.
+
         Args:
             precision: what autocast casts to; empty for the workload's own precision.
             parts: how many micro-batches make a batch.
@@ -118,20 +127,62 @@ class Forms:
         """
         key = (precision, parts)
         if key not in self._profiles:
-            name = ", ".join([precision or "as it is", *([f"1/{parts} batch"] if parts > 1 else [])])
-            self._profiles[key] = profile(
-                self.built(precision, parts),
-                menus=self._menus,
-                progress=lambda what, done, total: self.report(f"{name}: {what}"),
-            )
+            try:
+                self._profiles[key] = self._measured(precision, parts, parts)
+            except ProfileError as error:
+                if not ran_out(error):
+                    raise
+                release()
+                self._profiles[key] = self._foretold(precision, parts, error)
+                self.foretold.add(key)
         return self._profiles[key]
 
-    def built(self, precision: str, parts: int) -> Workload:
-        """The workload in a form: one micro-batch, in a precision."""
+    def _measured(self, precision: str, parts: int, of_parts: int) -> Profile:
+        """A profile with the batch of one of ``parts``, as one of ``of_parts`` micro-batches."""
+        name = ", ".join([precision or "as it is", *([f"1/{parts} batch"] if parts > 1 else [])])
+        return profile(
+            self.built(precision, parts, of_parts=of_parts),
+            menus=self._menus,
+            progress=lambda what, done, total: self.report(f"{name}: {what}"),
+        )
+
+    def _foretold(self, precision: str, parts: int, failure: ProfileError) -> Profile:
+        """The profile to expect of a form that the device has no room for, by the growth over smaller batches."""
+        found: dict[int, Profile] = {}
+        for smaller in (each for each in self.parts() if each > parts):
+            try:
+                found[self.samples // smaller] = self._measured(precision, smaller, parts)
+            except ProfileError as error:
+                if not ran_out(error):
+                    raise
+                release()
+            if len(found) == SIZES:
+                break
+        if len(found) < 2:
+            raise failure
+        sizes = tuple(sorted(found))
+        try:
+            grown = Growth(sizes=sizes, profiles=tuple(found[size] for size in sizes)).at(self.samples // parts)
+        except Unlike as error:
+            raise ProfileError(f"{failure}; nor does it follow from smaller batches: {error}") from failure
+        chain = chain_of(grown)  # The peak may stand elsewhere than at a smaller batch.
+        return replace(grown, unplanned_peak_bytes=replay(chain, keep_all.schedules(chain)[0]).peak_bytes)
+
+    def light(self) -> Workload:
+        """The workload in the form with the largest batch that a step was run with."""
+        parts = next((k for k in (1, *self.parts()) if ("", k) not in self.foretold), 1)
+        return self.built("", parts)
+
+    def built(self, precision: str, parts: int, *, of_parts: int | None = None) -> Workload:
+        """The workload in a form: in a precision, with the batch of one of ``parts``.
+
+        ``of_parts`` says as how many micro-batches it is to count, where these are not as many.
+        """
+        of_parts = parts if of_parts is None else of_parts
         base = self.workload if parts == 1 else self._build(**{self._batch_key: self.samples // parts})
         changes: dict[str, Any] = {}
-        if parts > 1:
-            changes |= {"accumulate": True, "loss": PartLoss(base.loss, parts)}
+        if of_parts > 1:
+            changes |= {"accumulate": True, "loss": PartLoss(base.loss, of_parts)}
         if precision:
             changes["autocast"] = _DTYPES[precision]
             if precision == "float16" and base.optimizer is not None:

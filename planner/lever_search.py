@@ -70,7 +70,7 @@ class LeverSearch:
         self._base = forms.profile("", 1)
         self._no_link = why_no_offload(offload, self._base)
         forms.report("other optimizers")
-        self._optimizers = replacements_for(forms.workload, self._base.resident.optimizer)
+        self._optimizers = replacements_for(forms.light(), self._base.resident.optimizer)
         self._micro_result: Result = _result_of_micro_batches(forms.workload.model, self._base)
         self._found: list[Combination] = []
         self._forms_of: dict[int, _Form] = {}
@@ -183,7 +183,7 @@ class LeverSearch:
 
     def _consider(self, form: _Form) -> None:
         """The form without a plan and, where that does not fit, with those plans that may be the fastest."""
-        changed = bool(form.optimizer)
+        changed = bool(form.optimizer) or (form.precision, form.parts) in self._forms.foretold
         self._add(
             form,
             "none",
@@ -300,6 +300,8 @@ class LeverSearch:
 
     def _said(self, levers: tuple[Lever, ...]) -> Iterator[str]:
         yield from self._notes
+        if ("", 1) in self._forms.foretold:
+            yield "the device has no room for the step as it is: its numbers follow from profiles of smaller batches"
         if not any(each.micro_batches > 1 for each in self._found):
             return
         yield (

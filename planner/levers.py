@@ -55,8 +55,8 @@ class Combination:
         peak_bytes: of the whole step. Where nothing fits, the least that recomputing and offloading can reach.
         seconds: of an effective batch, all its micro-batches and the optimizer's step; None where it does not fit and
             was not worked out.
-        peak_basis, seconds_basis: ``measured`` in a profile of this very form; ``computed`` from measured parts;
-            ``solved``: predicted by a plan from a profile of this form.
+        peak_basis, seconds_basis: ``measured`` in a profile of this very form; ``computed`` from measured parts, or
+            from the growth over smaller batches; ``solved``: predicted by a plan from a profile of this form.
         result: the worst of its levers'.
         plan: for one micro-batch; None without one.
     """

@@ -9,7 +9,7 @@ import torch
 from matplotlib.text import Text
 from torch import nn
 
-import planner
+import planner.forms
 from benchmarks.advise import measured
 from planner.advice_plot import advice_figure, draw_advice
 from planner.advice_report import document_of, foremost, report_of, shortened
@@ -17,6 +17,7 @@ from planner.cli_shell import show
 from planner.forms import Forms, PartLoss
 from planner.levers import Combination, rank, worst
 from planner.offloading import Offload
+from profiler.profiling import ProfileError
 from profiler.variants import varied
 from tests.planner.command_line import done, refused, run
 
@@ -108,6 +109,30 @@ def test_nothing_fits():
 def test_what_fits_is_left_alone():
     advice = planner.advise(build, "200%", settings={"batch": 8}, menus=False)
     assert advice.exact is not None and not advice.exact.kinds and advice.exact.plan is None
+
+
+def test_a_step_that_the_device_has_no_room_for(tight, monkeypatch):
+    """What it would take follows from smaller batches, and equals what it takes where there is room."""
+    measure = planner.forms.profile
+
+    def short(work, **settings):
+        if work.inputs.shape[0] > 256:
+            raise ProfileError("no room") from MemoryError()
+        return measure(work, **settings)
+
+    monkeypatch.setattr(planner.forms, "profile", short)
+    found = planner.advise(build, tight.budget_bytes, settings={"batch": 512}, menus=False)
+    assert found.unplanned.peak_bytes == tight.unplanned.peak_bytes
+    assert found.unplanned.peak_basis == "computed" and tight.unplanned.peak_basis == "measured"
+    assert found.states_bytes == tight.states_bytes and found.exact is not None
+    assert any("no room for the step as it is" in note for note in found.notes)
+    monkeypatch.setattr(planner.forms, "profile", lambda work, **_: fail())
+    with pytest.raises(ProfileError, match="no room"):
+        planner.advise(build, "60%", settings={"batch": 512}, menus=False)
+
+
+def fail():
+    raise ProfileError("no room") from MemoryError()
 
 
 def test_batch_norm_sees_micro_batches():
