@@ -119,8 +119,7 @@ class LeverSearch:
         )
 
     def _recipes(self) -> Iterator[Lever]:
-        able = any(s.recomputable for s in self._base.stages) or any(menu.options for menu in self._base.menus)
-        why = "" if able else "no stage can run again"
+        why = "" if self._can_recompute() else "no stage can run again"
         yield Lever(
             kind="recompute",
             name="recompute",
@@ -137,6 +136,9 @@ class LeverSearch:
             result="same",
             change="planner.solve(profile, budget), planner.apply(model, plan)",
         )
+
+    def _can_recompute(self) -> bool:
+        return any(s.recomputable for s in self._base.stages) or any(menu.options for menu in self._base.menus)
 
     def _rounds(self, precision: str, *, further: bool = True) -> bool:
         """All combinations of a precision, with more and more micro-batches; False where it cannot be profiled."""
@@ -197,7 +199,7 @@ class LeverSearch:
         if not alone and self._too_slow(form.seconds, self._result(form)):
             return
         least_bytes = shortage(chain_of(form.profile)).minimum_budget_bytes
-        if least_bytes > self._budget_bytes:
+        if least_bytes > self._budget_bytes and self._can_recompute():
             self._add(form, "recompute", peak_bytes=least_bytes, seconds=None, bases=("solved", "solved"))
         for recipe in self._recipes_for(alone):
             hopeless = form.profile.optimizer.peak_bytes > self._budget_bytes
@@ -205,6 +207,8 @@ class LeverSearch:
                 self._add_planned(form, recipe)
 
     def _recipes_for(self, alone: bool) -> list[Recipe]:
+        if not self._can_recompute():
+            return ["offload"] if alone and not self._no_link else []
         if self._no_link:
             return ["recompute"]
         return ["recompute", "offload", "recompute and offload"] if alone else ["recompute", "recompute and offload"]

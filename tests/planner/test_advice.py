@@ -168,6 +168,14 @@ def test_targets_without_a_batch_argument():
     )
 
 
+def test_nothing_to_run_again():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    work = planner.Workload(model=model, inputs=torch.randn(64, WIDTH), loss=lambda y: y.square().mean())
+    found = planner.advise(work, "99%", menus=False)
+    assert reasons(found)["recompute"] == "no stage can run again"
+    assert not any("recompute" in each.kinds for each in found.combinations)
+
+
 def test_the_document_is_plain_data(tight):
     document = json.loads(json.dumps(document_of(tight), allow_nan=False))
     assert document["budget_bytes"] == tight.budget_bytes
