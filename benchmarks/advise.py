@@ -76,16 +76,16 @@ def measured(forms: Forms, each: Combination) -> Real:
     return Real(first, later, statistics.median(times))
 
 
-def rows_of(name: str, device: str, link_gbps: float | None) -> Iterator[dict[str, Any]]:
-    """The advised combination, the fastest and two of single levers for each budget."""
+def rows_of(name: str, device: str, link_gbps: float | None, menus: bool) -> Iterator[dict[str, Any]]:
+    """The advised combination, the fastest one, and every lever alone, for each budget."""
     settings = MODELS[name]
     wish = Offload(link_gbps=link_gbps) if link_gbps else Offload(mode="never")
     whole = 0
     for budget in BUDGETS:
         size = parse_bytes(budget, whole_bytes=whole) if whole else budget
-        advice = planner.advise(f"zoo:{name}", size, settings=settings, device=device, offload=wish)
+        advice = planner.advise(f"zoo:{name}", size, settings=settings, device=device, offload=wish, menus=menus)
         whole = advice.unplanned.peak_bytes
-        forms = Forms(f"zoo:{name}", settings, "batch", device, True, None)
+        forms = Forms(f"zoo:{name}", settings, "batch", device, menus, None)
         plain = measured(forms, advice.unplanned)
         for what, each in _chosen(advice):
             real = measured(forms, each)
@@ -134,9 +134,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--link-gbps", type=float)
+    parser.add_argument("--no-menus", action="store_true", help="plans of whole stages; takes a quarter of the time")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    rows = [row for name in options.models for row in rows_of(name, options.device, options.link_gbps)]
+    asked = (options.device, options.link_gbps, not options.no_menus)
+    rows = [row for name in options.models for row in rows_of(name, *asked)]
     frame = pd.DataFrame(rows)
     name = result_name("advise", options.device)
     write_result(options.out, name, "Advice: predicted against measured", frame, summary(frame))
