@@ -214,10 +214,21 @@ def train_command(
         int,
         typer.Option(min=0, metavar="[N]", help="Where memory runs out, try up to N smaller plans (3 without N)."),
     ] = 0,
+    save_plan: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the plan that training ended with: after a retry another."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train under a plan and hold what it predicts against what is measured."""
-    run_train(Plan.load(plan), lambda: _workload(target, settings, device), steps=steps, retries=retry, as_json=as_json)
+    run_train(
+        Plan.load(plan),
+        lambda: _workload(target, settings, device),
+        steps=steps,
+        retries=retry,
+        as_json=as_json,
+        save_plan=save_plan,
+    )
 
 
 @app.command("compare", cls=ManyValues)

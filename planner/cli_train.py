@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from planner import documents, report
 from planner.allocator_advice import advice_on_allocator
-from planner.cli_shell import note, show, show_json, working
+from planner.cli_shell import check_folder, note, show, show_json, working
 from planner.oom_report import FailureReport, OutOfMemory, failure_text
 from planner.plan import Plan
+from planner.sizes import format_bytes
 from planner.training import TrainingRun, train_planned
 from profiler.allocator import has_expandable_segments
 from profiler.workload import Workload
 
 
-def run_train(plan: Plan, build: Callable[[], Workload], *, steps: int, retries: int, as_json: bool) -> None:
-    """Train and print.
+def run_train(
+    plan: Plan,
+    build: Callable[[], Workload],
+    *,
+    steps: int,
+    retries: int,
+    as_json: bool,
+    save_plan: Path | None = None,
+) -> None:
+    """Train and print; write the plan that training ended with to ``save_plan``.
 
     Raises:
         OutOfMemory: memory ran out for good; its document is printed before.
         ValueError: as ``train_planned``.
     """
+    check_folder(save_plan)
     try:
         with working() as progress:
             workload = build()
@@ -31,11 +42,15 @@ def run_train(plan: Plan, build: Callable[[], Workload], *, steps: int, retries:
         if as_json:
             show_json(documents.lost_training_document(plan, failure))
         raise
+    if save_plan is not None:
+        run.plan.save(save_plan)
     document = _document(run)
     if as_json:
         show_json(document)
     else:
         show(report.training_report(document))
+    if save_plan is not None:
+        note(f"written: {save_plan} ({format_bytes(save_plan.stat().st_size)})")
 
 
 def _say(failure: FailureReport) -> None:

@@ -99,6 +99,7 @@ def training_document(run: TrainingRun) -> dict[str, Any]:
     """What ``train --json`` says: predictions beside measurements, and the losses."""
     plan = run.plan
     return {
+        "status": "trained",
         "model_class": plan.model_class,
         "device": plan.device,
         "solver": plan.solver,

@@ -118,49 +118,64 @@ def allocation_in(message: str) -> int | None:
 
 def failure_text(report: FailureReport) -> str:
     """What a person reads of it: place, bytes, the last actions, and what comes next."""
-    lines = [
-        f"step {report.step}, {_place(report)}: {report.message}",
-        f"predicted there {_size(report.predicted_bytes)}, really alive {_size(report.actual_bytes)}, "
-        f"refused {_size(report.allocation_bytes)}; budget {_size(report.budget_bytes)}, "
-        f"headroom {_size(report.headroom_bytes)}",
-        *_actions(report),
-        _state(report),
-    ]
-    return "\n".join(lines)
+    more = "" if report.allocation_bytes is None else f"; another {_both(report.allocation_bytes)} was refused"
+    headroom = f", {_both(report.headroom_bytes)} of it headroom" if report.headroom_bytes else ""
+    return "\n".join(
+        [
+            f"step {report.step}, {_place(report)}: {report.message}",
+            f"  really alive there  {_both(report.actual_bytes)}{more}",
+            f"  predicted there     {_both(report.predicted_bytes)}; at the peak {_both(report.predicted_peak_bytes)}",
+            f"  budget              {_both(report.budget_bytes)}{headroom}",
+            *_actions(report),
+            *_next(report),
+        ]
+    )
 
 
 def _place(report: FailureReport) -> str:
+    again = report.repeated and bool(report.timeline) and report.timeline[-1].action == "recompute"
     if report.phase is None:
-        return "at a place that is not known"
-    return f"{report.phase} of {report.stage}" if report.stage else report.phase
+        return f"in {report.stage!r}" if report.stage else "at a place that the error does not name"
+    return _words(report.phase, report.stage, again=again)
+
+
+def _words(phase: Phase, stage: str, *, again: bool) -> str:
+    if not stage:
+        return phase
+    return f"{phase}, {stage!r} running again" if again else f"{phase} of {stage!r}"
 
 
 def _actions(report: FailureReport) -> list[str]:
-    if not report.timeline:
-        return []
-    shown = report.timeline[-_LAST:] if report.repeated else ()
-    if not shown:
-        return ["run once more, the step did not fail"]
-    return [
-        f"  {row.phase} {row.stage or ''} {row.action}: predicted {_size(row.predicted_bytes)}, "
-        f"alive {_size(row.actual_bytes)}"
-        for row in shown
+    """The last actions as a table; they are those of the failure only where it came once more under the meter."""
+    if not report.repeated:
+        return ["run once more under a meter, the step did not fail"] if report.timeline else []
+    shown = report.timeline[-_LAST:]
+    places = [_words(row.phase, row.stage, again=row.action == "recompute") for row in shown]
+    width = max(map(len, places), default=0)
+    rows = [
+        f"  {place:<{width}}  {_size(row.predicted_bytes):>9} predicted  {_size(row.actual_bytes):>9} alive"
+        for place, row in zip(places, shown, strict=True)
     ]
+    return ["the last actions, run once more under a meter:", *rows] if rows else []
 
 
-def _state(report: FailureReport) -> str:
+def _next(report: FailureReport) -> list[str]:
     state = (
         "nothing was lost: model, optimizer and random states are as before a step"
         if report.restored
         else "the optimizer's step had begun and may be half done: load a checkpoint; --retry keeps a copy"
     )
     if report.next_budget_bytes is not None:
-        return f"{state}; trying again with a plan for {_size(report.next_budget_bytes)}"
-    return f"{state}; {report.why_not}"
+        return [state, f"trying again with a plan for {_both(report.next_budget_bytes)}"]
+    return [state, report.why_not]
 
 
 def _size(size_bytes: int | None) -> str:
-    return "unknown" if size_bytes is None else f"{format_bytes(size_bytes)} ({size_bytes:,} bytes)"
+    return "unknown" if size_bytes is None else format_bytes(size_bytes)
+
+
+def _both(size_bytes: int | None) -> str:
+    return _size(size_bytes) if size_bytes is None else f"{format_bytes(size_bytes)} ({size_bytes:,} bytes)"
 
 
 def failure_document(report: FailureReport) -> dict[str, Any]:

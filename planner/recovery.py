@@ -120,22 +120,28 @@ def _copied(workload: Workload) -> Callable[[], None]:
             parameter.grad = gradient
 
 
-def smaller_plan(plan: Plan, report: FailureReport) -> Plan:
-    """The plan to try after a failure: within what the device did give, and at least 5 % less than this one.
+def wanted_bytes(plan: Plan, report: FailureReport) -> int:
+    """What the plan after a failure may use: what the device did give, and at least 5 % less than this one uses."""
+    wanted = max(1, int(_used_bytes(plan) * (1 - LEAST_CUT)))
+    if report.actual_bytes and report.repeated and report.phase != "optimizer":
+        return min(wanted, report.actual_bytes)
+    return wanted
 
-    Where no plan fits into that, the one that needs least.
+
+def smaller_plan(plan: Plan, report: FailureReport) -> Plan:
+    """The plan to try after a failure: within ``wanted_bytes``; where none fits into that, the one that needs least.
 
     Raises:
         ValueError: the plan cannot be solved again, or none needs less.
     """
-    used_bytes = min(plan.budget_bytes - plan.headroom_bytes, plan.predicted_peak_bytes)
-    wanted_bytes = max(1, int(used_bytes * (1 - LEAST_CUT)))
-    if report.actual_bytes and report.repeated and report.phase != "optimizer":
-        wanted_bytes = min(wanted_bytes, report.actual_bytes)
     try:
-        return replan(plan, wanted_bytes)
+        return replan(plan, wanted_bytes(plan, report))
     except NoPlan as refusal:
         least_bytes, reason = refusal.minimum_budget_bytes, refusal.reason
-    if least_bytes >= used_bytes:
-        raise ValueError(f"no plan needs less: {reason}")
+    if least_bytes >= _used_bytes(plan):
+        raise ValueError(f"no plan needs less: {reason}; planner advise TARGET --budget B names other ways to save")
     return replan(plan, least_bytes)
+
+
+def _used_bytes(plan: Plan) -> int:
+    return min(plan.budget_bytes - plan.headroom_bytes, plan.predicted_peak_bytes)

@@ -313,7 +313,13 @@ def _reserved(document: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _retries(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     tried = document.get("retries", 0)
-    return [("out of memory", f"{_count(tried, 'time')}; each time a smaller plan went on from there")] if tried else []
+    if not tried:
+        return []
+    budget = document["budget_bytes"]
+    return [
+        ("out of memory", f"{_count(tried, 'time')}; each time a smaller plan went on from there"),
+        ("", f"the last one: --save-plan FILE writes it, planner solve PROFILE --budget {budget} makes one like it"),
+    ]
 
 
 def plain_table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:

@@ -14,7 +14,7 @@ from planner.fitting import check_device, check_inputs
 from planner.oom_diagnosis import report_of, stop_of
 from planner.oom_report import FailureReport, OutOfMemory, Stop
 from planner.plan import Plan
-from planner.recovery import Guard, smaller_plan
+from planner.recovery import Guard, smaller_plan, wanted_bytes
 from planner.trials import ran_out
 from profiler.measurement import Measurement, measure
 from profiler.workload import Workload
@@ -142,13 +142,20 @@ class _Training:
             del self.losses[done:], self.seconds[done:]
         report = report_of(self._workload, plan, stop, restored=done is not None)
         if done is None or not retry:
-            why = "no retry is left; --retry N tries so many smaller plans" if done is not None else "it is not retried"
-            return replace(report, why_not=why), None
+            return replace(report, why_not=_by_hand(plan, report)), None
         try:
             smaller = smaller_plan(plan, report)
         except ValueError as error:
             return replace(report, why_not=str(error)), None
         return replace(report, next_budget_bytes=smaller.budget_bytes), smaller
+
+
+def _by_hand(plan: Plan, report: FailureReport) -> str:
+    budget_bytes = wanted_bytes(plan, report) + plan.headroom_bytes
+    return (
+        "not tried again: planner solve PROFILE --budget "
+        f"{budget_bytes} makes a smaller plan; train --retry N tries up to N by itself"
+    )
 
 
 def _checked(step: int, run: Callable[[], float]) -> float:

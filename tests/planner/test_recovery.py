@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
 from planner.oom_report import FailureReport, OutOfMemory, allocation_in
@@ -18,6 +16,7 @@ from planner.recovery import Guard, smaller_plan
 from planner.training import train_planned
 from profiler.trees import tensors_in
 from profiler.workload import Workload
+from tests.planner.small_device import Limit
 
 STEPS = 3
 
@@ -65,37 +64,6 @@ def expected():
     """Losses and the state after training without a plan and without a failure."""
     work = workload()
     return [work.step() for _ in range(STEPS)], state_of(work)
-
-
-class Limit(TorchDispatchMode):
-    """A device of ``limit_bytes`` for what ops allocate inside; views and what was there before take nothing."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        super().__init__()
-        self.limit_bytes = limit_bytes
-        self.live_bytes = self.peak_bytes = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        before = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs or {}))}
-        for tensor in tensors_in(output):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in before and storage.data_ptr() not in self._known:
-                self._take(storage)
-        return output
-
-    def _take(self, storage: Any) -> None:
-        if self.live_bytes + storage.nbytes() > self.limit_bytes:
-            raise torch.OutOfMemoryError(f"fake device: tried to allocate {storage.nbytes()} bytes")
-        self.live_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        self._known.add(storage.data_ptr())
-        weakref.finalize(storage, self._free, storage.data_ptr(), storage.nbytes())
-
-    def _free(self, address: int, size_bytes: int) -> None:
-        self._known.discard(address)
-        self.live_bytes -= size_bytes
 
 
 def test_a_smaller_device_gets_a_smaller_plan_and_the_same_losses(plan, expected):
