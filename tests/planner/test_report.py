@@ -200,6 +200,18 @@ def test_a_comparison_shows_predicted_beside_measured_and_what_would_fit():
     assert "+2.00%" in line_with(text, "rotor") and "1.25 x" in line_with(text, "rotor")
     assert line_with(text, "keep_all", "infeasible").split()[2:] == ["-"] * 6
     assert "x needs 100 bytes" in text
+    assert "reserved" not in text
+
+
+def test_a_comparison_has_what_was_reserved_where_an_allocator_says_so():
+    known = {"predicted_peak_bytes": 100, "measured_peak_bytes": 100, "predicted_seconds": 0.01}
+    rows = [
+        ComparisonRow(solver="none", status="unplanned", measured_seconds=0.01, reserved_bytes=2048, **known),
+        ComparisonRow(solver="keep_all", status="infeasible", minimum_budget_bytes=100, reason="x needs 100 bytes"),
+    ]
+    text = text_of(report.comparison_report(rows, 60))
+    assert "reserved" in text and "2.00 KiB" in line_with(text, "none", "unplanned")
+    assert line_with(text, "keep_all", "infeasible").split()[2:] == ["-"] * 7
 
 
 def test_training_says_whether_the_peak_kept_to_the_budget():
