@@ -243,23 +243,26 @@ def frontier_report(frame: pd.DataFrame, title: str) -> RenderableType:
 def comparison_report(rows: Sequence[ComparisonRow], budget_bytes: int) -> RenderableType:
     """Every solver's plan for one budget, predicted beside measured; what was reserved where an allocator says so."""
     title = f"Budget {_both(budget_bytes)}"
-    reserves = any(row.reserved_bytes is not None for row in rows)
-    peaks = ["predicted peak", "measured", "off by", *(["reserved"] if reserves else [])]
-    table = plain_table(title, ["solver", "status"], [*peaks, "predicted time", "measured", "slowdown"])
+    table = plain_table(
+        title, ["solver", "status"], ["predicted peak", "measured", "off by", "predicted time", "measured", "slowdown"]
+    )
     plain = next((row.measured_seconds for row in rows if row.solver == "none"), None)
     for row in rows:
-        table.add_row(*_comparison_cells(row, plain, reserves=reserves))
-    needs = [
-        (row.solver, f"{escape(row.reason or '')} ({format_bytes(row.minimum_budget_bytes)})")
-        for row in rows
-        if row.minimum_budget_bytes is not None
-    ]
-    return Group(table, facts(needs)) if needs else table
+        table.add_row(*_comparison_cells(row, plain))
+    below = [(row.solver, text) for row in rows if (text := _below_comparison(row))]
+    return Group(table, facts(below)) if below else table
 
 
-def _comparison_cells(row: ComparisonRow, plain_seconds: float | None, *, reserves: bool) -> list[str]:
+def _below_comparison(row: ComparisonRow) -> str:
+    """What it would need, or what the allocator held for it; the table has no room for these within 100 columns."""
+    if row.minimum_budget_bytes is not None:
+        return f"{escape(row.reason or '')} ({format_bytes(row.minimum_budget_bytes)})"
+    return "" if row.reserved_bytes is None else f"reserved {_both(row.reserved_bytes)} of the device"
+
+
+def _comparison_cells(row: ComparisonRow, plain_seconds: float | None) -> list[str]:
     if row.predicted_peak_bytes is None or row.measured_peak_bytes is None:
-        return [row.solver, f"[red]{row.status}[/red]", *[_NOTHING] * (7 if reserves else 6)]
+        return [row.solver, f"[red]{row.status}[/red]", *[_NOTHING] * 6]
     assert row.predicted_seconds is not None and row.measured_seconds is not None
     off = (row.predicted_peak_bytes - row.measured_peak_bytes) / row.measured_peak_bytes
     return [
@@ -268,7 +271,6 @@ def _comparison_cells(row: ComparisonRow, plain_seconds: float | None, *, reserv
         format_bytes(row.predicted_peak_bytes),
         format_bytes(row.measured_peak_bytes),
         f"{off:+.2%}" if off else "0",
-        *([_NOTHING if row.reserved_bytes is None else format_bytes(row.reserved_bytes)] if reserves else []),
         _ms(row.predicted_seconds),
         _ms(row.measured_seconds),
         f"{row.measured_seconds / plain_seconds:.2f} x" if plain_seconds else _NOTHING,

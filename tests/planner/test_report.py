@@ -210,8 +210,8 @@ def test_a_comparison_has_what_was_reserved_where_an_allocator_says_so():
         ComparisonRow(solver="keep_all", status="infeasible", minimum_budget_bytes=100, reason="x needs 100 bytes"),
     ]
     text = text_of(report.comparison_report(rows, 60))
-    assert "reserved" in text and "2.00 KiB" in line_with(text, "none", "unplanned")
-    assert line_with(text, "keep_all", "infeasible").split()[2:] == ["-"] * 7
+    assert "reserved 2.00 KiB (2,048 bytes)" in line_with(text, "none", "reserved")
+    assert line_with(text, "keep_all", "infeasible").split()[2:] == ["-"] * 6
 
 
 def test_training_says_whether_the_peak_kept_to_the_budget():
