@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ WRONG_INPUT = 2
 NO_PLAN = 3
 RETRIES = 3  # of --retry without a number: each takes at least a twentieth off the budget
 PLAIN_WIDTH = 100  # columns where the output is no terminal
+LINE_SECONDS = 2.0  # between lines of progress there: a log says what goes on without a line for every stage
 
 Report = Callable[[str, int, int], None]
 
@@ -117,23 +119,47 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def working() -> Iterator[Report]:
-    """A progress bar on stderr; whatever user code prints meanwhile goes to stderr too.
+    """Progress on stderr, a bar on a terminal and lines elsewhere; what user code prints meanwhile goes there too.
 
-    The bar moves only when it is told to: no thread redraws it while a step is being timed.
+    Both move only when they are told to: no thread redraws them while a step is being timed.
 
     Yields:
         ``report(what, done, total)``.
     """
+    total = 0
+    with _bar() if sys.stderr.isatty() else contextlib.nullcontext(_lines()) as tell:
+
+        def report(what: str, done: int, of: int) -> None:
+            nonlocal total
+            total = of
+            tell(what, done, of)
+
+        with contextlib.redirect_stdout(sys.stderr):
+            yield report
+        if total:
+            tell("done", total, total)
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Report]:
     columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("", total=None, visible=False)
+        yield lambda what, done, total: bar.update(
+            task, description=what, completed=done, total=total, visible=True, refresh=True
+        )
 
-        def report(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total, visible=True, refresh=True)
 
-        with contextlib.redirect_stdout(sys.stderr):
-            yield report
-        last = bar.tasks[0].total
-        if last is not None:
-            report("done", int(last), int(last))
+def _lines() -> Report:
+    """Lines as the parts begin, some seconds apart, and the last one."""
+    began, said = time.monotonic(), 0.0
+
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said >= LINE_SECONDS or done == total:
+            said = now
+            note(f"{now - began:5.0f} s  {what}  {done}/{total}")
+
+    return report

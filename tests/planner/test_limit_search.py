@@ -1,0 +1,104 @@
+"""The search for limits, on real profiles and with steps whose peaks and seconds are made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from planner import Offload, zoo
+from planner.cost_model import chain_of
+from planner.footing import Footing
+from planner.forecast import Forecast
+from planner.limit_search import LimitSearch
+from planner.profiled_sizes import growth_over
+from planner.trials import Trial
+from solvers.minimum_memory import shortage
+
+STEP = 64
+SIZES = (2 * STEP, 3 * STEP, 4 * STEP)
+BUDGET = 700_000
+
+
+def build(batch):
+    return zoo.build("mlp", layers=6, hidden=32, batch=batch)
+
+
+@pytest.fixture(scope="module")
+def growth():
+    return growth_over(build, SIZES, menus=False, progress=lambda size: lambda what, done, total: None)
+
+
+def needed(growth, size):
+    """The smallest peak of any plan, as predicted."""
+    return shortage(chain_of(growth.at(size))).minimum_budget_bytes
+
+
+def search(growth, monkeypatch, peak, seconds=lambda size: 1.0, step=STEP) -> Any:
+    """All limits, where a step takes the bytes ``peak(expected)`` says and the seconds that ``seconds(size)`` says."""
+    forecast = Forecast(growth, BUDGET, Offload(mode="never"))
+
+    def train(build, size, plan, *, repeats):
+        expected = forecast.plan_at("none", size)[1] if plan is None else plan.predicted_peak_bytes
+        return Trial(size=size, peak_bytes=peak(plan, expected), seconds=seconds(size), plan=plan)
+
+    monkeypatch.setattr("planner.limit_search.trial", train)
+    footing = Footing(start=step, step=step, states_bytes=1, device=torch.device("cpu"))
+    return LimitSearch(build, "batch", footing, forecast, lambda what: None).run(())
+
+
+def test_right_predictions_need_no_correction(growth, monkeypatch):
+    found = search(growth, monkeypatch, lambda plan, expected: expected)
+    assert found.recompute.size == found.recompute.predicted_size
+    assert needed(growth, found.recompute.size) <= BUDGET < needed(growth, found.recompute.size + STEP)
+    assert not any("off its prediction" in note for note in found.notes)
+
+
+def test_a_peak_above_its_prediction_gets_a_leaner_plan_for_the_same_size(growth, monkeypatch):
+    step = 4 * STEP  # so that the largest size leaves room for other plans than the leanest
+    right = search(growth, monkeypatch, lambda plan, expected: expected, step=step).recompute
+    spare = BUDGET - needed(growth, right.size)
+    assert right.predicted_peak_bytes + spare > BUDGET  # the first plan would be too large
+    found = search(growth, monkeypatch, lambda plan, expected: expected + (spare if plan else 0), step=step)
+    assert found.recompute.size == found.recompute.predicted_size == right.size
+    assert found.recompute.confirmed and found.recompute.next_fails
+    assert found.recompute.peak_bytes <= BUDGET
+    assert found.none.size == found.none.predicted_size
+    assert any("off its prediction" in note for note in found.notes)
+
+
+def test_peaks_that_no_plan_makes_up_for_lower_the_limit(growth, monkeypatch):
+    """Every planned peak is a twentieth higher, so the limit is where the leanest plans allow for that."""
+    found = search(growth, monkeypatch, lambda plan, expected: expected * 21 // 20 if plan else expected).recompute
+    true = max(s for s in range(STEP, found.predicted_size + 1, STEP) if needed(growth, s) * 21 // 20 <= BUDGET)
+    assert true < found.predicted_size
+    assert found.confirmed and found.peak_bytes <= BUDGET
+    assert true - STEP <= found.size <= true
+
+
+@pytest.fixture
+def fast_between(growth, monkeypatch):
+    """Predictions that sizes between the limits train ten samples in the time that others take for one."""
+    right = search(growth, monkeypatch, lambda plan, expected: expected)
+    low, high = right.none.size, right.recompute.size
+
+    def seconds(size):
+        return size / (10.0 if low < size < high else 1.0)
+
+    monkeypatch.setattr(Forecast, "seconds_at", lambda self, size, plan: seconds(size))
+    return low, high, seconds
+
+
+def test_the_best_throughput_may_lie_between_the_limits(growth, monkeypatch, fast_between):
+    low, high, seconds = fast_between
+    best = search(growth, monkeypatch, lambda plan, expected: expected, seconds).best
+    assert low < best.size < high
+    assert (best.way, best.confirmed, best.throughput) == ("recompute", True, pytest.approx(10.0))
+    assert best.relative == pytest.approx(10.0)
+
+
+def test_measured_seconds_decide_on_the_best_throughput(growth, monkeypatch, fast_between):
+    low, _, _ = fast_between
+    best = search(growth, monkeypatch, lambda plan, expected: expected, lambda size: float(size**2)).best
+    assert best.size == low and best.way == "none"
