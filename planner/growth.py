@@ -15,8 +15,6 @@ from profiler.stage_ops import StageOps
 # Deviation from a line, as a share of what the bytes grow by, that counts as none: a CUDA allocator rounds every tensor
 # up to 512 bytes, which of tensors of half a megabyte is that share.
 STRAIGHT = 0.001
-# Deviation of the seconds that counts as none: what two runs of the same step differ by on a machine that others use.
-STEADY = 0.1
 _SHAPES = ("input_shapes", "parameter_shapes")
 _COUNTS = ("recompute_ops", "forward_ops", "saved_tensors", "alike")
 _ROWS_OF_BYTES = ("parameters", "buffers", "optimizer", "inputs", "gradients")
@@ -69,9 +67,6 @@ class Growth:
             kind = "faster" if self.bend > 0 else "slower"
             fit = "a parabola through three sizes" if self.bend > 0 else "a line through the two largest sizes"
             found.append(f"bytes grow {kind} than linearly ({abs(self.bend):.1%} off the line): {fit} is taken")
-        off = _bend(self.sizes, [profile.unplanned_seconds for profile in self.profiles])
-        if abs(off) > STEADY:
-            found.append(f"seconds do not grow linearly ({abs(off):.0%} off the line): predicted speeds are rough")
         return found
 
     def at(self, size: int) -> Profile:
@@ -242,8 +237,11 @@ def _common(menus: Sequence[MenuRecord | None]) -> list[MenuRecord]:
     by_rerun: list[dict[tuple[int, ...], OptionRecord]] = [{o.rerun: o for o in menu.options} for menu in found]
     shared = [rerun for rerun in by_rerun[-1] if all(rerun in own for own in by_rerun)]
     shared = [rerun for rerun in shared if len({own[rerun].kept for own in by_rerun}) == 1]
+    # What an option is called follows the order of its ops' bytes or seconds, which may differ: one name for all.
+    names = {rerun: by_rerun[-1][rerun].name for rerun in shared}
     return [
-        replace(menu, options=tuple(own[rerun] for rerun in shared)) for menu, own in zip(found, by_rerun, strict=True)
+        replace(menu, options=tuple(replace(own[rerun], name=names[rerun]) for rerun in shared))
+        for menu, own in zip(found, by_rerun, strict=True)
     ]
 
 

@@ -79,7 +79,7 @@ def test_a_profile_is_predicted_as_it_is_measured(growth, real):
     assert predicted.fingerprint == real.fingerprint
     assert predicted.input_shapes == real.input_shapes
     assert predicted.resident == real.resident
-    assert growth.is_linear and not any("bytes" in note for note in growth.notes())
+    assert growth.is_linear and not growth.notes()
     own, chain = chain_of(predicted), chain_of(real)
     assert replay(own, schedules(own)[0]).peak_bytes == real.unplanned_peak_bytes
     bare = chain_of(predicted.stage_level())
@@ -91,6 +91,16 @@ def test_every_size_has_the_options_of_the_largest(growth):
     assert sum(counts[-1]) > 0
     predicted = growth.at(7)
     assert sum(len(menu.options) for menu in predicted.menus) == sum(counts[-1])
+
+
+def test_options_are_the_same_whatever_they_are_called(growth):
+    first = growth.profiles[0]
+    menus = tuple(
+        replace(menu, options=tuple(replace(option, name=f"other {option.name}") for option in menu.options))
+        for menu in first.menus
+    )
+    renamed = replace(growth, profiles=(replace(first, menus=menus), *growth.profiles[1:]))
+    assert renamed.at(7) == growth.at(7)
 
 
 def test_options_are_predicted_as_they_are_measured(growth):
