@@ -62,7 +62,7 @@ def max_batch(
     if step < 1:
         raise ValueError(f"--step: expected at least 1, got {step}; give a whole number above zero")
     build = _builder(target, vary, settings or {}, device)
-    report = _Counter(progress)
+    report = _Counter(progress, vary)
     footing = footing_of(build, vary, step, report)
     growth = _growth(build, vary, footing, budget_bytes, offload_from(offload), menus, report)
     forecast = Forecast(growth, budget_bytes, offload_from(offload))
@@ -95,8 +95,9 @@ def _builder(
 class _Counter:
     """Tells the parts of the search to whoever wants to know; how many there will be is not known before."""
 
-    def __init__(self, progress: Progress | None) -> None:
+    def __init__(self, progress: Progress | None, vary: str) -> None:
         self._progress = progress
+        self._vary = vary
         self._done = 0
 
     def __call__(self, what: str) -> None:
@@ -106,7 +107,7 @@ class _Counter:
 
     def at(self, size: int) -> Progress:
         """For a profile at a size."""
-        return lambda what, done, total: self(f"{size}: {what}")
+        return lambda what, done, total: self(f"{self._vary}={size}: {what}")
 
 
 def _growth(

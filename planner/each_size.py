@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planner.growth import Growth
+import torch
+
+from planner.growth import Growth, whole_at
 from planner.profiling import profile
-from planner.trials import Build, release
+from planner.trials import Build, has_room, ran_out, release
 from profiler.profiling import Progress
 from profiler.records import Profile
+
+# Halving and doubling takes two profiles for each doubling of the limit, and each way of training has its own: enough
+# for limits of some hundred.
+MOST_PROFILES = 40
+
+
+class NoProfile(ValueError):
+    """A size of which no profile is to be had, so that nothing is known of it."""
 
 
 class EachSize:
@@ -31,6 +41,7 @@ class EachSize:
         self._menus = menus
         self._progress = progress
         self._why = why
+        self._refused: dict[int, NoProfile] = {}
         self._found = dict(zip(known.sizes, known.profiles, strict=True))
 
     @property
@@ -51,9 +62,30 @@ class EachSize:
         """The profile at a size.
 
         Raises:
-            ProfileError: the step fails, or the device has no room for it without a plan.
+            NoProfile: the step fails, the device has no room for it without a plan, or enough sizes were profiled.
         """
+        if size in self._refused:
+            raise self._refused[size]
         if size not in self._found:
-            release()
-            self._found[size] = profile(self._build(size), menus=self._menus, progress=self._progress(size))
+            if len(self._found) >= MOST_PROFILES:
+                raise NoProfile(f"not profiled, as {MOST_PROFILES} sizes were: give a larger --step to reach further")
+            if not self._has_room(size):
+                raise NoProfile("no room is left to profile it without a plan")
+            self._found[size] = self._profiled(size)
         return self._found[size]
+
+    def _has_room(self, size: int) -> bool:
+        """Whether the device holds the step, by the line through the two largest sizes so far."""
+        first, last = self.profiles[-2:]
+        peaks = [first.unplanned_peak_bytes, last.unplanned_peak_bytes]
+        expected = whole_at(self.sizes[-2:], peaks, size, curved=False)
+        return has_room(torch.device(last.device), expected, last.resident.total)
+
+    def _profiled(self, size: int) -> Profile:
+        release()
+        try:
+            return profile(self._build(size), menus=self._menus, progress=self._progress(size))
+        except ValueError as error:
+            said = "no room is left to profile it without a plan" if ran_out(error) else f"refused: {error}"
+            self._refused[size] = NoProfile(said)
+            raise self._refused[size] from error

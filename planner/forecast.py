@@ -6,15 +6,13 @@ from collections import defaultdict
 
 from planner.batch_limits import Way
 from planner.cost_model import chain_of
-from planner.each_size import EachSize
+from planner.each_size import EachSize, NoProfile
 from planner.growth import Growth
 from planner.limits import MOST, largest
 from planner.offloading import Offload, usable_link
 from planner.plan import Plan
 from planner.planning import Infeasible, solve
 from planner.sizes import format_bytes
-from planner.trials import ran_out
-from profiler.profiling import ProfileError
 from profiler.records import Profile
 from solvers import Chain, replay
 from solvers.keep_all import schedules as keeping_all
@@ -80,10 +78,8 @@ class Forecast:
     def _fits(self, way: Way, size: int) -> bool:
         try:
             chain = chain_of(self.profile_at(size))
-        except ProfileError as error:
-            if not ran_out(error):
-                raise
-            return False  # there is no room to profile it, and without a profile there is no plan
+        except NoProfile:
+            return False  # without a profile there is no plan
         if way == "none":
             return _unplanned_peak(chain) <= self.budget_bytes
         if way == "recompute":
@@ -94,7 +90,7 @@ class Forecast:
         """A plan by the method that weighs most in little time; None where none fits."""
         try:
             return quick_plan(self.profile_at(size), self.budget_bytes, self._wish(way))
-        except Infeasible:
+        except (Infeasible, NoProfile):
             return None
 
     def plan_at(self, way: Way, size: int) -> tuple[Plan | None, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.batch_limits import Limit, MaxBatch, Way
+from planner.each_size import NoProfile
 from planner.footing import Footing, takes
 from planner.forecast import Forecast
 from planner.limits import Settled, settle
@@ -73,15 +74,20 @@ class LimitSearch:
         settled = settle(guess, lambda size: self._attempt(way, size), floor=low, step=step, tries=TRIES)
         if settled.size < start:
             predicted = guess if guess >= start else 0
-            return Limit(way=way, size=0, predicted_size=predicted, next_fails=settled.next_fails)
+            reason = "" if settled.next_fails else self._untried.get(way, "")
+            return Limit(way=way, size=0, predicted_size=predicted, next_fails=settled.next_fails, reason=reason)
         if settled.size == floor:
             self._attempt(way, floor)
         return self._reported(way, settled, guess)
 
     def _attempt(self, way: Way, size: int) -> bool | None:
-        """A real step at a size, with the plan for it; None where the device has no room for what it should need."""
+        """A real step at a size, with the plan for it; None where nothing is known of it, or the device has no room."""
         budget_bytes = self._forecast.budget_bytes
-        plan, expected = self._forecast.plan_at(way, size)
+        try:
+            plan, expected = self._forecast.plan_at(way, size)
+        except NoProfile as error:
+            self._untried[way] = f"{self._vary}={size} was not tried: {error}"
+            return None
         if not self._may_try(way, size, plan, expected):
             return None
         found = self._taken(way, size, plan, expected)

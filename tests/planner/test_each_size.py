@@ -1,0 +1,80 @@
+"""Profiles at every size: how many there are, and what is known of sizes that have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import planner
+from planner import each_size
+from planner.each_size import EachSize, NoProfile
+from planner.footing import Footing
+from planner.forecast import Forecast
+from planner.growth import Growth
+from planner.limit_search import LimitSearch
+from planner.trials import Trial
+
+BUDGET = 10**7
+UNFIT = 6  # layers that the model is not built with
+
+
+def build(layers):
+    if layers == UNFIT:
+        raise ValueError("that many do not fit together")
+    model = torch.nn.Sequential(*[torch.nn.Linear(10, 10) for _ in range(layers)])
+    return planner.Workload(model=model, inputs=torch.randn(8, 10), loss=lambda y: y.square().mean())
+
+
+@pytest.fixture(scope="module")
+def known():
+    return Growth(sizes=(1, 2), profiles=tuple(planner.profile(build(size), menus=False) for size in (1, 2)))
+
+
+@pytest.fixture
+def profiles(known):
+    return EachSize(build, known, menus=False, progress=lambda size: lambda what, done, total: None, why="")
+
+
+def search(profiles, monkeypatch) -> Any:
+    forecast = Forecast(profiles, BUDGET, planner.Offload(mode="never"))
+
+    def train(build, size, plan, *, repeats):
+        return Trial(size=size, peak_bytes=forecast.plan_at("none", size)[1], seconds=float(size), plan=plan)
+
+    monkeypatch.setattr("planner.limit_search.trial", train)
+    footing = Footing(start=1, step=1, states_bytes=1, device=torch.device("cpu"))
+    return LimitSearch(build, "layers", footing, forecast, lambda what: None).run(())
+
+
+def test_a_size_is_profiled_once(profiles):
+    assert profiles.at(3) is profiles.at(3)
+    assert profiles.sizes == (1, 2, 3) and len(profiles.profiles) == 3
+
+
+def test_the_largest_size_within_the_most_profiles_is_the_limit(profiles, monkeypatch):
+    monkeypatch.setattr(each_size, "MOST_PROFILES", 4)
+    found = search(profiles, monkeypatch)  # 1 and 2 are known; doubling asks for 1, 3, 7 and 15
+    assert found.profiled == (1, 2, 3, 7)
+    for limit in (found.none, found.recompute):
+        assert limit.size == 7 and limit.confirmed and not limit.next_fails
+        assert "layers=8 was not tried: not profiled, as 4 sizes were" in limit.reason
+
+
+def test_a_size_that_is_refused_or_has_no_room_has_no_profile(profiles, monkeypatch):
+    for _ in range(2):
+        with pytest.raises(NoProfile, match="refused: that many do not fit together"):
+            profiles.at(UNFIT)
+    monkeypatch.setattr("planner.trials.room_bytes", lambda device: 0)
+    with pytest.raises(NoProfile, match="no room"):
+        profiles.at(4)
+
+
+def test_running_out_of_memory_is_told_from_a_refusal(profiles, monkeypatch):
+    def full(*args, **options):
+        raise planner.ProfileError("the step fails") from torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(each_size, "profile", full)
+    with pytest.raises(NoProfile, match="no room"):
+        profiles.at(5)
