@@ -44,10 +44,10 @@ class LimitSearch:
 
     def run(self, notes: tuple[str, ...]) -> MaxBatch:
         """All limits; ``notes`` are handed on, with what is to be said of the predictions."""
-        none = self._limit("none", 0)
-        recompute = self._limit("recompute", none.size or 0)
+        none = self._limit("none", None)
+        recompute = self._limit("recompute", none)
         why = self._forecast.why_no_offload()
-        offload = Limit(way="offload", size=None, reason=why) if why else self._limit("offload", recompute.size or 0)
+        offload = Limit(way="offload", size=None, reason=why) if why else self._limit("offload", recompute)
         ways = [none, recompute, offload]
         best = max([*ways, *self._between(ways)], key=lambda limit: limit.throughput)
         none, recompute, offload, best = (_beside(limit, none) for limit in (*ways, best))
@@ -65,9 +65,10 @@ class LimitSearch:
             best=best,
         )
 
-    def _limit(self, way: Way, floor: int) -> Limit:
-        """The largest size of a way; that of a weaker one, ``floor``, fits in any case."""
+    def _limit(self, way: Way, weaker: Limit | None) -> Limit:
+        """The largest size of a way; that of a weaker one fits in any case."""
         start, step = self._footing.start, self._footing.step
+        floor = (weaker.size or 0) if weaker is not None else 0
         low = max(floor, start - step)
         self._report(f"solve, {way}")
         guess = self._forecast.largest(way, floor=low, step=step, vary=self._vary)
@@ -76,8 +77,8 @@ class LimitSearch:
             predicted = guess if guess >= start else 0
             reason = "" if settled.next_fails else self._untried.get(way, "")
             return Limit(way=way, size=0, predicted_size=predicted, next_fails=settled.next_fails, reason=reason)
-        if settled.size == floor:
-            self._attempt(way, floor)
+        if settled.size == floor and not self._attempt(way, floor) and weaker is not None:
+            return replace(weaker, way=way, predicted_size=guess, next_fails=settled.next_fails)
         return self._reported(way, settled, guess)
 
     def _attempt(self, way: Way, size: int) -> bool | None:

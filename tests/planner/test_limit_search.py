@@ -77,6 +77,14 @@ def test_peaks_that_no_plan_makes_up_for_lower_the_limit(growth, monkeypatch):
     assert true - STEP <= found.size <= true
 
 
+def test_where_no_plan_holds_what_it_promises_the_unplanned_limit_stands(growth, monkeypatch):
+    found = search(growth, monkeypatch, lambda plan, expected: BUDGET + 1 if plan else expected)
+    assert found.recompute.size == found.none.size > 0
+    assert found.recompute.confirmed and found.recompute.plan is None
+    assert found.recompute.peak_bytes == found.none.peak_bytes <= BUDGET
+    assert found.recompute.predicted_size > found.none.size
+
+
 @pytest.fixture
 def fast_between(growth, monkeypatch):
     """Predictions that sizes between the limits train ten samples in the time that others take for one."""
