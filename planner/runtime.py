@@ -21,7 +21,7 @@ from profiler.nodes import next_node
 from profiler.rerun import CallState, CallTraits, detached, rerun_dropping, rerun_keeping, rerun_until_saved
 from profiler.selective import Kept, Selection, SelectiveCall, rerun_selecting, unpack
 from profiler.tape import Lazy
-from profiler.trees import device_of, map_tensors, tensors_in
+from profiler.trees import device_of, tensors_in, with_tensors, without_tensors
 
 
 class PlannedStep:
@@ -50,7 +50,11 @@ class PlannedStep:
     def run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run stage ``position`` for the first time, keeping on the device nothing but what the program says."""
         if self.journey is None:
-            return self._run(position, module, forward, args, kwargs)
+            first = next_node()
+            output = self._run(position, module, forward, args, kwargs)
+            if position in self.frames:
+                self._watch(position, tensors_in(output), first)
+            return output
         self.journey.forward_done(position - 1)
         if position and self.plan.stages[position - 1].kind == "outside":
             self._watch(position - 1, tensors_in((args, kwargs)), self._left)
@@ -72,10 +76,12 @@ class PlannedStep:
         before_backward(outputs, first, functools.partial(self._backward_begins, position))
 
     def _backward_begins(self, position: int) -> None:
-        """The gradient of a stage's output has come; one that has to run again says itself when it does."""
+        """The gradient of a stage's output has come: it runs again now, beside no other gradient of its own."""
         reference = self.frames.get(position)
         frame = None if reference is None else reference()
-        if self.journey is not None and (frame is None or frame.done):
+        if frame is not None and frame.needed:
+            frame.materialise()
+        elif self.journey is not None and (frame is None or frame.done):
             self.journey.backward_begins(position)
             self.journey.arrive(position)
 
@@ -204,8 +210,7 @@ class Frame:
             None if i in self._links and not hold_linked else detached(tensor) for i, tensor in enumerate(leaves)
         ]
         self._versions = [tensor._version for tensor in leaves]
-        numbers = iter(range(len(leaves)))
-        self._tree = map_tensors(lambda _: _Leaf(next(numbers)), tree)
+        self._tree = without_tensors(tree)
 
     def run_first(self, args: Any, kwargs: Any) -> Any:
         """The first forward: autograd gets placeholders in place of what it saves."""
@@ -225,6 +230,11 @@ class Frame:
         return saved
 
     # Backward ----------------------------------------------------------------
+
+    @property
+    def needed(self) -> bool:
+        """Whether backward will ask for anything that is not there yet."""
+        return not self.done and any(reference() is not None for reference in self._saved)
 
     def materialise(self) -> None:
         """Make again what this stage saved, and whatever the program makes along with it."""
@@ -255,7 +265,7 @@ class Frame:
         leaves = self._inputs(output)
         if output is not None:
             output[1].clear()  # What else the stage before returned goes now, as it does in a first forward.
-        args, kwargs = map_tensors_back(self._tree, leaves)
+        args, kwargs = with_tensors(self._tree, leaves)
         assert self._state is not None
         if rerun.mode == "until_saved":
             self._fill(rerun_until_saved(self._forward, self._state, args, kwargs, len(self._saved)))
@@ -365,20 +375,6 @@ def _unpack(packed: Tensor | Saved) -> Tensor:
         packed.frame.materialise()
     assert packed.value is not None
     return unpack(packed.value)
-
-
-class _Leaf:
-    """Stands in an argument tree for its n-th tensor."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-def map_tensors_back(tree: Any, leaves: list[Tensor]) -> Any:
-    """The argument tree with its tensors in their places again."""
-    return map_tensors(lambda leaf: leaves[leaf.number], tree, kind=_Leaf)
 
 
 def _gone() -> None:

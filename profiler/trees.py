@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,3 +104,23 @@ def _map_dataclass(change: Callable[[Any], Any], tree: Any, kind: type) -> Any:
         # object.__setattr__: frozen dataclasses are rebuilt too.
         object.__setattr__(changed, field.name, map_tensors(change, value, kind))
     return changed
+
+
+class _Place:
+    """Stands in a tree for its n-th tensor."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def without_tensors(tree: Any) -> Any:
+    """The tree with a place for each of its tensors."""
+    numbers = itertools.count()
+    return map_tensors(lambda _: _Place(next(numbers)), tree)
+
+
+def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    """What ``without_tensors`` made, with tensors in their places again."""
+    return map_tensors(lambda place: tensors[place.number], tree, kind=_Place)
