@@ -13,7 +13,7 @@ from planner.growth import Growth, Unlike
 from planner.limit_search import LimitSearch
 from planner.offloading import Mode, Offload, offload_from
 from planner.planning import Infeasible
-from planner.profiled_sizes import growth_over
+from planner.profiled_sizes import growth_over, with_size
 from planner.profiling import profile
 from planner.sizes import parse_bytes
 from planner.targets import call_target, load_target, on_device
@@ -129,7 +129,7 @@ def _growth(
                 raise
             _check_two(sizes, vary, error)
         else:
-            return _alike(found, build, menus, report)
+            return _alike(found, build, footing.step, menus, report)
         release()
         high = sizes[-2]
 
@@ -149,18 +149,40 @@ def _check_two(sizes: list[int], vary: str, error: ProfileError) -> None:
         ) from error
 
 
-def _alike(found: Growth, build: Build, menus: bool, report: _Counter) -> Growth | EachSize:
+def _alike(found: Growth, build: Build, step: int, menus: bool, report: _Counter) -> Growth | EachSize:
     """The growth, without the smallest size where that differs from the others; else a profile at every size."""
     why = ""
     for first in range(len(found.sizes) - 1):
         growth = Growth(sizes=found.sizes[first:], profiles=found.profiles[first:])
-        try:
-            growth.at(found.sizes[-1])
-        except Unlike as error:
-            why = why or error.difference
-        else:
-            return growth
+        difference = _difference(growth)
+        if not difference:
+            return _with_third(growth, build, step, report) if first else growth
+        why = why or difference
     return EachSize(build, found, menus=menus, progress=report.at, why=why)
+
+
+def _difference(growth: Growth) -> str:
+    """What keeps the profiles from being put side by side; empty where nothing does."""
+    try:
+        growth.at(growth.sizes[-1])
+    except Unlike as error:
+        return error.difference
+    return ""
+
+
+def _with_third(growth: Growth, build: Build, step: int, report: _Counter) -> Growth:
+    """With two sizes left, one more between or above them, as two do not tell a line from a curve."""
+    low, high = growth.sizes[0], growth.sizes[-1]
+    middle = low + (high - low) // 2 // step * step
+    for size in (middle, high + step):
+        if len(growth.sizes) > 2 or size in growth.sizes:
+            continue
+        try:
+            third = with_size(growth, build, size, progress=report.at)
+        except ValueError:  # there is no room for it, or the target refuses it
+            continue
+        growth = growth if _difference(third) else third
+    return growth
 
 
 def _check_smallest(smallest: Profile, vary: str, footing: Footing, budget_bytes: int, wish: Offload) -> None:

@@ -63,7 +63,9 @@ class Growth:
     def notes(self) -> list[str]:
         """What a person should know of the fit, one sentence each; empty where it is a line."""
         found = []
-        if len(self.sizes) > 2 and not self.is_linear:
+        if len(self.sizes) == 2:
+            found.append("bytes are taken to grow linearly, which profiles at two sizes cannot tell")
+        if not self.is_linear:
             kind = "faster" if self.bend > 0 else "slower"
             fit = "a parabola through three sizes" if self.bend > 0 else "a line through the two largest sizes"
             found.append(f"bytes grow {kind} than linearly ({abs(self.bend):.1%} off the line): {fit} is taken")

@@ -28,11 +28,23 @@ def growth_over(
         ProfileError: a step fails.
     """
     largest = profile(build(sizes[-1]), menus=menus, progress=progress(sizes[-1]))
-    propose = SameChoices(largest.menus) if any(menu.options for menu in largest.menus) else None
-    found: list[Profile] = [
-        profiling.profile(build(size), propose=propose, progress=progress(size)) for size in sizes[:-1]
-    ]
+    found = [_like(largest, build(size), progress(size)) for size in sizes[:-1]]
     return Growth(sizes=tuple(sizes), profiles=(*found, largest))
+
+
+def with_size(
+    growth: Growth, build: Callable[[int], Workload], size: int, *, progress: Callable[[int], Progress]
+) -> Growth:
+    """The growth with a profile at one more size, with the options of the largest; raises ProfileError."""
+    found = dict(zip(growth.sizes, growth.profiles, strict=True))
+    found[size] = _like(growth.profiles[-1], build(size), progress(size))
+    sizes = tuple(sorted(found))
+    return Growth(sizes=sizes, profiles=tuple(found[size] for size in sizes))
+
+
+def _like(other: Profile, workload: Workload, progress: Progress) -> Profile:
+    propose = SameChoices(other.menus) if any(menu.options for menu in other.menus) else None
+    return profiling.profile(workload, propose=propose, progress=progress)
 
 
 class SameChoices:

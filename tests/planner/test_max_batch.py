@@ -174,6 +174,20 @@ def test_models_of_other_stages_are_profiled_size_by_size():
     assert any("other stages" in note for note in found.notes)
 
 
+def test_a_third_size_is_profiled_where_the_smallest_differs():
+    """Two sizes would not tell that the bytes grow as a square."""
+
+    def wider(size):
+        layers = [torch.nn.PReLU() for _ in range(3 if size > 20 else 2)]
+        inputs = torch.randn(size, size)
+        return planner.Workload(model=torch.nn.Sequential(*layers), inputs=inputs, loss=lambda y: y.square().mean())
+
+    peak = planner.measure(wider(70), repeats=1).peak_bytes
+    found = search(wider, peak, vary="size", step=10)
+    assert found.profiled == (30, 40, 50) and not found.linear
+    assert found.none.size == found.none.predicted_size == 70
+
+
 def test_a_size_that_only_the_forward_refuses_ends_the_search_and_is_named():
     found = search(lambda batch: plain(3, batch, lambda size: size <= 40), 10**6, step=8)
     assert found.none.size == 40 and found.none.confirmed and not found.none.next_fails
