@@ -14,6 +14,7 @@ import planner
 from benchmarks.interleaving import interleaved
 from benchmarks.reporting import RESULTS, result_name, write_result
 from planner.zoo import build
+from planner.zoo.training import PRECISIONS
 
 MODELS = ("gpt2", "bert", "vit", "llama", "resnet50", "unet")
 BUDGETS = 7
@@ -28,10 +29,10 @@ GPU_SETTINGS: dict[str, dict[str, int]] = {
 }
 
 
-def rows_of(name: str, device: str, solver: str, rounds: int) -> Iterator[dict[str, Any]]:
+def rows_of(name: str, device: str, precision: str, solver: str, rounds: int) -> Iterator[dict[str, Any]]:
     """One row per budget, from the unplanned peak down to the smallest feasible one."""
     settings = GPU_SETTINGS[name] if device.startswith("cuda") else {}
-    workload = build(name, device=device, **settings)
+    workload = build(name, device=device, precision=precision, **settings)
     profile = planner.profile(workload)
     for budget in budgets_of(profile, solver):
         plan = planner.solve(profile, budget, solver=solver)
@@ -64,9 +65,9 @@ def budgets_of(profile: planner.Profile, solver: str) -> list[int]:
     raise AssertionError("a budget of one byte cannot be feasible")
 
 
-def table(models: tuple[str, ...], device: str, solver: str, rounds: int) -> pd.DataFrame:
+def table(models: tuple[str, ...], device: str, precision: str, solver: str, rounds: int) -> pd.DataFrame:
     """The whole table."""
-    return pd.DataFrame([row for name in models for row in rows_of(name, device, solver, rounds)])
+    return pd.DataFrame([row for name in models for row in rows_of(name, device, precision, solver, rounds)])
 
 
 def main() -> None:
@@ -74,12 +75,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0])
     parser.add_argument("--solver", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    frame = table(tuple(options.models), options.device, options.solver, options.rounds)
-    name = result_name("fidelity", options.device)
+    frame = table(tuple(options.models), options.device, options.precision, options.solver, options.rounds)
+    suffix = "" if options.precision == PRECISIONS[0] else f"-{options.precision}"
+    name = result_name(f"fidelity{suffix}", options.device)
     write_result(options.out, name, "Fidelity: predicted against measured", frame, summary(frame))
 
 
