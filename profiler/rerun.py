@@ -135,14 +135,34 @@ def _taken(saved: list[Tensor]) -> list[Tensor]:
 
 
 def detached(tree: Any) -> Any:
-    """The same tensors without their history; what required grad still does."""
+    """The same tensors without their history; what required grad still does, and no leaf has become of it."""
 
     def cut(tensor: Tensor) -> Tensor:
         if tensor.grad_fn is None:
             return tensor
-        return tensor.detach().requires_grad_(True)
+        with torch.enable_grad():
+            return _Cut.apply(_ANCHOR, [tensor])  # pyright: ignore[reportReturnType]
 
     return map_tensors(cut, tree)
+
+
+_ANCHOR = torch.zeros((), requires_grad=True)
+
+
+class _Cut(torch.autograd.Function):
+    """Gives the tensor in ``box`` another history: of one node, which is never walked.
+
+    Autocast caches the casts of leaves, so with a leaf for its input a second run would cast, and save, less often than
+    the first one did.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, box: list[Tensor]) -> Tensor:
+        return box[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("a rerun's graph is never walked")
 
 
 def _not_to_be_unpacked(_: Any) -> Tensor:

@@ -1,0 +1,71 @@
+"""What a second run is given is as it was for the first one: autocast then casts, and autograd saves, as often."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from profiler.rerun import CallState, CallTraits, detached, rerun_keeping, rerun_until_saved
+
+WIDTH = 8
+
+
+class Heads(nn.Module):
+    """Three projections of one input, as attention has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = (head(x) for head in self.heads)
+        return first * second + third
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.detach.default:  # Of the hooks, and of autograd's own.
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_cut_off_from_its_graph_a_tensor_is_the_same_and_no_leaf() -> None:
+    made = torch.ones(WIDTH, requires_grad=True) * 2
+    with torch.no_grad():
+        cut = detached({"x": [made]})["x"][0]
+    assert cut.requires_grad and not cut.is_leaf and not cut._is_view()
+    assert cut.untyped_storage()._cdata == made.untyped_storage()._cdata
+    made.add_(0)
+    assert cut._version == made._version
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(WIDTH), torch.ones(WIDTH, requires_grad=True)])
+def test_a_tensor_without_a_graph_is_left_alone(tensor: Tensor) -> None:
+    assert detached([tensor])[0] is tensor
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_under_autocast_a_second_run_casts_as_often_as_the_first(leaf: bool) -> None:
+    stage, given = Heads(), torch.randn(4, WIDTH, requires_grad=True)
+    x = given if leaf else given * 1
+    saved: list[Tensor] = []
+    first, second = _Ops(), _Ops()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        state = CallState(stage, CallTraits(), torch.device("cpu"))
+        with first, torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: x):
+            stage(x)
+    (again,) = detached([x])
+    with second:
+        kept, _ = rerun_keeping(stage.forward, state, (again,), {})
+    assert second.names[: len(first.names)] == first.names
+    assert first.names.count("aten._to_copy.default") == (7 if leaf else 9)
+    assert len(kept) == len(saved) and all(torch.equal(a, b) for a, b in zip(kept, saved, strict=True))
+    assert len(rerun_until_saved(stage.forward, state, (again,), {}, len(saved))) == len(saved)
