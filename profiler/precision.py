@@ -21,8 +21,9 @@ def precision_of(model: nn.Module, autocast: torch.dtype | None) -> str:
 
 
 def autocast_now(device: torch.device) -> torch.dtype | None:
-    """What autocast casts to at this moment; None outside of it."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    """What autocast casts to at this moment; None outside of it, and on devices that know none."""
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.get_autocast_dtype(device.type) if known and torch.is_autocast_enabled(device.type) else None
 
 
 def types_part(precision: str) -> str:
