@@ -53,6 +53,7 @@ class MaxBatch:
         vary: the key of ``--set``.
         step: sizes are multiples of it.
         states_bytes: parameters, buffers, gradients and optimizer states.
+        headroom_bytes: of the budget, what no step was to use.
         profiled: sizes that were profiled.
         linear: whether bytes grow as a line; ``notes`` say what does not, and what else to know.
         none, recompute, offload: the limit of each way.
@@ -64,6 +65,7 @@ class MaxBatch:
     step: int
     budget_bytes: int
     states_bytes: int
+    headroom_bytes: int = 0
     profiled: tuple[int, ...]
     linear: bool
     notes: tuple[str, ...]

@@ -31,6 +31,7 @@ def batch_document(found: MaxBatch) -> dict[str, Any]:
         "step": found.step,
         "budget_bytes": found.budget_bytes,
         "states_bytes": found.states_bytes,
+        "headroom_bytes": found.headroom_bytes,
         "profiled": list(found.profiled),
         "linear": found.linear,
         "notes": list(found.notes),
@@ -66,12 +67,14 @@ def limits_report(found: MaxBatch) -> RenderableType:
     table = plain_table(title, ["with"], [found.vary, "predicted", "peak", "samples/s", "of unplanned", "next one"])
     for way in WAYS:
         table.add_row(_NAMES[way], *_cells(getattr(found, way)))
+    free = [("headroom", f"{format_bytes(found.headroom_bytes)} of the budget are left free")]
     weighted = [("of unplanned", f"of samples/s times {found.vary}")] if _makes_samples_larger(found) else []
     best, states = found.best, format_bytes(found.states_bytes)
     rows = [
         ("best throughput", f"{found.vary}={best.size} with {_NAMES[best.way]}: {_speed(best)} samples/s"),
         *weighted,
         ("model states", f"{states} of the budget: parameters, gradients, optimizer states"),
+        *(free if found.headroom_bytes else []),
         ("profiled at", f"{found.vary} {', '.join(str(size) for size in found.profiled)}"),
         *(("note", escape(note)) for note in found.notes),
         *((_NAMES[way], escape(limit.reason)) for way in WAYS if (limit := getattr(found, way)).reason),

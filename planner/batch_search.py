@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from planner.batch_limits import MaxBatch, NoBatch, States
@@ -10,9 +11,10 @@ from planner.each_size import EachSize
 from planner.footing import Footing, footing_of, ladder
 from planner.forecast import Forecast, quick_plan, why_no_offload
 from planner.growth import Growth, Unlike
+from planner.headroom import Headroom, headroom_from
 from planner.limit_search import LimitSearch
 from planner.offloading import Mode, Offload, offload_from
-from planner.planning import Infeasible
+from planner.planning import Infeasible, planned_inside
 from planner.profiled_sizes import growth_over, with_size
 from planner.profiling import profile
 from planner.sizes import parse_bytes
@@ -34,6 +36,7 @@ def max_batch(
     device: str | None = None,
     offload: Offload | Mode = "auto",
     menus: bool = True,
+    headroom: str | int = 0,
     progress: Progress | None = None,
 ) -> MaxBatch:
     """Find the largest batch, or other size, that fits a budget, unplanned and planned, and how fast each is.
@@ -52,23 +55,40 @@ def max_batch(
         device: move the model there first.
         offload: as for ``solve``.
         menus: measure options inside stages.
+        headroom: of the budget, what no step may use: bytes, or ``"5%"`` of it.
         progress: called as ``progress(what, done, total)`` before each part.
 
     Raises:
         NoBatch: not even the smallest size fits; carries the smallest feasible budget.
-        ValueError: a key that the target does not take or that memory does not grow with, or a budget in percent.
+        ValueError: a key that the target does not take or that memory does not grow with, a budget in percent, or a
+            headroom that leaves nothing of it.
     """
-    budget_bytes = _whole_budget(budget)
+    room = _Room(_whole_budget(budget), headroom_from(headroom))
     if step < 1:
         raise ValueError(f"--step: expected at least 1, got {step}; give a whole number above zero")
     build = _builder(target, vary, settings or {}, device)
     report = _Counter(progress, vary)
     footing = footing_of(build, vary, step, report)
-    growth = _growth(build, vary, footing, budget_bytes, offload_from(offload), menus, report)
-    forecast = Forecast(growth, budget_bytes, offload_from(offload))
+    growth = _growth(build, vary, footing, room, offload_from(offload), menus, report)
+    forecast = Forecast(growth, room.usable_bytes, offload_from(offload))
     limits = LimitSearch(build, vary, footing, forecast, report)
     unused = [f"{vary} is what is searched for: the value in --set is not used"] if vary in (settings or {}) else []
-    return limits.run((*unused, *footing.notes))
+    found = limits.run((*unused, *footing.notes))
+    return replace(found, budget_bytes=room.budget_bytes, headroom_bytes=room.budget_bytes - room.usable_bytes)
+
+
+class _Room:
+    """The budget, and what the headroom leaves of it."""
+
+    def __init__(self, budget_bytes: int, headroom: Headroom) -> None:
+        self.budget_bytes = budget_bytes
+        self.headroom = headroom
+        self.usable_bytes = budget_bytes - headroom.of(budget_bytes)
+        if self.usable_bytes < 1:
+            raise ValueError(
+                f"headroom: expected less than the budget of {budget_bytes} bytes, got {headroom.of(budget_bytes)}; "
+                "lower the headroom or raise the budget"
+            )
 
 
 def _whole_budget(budget: str | int) -> int:
@@ -111,13 +131,14 @@ class _Counter:
 
 
 def _growth(
-    build: Build, vary: str, footing: Footing, budget_bytes: int, wish: Offload, menus: bool, report: _Counter
+    build: Build, vary: str, footing: Footing, room: _Room, wish: Offload, menus: bool, report: _Counter
 ) -> Growth | EachSize:
     """Profiles at three sizes up to the largest that was seen to fit; raises NoBatch where there is no hope."""
-    fitting = [own.size for own in ladder(build, footing, vary, budget_bytes, report) if own.fits(budget_bytes)]
+    steps = ladder(build, footing, vary, room.usable_bytes, report)
+    fitting = [own.size for own in steps if own.fits(room.usable_bytes)]
     if not fitting:  # one profile is enough to know
         smallest = profile(build(footing.start), menus=menus, progress=report.at(footing.start))
-        _check_smallest(smallest, vary, footing, budget_bytes, wish)
+        _check_smallest(smallest, vary, footing, room, wish)
     # Where hardly any size fits unplanned, those up to three steps above the smallest are profiled.
     high = max([*fitting, footing.start + 3 * footing.step])
     while True:
@@ -185,11 +206,11 @@ def _with_third(growth: Growth, build: Build, step: int, report: _Counter) -> Gr
     return growth
 
 
-def _check_smallest(smallest: Profile, vary: str, footing: Footing, budget_bytes: int, wish: Offload) -> None:
+def _check_smallest(smallest: Profile, vary: str, footing: Footing, room: _Room, wish: Offload) -> None:
     """Raises NoBatch where not even the smallest size has a plan."""
     usable = wish if not why_no_offload(wish, smallest) else Offload(mode="never")
     try:
-        quick_plan(smallest, budget_bytes, usable)
+        planned_inside(room.budget_bytes, room.headroom, lambda within: quick_plan(smallest, within, usable))
     except Infeasible as refusal:
         states = States(
             total_bytes=footing.states_bytes,

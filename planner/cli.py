@@ -269,6 +269,7 @@ def max_batch_command(
     link_gbps: LinkGbps = None,
     devices_per_link: DevicesPerLink = None,
     host_memory: HostMemory = None,
+    headroom: HeadroomText = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the largest batch that fits without a plan, with recompute, and with offload, and how fast each is.
@@ -287,6 +288,7 @@ def max_batch_command(
                 device=device,
                 offload=wish,
                 menus=not no_menus,
+                headroom=headroom or 0,
                 progress=progress,
             )
     except NoBatch as refusal:

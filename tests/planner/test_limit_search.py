@@ -55,6 +55,17 @@ def test_right_predictions_need_no_correction(growth, monkeypatch):
     assert not any("off its prediction" in note for note in found.notes)
 
 
+def test_a_wrong_guess_is_corrected(growth, monkeypatch):
+    right = search(growth, monkeypatch, lambda plan, expected: expected)
+    guesses = {"none": STEP, "recompute": 3 * right.recompute.size}
+    monkeypatch.setattr(Forecast, "largest", lambda self, way, **_: guesses[way])
+    found = search(growth, monkeypatch, lambda plan, expected: expected)
+    for way, guess in guesses.items():
+        limit = getattr(found, way)
+        assert (limit.size, limit.predicted_size) == (getattr(right, way).size, guess)
+        assert limit.confirmed and limit.next_fails
+
+
 def test_a_peak_above_its_prediction_gets_a_leaner_plan_for_the_same_size(growth, monkeypatch):
     step = 4 * STEP  # so that the largest size leaves room for other plans than the leanest
     right = search(growth, monkeypatch, lambda plan, expected: expected, step=step).recompute
