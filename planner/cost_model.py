@@ -213,8 +213,7 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
     )
     casts = _Casts(timeline.profile, k)
     menu = timeline.profile.menus[record.menu] if record.menu >= 0 else None
-    before = timeline.profile.stages[k - 1] if record.links else None
-    released = 0 if before is None else before.boundary_bytes - before.kept_output_bytes
+    released = _released_bytes(timeline, k)
     inside = (
         ()
         if menu is None
@@ -242,6 +241,18 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
         linked=bool(record.links) and not casts.again_bytes and not _Casts(timeline.profile, k - 1).again_bytes,
         parcels=input_parcel_bytes(timeline.profile, k),
     )
+
+
+def _released_bytes(timeline: _Timeline, k: int) -> int:
+    """Bytes of the input that may go after the forward of stage k, unless the stage itself keeps them.
+
+    What others hold as well may be let go of by all of them.
+    """
+    if not timeline.profile.stages[k].links:
+        return 0
+    before = timeline.profile.stages[k - 1]
+    shared = sum(t.size_bytes for t in timeline.shared if k in t.linked_readers and k not in t.savers)
+    return before.boundary_bytes - before.kept_output_bytes + shared
 
 
 def _option(
