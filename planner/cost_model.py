@@ -137,8 +137,21 @@ class _Timeline:
         if k > 0 and stages[k].links:
             stays += stages[k - 1].boundary_bytes
         if k + 1 < len(stages) and stages[k + 1].kind == "outside":
-            stays += self.dropped_growth[k + 1] - self.growth[k + 1]
+            stays -= self._let_go_before_peak(k + 1)
         return max(0, stays)
+
+    def _let_go_before_peak(self, k: int) -> int:
+        """Bytes that outside piece k lets go of because nothing was kept: of these, what its peak is without.
+
+        A peak at its very start is no matter of its own: the stage before has it at its end.
+        """
+        record = self.profile.stages[k]
+        let_go = self.growth[k] - self.dropped_growth[k]
+        peak = record.forward.peak_bytes - record.forward.start_bytes
+        dropped_peak = record.dropped.peak_bytes - record.dropped.start_bytes
+        if let_go <= 0 or dropped_peak == 0:
+            return let_go
+        return max(0, min(let_go, peak - dropped_peak))
 
 
 def _casts_let_go(profile: Profile) -> int:

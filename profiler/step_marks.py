@@ -75,7 +75,8 @@ class StepMarks:
         self._label = outside_place(0).label(FORWARD)
         self._inside = False
         self._backward = False
-        self._waiting: list[int] = []
+        # Each with the stage whose backward it runs again for, which may only be about to begin then.
+        self._waiting = [(k, position) for k in sorted(self._again, reverse=True) for position in self._again[k]]
 
     def __enter__(self) -> StepMarks:
         for name in dict.fromkeys(name for name, _ in self._stages):
@@ -120,7 +121,8 @@ class StepMarks:
     def _enter_backward(self, label: str) -> None:
         """The backward of a place begins."""
         _, kind, index = label.split(":")
-        self._waiting = list(self._again.get(int(index), ())) if kind == "stage" else []
+        if kind == "stage":
+            self._waiting = [(k, position) for k, position in self._waiting if k <= int(index)]
         self._mark(label)
 
     def _marked(self, forward: Forward, name: str) -> Forward:
@@ -148,9 +150,9 @@ class StepMarks:
         """Which stage runs again: the next of those that are expected to, else the module's first."""
         if self._inside:
             return None
-        for position in self._waiting:
+        for place, (_, position) in enumerate(self._waiting):
             if self._stages[position][0] == name:
-                self._waiting = self._waiting[self._waiting.index(position) + 1 :]
+                self._waiting = self._waiting[place + 1 :]
                 return position
         return self._positions.get((name, 0))
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import planner
 from profiler.files import write_document
@@ -141,11 +142,11 @@ def test_a_model_whose_forward_fails_is_refused(files):
 
 
 def test_a_model_that_fails_while_training_is_refused(files, monkeypatch):
-    def fails(self: planner.Workload) -> float:
+    def fails(self: planner.Workload) -> torch.Tensor:
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr("planner.training.measure", lambda workload: None)
-    monkeypatch.setattr(planner.Workload, "step", fails)
+    monkeypatch.setattr(planner.Workload, "forward", fails)
     message = refused("train", "zoo:mlp", *SMALL, "--plan", files / "plan.json")
     assert "training step 1" in message and "out of luck" in message
 
