@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 # Options for the first install alone, for example a CPU-only build where the default one brings CUDA packages:
 #   make venv TORCH_PIP="--index-url https://download.pytorch.org/whl/cpu"
 TORCH_PIP ?=
+# Processes that share the tests; each of them uses two threads:  make test JOBS=4
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,7 +33,7 @@ lint: $(STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

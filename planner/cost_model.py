@@ -137,21 +137,27 @@ class _Timeline:
         if k > 0 and stages[k].links:
             stays += stages[k - 1].boundary_bytes
         if k + 1 < len(stages) and stages[k + 1].kind == "outside":
-            stays -= self._let_go_before_peak(k + 1)
+            stays += self.dropped_growth[k + 1] - self.growth[k + 1]
         return max(0, stays)
 
-    def _let_go_before_peak(self, k: int) -> int:
-        """Bytes that outside piece k lets go of because nothing was kept: of these, what its peak is without.
+    def dropped_peak(self, k: int) -> int:
+        """Most bytes beside those before it that a forward of stage k without keeping needs.
 
-        A peak at its very start is no matter of its own: the stage before has it at its end.
+        What is outside behind it may let go of the stage's output late: while that is there, its peak is the stage's.
+        The stage's input had gone by then where nothing was kept; where it is, it is there beside.
         """
-        record = self.profile.stages[k]
-        let_go = self.growth[k] - self.dropped_growth[k]
-        peak = record.forward.peak_bytes - record.forward.start_bytes
-        dropped_peak = record.dropped.peak_bytes - record.dropped.start_bytes
-        if let_go <= 0 or dropped_peak == 0:
-            return let_go
-        return max(0, min(let_go, peak - dropped_peak))
+        stages = self.profile.stages
+        record = stages[k]
+        own = record.dropped.peak_bytes - record.dropped.start_bytes
+        behind = stages[k + 1] if k + 1 < len(stages) else record
+        if (
+            record.kind == "outside"
+            or behind.kind != "outside"
+            or behind.dropped.peak_bytes == behind.dropped.start_bytes
+        ):
+            return own
+        inputs = stages[k - 1].boundary_bytes if record.links else 0
+        return max(own, behind.dropped.peak_bytes - record.dropped.start_bytes + inputs)
 
 
 def _casts_let_go(profile: Profile) -> int:
@@ -244,8 +250,7 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
         boundary_bytes=record.boundary_bytes,
         # Not keeping cannot be faster than keeping: where it was measured so, that was noise.
         forward_seconds=max(record.dropped.seconds, record.forward.seconds),
-        forward_peak_bytes=max(record.dropped.peak_bytes - record.dropped.start_bytes, again.state_bytes)
-        + casts.again_bytes,
+        forward_peak_bytes=max(timeline.dropped_peak(k), again.state_bytes) + casts.again_bytes,
         residue_bytes=residue,
         parameter_gradient_bytes=timeline.parameter_gradient(k),
         gradient_bytes=timeline.base[k] - timeline.behind[k],
