@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import planner
 from planner.cost_model import chain_of
-from planner.planning import plan_of
 from planner.step_view import view_step
 from planner.timeline import Timeline, predicted_timelines
-from solvers import Action, Problem, Schedule, Solution, keep_all, replay
+from solvers import Action, Schedule, keep_all
+from tests.planner.test_exact import following
 
 WIDTH, BATCH = 32, 256
 
@@ -84,17 +84,7 @@ def test_no_option_of_a_second_run_needs_more_than_predicted(held: bool) -> None
     assert any(chain.shared) == held and all(len(chain.stages[k].options) > 1 for k in stages)
     for option in range(min(len(chain.stages[k].options) for k in stages)):
         schedule = running_again(keep_all.schedules(chain)[0], dict.fromkeys(stages, option))
-        found = replay(chain, schedule)
-        solution = Solution(
-            solver="stated",
-            status="feasible",
-            schedule=schedule,
-            peak_bytes=found.peak_bytes,
-            seconds=found.seconds,
-            lower_bound_seconds=0.0,
-            solve_seconds=0.0,
-        )
-        plan = plan_of(profile, Problem(chain=chain, budget_bytes=found.peak_bytes), solution)
+        plan = following(profile, schedule)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             measured = highest(view_step(work, plan, rounds=1).planned)
