@@ -16,10 +16,13 @@ from planner.program import program_of
 from planner.sizes import format_bytes, format_seconds, parse_bytes
 from planner.stage_plans import planned_stages
 from profiler.records import Profile
-from solvers import Problem, Replay, Schedule, Solution, replay, solve_chain
+from solvers import Chain, Problem, Replay, Schedule, Solution, replay, solve_chain
 from solvers.graph_schedule import GraphSchedule
 
 OFFLOAD_ONLY = "offload_only"
+_FEWER_STATES = (
+    "raise the budget, or take another optimizer or precision (planner advise compares them), or a smaller model"
+)
 AnySchedule = TypeVar("AnySchedule", Schedule, GraphSchedule)
 
 
@@ -30,6 +33,7 @@ class NoPlan(ValueError):
         status: ``infeasible`` (proven) or ``unknown``.
         minimum_budget_bytes: the smallest budget that is known to be feasible.
         reason: the stage and moment, or the node, that force it.
+        remedy: what to do.
         solver: the method that was asked.
         budget_bytes: what was asked for.
         lower_bound_seconds: of a whole step; None where nothing finite is known.
@@ -47,6 +51,7 @@ class NoPlan(ValueError):
         budget_bytes: int,
         lower_bound_seconds: float | None = None,
         solve_seconds: float | None = None,
+        remedy: str = "raise the budget, make the batch smaller",
     ) -> None:
         self.minimum_budget_bytes = minimum_budget_bytes
         self.reason = reason
@@ -54,10 +59,30 @@ class NoPlan(ValueError):
         self.budget_bytes = budget_bytes
         self.lower_bound_seconds = lower_bound_seconds
         self.solve_seconds = solve_seconds
+        self.remedy = remedy
         super().__init__(self._message())
 
     def _message(self) -> str:
         raise NotImplementedError
+
+    def restated(
+        self,
+        *,
+        reason: str,
+        minimum_budget_bytes: int | None = None,
+        budget_bytes: int | None = None,
+        remedy: str | None = None,
+    ) -> NoPlan:
+        """The same refusal in other terms."""
+        return type(self)(
+            minimum_budget_bytes=self.minimum_budget_bytes if minimum_budget_bytes is None else minimum_budget_bytes,
+            reason=reason,
+            solver=self.solver,
+            budget_bytes=self.budget_bytes if budget_bytes is None else budget_bytes,
+            lower_bound_seconds=self.lower_bound_seconds,
+            solve_seconds=self.solve_seconds,
+            remedy=self.remedy if remedy is None else remedy,
+        )
 
     @property
     def _asked(self) -> str:
@@ -80,7 +105,7 @@ class Infeasible(NoPlan):
     def _message(self) -> str:
         return (
             f"budget: expected at least {self._known}, the least known to be enough, got {self._asked}: {self.reason}; "
-            f"raise the budget, make the batch smaller{self._or_auto}"
+            f"{self.remedy}{self._or_auto}"
         )
 
 
@@ -138,10 +163,28 @@ def solve(
 
     def within(planned_bytes: int) -> Plan:
         problem = Problem(chain=chain, budget_bytes=planned_bytes, link=link)
-        solution = feasible_solution(problem, method, time_limit_seconds, beside_seconds=beside)
+        try:
+            solution = feasible_solution(problem, method, time_limit_seconds, beside_seconds=beside)
+        except NoPlan as refusal:
+            above = _states_above(profile, chain, planned_bytes)
+            if not above:
+                raise
+            raise refusal.restated(reason=f"{refusal.reason}, and {above}", remedy=_FEWER_STATES) from refusal
         return plan_of(profile, problem, solution, no_offload=why)
 
     return planned_inside(budget_bytes, headroom_from(headroom), within)
+
+
+def _states_above(profile: Profile, chain: Chain, budget_bytes: int) -> str:
+    """By how much the model states alone are above a budget, in words; empty where they are not."""
+    gradient_bytes = sum(stage.parameter_gradient_bytes for stage in chain.stages)
+    states_bytes = profile.resident.total - profile.resident.inputs + gradient_bytes
+    if states_bytes <= budget_bytes:
+        return ""
+    return (
+        f"the model states alone (parameters, gradients, optimizer: {format_bytes(states_bytes)}) are "
+        f"{format_bytes(states_bytes - budget_bytes)} above the budget"
+    )
 
 
 def planned_inside(budget_bytes: int, headroom: Headroom, within: Callable[[int], Plan]) -> Plan:
@@ -163,14 +206,8 @@ def planned_inside(budget_bytes: int, headroom: Headroom, within: Callable[[int]
         return replace(within(budget_bytes - held_bytes), budget_bytes=budget_bytes, headroom_bytes=held_bytes)
     except NoPlan as refusal:
         least_bytes = headroom.around(refusal.minimum_budget_bytes)
-        raise type(refusal)(
-            minimum_budget_bytes=least_bytes,
-            reason=f"{refusal.reason}; {format_bytes(headroom.of(least_bytes))} of it is headroom",
-            solver=refusal.solver,
-            budget_bytes=budget_bytes,
-            lower_bound_seconds=refusal.lower_bound_seconds,
-            solve_seconds=refusal.solve_seconds,
-        ) from refusal
+        reason = f"{refusal.reason}; {format_bytes(headroom.of(least_bytes))} of it is headroom"
+        raise refusal.restated(reason=reason, minimum_budget_bytes=least_bytes, budget_bytes=budget_bytes) from refusal
 
 
 def method_of(wish: Offload, solver: str) -> str:

@@ -7,6 +7,7 @@ import json
 import pytest
 
 import planner
+from planner import zoo
 from planner.headroom import headroom_from
 from tests.planner.command_line import done, refused, run
 
@@ -92,3 +93,15 @@ def test_problem_files_have_no_allocator(tmp_path):
     assert "--headroom: expected a profile" in refused(
         "solve", tmp_path / "step.json", "--budget", "100%", "--headroom", "1%"
     )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "none"])
+def test_a_budget_below_the_model_states_is_refused_with_how_far(optimizer: str) -> None:
+    profile = planner.profile(zoo.build("mlp", layers=4, hidden=64, batch=16, optimizer=optimizer), menus=False)
+    states_bytes = profile.resident.total - profile.resident.inputs + profile.resident.parameters
+    with pytest.raises(planner.Infeasible, match="or take another optimizer or precision") as caught:
+        planner.solve(profile, states_bytes - 1024)
+    assert "are 1.00 KiB above" in str(caught.value)
+    with pytest.raises(planner.Infeasible) as caught:
+        planner.solve(profile, states_bytes)
+    assert "model states" not in str(caught.value)
