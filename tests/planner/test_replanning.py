@@ -25,7 +25,9 @@ def test_it_gives_what_the_profile_gives(blocks, tmp_path, share, linked):
         replan(loaded, 1)
     smallest = refusal.value.minimum_budget_bytes
     budget = smallest + int(share * (blocks.unplanned_peak_bytes - smallest))
-    assert alike(replan(loaded, budget)) == alike(planner.solve(blocks, budget, offload=offload))
+    # Not auto: what its integer programs find in their time depends on how busy the machine is.
+    again = replan(loaded, budget, solver="rotor")
+    assert alike(again) == alike(planner.solve(blocks, budget, solver="rotor", offload=offload))
 
 
 def test_the_headroom_stays(blocks):
