@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from planner.forecast import SEARCH_SECONDS
 from planner.oom_report import FailureReport
 from planner.plan import Plan
 from planner.planning import NoPlan
@@ -137,12 +138,17 @@ def smaller_plan(plan: Plan, report: FailureReport) -> Plan:
         ValueError: the plan cannot be solved again, or none needs less.
     """
     try:
-        return replan(plan, wanted_bytes(plan, report))
+        return _solved_again(plan, wanted_bytes(plan, report))
     except NoPlan as refusal:
         least_bytes, reason = refusal.minimum_budget_bytes, refusal.reason
     if least_bytes >= _used_bytes(plan):
         raise ValueError(f"no plan needs less: {reason}; planner advise TARGET --budget B names other ways to save")
-    return replan(plan, least_bytes)
+    return _solved_again(plan, least_bytes)
+
+
+def _solved_again(plan: Plan, budget_bytes: int) -> Plan:
+    """Without integer programs: on a CPU they take their memory from what is short, and training waits for them."""
+    return replan(plan, budget_bytes, time_limit_seconds=SEARCH_SECONDS)
 
 
 def _used_bytes(plan: Plan) -> int:
