@@ -9,8 +9,9 @@ from typing import Any
 from planner.forms import Forms, Target
 from planner.lever_search import Found, LeverSearch
 from planner.levers import Combination, Lever
-from planner.memory_map import MemoryMap, memory_maps, states_bytes
+from planner.memory_map import MemoryMap, memory_maps
 from planner.offloading import Mode, Offload, offload_from
+from planner.profiled_states import states_bytes
 from planner.sizes import format_bytes, parse_bytes
 from profiler.profiling import Progress
 

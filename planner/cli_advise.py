@@ -17,6 +17,7 @@ from planner.cli_options import (
     DevicesPerLink,
     HostMemory,
     LinkGbps,
+    NoMenus,
     NoOffload,
     Settings,
     Target,
@@ -36,7 +37,7 @@ def advise_command(
         str, typer.Option(metavar="KEY", help="The --set key of the batch, of which micro-batches are made.")
     ] = "batch",
     device: Device = None,
-    no_menus: Annotated[bool, typer.Option("--no-menus", help="Keep or recompute stages as a whole.")] = False,
+    no_menus: NoMenus = False,
     no_offload: NoOffload = False,
     link_gbps: LinkGbps = None,
     devices_per_link: DevicesPerLink = None,

@@ -12,11 +12,11 @@ from planner.cost_model import chain_of
 from planner.forecast import SEARCH_SECONDS, quick_plan, why_no_offload
 from planner.forms import Forms
 from planner.levers import Basis, Combination, Lever, Recipe, Result, rank, worst
-from planner.memory_map import states_bytes
 from planner.offloading import Offload
 from planner.other_optimizers import replacements_for, with_optimizer
 from planner.plan import Plan
 from planner.planning import Infeasible, solve
+from planner.profiled_states import states_bytes
 from profiler.profiling import ProfileError
 from profiler.records import Profile
 from solvers.minimum_memory import shortage

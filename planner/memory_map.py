@@ -10,6 +10,7 @@ from planner.cost_model import chain_of
 from planner.peak import Part, predicted_peak
 from planner.plan import Plan
 from planner.planning import plan_of
+from planner.profiled_states import made_gradient_bytes
 from planner.stage_kinds import names_in_short
 from planner.timeline import Timeline, predicted_timelines
 from profiler.records import Profile
@@ -165,7 +166,7 @@ def _stage_kinds(plan: Plan) -> dict[str, str]:
 def _of_optimizer(profile: Profile) -> MemoryMap:
     """Gradients are all there and activations are gone, but for what somebody still holds: the loss, an output."""
     resident, phase = profile.resident, profile.optimizer
-    gradient_bytes = _gradient_bytes(profile)
+    gradient_bytes = made_gradient_bytes(profile)
     states = {
         "parameters": resident.parameters,
         "other parameters": resident.other_parameters,
@@ -189,16 +190,3 @@ def _of_optimizer(profile: Profile) -> MemoryMap:
         peak_bytes=phase.peak_bytes,
         pieces=tuple(piece for piece in pieces if piece.size_bytes),
     )
-
-
-def states_bytes(profile: Profile) -> int:
-    """Bytes of the model states: parameters, buffers, gradients and what the optimizer keeps, all alive at once."""
-    return profile.resident.total - profile.resident.inputs + _gradient_bytes(profile)
-
-
-def _gradient_bytes(profile: Profile) -> int:
-    """Of gradients that the step makes: what is alive after backward, as far as parameters can have it."""
-    resident = profile.resident
-    after = profile.optimizer.start_bytes if profile.optimizer.peak_bytes else profile.stages[0].backward.end_bytes
-    most_bytes = resident.parameters + resident.other_parameters - resident.gradients
-    return max(0, min(after - resident.total, most_bytes))

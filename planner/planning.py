@@ -12,11 +12,12 @@ from planner.cost_model import chain_of
 from planner.headroom import Headroom, headroom_from
 from planner.offloading import Mode, Offload, offload_from, usable_link
 from planner.plan import Plan, PlannedStage
+from planner.profiled_states import states_bytes
 from planner.program import program_of
 from planner.sizes import format_bytes, format_seconds, parse_bytes
 from planner.stage_plans import planned_stages
 from profiler.records import Profile
-from solvers import Chain, Problem, Replay, Schedule, Solution, replay, solve_chain
+from solvers import Problem, Replay, Schedule, Solution, replay, solve_chain
 from solvers.graph_schedule import GraphSchedule
 
 OFFLOAD_ONLY = "offload_only"
@@ -166,7 +167,7 @@ def solve(
         try:
             solution = feasible_solution(problem, method, time_limit_seconds, beside_seconds=beside)
         except NoPlan as refusal:
-            above = _states_above(profile, chain, planned_bytes)
+            above = _states_above(profile, planned_bytes)
             if not above:
                 raise
             raise refusal.restated(reason=f"{refusal.reason}, and {above}", remedy=_FEWER_STATES) from refusal
@@ -175,15 +176,14 @@ def solve(
     return planned_inside(budget_bytes, headroom_from(headroom), within)
 
 
-def _states_above(profile: Profile, chain: Chain, budget_bytes: int) -> str:
+def _states_above(profile: Profile, budget_bytes: int) -> str:
     """By how much the model states alone are above a budget, in words; empty where they are not."""
-    gradient_bytes = sum(stage.parameter_gradient_bytes for stage in chain.stages)
-    states_bytes = profile.resident.total - profile.resident.inputs + gradient_bytes
-    if states_bytes <= budget_bytes:
+    needed_bytes = states_bytes(profile)
+    if needed_bytes <= budget_bytes:
         return ""
     return (
-        f"the model states alone (parameters, gradients, optimizer: {format_bytes(states_bytes)}) are "
-        f"{format_bytes(states_bytes - budget_bytes)} above the budget"
+        f"the model states alone (parameters, gradients, optimizer: {format_bytes(needed_bytes)}) are "
+        f"{format_bytes(needed_bytes - budget_bytes)} above the budget"
     )
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 import planner
 from planner import zoo
-from planner.memory_map import GROUPS, OPTIMIZER, STEP, memory_maps, states_bytes
+from planner.memory_map import GROUPS, OPTIMIZER, STEP, memory_maps
+from planner.profiled_states import states_bytes
 
 WIDTH, LAYERS, ROWS = 32, 3, 64
 PARAMETERS = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
