@@ -89,6 +89,7 @@ class Plan:
         host_bytes: the most bytes that the plan holds in host memory at once.
         stall_seconds: predicted seconds in which computation waits for copies.
         no_offload: why nothing could be sent to host memory where that was to be weighed; empty otherwise.
+        offload_only: whether it was asked for that nothing is recomputed; ``solver`` may name that method without.
         stated: what was stated by hand and what it came to, one line each; empty for a plan that was solved for.
         restricted: status and bound hold among the plans that do what was stated.
     """
@@ -120,6 +121,7 @@ class Plan:
     host_bytes: int = 0
     stall_seconds: float = 0.0
     no_offload: str = ""
+    offload_only: bool = False
     stated: tuple[str, ...] = ()
     restricted: bool = False
     headroom_bytes: int = 0

@@ -171,7 +171,7 @@ def solve(
             if not above:
                 raise
             raise refusal.restated(reason=f"{refusal.reason}, and {above}", remedy=_FEWER_STATES) from refusal
-        return plan_of(profile, problem, solution, no_offload=why)
+        return plan_of(profile, problem, solution, no_offload=why, offload_only=method == OFFLOAD_ONLY)
 
     return planned_inside(budget_bytes, headroom_from(headroom), within)
 
@@ -251,7 +251,14 @@ def with_schedule(
     )
 
 
-def plan_of(profile: Profile, problem: Problem, solution: Solution[Schedule], *, no_offload: str = "") -> Plan:
+def plan_of(
+    profile: Profile,
+    problem: Problem,
+    solution: Solution[Schedule],
+    *,
+    no_offload: str = "",
+    offload_only: bool = False,
+) -> Plan:
     """Bind a feasible solution to the profile's stage names and state its claims."""
     assert solution.schedule is not None
     chain = problem.chain
@@ -274,6 +281,7 @@ def plan_of(profile: Profile, problem: Problem, solution: Solution[Schedule], *,
         resident=profile.resident,
         link=problem.link,
         no_offload=no_offload,
+        offload_only=offload_only,
         **claims_of(stages, solution, replayed, beside_seconds=beside),
     )
 

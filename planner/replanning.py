@@ -32,7 +32,7 @@ def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_se
     chain = chain_in(plan)
     beside = plan.unplanned_seconds - chain.unplanned_seconds
     problem = Problem(chain=chain, budget_bytes=budget_bytes, link=plan.link)
-    method = OFFLOAD_ONLY if plan.solver == OFFLOAD_ONLY else solver
+    method = OFFLOAD_ONLY if plan.offload_only else solver
     solution = feasible_solution(problem, method, time_limit_seconds, beside_seconds=beside)
     assert solution.schedule is not None
     replayed = replay(chain, solution.schedule, plan.link)

@@ -30,6 +30,22 @@ def test_it_gives_what_the_profile_gives(blocks, tmp_path, share, linked):
     assert alike(again) == alike(planner.solve(blocks, budget, solver="rotor", offload=offload))
 
 
+def recomputes(plan: planner.Plan) -> bool:
+    return any(stage.decision in ("recompute", "segment", "selective") for stage in plan.stages)
+
+
+@pytest.mark.parametrize("mode", ["auto", "only"])
+def test_nothing_is_recomputed_only_where_that_was_asked(blocks, mode):
+    """A plan that had no reason to recompute, and may have been found as one that only sends, is bound by nothing."""
+    slow = planner.Offload(mode=mode, link_gbps=0.02)
+    loose = planner.solve(blocks, "100%", offload=slow)
+    assert loose.offload_only == (mode == "only")
+    with pytest.raises(planner.Infeasible) as refusal:
+        planner.solve(blocks, 1, offload=replace(slow, mode="only"))
+    tight = replan(loose, refusal.value.minimum_budget_bytes, time_limit_seconds=1e-3)
+    assert recomputes(tight) == (mode == "auto")
+
+
 def test_the_headroom_stays(blocks):
     plan = planner.solve(blocks, "100%", headroom=1000)
     smaller = replan(plan, plan.budget_bytes - 5000)
