@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from planner.offloading import link_document, link_from
 from profiler.files import read_document, write_document
-from profiler.records import MenuRecord, OptionRecord, ResidentBytes, menu_document, menu_from
+from profiler.records import MenuRecord, ResidentBytes, menu_document, menu_from
 from solvers.chain import Chain
 from solvers.link import Link
 from solvers.schedule import TRANSFERS, Action, Schedule
@@ -125,10 +125,6 @@ class Plan:
     stated: tuple[str, ...] = ()
     restricted: bool = False
     headroom_bytes: int = 0
-
-    def option_of(self, stage: int, option: int) -> OptionRecord | None:
-        """What option ``option`` of a stage is; None for keeping everything."""
-        return self.menus[self.stages[stage].menu].options[option - 1] if option else None
 
     def parcels_of(self, stage: int, option: int | None) -> tuple[tuple[int, ...], ...]:
         """What parcel i of a stage is: numbers of storages while it is kept, of input tensors while it is dropped."""
