@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from planner.zoo.language import bert_config
 from planner.zoo.training import seeded, transformers
 from profiler.workload import Workload
 
@@ -70,7 +71,7 @@ def bert_large(
         ValueError: a value that cannot work.
     """
     _check(batch=batch, layers=layers, seq=seq, masked=masked, attention=attention, amp=amp)
-    config = config_of(layers, hidden, heads, seq, vocab, attention)
+    config = bert_config(layers=layers, hidden=hidden, heads=heads, seq=seq, vocab=vocab, attention=attention)
     with seeded(seed):
         model = MaskedLanguageModel(config).train().to(device)
         inputs = {name: tensor.to(device) for name, tensor in _batch(batch, seq, vocab, masked).items()}
@@ -113,27 +114,6 @@ def bert_small(
         amp=amp,
         seed=seed,
         device=device,
-    )
-
-
-def config_of(
-    layers: int = 24,
-    hidden: int = 1024,
-    heads: int = 16,
-    seq: int = 512,
-    vocab: int = 30522,
-    attention: str = "eager",
-) -> Any:
-    """BERT's configuration, BERT-Large's where nothing is said."""
-    return transformers().BertConfig(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        intermediate_size=4 * hidden,
-        max_position_embeddings=seq,
-        vocab_size=vocab,
-        use_cache=False,
-        attn_implementation=attention,
     )
 
 

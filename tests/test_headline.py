@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import planner
 from benchmarks import headline, headline_full, headline_models, headline_resnet, headline_rows, headline_scaled
 from planner.targets import load_target
 from planner.zoo import build
+from planner.zoo.language import bert_config
 
 TINY: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 2, "seq": 12, "vocab": 40, "masked": 3}
 
@@ -40,8 +42,10 @@ def test_masked_positions_of_a_sequence_are_distinct_and_the_head_shares_its_wei
 
 
 def test_bert_large_has_its_published_size_and_trains_in_mixed_precision() -> None:
+    defaults = {p.name: p.default for p in inspect.signature(headline_models.bert_large).parameters.values()}
+    config = bert_config(**{name: defaults[name] for name in ("layers", "hidden", "heads", "seq", "vocab")})
     with torch.device("meta"):
-        model = headline_models.MaskedLanguageModel(headline_models.config_of())
+        model = headline_models.MaskedLanguageModel(config)
     assert 330e6 < sum(p.numel() for p in model.parameters()) < 340e6
     workload = headline_models.bert_large(**TINY, batch=2)
     assert workload.autocast is torch.float16 and workload.scaler is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from planner.zoo.training import finish, seeded, transformers
@@ -53,8 +55,20 @@ def build_bert(
     precision: str = "float32",
 ) -> Workload:
     """BERT with its masked-token head; dropout 0.1."""
-    library = transformers()
-    config = library.BertConfig(
+    config = bert_config(layers=layers, hidden=hidden, heads=heads, seq=seq, vocab=vocab)
+    with seeded(seed):
+        return finish(
+            transformers().BertForMaskedLM(config),
+            _tokens(batch, seq, vocab),
+            device=device,
+            optimizer=optimizer,
+            precision=precision,
+        )
+
+
+def bert_config(*, layers: int, hidden: int, heads: int, seq: int, vocab: int, attention: str = "sdpa") -> Any:
+    """A ``transformers.BertConfig``; ``attention`` is ``sdpa`` (one fused kernel) or ``eager`` (ops of its own)."""
+    return transformers().BertConfig(
         num_hidden_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
@@ -62,15 +76,8 @@ def build_bert(
         max_position_embeddings=seq,
         vocab_size=vocab,
         use_cache=False,
+        attn_implementation=attention,
     )
-    with seeded(seed):
-        return finish(
-            library.BertForMaskedLM(config),
-            _tokens(batch, seq, vocab),
-            device=device,
-            optimizer=optimizer,
-            precision=precision,
-        )
 
 
 def build_llama(
