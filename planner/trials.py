@@ -6,12 +6,12 @@ import contextlib
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from planner.applier import apply
 from planner.plan import Plan
+from profiler.host_room import available_host_bytes
 from profiler.measurement import measure
 from profiler.preservation import preserved
 from profiler.profiling import first_step, resident_bytes_of
@@ -20,7 +20,6 @@ from profiler.workload import Workload
 
 Build = Callable[[int], Workload]
 Report = Callable[[str], None]
-_MEMORY_INFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +90,7 @@ def room_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    try:
-        lines = _MEMORY_INFO.read_text().splitlines()
-    except OSError:
-        return None  # a system that does not say
-    found = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return None if found is None else 1024 * int(found)
+    return available_host_bytes()
 
 
 def has_room(device: torch.device, peak_bytes: int, resident_bytes: int) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from profiler.host_room import available_host_bytes
 from profiler.records import LinkRecord
 
 # Long against the 10 microseconds that a copy takes to begin, short against the memory of a device: at 25 GB/s it takes
@@ -86,57 +85,3 @@ def _host_buffer(size_bytes: int) -> tuple[Tensor, bool]:
 def _rate(size_bytes: int, seconds: float, latency_seconds: float) -> float:
     moving = seconds - latency_seconds
     return size_bytes / (moving if moving > 0 else seconds)
-
-
-def available_host_bytes(root: Path = Path("/")) -> int | None:
-    """Host memory that this process may still take: free on the machine, and allowed by its control groups.
-
-    Args:
-        root: of the file system.
-
-    Returns:
-        Bytes, or None where the machine does not tell.
-    """
-    known = [_free_bytes(root), *(_allowed_bytes(*files) for files in _group_files(root))]
-    return min((size for size in known if size is not None), default=None)
-
-
-def _free_bytes(root: Path) -> int | None:
-    for line in _read(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    names = getattr(os, "sysconf_names", {})
-    if "SC_AVPHYS_PAGES" not in names:
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
-def _group_files(root: Path) -> list[tuple[Path, Path]]:
-    """Limit and usage of each control group that this process is in, of both versions."""
-    found: list[tuple[Path, Path]] = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            base = root / "sys/fs/cgroup" / controllers
-            names = ("memory.max", "memory.current") if not controllers else _VERSION_1
-            inner = base / path.strip("/")
-            groups = [inner, *(parent for parent in inner.parents if parent.is_relative_to(base))]
-            found += [(group / names[0], group / names[1]) for group in groups]
-    return found
-
-
-_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-
-
-def _allowed_bytes(limit: Path, usage: Path) -> int | None:
-    """What a group leaves; None where it has no limit ("max")."""
-    most, used = _read(limit).strip(), _read(usage).strip()
-    return max(0, int(most) - int(used)) if most.isdigit() and used.isdigit() else None
-
-
-def _read(path: Path) -> str:
-    """A file's text; empty where there is none."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -11,7 +11,7 @@ import planner
 import planner.profiled_sizes
 from planner import zoo
 from planner.batch_search import max_batch
-from planner.trials import states_bytes
+from planner.trials import has_room, states_bytes
 from tests.planner.command_line import done, refused, run
 
 SETTINGS = {"layers": 4, "hidden": 32}
@@ -99,6 +99,12 @@ def test_no_step_is_run_where_the_device_has_no_room(budget, monkeypatch):
     assert f"batch={found.none.size} was not tried" in found.none.reason
     assert max(ran) < found.none.size
     assert all(unplanned_peak(batch) <= most for batch in {*ran})
+
+
+def test_on_a_cpu_there_is_room_for_what_the_host_may_still_hold(monkeypatch):
+    monkeypatch.setattr("planner.trials.available_host_bytes", lambda: 5000)
+    cpu = torch.device("cpu")
+    assert has_room(cpu, 3000, 2000) and not has_room(cpu, 3000, 2001)  # the peak, and the copy by which it is undone
 
 
 def test_states_alone_above_the_budget_are_named():
