@@ -197,3 +197,97 @@ def test_the_next_budget_is_what_the_device_gave_and_a_twentieth_less_at_least(p
 )
 def test_the_refused_allocation_is_read_from_the_message(message, size):
     assert allocation_in(message) == size
+
+
+def fails_once(work: Workload, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on steps change what is usually changed by a whole update alone, and run out of memory after that."""
+    first, last = next(work.model.parameters()), list(work.model.parameters())[-1]
+
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def changed(tensor: torch.Tensor) -> None:
+        with torch.no_grad():
+            tensor.add_(1.0)
+
+    if place == "optimizer":
+
+        def update(*_: Any) -> None:
+            optimizer: Any = work.optimizer
+            changed(optimizer.state[first]["exp_avg"])
+            out_of_memory()
+
+        monkeypatch.setattr(work.optimizer, "step", update)
+        return
+    if place == "forward":
+        assert isinstance(work.inputs, torch.Tensor)
+        batch = work.inputs
+        work.model.register_forward_hook(lambda *_: changed(batch))
+        work.model.register_forward_hook(out_of_memory)
+        return
+    other = last if place == "backward" or not isinstance(work.loss, nn.Module) else next(work.loss.parameters())
+    last.register_post_accumulate_grad_hook(lambda _: changed(other))
+    first.register_hook(out_of_memory)
+
+
+def with_loss_module() -> Workload:
+    work = workload()
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(16)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, y: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1  # another tensor, where BatchNorm changes its own in place
+            return self.norm(y).pow(4).mean()
+
+    return Workload(model=work.model, inputs=work.inputs, loss=Loss(), optimizer=work.optimizer)
+
+
+def everything(work: Workload) -> Any:
+    assert isinstance(work.loss, nn.Module)
+    return [state_of(work), copy.deepcopy([work.inputs, work.loss.state_dict()])]
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "loss", "optimizer"])
+def test_a_change_that_cannot_be_put_back_alone_is_undone_from_the_copy_or_said(place, monkeypatch):
+    """Of moments before any parameter, of parameters by hooks in backward, or of the batch."""
+    for copies in (True, False):
+        work = with_loss_module()
+        guard = Guard(work, copies=copies)
+        before = everything(work)
+        guard.run(0)
+        fails_once(work, place, monkeypatch)
+        with pytest.raises(torch.OutOfMemoryError):
+            guard.run(1)
+        assert guard.undo() == (0 if copies else None)
+        if copies:
+            assert same(everything(work), before)
+
+
+def test_buffers_of_the_loss_are_put_back(monkeypatch):
+    work = with_loss_module()
+    guard = Guard(work, copies=False)
+    guard.run(0)
+    before = everything(work)
+    next(work.model.parameters()).register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        guard.run(1)
+    assert guard.undo() == 1
+    assert same(everything(work), before)
+
+
+def test_steps_since_the_latest_copy_are_trained_again(monkeypatch):
+    monkeypatch.setattr("planner.recovery.COPY_EVERY_STEPS", 2)
+    work = workload()
+    guard, before = Guard(work, copies=True), []
+    for step in range(5):
+        before.append(state_of(work))
+        guard.run(step)
+    fails_once(work, "optimizer", monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError):
+        guard.run(5)
+    assert guard.undo() == 4
+    assert same(state_of(work), before[4])
