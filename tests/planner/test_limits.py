@@ -71,3 +71,8 @@ def test_tries_are_bounded():
 
     found = settle(1, attempt, floor=0, step=1, tries=6)
     assert (len(tried), found.size, found.next_fails) == (6, max(tried), False)
+
+
+def test_where_the_tries_end_above_untried_sizes_the_next_one_is_not_said_to_fail():
+    found = settle(9, lambda size: size <= 2, floor=0, step=1, tries=2)  # 9 and 8 fail, 1 to 7 are left
+    assert found == Settled(size=0, tried=False, next_fails=False)
