@@ -10,7 +10,8 @@ from planner.offloading import Offload, link_document, link_from, usable_link
 from planner.parcels import sent_bytes
 from planner.planning import NoPlan, feasible_solution, method_of
 from planner.sizes import parse_bytes
-from solvers import Chain, Problem, Replay, Schedule, Solution, keep_all, replay
+from planner.unplanned import keep_all_replay
+from solvers import Chain, Problem, Replay, Schedule, Solution, replay
 from solvers.link import Link
 
 SOLUTION_FORMAT = "planner-chain-solution"
@@ -35,11 +36,6 @@ def chain_from(document: Mapping[str, Any], where: str) -> Chain:
         if not isinstance(stage.name, str):
             raise ValueError(f"{where}: expected every stage to have a name, got {stage.name!r}; name it")
     return chain
-
-
-def keep_all_replay(chain: Chain) -> Replay:
-    """The step that keeps everything: what 100% of a budget and the unplanned seconds mean for a chain."""
-    return replay(chain, keep_all.schedules(chain)[0])
 
 
 def solve_chain_document(

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from planner.chain_files import keep_all_replay
 from planner.cost_model import chain_of
 from planner.graph_files import unplanned_replay
 from planner.offloading import Mode, Offload, offload_from, usable_link
 from planner.problem_files import Source, read_source
+from planner.unplanned import keep_all_replay
 from profiler.records import Profile
 from solvers import Chain, Solution
 from solvers import frontier as solver_frontier

@@ -13,9 +13,8 @@ from planner.offloading import Offload, usable_link
 from planner.plan import Plan
 from planner.planning import Infeasible, solve
 from planner.sizes import format_bytes
+from planner.unplanned import keep_all_replay
 from profiler.records import Profile
-from solvers import Chain, replay
-from solvers.keep_all import schedules as keeping_all
 from solvers.minimum_memory import shortage
 
 # So little leaves out the integer program for short chains, which proves what is found and hardly ever betters it.
@@ -81,7 +80,7 @@ class Forecast:
         except NoProfile:
             return False  # without a profile there is no plan
         if way == "none":
-            return _unplanned_peak(chain) <= self.budget_bytes
+            return keep_all_replay(chain).peak_bytes <= self.budget_bytes
         if way == "recompute":
             return shortage(chain).minimum_budget_bytes <= self.budget_bytes
         return self.quick(way, size) is not None
@@ -97,7 +96,7 @@ class Forecast:
         """The plan for a size, the leanest where none is predicted to fit, and its predicted peak."""
         own = self.profile_at(size)
         if way == "none":
-            return None, _unplanned_peak(chain_of(own))
+            return None, keep_all_replay(chain_of(own)).peak_bytes
         key = (way, size, self.margin_bytes[way])
         if key not in self._plans:
             self._plans[key] = self._planned(own, way)
@@ -136,7 +135,3 @@ def quick_plan(profile: Profile, budget_bytes: int, wish: Offload) -> Plan:
     """A plan by the method that weighs most in little time; raises Infeasible."""
     solver = "auto" if wish.mode == "only" else "rotor"
     return solve(profile, budget_bytes, solver=solver, offload=wish)
-
-
-def _unplanned_peak(chain: Chain) -> int:
-    return replay(chain, keeping_all(chain)[0]).peak_bytes

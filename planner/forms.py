@@ -14,13 +14,13 @@ from planner.growth import Growth, Unlike
 from planner.profiling import profile
 from planner.targets import call_target, load_target, on_device
 from planner.trials import ran_out, release
+from planner.unplanned import keep_all_replay
 from profiler.precision import types_part
 from profiler.profiling import ProfileError, Progress
 from profiler.records import Profile
 from profiler.trees import tensors_in
 from profiler.variants import varied
 from profiler.workload import LossFunction, Workload, own_loss
-from solvers import keep_all, replay
 
 Target = str | Callable[..., Workload] | Workload
 Report = Callable[[str], None]
@@ -165,8 +165,8 @@ class Forms:
             grown = Growth(sizes=sizes, profiles=tuple(found[size] for size in sizes)).at(self.samples // parts)
         except Unlike as error:
             raise ProfileError(f"{failure}; nor does it follow from smaller batches: {error}") from failure
-        chain = chain_of(grown)  # The peak may stand elsewhere than at a smaller batch.
-        return replace(grown, unplanned_peak_bytes=replay(chain, keep_all.schedules(chain)[0]).peak_bytes)
+        whole = keep_all_replay(chain_of(grown))  # The peak may stand elsewhere than at a smaller batch.
+        return replace(grown, unplanned_peak_bytes=whole.peak_bytes)
 
     def light(self) -> Workload:
         """The workload in the form with the largest batch that a step was run with."""
