@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from planner.applier import split_name
-from planner.profiled_sizes import SameChoices
+from planner.profiled_sizes import same_choices
 from planner.profiling import profile
 from planner.signatures import Signature, SignatureReader
 from profiler import profiling
@@ -70,8 +70,7 @@ def profiles_of(
 
 def _profile_like(alike: Profile, workload: Workload, stages: Sequence[StagePattern] | None) -> Profile:
     names = list(dict.fromkeys(split_name(s.name)[0] for s in alike.stages if s.kind == "stage"))
-    propose = SameChoices(alike.menus) if any(menu.options for menu in alike.menus) else None
-    return profiling.profile(workload, stages=stages or names or None, propose=propose)
+    return profiling.profile(workload, stages=stages or names or None, propose=same_choices(alike))
 
 
 def _elements(workload: Workload) -> int:

@@ -43,8 +43,12 @@ def with_size(
 
 
 def _like(other: Profile, workload: Workload, progress: Progress) -> Profile:
-    propose = SameChoices(other.menus) if any(menu.options for menu in other.menus) else None
-    return profiling.profile(workload, propose=propose, progress=progress)
+    return profiling.profile(workload, propose=same_choices(other), progress=progress)
+
+
+def same_choices(other: Profile) -> SameChoices | None:
+    """What proposes the choices that another profile has measured; None where it has none."""
+    return SameChoices(other.menus) if any(menu.options for menu in other.menus) else None
 
 
 class SameChoices:
