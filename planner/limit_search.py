@@ -97,7 +97,7 @@ class LimitSearch:
         over = (found.peak_bytes or 0) - expected
         if found.fits(budget_bytes) or plan is None or over <= 0 or expected > budget_bytes:
             return found.fits(budget_bytes)
-        self._forecast.margin_bytes[way] += over
+        self._forecast.margin_bytes[way] = max(self._forecast.margin_bytes[way], over)
         plan, expected = self._forecast.plan_at(way, size)  # a leaner one may fit yet
         if expected + self._forecast.margin_bytes[way] > budget_bytes:
             return False

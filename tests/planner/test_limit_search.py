@@ -121,3 +121,12 @@ def test_measured_seconds_decide_on_the_best_throughput(growth, monkeypatch, fas
     low, _, _ = fast_between
     best = search(growth, monkeypatch, lambda plan, expected: expected, lambda size: float(size**2)).best
     assert best.size == low and best.way == "none"
+
+
+def test_however_often_peaks_are_too_high_plans_leave_free_what_they_were_too_high_by(growth, monkeypatch):
+    over = 100_000
+    found = search(growth, monkeypatch, lambda plan, expected: expected + (over if plan else 0)).recompute
+    assert found.predicted_size >= found.size + 2 * STEP  # so they were at two sizes at least
+    assert found.confirmed and found.next_fails
+    assert needed(growth, found.size) + over <= BUDGET < needed(growth, found.size + STEP) + over
+    assert found.plan.budget_bytes == BUDGET - over
