@@ -13,14 +13,14 @@ import pandas as pd
 
 import planner
 from benchmarks.reporting import RESULTS, result_name, write_result
+from benchmarks.step_peaks import peak_bytes_of
 from planner.forms import Forms
 from planner.levers import Combination
 from planner.offloading import Offload
 from planner.other_optimizers import optimizer_named
 from planner.sizes import parse_bytes
-from profiler.meter import memory_meter, metered, time_meter
+from profiler.meter import metered, time_meter
 from profiler.preservation import preserved
-from profiler.profiling import resident_bytes_of
 from profiler.variants import varied
 
 MODELS: dict[str, dict[str, Any]] = {"gpt2": {"layers": 6}, "resnet50": {"batch": 16}}
@@ -65,13 +65,9 @@ def measured(forms: Forms, each: Combination) -> Real:
                 del value
         work.update()
 
-    def peak() -> int:
-        meter = memory_meter(work.device, resident_bytes_of(work).total)
-        return max(interval.peak_bytes for interval in metered(meter, effective))
-
     with preserved(work), contextlib.nullcontext() if each.plan is None else planner.apply(work.model, each.plan):
         work.zero_grad()
-        first, later = peak(), peak()
+        first, later = peak_bytes_of(work, effective), peak_bytes_of(work, effective)
         times = [sum(i.seconds for i in metered(time_meter(work.device), effective)) for _ in range(REPEATS)]
     return Real(first, later, statistics.median(times))
 

@@ -15,11 +15,10 @@ import pandas as pd
 
 import planner
 from benchmarks.reporting import RESULTS, result_name, write_result
+from benchmarks.step_peaks import peak_bytes_of
 from planner.dynamic import DynamicHandle
 from planner.plan_book import without_shapes
 from planner.zoo import build
-from profiler.meter import memory_meter, metered
-from profiler.profiling import resident_bytes_of
 from profiler.workload import Workload
 
 LENGTHS = (64, 80, 96, 128, 160, 192, 224, 256)
@@ -73,9 +72,9 @@ def main() -> None:
 def _first_peak(workload: Workload) -> int:
     """Of the first step of a signature, under its safe plan unless it was profiled."""
     workload.zero_grad()
-    intervals = metered(memory_meter(workload.device, resident_bytes_of(workload).total), workload.step)
+    peak_bytes = peak_bytes_of(workload)
     workload.zero_grad()
-    return max(interval.peak_bytes for interval in intervals)
+    return peak_bytes
 
 
 def _seconds(models: dict[str, Any], batches: dict[int, Any], steps: int) -> dict[str, dict[int, list[float]]]:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import planner
 from benchmarks.headline_models import bert_small
 from benchmarks.headline_rows import OFFLOAD_TIMES, Row
+from benchmarks.step_peaks import peak_bytes_of
 from planner.batch_limits import Way
 from planner.forecast import Forecast
 from planner.profiled_sizes import growth_over
 from planner.sizes import format_bytes
-from profiler.meter import memory_meter, metered, time_meter
-from profiler.profiling import resident_bytes_of
+from profiler.meter import metered, time_meter
 from profiler.workload import Workload
 
 UNPLANNED = 4  # sequences that fit without a plan
@@ -161,8 +161,7 @@ class _Training:
         with self._planned():
             self._workload.step()
             self._workload.zero_grad()
-            meter = memory_meter(self._workload.device, resident_bytes_of(self._workload).total)
-            return max(interval.peak_bytes for interval in metered(meter, self._workload.step))
+            return peak_bytes_of(self._workload)
 
     def seconds(self) -> float:
         """Of one more step; putting the plan on and off is not timed."""

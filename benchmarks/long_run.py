@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 
 import planner
+from benchmarks.step_peaks import peak_bytes_of
 from planner.zoo import build
-from profiler.meter import memory_meter, metered
-from profiler.profiling import resident_bytes_of
 from profiler.workload import Workload
 
 STEPS = 1000
@@ -83,5 +82,4 @@ def _trained(workload: Workload, steps: int) -> tuple[tuple[float, ...], tuple[i
 
 def _metered_step(workload: Workload, losses: list[float]) -> int:
     workload.zero_grad()
-    meter = memory_meter(workload.device, resident_bytes_of(workload).total)
-    return max(interval.peak_bytes for interval in metered(meter, lambda: losses.append(workload.step())))
+    return peak_bytes_of(workload, lambda: losses.append(workload.step()))

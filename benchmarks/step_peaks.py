@@ -1,0 +1,15 @@
+"""The measured peak of a step that is run for good: unlike ``planner.measure``, nothing is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from profiler.meter import memory_meter, metered
+from profiler.profiling import resident_bytes_of
+from profiler.workload import Workload
+
+
+def peak_bytes_of(workload: Workload, run: Callable[[], object] | None = None) -> int:
+    """Most bytes alive at once, model states and batch included, while ``run`` runs: one step where none is given."""
+    meter = memory_meter(workload.device, resident_bytes_of(workload).total)
+    return max(interval.peak_bytes for interval in metered(meter, run or workload.step))
