@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 import planner
+from planner import recovery
+from planner.oom_diagnosis import _beside, _predicted_at
 from planner.oom_report import FailureReport, OutOfMemory, allocation_in
 from planner.recovery import Guard, smaller_plan
+from planner.timeline import Phase, Span, Timeline
 from planner.training import train_planned
 from profiler.trees import tensors_in
 from profiler.workload import Workload
@@ -180,10 +183,15 @@ def test_the_next_budget_is_what_the_device_gave_and_a_twentieth_less_at_least(p
     assert smaller_plan(plan, report_with(plan, actual_bytes=plan.predicted_peak_bytes)).budget_bytes == twentieth
     given = int(0.9 * plan.predicted_peak_bytes)
     assert smaller_plan(plan, report_with(plan, actual_bytes=given)).budget_bytes == given
+    # What was alive elsewhere than at the failure, or in a step that no plan makes smaller, says nothing of the device.
+    for values in ({"phase": "optimizer"}, {"repeated": False}):
+        assert smaller_plan(plan, report_with(plan, actual_bytes=given, **values)).budget_bytes == twentieth
     least = smaller_plan(plan, report_with(plan, actual_bytes=1))
     assert least.predicted_peak_bytes == least.budget_bytes
     with pytest.raises(ValueError, match="no plan needs less"):
         smaller_plan(least, report_with(least))
+    with pytest.raises(ValueError, match="no plan needs less"):
+        smaller_plan(replace(least, budget_bytes=2 * least.budget_bytes), report_with(least))
 
 
 @pytest.mark.parametrize(
@@ -291,3 +299,95 @@ def test_steps_since_the_latest_copy_are_trained_again(monkeypatch):
         guard.run(5)
     assert guard.undo() == 4
     assert same(state_of(work), before[4])
+
+
+class Counting(nn.Module):
+    """Counts on itself, and goes on from the state in which the last batch left it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.calls, self.state = 0, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        before, self.state = self.state, x.detach().mean(0)
+        return x + torch.tanh(self.layer(x if before is None else x + before)) / self.calls
+
+
+def counting() -> Workload:
+    torch.manual_seed(5)
+    model = nn.Sequential(*[nn.Sequential(Counting(), Block(16)) for _ in range(4)])
+    inputs, optimizer = torch.randn(512, 16), torch.optim.Adam(model.parameters(), lr=1e-2)
+    return Workload(model=model, inputs=inputs, loss=lambda y: y.square().mean(), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+def test_what_modules_keep_on_themselves_is_undone_too(phase, monkeypatch):
+    calm = counting()
+    losses = [calm.step() for _ in range(STEPS)]
+    work = counting()
+    plan = planner.solve(planner.profile(work, stages=["Block"], menus=False), "100%", solver="rotor")
+    Bomb(work, phase, monkeypatch)
+    assert list(train_planned(work, plan, steps=STEPS, retries=1).losses) == losses
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_memory_that_runs_out_before_forward_undoes_nothing_and_loses_nothing(plan, retries, monkeypatch):
+    calm = workload()
+    losses = [calm.step()]
+    after_one = state_of(calm)
+    losses += [calm.step() for _ in range(STEPS - 1)]
+    after_all, work = state_of(calm), workload()
+    copied = iter([True, False, *[True] * STEPS])
+
+    class Short(recovery._BeforeStep):
+        def __init__(self, work: Workload) -> None:
+            if not next(copied):
+                raise MemoryError("no room for a copy")
+            super().__init__(work)
+
+    monkeypatch.setattr(recovery, "_BeforeStep", Short)
+    if retries:
+        assert list(train_planned(work, plan, steps=STEPS, retries=1).losses) == losses
+        assert same(state_of(work), after_all)
+        return
+    with pytest.raises(OutOfMemory, match="nothing was lost") as failure:
+        train_planned(work, plan, steps=STEPS)
+    assert list(failure.value.losses) == losses[:1] and same(state_of(work), after_one)
+
+
+def test_copies_leave_gradients_that_are_added_to_where_they_are(monkeypatch):
+    monkeypatch.setattr("planner.recovery.COPY_EVERY_STEPS", 1)
+    work = workload(accumulate=True)
+    guard = Guard(work, copies=True)
+    guard.run(0)
+    before = [parameter.grad for parameter in work.model.parameters()]
+    guard.run(1)
+    assert all(p.grad is grad for p, grad in zip(work.model.parameters(), before, strict=True))
+
+
+def span(stage: str, peak_bytes: int, *, action: Any = "recompute", phase: Phase = "backward") -> Span:
+    sizes = {"before_bytes": 0, "peak_bytes": peak_bytes, "after_bytes": 0}
+    return Span(phase=phase, stage=stage, action=action, start_seconds=0.0, end_seconds=0.0, **sizes)
+
+
+def test_what_was_alive_stands_beside_what_was_predicted_of_the_same_run():
+    """A stage that runs again and again has another prediction each time; one run may be measured in stretches."""
+    predicted = (span("a", 10), span("b", 20), span("a", 30), span("a", 5, action="backward"))
+    measured = [span("a", 3), span("a", 9), span("a", 4), span("b", 21), span("a", 31), span("c", 7)]
+    found = _beside(measured, Timeline(source="predicted", planned=True, spans=predicted))
+    assert [(row.stage, row.predicted_bytes, row.actual_bytes) for row in found] == [
+        ("a", 10, 9),
+        ("b", 20, 21),
+        ("a", 30, 31),
+        ("c", None, 7),
+    ]
+
+
+def test_where_nothing_was_measured_the_most_that_is_predicted_of_the_place_counts(plan):
+    lean = smaller_plan(plan, report_with(plan))
+    for own in (plan, lean):
+        places = [(phase, stage.name) for phase in ("forward", "backward") for stage in own.stages]
+        sizes = [_predicted_at(own, phase, stage) for phase, stage in [*places, ("optimizer", "")]]
+        assert max(size or 0 for size in sizes) == own.predicted_peak_bytes
