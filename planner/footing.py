@@ -8,6 +8,7 @@ import torch
 
 from planner.growth import whole_at
 from planner.limits import MOST
+from planner.targets import NoTarget
 from planner.trials import Build, Report, Trial, has_room, ran_out, states_bytes, trial
 
 STARTS = 10  # doublings of the step in search of a size that the target takes: 512 steps
@@ -45,6 +46,8 @@ def footing_of(build: Build, vary: str, step: int, report: Report) -> Footing:
         try:
             workload = build(size)
             states, device = states_bytes(workload), workload.device
+        except NoTarget:
+            raise  # other sizes would not help
         except ValueError as error:
             if ran_out(error):
                 raise ValueError(

@@ -27,6 +27,10 @@ class TargetError(ValueError):
     """A target that gives no workload; the message says what was expected, what came, and what to do."""
 
 
+class NoTarget(TargetError):
+    """There is no such function, or it does not take these settings, whatever their values."""
+
+
 def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Workload:
     """Call the function that ``text`` names and return the workload that it builds.
 
@@ -43,7 +47,7 @@ def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Workloa
     """
     place, colon, name = text.strip().rpartition(":")
     if not (colon and place and name):
-        raise TargetError(f"target: expected {_FORMS}, got {text!r}; write both sides of the colon")
+        raise NoTarget(f"target: expected {_FORMS}, got {text!r}; write both sides of the colon")
     if place == "zoo":
         return _from_zoo(name, settings or {})
     return call_target(text, _function(text, _module(text, place), name), settings or {})
@@ -101,6 +105,8 @@ def _parse_value(text: str) -> int | float | bool | str:
 def _from_zoo(name: str, settings: Mapping[str, Any]) -> Workload:
     try:
         return zoo.build(name, **settings)
+    except zoo.Unknown as error:
+        raise NoTarget(str(error)) from error
     except (ValueError, ModuleNotFoundError) as error:  # its messages say expected, got, remedy already
         raise TargetError(str(error)) from error
     except (RuntimeError, MemoryError, OverflowError) as error:  # torch says so when an allocation fails
@@ -113,7 +119,7 @@ def _module(text: str, place: str) -> ModuleType:
     if place.endswith(".py"):
         return _import(text, lambda: _load_file(text, Path(place)))
     if not all(part.isidentifier() for part in place.split(".")):
-        raise TargetError(f"target: expected {_FORMS}, got {text!r}; end the file's name with .py")
+        raise NoTarget(f"target: expected {_FORMS}, got {text!r}; end the file's name with .py")
     _put_on_path(Path.cwd())
     return _import(text, lambda: importlib.import_module(place))
 
@@ -125,7 +131,7 @@ def _import(text: str, load: Callable[[], ModuleType]) -> ModuleType:
         raise
     # The module is the user's code: it may raise anything, and an exit at import is an error here too.
     except (Exception, SystemExit) as error:
-        raise TargetError(
+        raise NoTarget(
             f"target {text!r}: expected a module that imports, got {_describe(error)}; "
             "check its name and that it imports on its own"
         ) from error
@@ -133,11 +139,11 @@ def _import(text: str, load: Callable[[], ModuleType]) -> ModuleType:
 
 def _load_file(text: str, path: Path) -> ModuleType:
     if not path.is_file():
-        raise TargetError(f"target {text!r}: expected a file, got none at {str(path)!r}; check the path")
+        raise NoTarget(f"target {text!r}: expected a file, got none at {str(path)!r}; check the path")
     name = f"planner_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise TargetError(f"target {text!r}: expected a Python file, got {str(path)!r}; name a .py file")
+        raise NoTarget(f"target {text!r}: expected a Python file, got {str(path)!r}; name a .py file")
     module = importlib.util.module_from_spec(spec)
     _put_on_path(path.resolve().parent)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
@@ -160,7 +166,7 @@ def _function(text: str, module: ModuleType, name: str) -> Callable[..., Any]:
         return found
     functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
     got = "nothing of that name" if found is None else f"a {type(found).__name__}"
-    raise TargetError(
+    raise NoTarget(
         f"target {text!r}: expected a function {name!r}, got {got}; "
         f"use one of those there: {', '.join(sorted(functions)) or 'none yet'}"
     )
@@ -196,7 +202,7 @@ def _check_settings(text: str, function: Callable[..., Any], settings: Mapping[s
         hidden = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
         accepted = ", ".join(str(p) for p in signature.parameters.values() if p.kind not in hidden)
         given = ", ".join(f"{key}={value}" for key, value in settings.items())
-        raise TargetError(
+        raise NoTarget(
             f"target {text!r}: expected the settings ({accepted}), got ({given}): {error}; "
             "give those with --set key=value"
         ) from error

@@ -11,7 +11,7 @@ from typing import Any
 from planner.zoo.language import build_bert, build_gpt2, build_llama, build_t5
 from planner.zoo.mindspore import build_mindspore_blocks
 from planner.zoo.mlp import build_mlp
-from planner.zoo.training import check_settings
+from planner.zoo.training import Unknown, check_settings
 from planner.zoo.unet import build_unet
 from planner.zoo.vision import build_resnet50, build_vit
 from profiler.workload import Workload
@@ -28,7 +28,7 @@ _BUILDERS: dict[str, Callable[..., Workload]] = {
     "mindspore_blocks": build_mindspore_blocks,
 }
 
-__all__ = ["build", "names"]
+__all__ = ["Unknown", "build", "names"]
 
 
 def names() -> tuple[str, ...]:
@@ -52,7 +52,7 @@ def build(name: str, **settings: Any) -> Workload:
         ModuleNotFoundError: the model needs transformers and it is not installed.
     """
     if name not in _BUILDERS:
-        raise ValueError(f"zoo: expected one of {', '.join(_BUILDERS)}, got {name!r}; use one of them")
+        raise Unknown(f"zoo: expected one of {', '.join(_BUILDERS)}, got {name!r}; use one of them")
     builder = _BUILDERS[name]
     check_settings(name, builder, settings)
     return builder(**settings)

@@ -32,6 +32,10 @@ _CHOICES = {"optimizer": tuple(OPTIMIZERS), "precision": PRECISIONS}
 _LEAST = {"seed": 0, "seq": 2}  # with one token there is no next one to predict, and the loss is NaN; others: 1
 
 
+class Unknown(ValueError):
+    """A model or a setting that the zoo does not have, whatever its value."""
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Draw weights and batch from ``seed`` on the CPU, so they are the same on every device; the caller's RNG stays."""
@@ -107,7 +111,7 @@ def check_settings(name: str, builder: Callable[..., Workload], settings: Mappin
     accepted = ", ".join(f"{key}={value}" for key, value in defaults.items())
     for key, value in settings.items():
         if key not in defaults:
-            raise ValueError(f"zoo:{name}: expected the settings {accepted} (defaults), got {key!r}; use one of them")
+            raise Unknown(f"zoo:{name}: expected the settings {accepted} (defaults), got {key!r}; use one of them")
         _check_value(f"zoo:{name}", key, value, defaults[key])
     merged = {**defaults, **settings}
     if merged["optimizer"] == "none" and merged["precision"] == "amp-fp16":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -295,3 +296,20 @@ def test_a_budget_for_nothing_ends_with_exit_code_3():
 )
 def test_wrong_input_is_refused(args, says):
     assert says in refused("max-batch", "zoo:mlp", "--budget", "1GB", *args)
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        (lambda layers=2: build(layers), "expected the settings (layers=2)"),
+        ("zoo:mlp", "expected the settings batch="),
+        ("zoo:nothing", "expected one of gpt2"),
+        ("planner.zoo:nothing", "expected a function 'nothing'"),
+        ("not/there.py:build", "expected a file"),
+    ],
+)
+def test_what_no_size_helps_is_refused_without_trying_others(target, says):
+    vary = "wings" if target == "zoo:mlp" else "batch"
+    with pytest.raises(ValueError, match=re.escape(says)) as refusal:
+        search(target, "1GB", vary=vary)
+    assert "doubles" not in str(refusal.value)
