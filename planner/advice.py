@@ -15,6 +15,8 @@ from planner.profiled_states import states_bytes
 from planner.sizes import format_bytes, parse_bytes
 from profiler.profiling import Progress
 
+_NAMED = 3  # combinations that a note names
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
@@ -142,5 +144,6 @@ def _notes(found: Found, states: int, budget_bytes: int) -> tuple[str, ...]:
     fitting = [each for each in found.combinations if each.fits]
     if not fitting:
         return (f"{over}, and no lever brings the step down to it", *found.notes)
-    names = list(dict.fromkeys(name for each in fitting for name in each.names[:1]))
-    return (f"{over}: what fits begins with {', '.join(names)}", *found.notes)
+    others = len(fitting) - _NAMED
+    more = f", or one of {others} more" if others > 0 else ""
+    return (f"{over}: what fits is {', or '.join(each.title for each in fitting[:_NAMED])}{more}", *found.notes)

@@ -108,7 +108,8 @@ def _activation_tables(advice: Advice) -> list[RenderableType]:
 
 def _share_table(title: str, what: str, sizes: dict[str, int], whole: int) -> Table:
     table = plain_table(title, [what], ["size", "share"])
-    for name, size in shortened(sizes, ROWS).items():
+    held = {name: size for name, size in sizes.items() if size}
+    for name, size in shortened(held, ROWS).items():
         table.add_row(escape(name), format_bytes(size), f"{size / whole:.0%}")
     return table
 
