@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from io import StringIO
 
 import pytest
-from rich.console import Console
 
 import planner
 from planner.op_fates import fates_of_ops, grouped_fates, held_bytes, kept_by, makers
@@ -15,6 +13,7 @@ from planner.plan import Decision
 from planner.stage_kinds import StageKind, common_path, kinds_of_stages, names_in_short
 from profiler.records import MenuRecord, OptionRecord
 from profiler.stage_ops import StageOp, StageOps, StageStorage
+from tests.planner.texts import text_of
 
 MIB = 2**20
 
@@ -142,12 +141,6 @@ def test_alike_ops_come_together_those_that_run_again_first() -> None:
         ("recomputed", (2, 3)), ("kept", (0, 4, 5)), ("not needed", (6,)),
     ]  # fmt: skip
     assert found[0].size_bytes == 5 * MIB
-
-
-def text_of(renderable) -> str:
-    stream = StringIO()
-    Console(file=stream, width=100).print(renderable)
-    return stream.getvalue()
 
 
 @pytest.fixture(scope="module")

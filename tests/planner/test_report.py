@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from io import StringIO
 from typing import Literal
 
 import pandas as pd
 import pytest
-from rich.console import Console
 
 from planner import report
 from planner.comparison import ComparisonRow
 from planner.curves import COLUMNS
 from profiler.records import OpRecord, Phase, Profile, ResidentBytes, StageRecord
+from tests.planner.texts import text_of
 
 MIB = 2**20
-
-
-def text_of(renderable) -> str:
-    stream = StringIO()
-    Console(file=stream, width=100).print(renderable)
-    return stream.getvalue()
 
 
 def line_with(text: str, *words: str) -> str:
