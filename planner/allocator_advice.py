@@ -1,16 +1,26 @@
-"""Advice on the CUDA allocator, from what it held beside the tensors of a step."""
+"""Advice on allocators: CUDA's, which holds more than the tensors, and the C library's, which holds too little."""
 
 from __future__ import annotations
+
+import os
 
 from planner.sizes import format_bytes
 
 # A choice, not a measurement: below it a headroom of the same size costs less than changing how memory is mapped.
 FRAGMENTED_SHARE = 0.1
-SETTING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+SEGMENTS = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+# glibc maps every block above 32 MiB anew and unmaps it when it is freed (DEFAULT_MMAP_THRESHOLD_MAX of its malloc.c);
+# the system clears each page when it is first touched. Kept in the process, and on large pages, freed memory costs
+# nothing to get again, as with torch's caching allocator on CUDA.
+GLIBC = (
+    "GLIBC_TUNABLES",
+    "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776:"
+    "glibc.malloc.top_pad=268435456",
+)
 
 
 def advice_on_allocator(peak_bytes: int, reserved_bytes: int | None, *, expandable: bool) -> str:
-    """What to change where the allocator wastes more than a tenth of what it holds; empty where nothing.
+    """What to change where CUDA's allocator wastes more than a tenth of what it holds; empty where nothing.
 
     Args:
         peak_bytes: of the step.
@@ -25,6 +35,33 @@ def advice_on_allocator(peak_bytes: int, reserved_bytes: int | None, *, expandab
     wasted = reserved_bytes - peak_bytes
     return (
         f"the allocator holds {format_bytes(wasted)} that no tensor uses, {wasted / reserved_bytes:.0%} of what it has "
-        f"reserved: set {SETTING} in the environment before Python starts (torch still reads the older name "
+        f"reserved: set {'='.join(SEGMENTS)} in the environment before Python starts (torch still reads the older name "
         "PYTORCH_CUDA_ALLOC_CONF, too) and measure again"
     )
+
+
+def advice_on_malloc(peak_bytes: int, faulted_bytes: int | None) -> str:
+    """What to change where a step gets more from the system anew than its whole peak; empty where nothing.
+
+    Args:
+        peak_bytes: of the step.
+        faulted_bytes: of one step; None but on the CPU.
+
+    >>> advice_on_malloc(100, 100)
+    ''
+    """
+    name, setting = GLIBC
+    if faulted_bytes is None or faulted_bytes <= peak_bytes or name in os.environ or not _has_glibc():
+        return ""
+    return (
+        f"each step gets {format_bytes(faulted_bytes)} of memory anew from the system, which has to clear it, since "
+        f"the C library gives large tensors back at once: set {name}={setting} in the environment before Python "
+        "starts, so that the process keeps what it has had, and measure again"
+    )
+
+
+def _has_glibc() -> bool:
+    try:
+        return bool(os.confstr("CS_GNU_LIBC_VERSION"))
+    except (AttributeError, OSError, ValueError):  # Windows has no such question, other C libraries no such name
+        return False

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from planner import documents, report
-from planner.allocator_advice import advice_on_allocator
+from planner.allocator_advice import advice_on_allocator, advice_on_malloc
 from planner.cli_shell import check_folder, note, show, show_json, working
 from planner.oom_report import FailureReport, OutOfMemory, failure_text
 from planner.plan import Plan
@@ -60,4 +60,5 @@ def _say(failure: FailureReport) -> None:
 def _document(run: TrainingRun) -> dict[str, Any]:
     expandable = run.reserved_bytes is not None and has_expandable_segments()
     advice = advice_on_allocator(run.measured_peak_bytes, run.reserved_bytes, expandable=expandable)
+    advice = advice or advice_on_malloc(run.measured_peak_bytes, run.faulted_bytes)
     return {**documents.training_document(run), "allocator_advice": advice}

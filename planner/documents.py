@@ -108,6 +108,7 @@ def training_document(run: TrainingRun) -> dict[str, Any]:
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "measured_peak_bytes": run.measured_peak_bytes,
         "reserved_bytes": run.reserved_bytes,
+        "faulted_bytes": run.faulted_bytes,
         "predicted_seconds": plan.predicted_seconds,
         "measured_seconds": run.measured_seconds,
         "unplanned_peak_bytes": plan.unplanned_peak_bytes,
@@ -122,7 +123,7 @@ def training_document(run: TrainingRun) -> dict[str, Any]:
 def lost_training_document(plan: Plan, failure: OutOfMemory) -> dict[str, Any]:
     """What ``train --json`` says where memory ran out for good; ``plan`` is the first one."""
     last = failure.reports[-1]
-    unknown = dict.fromkeys(("measured_peak_bytes", "reserved_bytes", "measured_seconds"))
+    unknown = dict.fromkeys(("measured_peak_bytes", "reserved_bytes", "faulted_bytes", "measured_seconds"))
     return {
         "status": "out_of_memory",
         "model_class": plan.model_class,

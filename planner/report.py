@@ -302,16 +302,14 @@ def training_report(document: Mapping[str, Any]) -> RenderableType:
 
 
 def _reserved(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the allocator held of the device beside the tensors, and what to do about it; nothing on the CPU."""
-    reserved = document.get("reserved_bytes")
+    """What the allocator held of a CUDA device beside the tensors, and what to do about the allocator of any device."""
+    reserved, advice = document.get("reserved_bytes"), document.get("allocator_advice")
+    rows = [("allocator", escape(advice))] if advice else []
     if reserved is None:
-        return []
+        return rows
     above = reserved - document["measured_peak_bytes"]
-    rows = [
-        ("reserved", f"{_both(reserved)}: {_share(above, reserved)} of it no tensors; --headroom {above} covers it")
-    ]
-    advice = document.get("allocator_advice")
-    return [*rows, ("", escape(advice))] if advice else rows
+    held = f"{_both(reserved)}: {_share(above, reserved)} of it no tensors; --headroom {above} covers it"
+    return [("reserved", held), *rows]
 
 
 def _retries(document: Mapping[str, Any]) -> list[tuple[str, str]]:

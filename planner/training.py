@@ -31,6 +31,7 @@ class TrainingRun:
         measured_peak_bytes: most bytes alive at once in a whole step.
         measured_seconds: median seconds of a step, by the same meter as the profile's.
         reserved_bytes: most bytes that the allocator held for that; None on the CPU.
+        faulted_bytes: that a step gets from the system anew, since the allocator gave them back; None but on the CPU.
         failures: each time that memory ran out and a smaller plan was tried.
     """
 
@@ -40,6 +41,7 @@ class TrainingRun:
     measured_peak_bytes: int
     measured_seconds: float
     reserved_bytes: int | None = None
+    faulted_bytes: int | None = None
     failures: tuple[FailureReport, ...] = ()
 
 
@@ -94,6 +96,7 @@ def train_planned(
         measured_peak_bytes=training.measured.peak_bytes,
         measured_seconds=training.measured.seconds,
         reserved_bytes=training.measured.reserved_bytes,
+        faulted_bytes=training.measured.faulted_bytes,
         failures=tuple(failures),
     )
 

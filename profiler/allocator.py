@@ -1,8 +1,13 @@
-"""The device's caching allocator: what it holds beside the tensors that are alive."""
+"""Allocators: what CUDA's holds beside the tensors that are alive, and what the CPU's gets from the system anew."""
 
 from __future__ import annotations
 
+import sys
+
 import torch
+
+if sys.platform != "win32":
+    import resource
 
 
 def release_cache(device: torch.device) -> None:
@@ -22,6 +27,16 @@ def reserved_for(device: torch.device, peak_bytes: int) -> int | None:
         return None
     wasted = torch.cuda.max_memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     return peak_bytes + wasted
+
+
+def faulted_bytes(device: torch.device) -> int | None:
+    """Bytes that the system has given to this process until now, a page fault each; None where nothing counts them.
+
+    A large page counts as a small one: what is cleared in one go costs little.
+    """
+    if device.type != "cpu" or sys.platform == "win32":
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt * resource.getpagesize()
 
 
 def has_expandable_segments() -> bool:

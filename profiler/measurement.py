@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from profiler.allocator import release_cache, reserved_for
+from profiler.allocator import faulted_bytes, release_cache, reserved_for
 from profiler.meter import Interval, Meter, memory_meter, metered, time_meter
 from profiler.preservation import RandomState, preserved
 from profiler.profiling import first_step, resident_bytes_of, until_stepped
@@ -22,6 +22,8 @@ class Measurement:
         loss: of the first step.
         reserved_bytes: most bytes that the device's allocator held at once for that peak; what is above
             ``peak_bytes`` is fragmentation and rounding. None on the CPU, which has no such allocator.
+        faulted_bytes: that the system had to hand over, cleared, in one step, since the C library's allocator had given
+            them back: the fewest of the steps. None on other devices.
     """
 
     peak_bytes: int
@@ -29,6 +31,7 @@ class Measurement:
     step_seconds: tuple[float, ...]
     loss: float
     reserved_bytes: int | None = None
+    faulted_bytes: int | None = None
 
 
 def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
@@ -45,6 +48,7 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
         raise ValueError(f"measure: expected repeats of at least 1, got {repeats}; pass a whole number")
     device = workload.device
     losses: list[float] = []
+    faults: list[int] = []
     with preserved(workload):
         release_cache(device)  # What others left in the allocator is no part of the step.
         randomness = RandomState.capture()
@@ -54,7 +58,11 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
         def again(meter: Meter) -> list[Interval]:
             randomness.restore()
             workload.zero_grad()
-            return metered(meter, lambda: losses.append(workload.step()))
+            before = faulted_bytes(device)
+            intervals = metered(meter, lambda: losses.append(workload.step()))
+            if before is not None:
+                faults.append((faulted_bytes(device) or 0) - before)
+            return intervals
 
         intervals = until_stepped(workload, lambda: again(memory_meter(device, resident_bytes)))
         peak_bytes = max(i.peak_bytes for i in intervals)
@@ -67,4 +75,5 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
         seconds=statistics.median(times),
         step_seconds=tuple(times),
         loss=losses[0],
+        faulted_bytes=min(faults, default=None),
     )
