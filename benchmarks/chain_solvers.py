@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.reporting import RESULTS, write_result
+from benchmarks.reporting import MIB, RESULTS, write_result
 from solvers import Chain, Option, Problem, Stage, frontier, keep_all, replay, solve_chain
 from solvers.minimum_memory import shortage
 from solvers.revolve import forward_runs
@@ -26,7 +26,6 @@ UNIFORM = ((10, 3), (50, 5), (100, 10))
 ILP_STAGES = 12
 ILP_SECONDS = 30.0
 DEPTHS = (0.0, 0.05, 0.15, 0.3, 0.6)
-MIB = 2**20
 
 
 def frontier_row(stages: int, menu: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 import planner
-from benchmarks.reporting import RESULTS, result_name, write_result
+from benchmarks.reporting import MIB, RESULTS, result_name, write_result
 from benchmarks.step_peaks import peak_bytes_of
 from planner.dynamic import DynamicHandle
 from planner.plan_book import without_shapes
@@ -24,7 +24,6 @@ from profiler.workload import Workload
 LENGTHS = (64, 80, 96, 128, 160, 192, 224, 256)
 PROFILED = (64, 160, 256)
 SHARE = 0.6  # of the unplanned peak of the longest batch
-MIB = 2**20
 
 
 def main() -> None:

@@ -10,9 +10,8 @@ import pandas as pd
 
 import planner
 from benchmarks.fidelity import GPU_SETTINGS
-from benchmarks.headline_rows import MIB
 from benchmarks.peer_turns import in_turns, timed_step
-from benchmarks.reporting import RESULTS, result_name, write_result
+from benchmarks.reporting import MIB, RESULTS, result_name, write_result
 from planner.zoo import build
 from profiler.preservation import preserved
 

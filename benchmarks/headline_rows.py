@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-MIB = 2**20
+from benchmarks.reporting import MIB
+
 TIMES, SPEED = 10.0, 0.744  # what the reference reaches with recomputation alone
 OFFLOAD_TIMES, OFFLOAD_SPEED = 14.3, 0.646  # and with offload
 SOURCE = (

@@ -10,7 +10,7 @@ import pandas as pd
 
 import planner
 from benchmarks.interleaving import interleaved
-from benchmarks.reporting import RESULTS, result_name, write_result
+from benchmarks.reporting import MIB, RESULTS, result_name, write_result
 from planner.zoo import build
 
 METHODS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy")
@@ -25,8 +25,8 @@ def row(workload: planner.Workload, profile: planner.Profile, plan: planner.Plan
     return {
         "plan": why,
         "solver": plan.solver,
-        "peak_beyond_resident_MiB": (measured - resident) / 2**20,
-        "predicted_beyond_resident_MiB": (plan.predicted_peak_bytes - resident) / 2**20,
+        "peak_beyond_resident_MiB": (measured - resident) / MIB,
+        "predicted_beyond_resident_MiB": (plan.predicted_peak_bytes - resident) / MIB,
         "predicted_slowdown": plan.slowdown,
         "measured_slowdown": times.ratio,
     }

@@ -15,7 +15,7 @@ import torch
 import planner
 from benchmarks.op_level import smallest_budget
 from benchmarks.peer_turns import in_turns, timed_step
-from benchmarks.reporting import RESULTS, result_name, write_result
+from benchmarks.reporting import MIB, RESULTS, result_name, write_result
 from benchmarks.simulated_gpu import on_gpu, repeated
 from planner.cost_model import chain_of
 from planner.zoo import build
@@ -23,7 +23,6 @@ from profiler.files import write_document
 from profiler.preservation import preserved
 from solvers import Chain, Link, Problem, Solution, solve_chain
 
-MIB = 2**20
 GBPS = (0.02, 0.2, 1.0, 5.0, 25.0)
 PLACES = (0.8, 0.5, 0.2)  # between the smallest budget of plans that send nothing and the unplanned peak
 MODELS: dict[str, dict[str, Any]] = {"gpt2": {"layers": 6}, "vit": {"layers": 6}, "resnet50": {}}

@@ -13,7 +13,7 @@ import pandas as pd
 
 import planner
 from benchmarks.peer_turns import Turns, in_turns, timed_step
-from benchmarks.reporting import RESULTS, result_name, write_result
+from benchmarks.reporting import MIB, RESULTS, result_name, write_result
 from planner.zoo import build
 from profiler.preservation import preserved
 
@@ -36,7 +36,6 @@ PLACES = {"0": 0.0, "1/4": 0.25, "1/2": 0.5, "3/4": 0.75}
 TUTORIAL = "mindspore_blocks"
 # Recomputing every block takes the tutorial's own step from 167 MB to 69 MB of dynamic memory (its log, MindSpore 2.5).
 TUTORIAL_REDUCTION = 1 - 69 / 167
-MIB = 2**20
 
 
 def smallest_budget(profile: planner.Profile) -> int:

@@ -13,7 +13,7 @@ import pandas as pd
 import planner
 from benchmarks.peer_methods import AOT_EAGER, INDUCTOR, SOLVERS, Peer, compiled_peers, eager_peers, missing
 from benchmarks.peer_turns import in_turns, timed_step
-from benchmarks.reporting import RESULTS, result_name, write_result
+from benchmarks.reporting import MIB, RESULTS, result_name, write_result
 from planner.zoo import build
 from profiler.preservation import preserved
 
@@ -22,7 +22,6 @@ BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)
 # Inductor compiles a model of 12 layers for about a minute: its default solver at three budgets.
 INDUCTOR_SOLVERS = ("dp",)
 INDUCTOR_BUDGETS = (0.1, 0.5, 0.9)
-MIB = 2**20
 
 
 def rows_of(name: str, peers: Iterable[Peer], rounds: int, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:

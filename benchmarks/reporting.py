@@ -16,6 +16,7 @@ import torch
 from profiler.files import write_whole
 
 RESULTS = Path(__file__).parent / "results"
+MIB = 2**20  # bytes; tables have them in MiB
 
 
 def machine() -> str:

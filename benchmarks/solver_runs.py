@@ -20,7 +20,6 @@ from solvers.graph_suite import DEFAULT_SECONDS, GraphSolution, solve_graph
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_SECONDS = 60.0  # beyond its time limit, before a solve is killed
-MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
