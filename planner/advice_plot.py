@@ -13,7 +13,7 @@ from planner.advice import Advice
 from planner.advice_report import foremost, shortened
 from planner.levers import Combination
 from planner.memory_map import GROUPS, MemoryMap
-from planner.plots import check_picture
+from planner.plots import check_picture, memory_unit
 from planner.sizes import format_bytes, format_seconds
 from profiler.files import write_whole
 
@@ -31,7 +31,6 @@ _STATE_COLOURS = {
 }
 _DARK = ("#0072B2", "#3D94C9")
 _FITS, _MISSES, _BUDGET = "#009E73", "#BBBBBB", "#B00020"
-_MEMORY = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 _PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 _BARS = 10
 _LEVERS = 16
@@ -52,7 +51,7 @@ def draw_advice(advice: Advice, path: str | Path) -> None:
 
 def advice_figure(advice: Advice) -> Figure:
     """The figure that ``draw_advice`` writes."""
-    unit, each = _unit(advice)
+    unit, each = memory_unit(max(advice.budget_bytes, advice.memory[0].peak_bytes))
     figure = Figure(figsize=(13, 11), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     # Parts of their own, so that long names in one of them leave the others their width.
@@ -71,11 +70,6 @@ def advice_figure(advice: Advice) -> Figure:
         fontsize="medium",
     )
     return figure
-
-
-def _unit(advice: Advice) -> tuple[str, float]:
-    largest = max(advice.budget_bytes, advice.memory[0].peak_bytes)
-    return next(((name, each) for name, each in _MEMORY if largest >= 4 * each), ("B", 1.0))
 
 
 def _draw_moments(axes: Axes, advice: Advice, unit: str, each: float) -> None:

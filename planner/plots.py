@@ -42,10 +42,13 @@ _STYLES = {
 }
 _OTHER = _Style("#444444", "+", 8, True)
 
+_MEMORY = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 _TALLEST = 3.0  # times the fastest plan; the few slower ones at the smallest budgets would flatten all else
 
 
-class _Units(NamedTuple):
+class Units(NamedTuple):
+    """What the axes count bytes and seconds in."""
+
     bytes_name: str
     bytes_each: float
     seconds_name: str
@@ -86,9 +89,19 @@ def check_picture(path: str | Path) -> str:
     return suffix[1:]
 
 
+def memory_unit(largest_bytes: int) -> tuple[str, float]:
+    """Name and bytes of the unit for an axis that reaches so far: the largest of which that is four or more.
+
+    >>> memory_unit(5 * 2**30), memory_unit(3)
+    (('GiB', 1073741824.0), ('B', 1.0))
+    """
+    return next(((name, each) for name, each in _MEMORY if largest_bytes >= 4 * each), ("B", 1.0))
+
+
 def pareto_figure(frame: pd.DataFrame, *, title: str = "", budget_bytes: int | None = None) -> Figure:
     """The figure that ``draw_pareto`` writes."""
-    units = _units(frame)
+    largest, longest = (max(frame[name], default=0) for name in ("budget_bytes", "seconds"))
+    units = units_up_to(int(largest), float(longest))
     curves = _curves(frame, units)
     unplanned, bound = curves.pop("none", None), curves.pop("lower_bound", None)
     if not curves:
@@ -113,14 +126,12 @@ def pareto_figure(frame: pd.DataFrame, *, title: str = "", budget_bytes: int | N
     return figure
 
 
-def _units(frame: pd.DataFrame) -> _Units:
-    large = max(map(int, frame["budget_bytes"]), default=0) >= 4 * 2**30
-    slow = max(map(float, frame["seconds"]), default=0.0) >= 10
-    memory = ("GiB", 2.0**30) if large else ("MiB", 2.0**20)
-    return _Units(*memory, *(("s", 1.0) if slow else ("ms", 1e-3)))
+def units_up_to(largest_bytes: int, longest_seconds: float) -> Units:
+    """The units for axes that reach so far."""
+    return Units(*memory_unit(largest_bytes), *(("s", 1.0) if longest_seconds >= 10 else ("ms", 1e-3)))
 
 
-def _curves(frame: pd.DataFrame, units: _Units) -> dict[str, _Curve]:
+def _curves(frame: pd.DataFrame, units: Units) -> dict[str, _Curve]:
     """Points of every solver; the rows of ``lower_bound`` have a budget and no peak."""
     found: dict[str, list[tuple[float, float]]] = {}
     columns = (list(frame[name]) for name in ("solver", "budget_bytes", "peak_bytes", "seconds"))
@@ -220,7 +231,7 @@ def _scaled(factor: float) -> tuple[Any, Any]:
     return (lambda value: value * factor), (lambda value: value / factor)
 
 
-def _label(axes: Axes, title: str, units: _Units) -> None:
+def _label(axes: Axes, title: str, units: Units) -> None:
     axes.set_xlabel(f"peak memory of a training step [{units.bytes_name}]")
     axes.set_ylabel(f"time of a training step [{units.seconds_name}]")
     axes.grid(alpha=0.25)

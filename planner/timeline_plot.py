@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from planner.engines_plot import draw_engines
 from planner.peak import Peak
 from planner.peak_report import PeakRow
-from planner.plots import check_picture
+from planner.plots import Units, check_picture, units_up_to
 from planner.sizes import format_bytes
 from planner.timeline import Phase, Timeline
 from profiler.files import write_whole
@@ -28,7 +28,6 @@ _TEXT_WIDTH = 40  # characters of the column beside the curves
 # Colours after Okabe and Ito: told apart with colour-blind eyes too.
 _LINES = {"predicted": "#0072B2", "measured": "#D55E00"}
 _PHASES: dict[Phase, str] = {"forward": "#56B4E9", "backward": "#E69F00", "optimizer": "#009E73"}
-_MEMORY = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 _STRIP = 0.025  # of the axes' height
 _HEADROOM = 1.16  # times the highest point: the peak's own words stand above it
 
@@ -39,13 +38,6 @@ class ExplainedPeak:
 
     peak: Peak
     rows: Sequence[PeakRow]
-
-
-class _Units(NamedTuple):
-    bytes_name: str
-    bytes_each: float
-    seconds_name: str
-    seconds_each: float
 
 
 class _Curve(NamedTuple):
@@ -113,14 +105,13 @@ def timeline_figure(
     return figure
 
 
-def _units(timelines: Sequence[Timeline], budget_bytes: int) -> _Units:
+def _units(timelines: Sequence[Timeline], budget_bytes: int) -> Units:
     largest = max([budget_bytes, *(timeline.peak.peak_bytes for timeline in timelines)])
     longest = max(timeline.seconds for timeline in timelines)
-    memory = next(((name, each) for name, each in _MEMORY if largest >= 4 * each), ("B", 1.0))
-    return _Units(*memory, *(("s", 1.0) if longest >= 10 else ("ms", 1e-3)))
+    return units_up_to(largest, longest)
 
 
-def _curve(timeline: Timeline, units: _Units) -> _Curve:
+def _curve(timeline: Timeline, units: Units) -> _Curve:
     times, sizes = [], []
     for span in timeline.spans:
         times += [span.start_seconds, (span.start_seconds + span.end_seconds) / 2, span.end_seconds]
@@ -128,7 +119,7 @@ def _curve(timeline: Timeline, units: _Units) -> _Curve:
     return _Curve([time / units.seconds_each for time in times], [size / units.bytes_each for size in sizes])
 
 
-def _draw_step(axes: Axes, timelines: Sequence[Timeline], units: _Units, name: str) -> None:
+def _draw_step(axes: Axes, timelines: Sequence[Timeline], units: Units, name: str) -> None:
     """One step, predicted and perhaps measured: the curves, the phases behind them, and the peak."""
     for timeline in timelines:
         curve, colour = _curve(timeline, units), _LINES[timeline.source]
@@ -141,7 +132,7 @@ def _draw_step(axes: Axes, timelines: Sequence[Timeline], units: _Units, name: s
     axes.grid(alpha=0.25)
 
 
-def _shade_phases(axes: Axes, timeline: Timeline, units: _Units) -> None:
+def _shade_phases(axes: Axes, timeline: Timeline, units: Units) -> None:
     """The predicted phases behind the curves, the measured ones as a strip along the axis."""
     for phase, start, end in timeline.phases():
         left, right, colour = start / units.seconds_each, end / units.seconds_each, _PHASES[phase]
@@ -152,7 +143,7 @@ def _shade_phases(axes: Axes, timeline: Timeline, units: _Units) -> None:
             axes.axvline(left, color=colour, linewidth=0.8, alpha=0.8)
 
 
-def _draw_outline(axes: Axes, timelines: Sequence[Timeline], units: _Units) -> None:
+def _draw_outline(axes: Axes, timelines: Sequence[Timeline], units: Units) -> None:
     """The unplanned step behind the planned one, to compare."""
     for timeline in timelines:
         if timeline.source == "predicted":
@@ -160,7 +151,7 @@ def _draw_outline(axes: Axes, timelines: Sequence[Timeline], units: _Units) -> N
             axes.plot(*curve, color="#888888", linewidth=0.9, linestyle="--", label="without the plan")
 
 
-def _mark_peaks(axes: Axes, timelines: Sequence[Timeline], units: _Units) -> None:
+def _mark_peaks(axes: Axes, timelines: Sequence[Timeline], units: Units) -> None:
     said = []
     for timeline in timelines:
         span = timeline.peak
@@ -185,7 +176,7 @@ def _mark_peaks(axes: Axes, timelines: Sequence[Timeline], units: _Units) -> Non
     )
 
 
-def _set_limits(axes: Axes, timelines: Sequence[Timeline], budget_bytes: int, units: _Units) -> None:
+def _set_limits(axes: Axes, timelines: Sequence[Timeline], budget_bytes: int, units: Units) -> None:
     highest = max([budget_bytes, *(timeline.peak.peak_bytes for timeline in timelines)]) / units.bytes_each
     longest = max(timeline.seconds for timeline in timelines) / units.seconds_each
     axes.set_ylim(0, highest * _HEADROOM or 1.0)
