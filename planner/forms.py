@@ -15,7 +15,7 @@ from planner.profiling import profile
 from planner.targets import call_target, load_target, on_device
 from planner.trials import ran_out, release
 from planner.unplanned import keep_all_replay
-from profiler.precision import types_part
+from profiler.precision import type_name, types_part
 from profiler.profiling import ProfileError, Progress
 from profiler.records import Profile
 from profiler.trees import tensors_in
@@ -104,7 +104,7 @@ class Forms:
         """Why autocast would change nothing; empty where it would."""
         own = types_part(self.profile("", 1).precision)
         if self.workload.autocast is not None:
-            return f"autocast casts to {str(self.workload.autocast).removeprefix('torch.')} already"
+            return f"autocast casts to {type_name(self.workload.autocast)} already"
         return "" if "float32" in own else f"the parameters are {own}"
 
     def report(self, what: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from profiler.precision import type_name
 from profiler.trees import tensors_in
 
 _PLAIN = -1  # the rank of what is no tensor
@@ -64,7 +65,7 @@ class SignatureReader:
 
 def _read(path: str, value: Any, found: list[tuple[tuple[str, str, int], Sequence[int]]]) -> None:
     if isinstance(value, Tensor):
-        kind = str(value.dtype).removeprefix("torch.") + (" with gradient" if value.requires_grad else "")
+        kind = type_name(value.dtype) + (" with gradient" if value.requires_grad else "")
         found.append(((path, kind, value.dim()), tuple(value.shape)))
     elif isinstance(value, (bool, int, str)):
         found.append(((path, repr(value), _PLAIN), ()))

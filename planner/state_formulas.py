@@ -39,6 +39,7 @@ from planner.optimizer_steps import (
     transformers_adafactor,
 )
 from profiler.model_states import product_scratch_bytes
+from profiler.precision import type_name
 from profiler.storages import CUDA_BLOCK_BYTES
 
 _BLOCK = 256  # elements that share a scale in bitsandbytes' 8-bit optimizers (Optimizer2State.init_state)
@@ -123,7 +124,7 @@ def weight_of(parameter: torch.Tensor) -> Weight:
     return Weight(
         shape=tuple(parameter.shape),
         item_bytes=parameter.element_size(),
-        kind=str(parameter.dtype).removeprefix("torch."),
+        kind=type_name(parameter.dtype),
         block_bytes=CUDA_BLOCK_BYTES if parameter.device.type == "cuda" else 1,
     )
 

@@ -16,8 +16,8 @@ def precision_of(model: nn.Module, autocast: torch.dtype | None) -> str:
     >>> precision_of(nn.Linear(1, 1), torch.float16)
     'float32, autocast float16'
     """
-    kinds = sorted({_name(parameter.dtype) for parameter in model.parameters()})
-    return "+".join(kinds) + ("" if autocast is None else _CAST + _name(autocast))
+    kinds = sorted({type_name(parameter.dtype) for parameter in model.parameters()})
+    return "+".join(kinds) + ("" if autocast is None else _CAST + type_name(autocast))
 
 
 def autocast_now(device: torch.device) -> torch.dtype | None:
@@ -44,5 +44,10 @@ def autocast_part(precision: str) -> str:
     return precision.partition(_CAST)[2].partition(",")[0]
 
 
-def _name(dtype: torch.dtype) -> str:
+def type_name(dtype: torch.dtype) -> str:
+    """A type as it is written here.
+
+    >>> type_name(torch.float16)
+    'float16'
+    """
     return str(dtype).removeprefix("torch.")
