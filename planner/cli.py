@@ -31,6 +31,7 @@ from planner.cli_options import (
     Settings,
     SolverName,
     Target,
+    offload_wish,
 )
 from planner.cli_shell import Face, ManyValues, check_folder, note, show, show_json, working
 from planner.cli_show import Wanted, run_show
@@ -137,7 +138,7 @@ def solve_command(
     """
     check_folder(output)
     stated = None if rules is None else Rules.load(rules)
-    wish = _wish(no_offload, offload_only, link_gbps, devices_per_link, host_memory)
+    wish = offload_wish(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
     source = problem_files.read_source(file)
     if no_menus:
         source = problem_files.stage_level(source, stated)
@@ -188,7 +189,7 @@ def pareto_command(
     check_folder(csv)
     if output is not None:
         plots.check_picture(output)
-    wish = _wish(no_offload, offload_only, link_gbps, devices_per_link, host_memory)
+    wish = offload_wish(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
     source = problem_files.read_source(file)
     with contextlib.redirect_stdout(sys.stderr):
         frame = curves.pareto(source, time_limit_seconds=time_limit, offload=wish or Offload())
@@ -277,7 +278,7 @@ def max_batch_command(
 
     Profiles a few sizes, predicts how bytes and seconds grow, and confirms the limits by real steps.
     """
-    wish = _wish(no_offload, False, link_gbps, devices_per_link, host_memory) or Offload()
+    wish = offload_wish(no_offload, link_gbps, devices_per_link, host_memory) or Offload()
     try:
         with working() as progress:
             found = max_batch(
@@ -338,21 +339,6 @@ def demo_command() -> None:
 
 def _workload(target: str, settings: list[str] | None, device: str | None) -> Workload:
     return on_device(load_target(target, parse_settings(settings or [])), device)
-
-
-def _wish(
-    no_offload: bool, offload_only: bool, link_gbps: float | None, devices_per_link: int | None, host_memory: str | None
-) -> Offload | None:
-    """What was said of offloading; None where nothing was."""
-    if no_offload and offload_only:
-        raise ValueError("--no-offload, --offload-only: expected one of them, got both; leave one out")
-    wish = Offload(
-        mode="never" if no_offload else "only" if offload_only else "auto",
-        link_gbps=link_gbps,
-        devices_per_link=devices_per_link,
-        host_memory=host_memory,
-    )
-    return None if wish == Offload() else wish
 
 
 def _report(document: dict[str, Any], kind: str) -> RenderableType:

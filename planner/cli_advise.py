@@ -21,6 +21,7 @@ from planner.cli_options import (
     NoOffload,
     Settings,
     Target,
+    offload_wish,
 )
 from planner.cli_shell import NO_PLAN, check_folder, note, show, show_json, working
 from planner.offloading import Offload
@@ -53,12 +54,6 @@ def advise_command(
     check_folder(output)
     if output is not None:
         check_picture(output)
-    wish = Offload(
-        mode="never" if no_offload else "auto",
-        link_gbps=link_gbps,
-        devices_per_link=devices_per_link,
-        host_memory=host_memory,
-    )
     with working() as progress:
         advice = advise(
             target,
@@ -66,7 +61,7 @@ def advise_command(
             settings=parse_settings(settings or []),
             batch_key=batch_key,
             device=device,
-            offload=wish,
+            offload=offload_wish(no_offload, link_gbps, devices_per_link, host_memory) or Offload(),
             menus=not no_menus,
             progress=progress,
         )

@@ -1,4 +1,4 @@
-"""Options of the command line that several commands take."""
+"""Options of the command line that several commands take, and what those of offloading come to."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from planner.offloading import Offload
 from solvers import solver_names
 from solvers.graph_suite import graph_solver_names
 
@@ -45,3 +46,23 @@ HostMemory = Annotated[
     str | None, typer.Option(metavar="B", help="The most that this device may hold in host memory, as 64GiB.")
 ]
 Out = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
+
+
+def offload_wish(
+    no_offload: bool,
+    link_gbps: float | None,
+    devices_per_link: int | None,
+    host_memory: str | None,
+    *,
+    offload_only: bool = False,
+) -> Offload | None:
+    """What was said of offloading; None where nothing was."""
+    if no_offload and offload_only:
+        raise ValueError("--no-offload, --offload-only: expected one of them, got both; leave one out")
+    wish = Offload(
+        mode="never" if no_offload else "only" if offload_only else "auto",
+        link_gbps=link_gbps,
+        devices_per_link=devices_per_link,
+        host_memory=host_memory,
+    )
+    return None if wish == Offload() else wish
