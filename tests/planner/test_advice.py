@@ -108,8 +108,17 @@ def test_nothing_fits():
     show(report_of(advice))
 
 
-def test_what_fits_is_left_alone():
+def test_what_fits_is_left_alone(monkeypatch):
+    """A step of any size takes a second here: measured ones are noise where they are this small."""
+    measure = planner.forms.profile
+
+    def timed(work, **settings):
+        found = measure(work, **settings)
+        return replace(found, unplanned_seconds=1.0, optimizer=replace(found.optimizer, seconds=0.0))
+
+    monkeypatch.setattr(planner.forms, "profile", timed)
     advice = planner.advise(build, "200%", settings={"batch": 8}, menus=False)
+    assert {each.seconds for each in advice.combinations if each.keeps_result} == {1.0, 2.0}
     assert advice.exact is not None and not advice.exact.kinds and advice.exact.plan is None
 
 
