@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 import weakref
 from collections.abc import Callable
@@ -15,11 +16,12 @@ _MISSING = object()
 
 
 class PatchedForward:
-    """A wrapper as it stands on one module; copies and pickles of the module get the plain forward instead."""
+    """A wrapper as it stands on one module; copies and pickles of the module get the forward of before instead."""
 
     def __init__(self, module: nn.Module, wrapper: Callable[[Forward], Forward], what: str) -> None:
         self._module = weakref.ref(module)
         self.plain: Forward = module.forward
+        self._is_own = "forward" in module.__dict__
         self._run = between_graphs(wrapper, self.plain, module, what)
         leave_frame_uncompiled(PatchedForward.__call__)
 
@@ -31,11 +33,17 @@ class PatchedForward:
         self._run = self.plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+        if self._is_own:
+            return copy.deepcopy(self.plain, memo)
         module = self._module()
         return plain_forward(memo.get(id(module), module))
 
     def __reduce__(self) -> tuple[Callable[[Any], Forward], tuple[Any]]:
-        return plain_forward, (self._module(),)
+        return (_itself, (self.plain,)) if self._is_own else (plain_forward, (self._module(),))
+
+
+def _itself(forward: Forward) -> Forward:
+    return forward
 
 
 def plain_forward(module: Any) -> Forward:

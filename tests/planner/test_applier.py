@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import itertools
 import pickle
@@ -186,6 +187,26 @@ def test_a_deep_copy_of_a_planned_model_runs_its_own_weights() -> None:
             parameter.zero_()
     assert torch.count_nonzero(twin(work.inputs)) == 0 and torch.count_nonzero(again(work.inputs)) == 0
     assert torch.count_nonzero(work.model(work.inputs)) > 0
+
+
+def test_a_deep_copy_of_a_planned_model_keeps_a_forward_that_somebody_else_put_in() -> None:
+    work = workload("plain")
+    outer = work.model
+    whole = outer.forward
+    outer.forward = functools.partial(_doubled, outer)
+    plan = smallest_plan(work)
+    expected = 2 * whole(work.inputs)
+    with planner.apply(outer, plan):
+        twin, again = copy.deepcopy(outer), pickle.loads(pickle.dumps(outer))
+    assert torch.equal(twin(work.inputs), expected) and torch.equal(again(work.inputs), expected)
+    with torch.no_grad():
+        for parameter in [*twin.parameters(), *again.parameters()]:
+            parameter.zero_()
+    assert torch.count_nonzero(twin(work.inputs)) == 0 and torch.count_nonzero(again(work.inputs)) == 0
+
+
+def _doubled(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return 2 * type(model).forward(model, x)
 
 
 def test_a_planned_model_goes_when_it_is_dropped() -> None:
