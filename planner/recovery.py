@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from planner.forecast import SEARCH_SECONDS
@@ -13,6 +14,7 @@ from planner.planning import NoPlan
 from planner.replanning import replan
 from planner.timeline import Phase
 from profiler.preservation import RandomState, captured
+from profiler.remembered import attributes_of
 from profiler.trees import tensors_in
 from profiler.workload import Workload
 
@@ -25,10 +27,10 @@ LEAST_CUT = 0.05  # of the budget: what a retry takes off at least
 class Guard:
     """Runs training steps, and can undo the one that failed.
 
-    Until the optimizer's step begins only buffers and random states have changed: they are copied to host memory before
-    every step. An optimizer's step that fails may have changed some of the parameters and states. With ``copies`` these
-    lie in host memory, too, from every 100th step; undoing then goes back to there, and the steps since are to be
-    trained again, which gives the same where kernels are deterministic.
+    Until the optimizer's step begins only buffers, attributes of modules and random states have changed: they are
+    copied to host memory before every step. An optimizer's step that fails may have changed some of the parameters and
+    states. With ``copies`` these lie in host memory, too, from every 100th step; undoing then goes back to there, and
+    the steps since are to be trained again, which gives the same where kernels are deterministic.
     """
 
     def __init__(self, workload: Workload, *, copies: bool) -> None:
@@ -47,7 +49,7 @@ class Guard:
             step: how many come before; this one may also be one that was undone.
         """
         workload = self._workload
-        self.phase = None
+        self.phase, self._before, self._step = None, None, step  # Nothing is to be undone before forward begins.
         workload.zero_grad()
         self._remember(step)
         self.phase = "forward"
@@ -63,7 +65,6 @@ class Guard:
         return found
 
     def _remember(self, step: int) -> None:
-        self._step = step
         if self._copies and (self._restore is None or step >= self._copied_at + COPY_EVERY_STEPS):
             self._restore, self._copied_at = _copied(self._workload), step
         self._before = _BeforeStep(self._workload)
@@ -85,11 +86,15 @@ class Guard:
 
 
 class _BeforeStep:
-    """What forward and backward change: buffers and random states. By versions, whether parameters were changed too."""
+    """What forward and backward change: buffers, what modules keep on themselves, random states.
+
+    By versions, whether parameters were changed, too.
+    """
 
     def __init__(self, workload: Workload) -> None:
         modules = [workload.model, *([workload.loss] if isinstance(workload.loss, nn.Module) else [])]
         self._randomness = RandomState.capture()
+        self._attributes = attributes_of([inside for module in modules for inside in module.modules()])
         self._buffers = [
             (inside, name, buffer, None if buffer is None else buffer.detach().to("cpu", copy=True))
             for module in modules
@@ -108,6 +113,8 @@ class _BeforeStep:
             if buffer is not None and value is not None:
                 buffer.data.copy_(value)
             module._buffers[name] = buffer
+        with torch.no_grad():
+            self._attributes.restore()
         self._randomness.restore()
 
 

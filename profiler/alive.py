@@ -20,7 +20,7 @@ from profiler.stage_ops import makes_room
 from profiler.step_marks import AGAIN, QuietPatches, StepMarks
 from profiler.storages import allocated_bytes
 from profiler.trees import tensors_in
-from profiler.workload import Workload, scaler_tensors
+from profiler.workload import Workload, optimizer_tensors, scaler_tensors
 
 Kind = Literal["parameter", "buffer", "optimizer state", "batch", "gradient", "made in step"]
 _RESIDENT = "resident"
@@ -147,7 +147,6 @@ class _Log:
 
     def add_resident(self, workload: Workload) -> None:
         model = workload.model
-        optimizer = workload.optimizer
         for name, parameter in model.named_parameters():
             self.add([parameter], AliveStorage(kind="parameter", size_bytes=0, module=name))
             if parameter.grad is not None:
@@ -159,9 +158,8 @@ class _Log:
         self.add((p.grad for p in beside if p.grad is not None), AliveStorage(kind="gradient", size_bytes=0))
         self.add(scaler_tensors(workload.scaler), AliveStorage(kind="optimizer state", size_bytes=0))
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for parameter, state in ({} if optimizer is None else optimizer.state).items():
-            tensors = [value for value in state.values() if isinstance(value, Tensor)]
-            self.add(tensors, AliveStorage(kind="optimizer state", size_bytes=0, module=names.get(id(parameter), "")))
+        for owner, _, tensor in optimizer_tensors(workload.optimizer):
+            self.add([tensor], AliveStorage(kind="optimizer state", size_bytes=0, module=names.get(id(owner), "")))
         self.add(tensors_in(workload.inputs), AliveStorage(kind="batch", size_bytes=0))
 
     def add(self, tensors: Iterable[Tensor], made: AliveStorage) -> None:

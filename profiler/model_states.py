@@ -18,7 +18,7 @@ from profiler.preservation import RandomState, preserved
 from profiler.probe import BACKWARD, END, FORWARD, OPTIMIZER
 from profiler.profiling import ProfileError, checked_step, resident_bytes_of
 from profiler.storages import allocated_bytes, distinct_bytes
-from profiler.workload import Workload
+from profiler.workload import Workload, optimizer_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +130,9 @@ def _by_name(workload: Workload) -> tuple[tuple[str, int], ...]:
     """The optimizer's states; a storage that several of them share counts for the first one."""
     names: dict[str, list[Tensor]] = {}
     seen: set[int] = set()
-    for state in workload.optimizer.state.values() if workload.optimizer is not None else ():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.device.type == workload.device.type and _new(value, seen):
-                names.setdefault(str(name), []).append(value)
+    for _, name, tensor in optimizer_tensors(workload.optimizer):
+        if tensor.device.type == workload.device.type and _new(tensor, seen):
+            names.setdefault(name, []).append(tensor)
     return tuple((name, distinct_bytes(tensors)) for name, tensors in names.items())
 
 

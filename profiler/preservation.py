@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from profiler.remembered import Attributes, Remembered, attributes_of, put_values
 from profiler.trees import tensors_in
 from profiler.workload import Workload
 
@@ -91,7 +93,7 @@ class RandomState:
 
 
 class _ModelState:
-    """Values and gradients of the modules' parameters and of other tensors, buffers, and train/eval flags."""
+    """Values and gradients of the modules' parameters and of other tensors, buffers, train/eval flags, attributes."""
 
     def __init__(self, modules: list[nn.Module], others: list[Tensor]) -> None:
         tensors = {id(t): t for t in [*(p for m in modules for p in m.parameters()), *others]}
@@ -103,6 +105,7 @@ class _ModelState:
             for name, buffer in module._buffers.items()
         ]
         self._training = [(module, module.training) for module in inside]
+        self._attributes = attributes_of(inside)
         for parameter, _, _ in self._parameters:
             if parameter.is_leaf:
                 parameter.grad = None
@@ -110,43 +113,36 @@ class _ModelState:
     def restore(self) -> None:
         with torch.no_grad():
             for parameter, value, gradient in self._parameters:
-                _put_back(parameter, value)
+                put_values(parameter, value)
                 if parameter.is_leaf:
                     parameter.grad = gradient
             for module, name, buffer, value in self._buffers:
                 if buffer is not None and value is not None:
-                    _put_back(buffer, value)
+                    put_values(buffer, value)
                 module._buffers[name] = buffer
+            self._attributes.restore()
         for module, training in self._training:
             module.training = training
 
 
 class _OptimizerState:
+    """States, settings of the groups, and counters that an optimizer keeps on itself."""
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._states = {
-            key: {
-                name: (value, _host_copy(value) if isinstance(value, Tensor) else None) for name, value in state.items()
-            }
-            for key, state in optimizer.state.items()
-        }
+        self._state = Remembered(optimizer.state, most_items=math.inf)
+        self._attributes = Attributes([optimizer], ("state", "param_groups", "defaults"))
         self._groups = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+            {name: Remembered(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
         ]
 
     def restore(self) -> None:
-        state = self._optimizer.state
-        for key in [key for key in state if key not in self._states]:
-            del state[key]
         with torch.no_grad():
-            for key, values in self._states.items():
-                state[key].clear()
-                for name, (value, copied) in values.items():
-                    if copied is not None:
-                        _put_back(value, copied)
-                    state[key][name] = value
-        for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(values)
+            self._state.put_back(self._optimizer.state)
+            self._attributes.restore()
+            for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
+                group.update({name: value.put_back(group.get(name)) for name, value in values.items()})
 
 
 class _ScalerState:
@@ -161,15 +157,9 @@ class _ScalerState:
     def restore(self) -> None:
         with torch.no_grad():
             for name, value in self._copies.items():
-                _put_back(self._values[name], value)
+                put_values(self._values[name], value)
         vars(self._scaler).update({**self._values, **self._under_way})
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
-
-
-def _put_back(tensor: Tensor, value: Tensor) -> None:
-    # Through .data: the version counter of an untouched tensor stays as it was.
-    if not torch.equal(tensor.detach().cpu(), value) or tensor.dtype != value.dtype:
-        tensor.data.copy_(value)

@@ -29,7 +29,7 @@ from profiler.storages import distinct_bytes
 from profiler.survivors import Survivors
 from profiler.tracing import trace_step
 from profiler.trees import map_tensors, tensors_in
-from profiler.workload import Workload, scaler_tensors
+from profiler.workload import Workload, optimizer_tensors, scaler_tensors
 
 Progress = Callable[[str, int, int], None]
 Result = TypeVar("Result")
@@ -153,13 +153,12 @@ def until_stepped(workload: Workload, run: Callable[[], Result]) -> Result:
 def resident_bytes_of(workload: Workload) -> ResidentBytes:
     """Bytes that are there between two steps, each storage once."""
     optimizer, model, device = workload.optimizer, workload.model, workload.device
-    states = optimizer.state.values() if optimizer is not None else ()
     own = {id(parameter) for parameter in model.parameters()}
     return ResidentBytes(
         parameters=distinct_bytes(model.parameters()),
         buffers=distinct_bytes(model.buffers()),
         optimizer=distinct_bytes(
-            v for state in states for v in state.values() if isinstance(v, Tensor) and v.device.type == device.type
+            tensor for *_, tensor in optimizer_tensors(optimizer) if tensor.device.type == device.type
         ),
         inputs=distinct_bytes(tensors_in(workload.inputs)),
         gradients=distinct_bytes(p.grad for p in workload.with_gradients() if p.grad is not None),

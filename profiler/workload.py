@@ -213,6 +213,15 @@ def scaler_tensors(scaler: torch.amp.GradScaler | None) -> list[Tensor]:
     return [] if scaler is None else [value for value in vars(scaler).values() if isinstance(value, Tensor)]
 
 
+def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[tuple[Any, str, Tensor]]:
+    """Every tensor that an optimizer keeps, with whose it is (a parameter, mostly) and its name there."""
+    found: list[tuple[Any, str, Tensor]] = []
+    for owner, state in ({} if optimizer is None else optimizer.state).items():
+        named = state.items() if isinstance(state, Mapping) else [(owner if isinstance(owner, str) else "", state)]
+        found += [(owner, str(name), tensor) for name, value in named for tensor in tensors_in(value)]
+    return found
+
+
 def _check_update(optimizer: Any, scaler: Any, clip_norm: Any) -> None:
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ValueError(
