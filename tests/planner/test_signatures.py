@@ -46,6 +46,11 @@ def test_calls_that_need_different_plans_have_different_signatures(other):
     assert READ((), other) != READ((), {"x": torch.zeros(2, 3)})
 
 
+@pytest.mark.parametrize(("one", "another"), [(2, 3), (True, False), ("a", "b")])
+def test_whole_numbers_truths_and_words_count_by_their_value(one, another):
+    assert READ((), {"layers": one}) != READ((), {"layers": another})
+
+
 def test_values_floats_and_what_is_left_out_do_not_count():
     assert READ((torch.ones(2),), {"scale": 0.5, "mask": None}) == READ((torch.zeros(2),), {"scale": 0.7})
 
@@ -135,6 +140,8 @@ def test_dimensions_that_grow_at_different_rates_are_on_one_line_and_rounded_up_
     assert found(both, sized(14, 7)) == ("interpolated", (14, 7), 140)
     assert found(both, sized(13, 6)) == ("covered", (13, 7), 130)
     assert found(both, sized(11, 7)) == ("covered", (14, 7), 140)
+    steep = {sized(10, 10): 100, sized(20, 30): 200}
+    assert found(steep, sized(10, 11)) == ("covered", (11, 12), 110)  # the line goes from (10, 10) to (11, 12)
 
 
 def test_what_the_fit_may_be_off_by_is_left_free():
