@@ -11,6 +11,7 @@ from planner.limits import MOST
 from planner.targets import NoTarget
 from planner.trials import Build, Report, Trial, has_room, ran_out, states_bytes, trial
 
+STANDING = 6  # sizes in a row with one peak; the optimizer's step may hide growth below it, which profiles still show
 STARTS = 10  # doublings of the step in search of a size that the target takes: 512 steps
 
 
@@ -85,11 +86,7 @@ def takes(build: Build, size: int) -> bool:
 
 
 def ladder(build: Build, footing: Footing, vary: str, budget_bytes: int, report: Report) -> list[Trial]:
-    """Real unplanned steps at doubled sizes, as long as they are taken, predicted to fit and have room.
-
-    Raises:
-        ValueError: memory does not grow with the size.
-    """
+    """Real unplanned steps at doubled sizes, as long as they are taken, predicted to fit and have room."""
     found: list[Trial] = []
     size = footing.start
     while size <= MOST * footing.step:
@@ -100,7 +97,8 @@ def ladder(build: Build, footing: Footing, vary: str, budget_bytes: int, report:
             if not found:
                 raise
             break  # the target takes no such size, whatever the memory
-        _check_grows(found, vary)
+        if len(found) >= STANDING and len({own.peak_bytes for own in found[-STANDING:]}) == 1:
+            break
         size *= 2
         expected = _expected(found, size, footing.states_bytes)
         if not found[-1].fits(budget_bytes) or expected > budget_bytes:
@@ -116,12 +114,3 @@ def _expected(found: list[Trial], size: int, states_bytes: int) -> int:
     if len(peaks) == 1:
         return peaks[0] + max(0, peaks[0] - states_bytes)
     return whole_at([own.size for own in found[-3:]], peaks, size, curved=True)
-
-
-def _check_grows(found: list[Trial], vary: str) -> None:
-    peaks = [own.peak_bytes for own in found[-3:]]
-    if len(peaks) == 3 and len({*peaks}) == 1:
-        raise ValueError(
-            f"--vary: expected a setting that memory grows with, got {vary!r}: a step peaks at {peaks[0]} bytes with "
-            f"{found[-3].size} and with {found[-1].size}; vary another one"
-        )

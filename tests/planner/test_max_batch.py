@@ -313,3 +313,31 @@ def test_what_no_size_helps_is_refused_without_trying_others(target, says):
     with pytest.raises(ValueError, match=re.escape(says)) as refusal:
         search(target, "1GB", vary=vary)
     assert "doubles" not in str(refusal.value)
+
+
+class Repeated(torch.nn.Module):
+    """Activations of 64 KiB for each repetition, and a parameter whose step in the optimizer is the peak at first."""
+
+    def __init__(self, repeats):
+        super().__init__()
+        self.repeats = repeats
+        self.weight = torch.nn.Parameter(torch.zeros(2**17))
+
+    def forward(self, x):
+        x = x * self.weight[0]
+        for _ in range(self.repeats):
+            x = torch.tanh(x)
+        return x.mean()
+
+
+def build_repeated(repeats):
+    model = Repeated(repeats)
+    inputs = torch.randn(256, 64)
+    return planner.Workload(model=model, inputs=inputs, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+def test_growth_below_the_peak_of_the_optimizers_step_is_growth():
+    peaks = [planner.measure(build_repeated(repeats), repeats=1).peak_bytes for repeats in (1, 4, 60, 61)]
+    assert peaks[0] == peaks[1] < peaks[2] < peaks[3]
+    found = search(build_repeated, peaks[2], vary="repeats", step=1)
+    assert found.none.size == 60 and abs(found.none.predicted_size - 60) <= 1
