@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 import planner
+from benchmarks.one_step import peak_bytes_of
 from benchmarks.reporting import RESULTS, result_name, write_result
-from benchmarks.step_peaks import peak_bytes_of
 from planner.forms import Forms
 from planner.levers import Combination
 from planner.offloading import Offload

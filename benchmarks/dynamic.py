@@ -14,8 +14,8 @@ from typing import Any
 import pandas as pd
 
 import planner
+from benchmarks.one_step import peak_bytes_of
 from benchmarks.reporting import MIB, RESULTS, result_name, write_result
-from benchmarks.step_peaks import peak_bytes_of
 from planner.dynamic import DynamicHandle
 from planner.plan_book import without_shapes
 from planner.zoo import build

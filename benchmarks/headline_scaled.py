@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import planner
 from benchmarks.headline_models import bert_small
 from benchmarks.headline_rows import OFFLOAD_TIMES, Row
-from benchmarks.step_peaks import peak_bytes_of
+from benchmarks.one_step import peak_bytes_of, seconds_of
 from planner.batch_limits import Way
 from planner.forecast import Forecast
 from planner.profiled_sizes import growth_over
 from planner.sizes import format_bytes
-from profiler.meter import metered, time_meter
 from profiler.workload import Workload
 
 UNPLANNED = 4  # sequences that fit without a plan
@@ -166,9 +165,7 @@ class _Training:
     def seconds(self) -> float:
         """Of one more step; putting the plan on and off is not timed."""
         with self._planned():
-            self._workload.zero_grad()
-            found = metered(time_meter(self._workload.device), self._workload.step)
-        return sum(interval.seconds for interval in found)
+            return seconds_of(self._workload)
 
     def _planned(self):
         return nullcontext() if self._plan is None else planner.apply(self._workload.model, self._plan)

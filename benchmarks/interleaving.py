@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 import planner
-from profiler.meter import metered, time_meter
+from benchmarks.one_step import seconds_of
 from profiler.preservation import preserved
 from profiler.workload import Workload
 
@@ -26,13 +26,8 @@ def interleaved(workload: Workload, plan: planner.Plan, rounds: int = 5) -> Rati
     planned: list[float] = []
     with preserved(workload):
         for _ in range(rounds + 1):
-            plain.append(_seconds(workload))
+            plain.append(seconds_of(workload))
             with planner.apply(workload.model, plan):
-                planned.append(_seconds(workload))
+                planned.append(seconds_of(workload))
     ratios = [b / a for a, b in zip(plain[1:], planned[1:], strict=True)]
     return Ratio(statistics.median(plain[1:]), statistics.median(planned[1:]), statistics.median(ratios))
-
-
-def _seconds(workload: Workload) -> float:
-    workload.zero_grad()
-    return sum(interval.seconds for interval in metered(time_meter(workload.device), workload.step))

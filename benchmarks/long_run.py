@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 import planner
-from benchmarks.step_peaks import peak_bytes_of
+from benchmarks.one_step import peak_bytes_of
 from planner.zoo import build
 from profiler.workload import Workload
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import planner
-from profiler.meter import metered, time_meter
+from benchmarks.one_step import seconds_of
 from profiler.workload import Workload
 
 Step = Callable[[], float]
@@ -47,13 +47,8 @@ def timed_step(workload: Workload, plan: planner.Plan | None = None) -> Step:
 
     def run() -> float:
         if plan is None:
-            return _seconds(workload)
+            return seconds_of(workload)
         with planner.apply(workload.model, plan):
-            return _seconds(workload)
+            return seconds_of(workload)
 
     return run
-
-
-def _seconds(workload: Workload) -> float:
-    workload.zero_grad()
-    return sum(interval.seconds for interval in metered(time_meter(workload.device), workload.step))

@@ -1,10 +1,10 @@
-"""The measured peak of a step that is run for good: unlike ``planner.measure``, nothing is put back."""
+"""What a step takes that is run for good: unlike ``planner.measure``, nothing is put back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from profiler.meter import memory_meter, metered
+from profiler.meter import memory_meter, metered, time_meter
 from profiler.profiling import resident_bytes_of
 from profiler.workload import Workload
 
@@ -13,3 +13,9 @@ def peak_bytes_of(workload: Workload, run: Callable[[], object] | None = None) -
     """Most bytes alive at once, model states and batch included, while ``run`` runs: one step where none is given."""
     meter = memory_meter(workload.device, resident_bytes_of(workload).total)
     return max(interval.peak_bytes for interval in metered(meter, run or workload.step))
+
+
+def seconds_of(workload: Workload) -> float:
+    """Seconds of one step that begins without gradients."""
+    workload.zero_grad()
+    return sum(interval.seconds for interval in metered(time_meter(workload.device), workload.step))
