@@ -247,6 +247,27 @@ def test_beyond_what_is_known_it_says_so_once_and_runs_with_the_leanest_plan_unt
     handle.remove()
 
 
+def test_what_is_covered_by_a_size_of_which_nothing_is_promised_has_no_promise_either():
+    model, handle = planned(sizes=(64, 256))
+    with pytest.warns(RuntimeWarning, match="profile_now"):
+        for count in (300, 290, 290):
+            step(model, count)
+            handle.wait()
+    assert not handle.promised[handle.signature_of(rows(290))]
+    handle.remove()
+
+
+def test_every_plan_leaves_the_headroom_and_what_its_fit_may_be_off_by():
+    model, handle = planned(sizes=(64, 256), budget="90%", headroom=1000)
+    step(model, 128)
+    handle.wait()
+    peaks = {key.dims[0]: profile.unplanned_peak_bytes for key, profile in handle._book.profiled.items()}
+    left = {key.dims[0]: plan.headroom_bytes for key, plan in handle.plans.items()}
+    spare_bytes = -(-(peaks[256] - peaks[64]) // 1000)  # a thousandth of what the bytes grow by
+    assert left == {64: 1000, 256: 1000, 128: 1000 + spare_bytes}
+    handle.remove()
+
+
 def test_no_plan_for_a_size_warns_with_the_smallest_budget_or_raises():
     # Sizes on a line are extrapolated; at some size no plan fits any more.
     for strict in (False, True):

@@ -128,6 +128,24 @@ def test_what_grows_as_a_square_is_said_to_and_predicted():
     assert growth.at(200).unplanned_peak_bytes == planner.measure(wider(200), repeats=1).peak_bytes
 
 
+@pytest.mark.parametrize(
+    ("held", "says"), [((100, 180, 220), "16.7% off"), ((100, 160, 220), ""), ((100, 140, 220), "16.7% off")]
+)
+def test_how_far_off_the_line_bytes_are_is_said_of_both_sides(growth, held, says):
+    """The line from 100 to 220 is at 160 halfway; 20 are a sixth of the 120 that they grow by."""
+
+    def holding(profile, size):
+        last = profile.stages[-1]
+        return replace(
+            profile, stages=(*profile.stages[:-1], replace(last, forward=replace(last.forward, end_bytes=size)))
+        )
+
+    bent = replace(growth, profiles=tuple(holding(p, size) for p, size in zip(growth.profiles, held, strict=True)))
+    kind = "slower" if held[1] > 160 else "faster"
+    assert bent.is_linear == (not says) == (not bent.notes())
+    assert all(f"{kind} than linearly" in note and says in note for note in bent.notes())
+
+
 def test_two_sizes_are_a_line(growth):
     pair = Growth(sizes=SIZES[1:], profiles=growth.profiles[1:])
     assert pair.bend == 0 and pair.is_linear and "two sizes cannot tell" in pair.notes()[0]
