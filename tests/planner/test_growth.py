@@ -166,3 +166,20 @@ def test_one_size_or_falling_ones_are_refused(growth):
     for sizes in ((2,), (3, 2), (2, 2)):
         with pytest.raises(ValueError, match="two or more rising sizes"):
             Growth(sizes=sizes, profiles=growth.profiles[: len(sizes)])
+
+
+def test_a_stage_can_run_again_only_where_it_can_at_every_size_and_draws_random_numbers_where_it_does_at_any(growth):
+    first = growth.profiles[0]
+    stages = tuple(replace(stage, recomputable=False, draws_random=True) for stage in first.stages)
+    changed = replace(growth, profiles=(replace(first, stages=stages), *growth.profiles[1:])).at(7)
+    assert not any(stage.recomputable for stage in changed.stages)
+    assert all(stage.draws_random for stage in changed.stages)
+
+
+def test_stages_that_run_other_ops_at_one_size_have_no_options(growth):
+    first = growth.profiles[0]
+    other = replace(first.menus[0], ops=replace(first.menus[0].ops, modules=("another", *first.menus[0].ops.modules)))
+    menus = (other, *first.menus[1:])
+    changed = replace(growth, profiles=(replace(first, menus=menus), *growth.profiles[1:])).at(7)
+    for record, before in zip(changed.stages, first.stages, strict=True):
+        assert (record.menu >= 0) == (before.menu > 0)
