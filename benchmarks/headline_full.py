@@ -10,10 +10,10 @@ import torch
 import planner
 from benchmarks.headline_models import ATTENTION
 from benchmarks.headline_rows import Row
+from planner.batch_limits import WAYS
 from planner.sizes import format_bytes, parse_bytes
 
 TARGET = "benchmarks.headline_models:bert_large"
-WAYS = {"none": "no plan", "recompute": "recompute", "offload": "recompute and offload"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import planner
 from benchmarks.headline_models import bert_small
 from benchmarks.headline_rows import OFFLOAD_TIMES, Row
 from benchmarks.one_step import peak_bytes_of, seconds_of
-from planner.batch_limits import Way
+from planner.batch_limits import WAYS, Way
 from planner.forecast import Forecast
 from planner.profiled_sizes import growth_over
 from planner.sizes import format_bytes
@@ -121,7 +121,7 @@ def _forecast_row(
     predicted = forecast.throughput_at(batch, plan) / forecast.throughput_at(none.batch, None)
     return Row(
         form=FORM,
-        way="recompute" if way == "recompute" else "recompute and offload",
+        way=WAYS[way],
         batch=batch,
         rate=rate,
         base=none,

@@ -11,6 +11,7 @@ import pandas as pd
 
 import planner
 from benchmarks.reporting import RESULTS, result_name, write_result
+from planner.batch_limits import WAYS
 from planner.sizes import parse_bytes
 from planner.zoo import build
 
@@ -24,7 +25,6 @@ MODELS: dict[str, dict[str, int]] = {
 }
 BUDGETS = {"gpt2": "9.2MB", "bert": "7.5MB", "resnet50": "10.5MB", "unet": "6.8MB"}
 LINK_GBPS = 25.0
-WAYS = ("none", "recompute", "offload")
 
 
 class Oracle:

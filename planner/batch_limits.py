@@ -10,7 +10,7 @@ from planner.planning import Infeasible
 from planner.sizes import format_bytes
 
 Way = Literal["none", "recompute", "offload"]
-WAYS: tuple[Way, ...] = ("none", "recompute", "offload")
+WAYS: dict[Way, str] = {"none": "no plan", "recompute": "recompute", "offload": "recompute and offload"}  # in words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

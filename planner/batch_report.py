@@ -11,7 +11,6 @@ from planner.batch_limits import WAYS, Limit, MaxBatch, NoBatch
 from planner.report import facts, plain_table
 from planner.sizes import format_bytes
 
-_NAMES = {"none": "no plan", "recompute": "recompute", "offload": "recompute and offload"}
 _NOTHING = "-"
 _OF_LIMIT = (
     "peak_bytes",
@@ -66,18 +65,18 @@ def limits_report(found: MaxBatch) -> RenderableType:
     title = f"Largest {found.vary} within {format_bytes(found.budget_bytes)} ({found.budget_bytes:,} bytes)"
     table = plain_table(title, ["with"], [found.vary, "predicted", "peak", "samples/s", "of unplanned", "next one"])
     for way in WAYS:
-        table.add_row(_NAMES[way], *_cells(getattr(found, way)))
+        table.add_row(WAYS[way], *_cells(getattr(found, way)))
     free = [("headroom", f"{format_bytes(found.headroom_bytes)} of the budget are left free")]
     weighted = [("of unplanned", f"of samples/s times {found.vary}")] if _makes_samples_larger(found) else []
     best, states = found.best, format_bytes(found.states_bytes)
     rows = [
-        ("best throughput", f"{found.vary}={best.size} with {_NAMES[best.way]}: {_speed(best)} samples/s"),
+        ("best throughput", f"{found.vary}={best.size} with {WAYS[best.way]}: {_speed(best)} samples/s"),
         *weighted,
         ("model states", f"{states} of the budget: parameters, gradients, optimizer states"),
         *(free if found.headroom_bytes else []),
         ("profiled at", f"{found.vary} {', '.join(str(size) for size in found.profiled)}"),
         *(("note", escape(note)) for note in found.notes),
-        *((_NAMES[way], escape(limit.reason)) for way in WAYS if (limit := getattr(found, way)).reason),
+        *((WAYS[way], escape(limit.reason)) for way in WAYS if (limit := getattr(found, way)).reason),
     ]
     return Group(table, facts(rows))
 
