@@ -206,9 +206,8 @@ class Frame:
         if not hold_linked and set(self._links) != expected:
             _warn_once(self.stage.name, "its input is not the output of the stage before, as it was when profiled")
         _check_shapes(self.stage, leaves)
-        self._leaves = [
-            None if i in self._links and not hold_linked else detached(tensor) for i, tensor in enumerate(leaves)
-        ]
+        held = [None if i in self._links and not hold_linked else tensor for i, tensor in enumerate(leaves)]
+        self._leaves = detached(held)
         self._versions = [tensor._version for tensor in leaves]
         self._tree = without_tensors(tree)
 
@@ -300,21 +299,20 @@ class Frame:
 
     def input_luggage(self, leaves: Sequence[int]) -> list[Luggage]:
         """Luggage of input tensors that are held, by their numbers; those that were changed since stay."""
-        pieces = []
+        pieces: dict[int, Piece] = {}
         for i in () if self.done else leaves:
             tensor = self._leaves[i]
             if isinstance(tensor, Tensor) and tensor._version == self._versions[i]:
-                pieces.append(Piece(tensor))
-                self._leaves[i] = pieces[-1]
-        return input_luggage(pieces)
+                self._leaves[i] = pieces.setdefault(id(tensor), Piece(tensor))
+        return input_luggage(list(pieces.values()))
 
     def _held(self) -> list[Tensor | None]:
         """The input as far as it is held; what is in host memory is brought back."""
+        away = [isinstance(leaf, Piece) and leaf.away for leaf in self._leaves]  # All pieces of a storage come at once.
         for i, leaf in enumerate(self._leaves):
             if isinstance(leaf, Piece):
-                was_away = leaf.away
-                self._leaves[i] = tensor = leaf.tensor() if was_away else leaf.value
-                self._versions[i] = tensor._version if was_away else self._versions[i]
+                self._leaves[i] = tensor = leaf.tensor() if away[i] else leaf.value
+                self._versions[i] = tensor._version if away[i] else self._versions[i]
         return [None if isinstance(leaf, Piece) else leaf for leaf in self._leaves]
 
     def _inputs(self, output: tuple[int, list[Tensor]] | None) -> list[Tensor]:

@@ -135,13 +135,19 @@ def _taken(saved: list[Tensor]) -> list[Tensor]:
 
 
 def detached(tree: Any) -> Any:
-    """The same tensors without their history; what required grad still does, and no leaf has become of it."""
+    """The same tensors without their history; what required grad still does, and no leaf has become of it.
+
+    A tensor that stands there several times is one tensor afterwards, too: attention asks whether its inputs are.
+    """
+    cuts: dict[int, Tensor] = {}
 
     def cut(tensor: Tensor) -> Tensor:
         if tensor.grad_fn is None:
             return tensor
-        with torch.enable_grad():
-            return _Cut.apply(_ANCHOR, [tensor])  # pyright: ignore[reportReturnType]
+        if id(tensor) not in cuts:
+            with torch.enable_grad():
+                cuts[id(tensor)] = _Cut.apply(_ANCHOR, [tensor])  # pyright: ignore[reportArgumentType]
+        return cuts[id(tensor)]
 
     return map_tensors(cut, tree)
 
