@@ -28,7 +28,7 @@ class TargetError(ValueError):
 
 
 class NoTarget(TargetError):
-    """There is no such function, or it does not take these settings, whatever their values."""
+    """There is no such function, it takes no such settings, or there is no such device: other values do not help."""
 
 
 def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Workload:
@@ -57,18 +57,18 @@ def on_device(workload: Workload, device: str | None) -> Workload:
     """The workload moved to a device; as it is for None.
 
     Raises:
-        ValueError: this machine has no such device.
+        NoTarget: this machine has no such device, or the workload cannot be moved.
     """
     if device is None:
         return workload
     try:
         return workload.to(torch.device(device))
-    except ValueError:
-        raise
+    except ValueError as error:
+        raise NoTarget(str(error)) from error
     except (RuntimeError, AssertionError) as error:  # torch says so of names and numbers that it does not know
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise ValueError(
+        raise NoTarget(
             f"--device: expected one that this machine has, got {device!r}: {str(error).splitlines()[0]}; use cpu"
         ) from error
 

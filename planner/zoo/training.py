@@ -33,7 +33,7 @@ _LEAST = {"seed": 0, "seq": 2}  # with one token there is no next one to predict
 
 
 class Unknown(ValueError):
-    """A model or a setting that the zoo does not have, whatever its value."""
+    """A model or a setting that the zoo does not have, whatever its value, or a device that is not there."""
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def check_settings(name: str, builder: Callable[..., Workload], settings: Mappin
 
 def _check_value(where: str, key: str, value: Any, default: Any) -> None:
     if key == "device":
-        return _check_device(where, value)
+        return check_device(where, value)
     if key in _CHOICES:
         if value not in _CHOICES[key]:
             raise ValueError(f"{where}: expected {key} to be {', '.join(_CHOICES[key])}, got {value!r}; use one")
@@ -142,10 +142,11 @@ def _check_value(where: str, key: str, value: Any, default: Any) -> None:
     return None
 
 
-def _check_device(where: str, value: Any) -> None:
+def check_device(where: str, value: Any) -> None:
+    """Refuse a device that is not there, before anything is built for it; raises Unknown."""
     try:
         device = torch.device(value)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{where}: expected device to be cpu or cuda, got {value!r}; write device=cpu") from error
+        raise Unknown(f"{where}: expected device to be cpu or cuda, got {value!r}; write device=cpu") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{where}: expected a device that is here, got {value!r} without CUDA; write device=cpu")
+        raise Unknown(f"{where}: expected a device that is here, got {value!r} without CUDA; write device=cpu")

@@ -315,6 +315,20 @@ def test_what_no_size_helps_is_refused_without_trying_others(target, says):
     assert "doubles" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"device": "cuda:99"}, "expected one that this machine has"),
+        ({"settings": {"device": "cuda"}}, "expected a device that is here"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_without_trying_other_sizes(options, says, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=says) as refusal:
+        search("zoo:mlp", "1GB", **options)
+    assert "doubles" not in str(refusal.value)
+
+
 class Repeated(torch.nn.Module):
     """Activations of 64 KiB for each repetition, and a parameter whose step in the optimizer is the peak at first."""
 
