@@ -69,9 +69,9 @@ def max_batch(
     build = _builder(target, vary, settings or {}, device)
     report = _Counter(progress, vary)
     footing = footing_of(build, vary, step, report)
-    growth = _growth(build, vary, footing, room, offload_from(offload), menus, report)
+    growth, refused = _growth(build, vary, footing, room, offload_from(offload), menus, report)
     forecast = Forecast(growth, room.usable_bytes, offload_from(offload))
-    limits = LimitSearch(build, vary, footing, forecast, report)
+    limits = LimitSearch(build, vary, footing, forecast, report, refused=refused)
     unused = [f"{vary} is what is searched for: the value in --set is not used"] if vary in (settings or {}) else []
     found = limits.run((*unused, *footing.notes))
     return replace(found, budget_bytes=room.budget_bytes, headroom_bytes=room.budget_bytes - room.usable_bytes)
@@ -132,9 +132,12 @@ class _Counter:
 
 def _growth(
     build: Build, vary: str, footing: Footing, room: _Room, wish: Offload, menus: bool, report: _Counter
-) -> Growth | EachSize:
-    """Profiles at three sizes up to the largest that was seen to fit; raises NoBatch where there is no hope."""
-    steps = ladder(build, footing, vary, room.usable_bytes, report)
+) -> tuple[Growth | EachSize, int | None]:
+    """Profiles at three sizes up to the largest that was seen to fit, and the size that was refused on the way there.
+
+    Raises NoBatch where there is no hope.
+    """
+    steps, refused = ladder(build, footing, vary, room.usable_bytes, report)
     fitting = [own.size for own in steps if own.fits(room.usable_bytes)]
     if not fitting:  # one profile is enough to know
         smallest = profile(build(footing.start), menus=menus, progress=report.at(footing.start))
@@ -150,7 +153,7 @@ def _growth(
                 raise
             _check_two(sizes, vary, error)
         else:
-            return _alike(found, build, footing.step, menus, report)
+            return _alike(found, build, footing.step, menus, report), refused
         release()
         high = sizes[-2]
 

@@ -85,8 +85,13 @@ def takes(build: Build, size: int) -> bool:
     return True
 
 
-def ladder(build: Build, footing: Footing, vary: str, budget_bytes: int, report: Report) -> list[Trial]:
-    """Real unplanned steps at doubled sizes, as long as they are taken, predicted to fit and have room."""
+def ladder(
+    build: Build, footing: Footing, vary: str, budget_bytes: int, report: Report
+) -> tuple[list[Trial], int | None]:
+    """Real unplanned steps at doubled sizes, as long as they are taken, predicted to fit and have room.
+
+    With the size that the target did not take, if it came to one.
+    """
     found: list[Trial] = []
     size = footing.start
     while size <= MOST * footing.step:
@@ -96,7 +101,7 @@ def ladder(build: Build, footing: Footing, vary: str, budget_bytes: int, report:
         except ValueError:
             if not found:
                 raise
-            break  # the target takes no such size, whatever the memory
+            return found, size  # the target takes no such size, whatever the memory
         if len(found) >= STANDING and len({own.peak_bytes for own in found[-STANDING:]}) == 1:
             break
         size *= 2
@@ -105,7 +110,7 @@ def ladder(build: Build, footing: Footing, vary: str, budget_bytes: int, report:
             break
         if not has_room(footing.device, expected, footing.states_bytes):
             break
-    return found
+    return found, None
 
 
 def _expected(found: list[Trial], size: int, states_bytes: int) -> int:

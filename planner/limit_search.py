@@ -30,14 +30,25 @@ class LimitSearch:
         footing: the smallest size, and how far sizes lie apart.
         forecast: of bytes and seconds at any size.
         report: told what comes next.
+        refused: a size that the target does not take, whatever the memory; larger ones are not tried.
     """
 
-    def __init__(self, build: Build, vary: str, footing: Footing, forecast: Forecast, report: Report) -> None:
+    def __init__(
+        self,
+        build: Build,
+        vary: str,
+        footing: Footing,
+        forecast: Forecast,
+        report: Report,
+        *,
+        refused: int | None = None,
+    ) -> None:
         self._build = build
         self._vary = vary
         self._footing = footing
         self._forecast = forecast
         self._report = report
+        self._end = refused
         self._trials: dict[tuple[Way, int], Trial] = {}
         self._untried: dict[Way, str] = {}
         self._refused: dict[int, str] = {}
@@ -72,7 +83,8 @@ class LimitSearch:
         low = max(floor, start - step)
         self._report(f"solve, {way}")
         guess = self._forecast.largest(way, floor=low, step=step, vary=self._vary)
-        settled = settle(guess, lambda size: self._attempt(way, size), floor=low, step=step, tries=TRIES)
+        first = guess if self._end is None else max(low, min(guess, self._end - step))
+        settled = settle(first, lambda size: self._attempt(way, size), floor=low, step=step, tries=TRIES)
         if settled.size < start:
             predicted = guess if guess >= start else 0
             reason = "" if settled.next_fails else self._untried.get(way, "")

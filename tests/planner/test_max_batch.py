@@ -355,3 +355,14 @@ def test_growth_below_the_peak_of_the_optimizers_step_is_growth():
     assert peaks[0] == peaks[1] < peaks[2] < peaks[3]
     found = search(build_repeated, peaks[2], vary="repeats", step=1)
     assert found.none.size == 60 and abs(found.none.predicted_size - 60) <= 1
+
+
+def test_sizes_far_above_those_that_the_target_takes_cost_no_tries():
+    def table(batch):
+        if batch > 20:
+            raise IndexError("the table has 20 rows")
+        return build(batch)
+
+    found = search(table, "1GB", step=1)
+    assert found.none.size == found.recompute.size == 20 and not found.none.next_fails
+    assert "20 rows" in found.none.reason
