@@ -183,3 +183,14 @@ def test_stages_that_run_other_ops_at_one_size_have_no_options(growth):
     changed = replace(growth, profiles=(replace(first, menus=menus), *growth.profiles[1:])).at(7)
     for record, before in zip(changed.stages, first.stages, strict=True):
         assert (record.menu >= 0) == (before.menu > 0)
+
+
+def test_no_phase_is_foretold_to_peak_below_its_end(growth):
+    """Ends grow by 100 a size and peaks by 95: the lines cross, at 300 with four samples."""
+    profiles = []
+    for profile, end_bytes, peak_bytes in zip(growth.profiles, (100, 200, 300), (110, 205, 300), strict=True):
+        last = profile.stages[-1]
+        forward = replace(last.forward, start_bytes=0, end_bytes=end_bytes, peak_bytes=peak_bytes)
+        profiles.append(replace(profile, stages=(*profile.stages[:-1], replace(last, forward=forward))))
+    forward = replace(growth, profiles=tuple(profiles)).at(9).stages[-1].forward
+    assert (forward.end_bytes, forward.peak_bytes) == (800, 800)
