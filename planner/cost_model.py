@@ -288,12 +288,12 @@ def _option(
     beyond = _held_beyond(option, menu.ops, released_bytes)
     if not record.recomputable:
         beyond += _perhaps_stored(option, menu.ops)
-    # Keeping less cannot be faster: where it was measured so, that was noise.
-    forward_seconds = keep.forward_seconds + max(0.0, option.forward_seconds - menu.keep_forward_seconds)
+    extra_forward_seconds, extra_backward_seconds = menu.extra_seconds(option)
+    forward_seconds = keep.forward_seconds + extra_forward_seconds
     return Option(
         name=option.name,
         forward_seconds=forward_seconds,
-        backward_seconds=keep.backward_seconds + max(0.0, option.backward_seconds - menu.keep_backward_seconds),
+        backward_seconds=keep.backward_seconds + extra_backward_seconds,
         kept_bytes=keep.kept_bytes - option.freed_bytes + beyond,
         kept_output_bytes=min(record.kept_output_bytes, _kept_output(option, menu.ops)),
         forward_peak_bytes=option.forward_peak_bytes,

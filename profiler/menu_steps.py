@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -130,17 +131,14 @@ class MenuSteps:
 def _menu(group: Group, costs: Sequence[ChoiceCost], reason: str) -> MenuRecord:
     if reason or not group.choices:
         return MenuRecord(ops=group.ops, reason=reason)
-    options = [_option(c, cost) for c, cost in zip(group.choices, costs[:KEEP], strict=True)]
-    return MenuRecord(
+    whole = MenuRecord(
         ops=group.ops,
-        options=tuple(
-            option
-            for option, choice in zip(options, group.choices, strict=True)
-            if choice.stated or not _beaten(option, options)
-        ),
+        options=tuple(_option(c, cost) for c, cost in zip(group.choices, costs[:KEEP], strict=True)),
         keep_forward_seconds=costs[KEEP].forward_seconds,
         keep_backward_seconds=costs[KEEP].backward_seconds,
     )
+    chosen = zip(whole.options, group.choices, strict=True)
+    return replace(whole, options=tuple(o for o, choice in chosen if choice.stated or not _beaten(o, whole)))
 
 
 def _option(choice: Choice, cost: ChoiceCost) -> OptionRecord:
@@ -156,17 +154,15 @@ def _option(choice: Choice, cost: ChoiceCost) -> OptionRecord:
     )
 
 
-def _rank(option: OptionRecord) -> tuple[float, int, int, int]:
-    seconds = option.forward_seconds + option.backward_seconds
+def _rank(option: OptionRecord, menu: MenuRecord) -> tuple[float, int, int, int]:
+    seconds = sum(menu.extra_seconds(option))
     return seconds, -option.freed_bytes, option.forward_peak_bytes, option.backward_peak_bytes
 
 
-def _beaten(option: OptionRecord, options: Sequence[OptionRecord]) -> bool:
-    """Whether another option is as good in everything and better in something."""
-    mine = _rank(option)
+def _beaten(option: OptionRecord, menu: MenuRecord) -> bool:
+    """Whether another option of the menu is as good in everything and better in something."""
+    mine = _rank(option, menu)
     if option.freed_bytes <= 0:
         return True
-    return any(
-        other is not option and _rank(other) != mine and all(a <= b for a, b in zip(_rank(other), mine, strict=True))
-        for other in options
-    )
+    ranks = [_rank(other, menu) for other in menu.options if other is not option]
+    return any(rank != mine and all(a <= b for a, b in zip(rank, mine, strict=True)) for rank in ranks)

@@ -132,6 +132,16 @@ class MenuRecord:
     keep_backward_seconds: float = 0.0
     reason: str = ""
 
+    def extra_seconds(self, option: OptionRecord) -> tuple[float, float]:
+        """By how much an option of these ops makes forward and backward longer than keeping everything does.
+
+        As measured, but nothing gets faster by keeping less, and what runs again takes at least its share of the
+        forward: where less was measured, that was noise, of which a solver would choose the luckiest.
+        """
+        least = self.keep_forward_seconds * self.ops.share_of(option.rerun)
+        forward = option.forward_seconds - self.keep_forward_seconds
+        return max(0.0, forward), max(least, option.backward_seconds - self.keep_backward_seconds)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedRecord:

@@ -166,6 +166,11 @@ class StageOps:
             waiting.extend(op.reads)
         return frozenset(found)
 
+    def share_of(self, ordinals: Iterable[int]) -> float:
+        """Part of the seconds of all ops that these ops take; 0 where none was timed."""
+        whole = sum(op.seconds for op in self.ops)
+        return sum(self.ops[ordinal].seconds for ordinal in ordinals) / whole if whole > 0 else 0.0
+
     def read_by(self, ordinals: Iterable[int]) -> frozenset[int]:
         """Storages whose contents these ops read."""
         return frozenset(number for ordinal in ordinals for number, _ in self.ops[ordinal].reads)

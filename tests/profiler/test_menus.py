@@ -30,7 +30,7 @@ from profiler.menus import (
 from profiler.meter import Interval
 from profiler.preservation import RandomState
 from profiler.probe import BACKWARD, FORWARD, StepProbe, stage_place
-from profiler.records import OptionRecord
+from profiler.records import MenuRecord, OptionRecord
 from profiler.stage_ops import Choice, ChoiceError, StageOp, StageOps, StageStorage
 from profiler.stages import choose_stages
 from profiler.tracing import trace_step
@@ -202,7 +202,38 @@ def option(seconds: float = 1.0, freed: int = 10, forward: int = 5, backward: in
 )
 def test_an_option_that_is_worse_in_everything_is_left_out(other: OptionRecord, beaten: bool) -> None:
     mine = option()
-    assert _beaten(mine, [mine, other]) is beaten
+    assert _beaten(mine, MenuRecord(ops=flow(), options=(mine, other))) is beaten
+
+
+# Three ops of a second each: one that runs again costs a third of the forward, here 3 of 9 seconds, at least.
+@pytest.mark.parametrize(
+    ("forward", "backward", "extra"),
+    [
+        (9.0, 10.0, (0.0, 3.0)),  # Measured as if it cost nothing.
+        (8.0, 5.0, (0.0, 3.0)),  # Measured as if it were faster.
+        (9.5, 14.0, (0.5, 4.0)),  # More than its share: as measured.
+    ],
+)
+def test_what_runs_again_costs_its_share_of_the_forward_at_least(
+    forward: float, backward: float, extra: tuple[float, float]
+) -> None:
+    own = replace(option(), forward_seconds=forward, backward_seconds=backward)
+    menu = MenuRecord(ops=flow(), options=(own,), keep_forward_seconds=9.0, keep_backward_seconds=10.0)
+    assert menu.extra_seconds(own) == pytest.approx(extra)
+
+
+def test_ops_without_seconds_have_no_share() -> None:
+    ops = flow(ops=tuple(replace(op, seconds=0.0) for op in flow().ops))
+    menu = MenuRecord(ops=ops, options=(option(),), keep_forward_seconds=9.0, keep_backward_seconds=1.0)
+    assert menu.extra_seconds(option()) == (0.0, 0.0)
+
+
+def test_a_lucky_measurement_beats_nothing() -> None:
+    """Frees as much with two ops run again as another one with one, and was measured as if that took no time."""
+    lucky = replace(option(seconds=0.5), name="lucky", rerun=(0, 1))
+    menu = MenuRecord(ops=flow(), options=(option(), lucky), keep_forward_seconds=3.0, keep_backward_seconds=0.5)
+    assert not _beaten(menu.options[0], menu)
+    assert _beaten(lucky, menu)
 
 
 def test_an_option_that_frees_nothing_is_left_out_unless_a_person_asked_for_it() -> None:
