@@ -98,6 +98,30 @@ def test_where_no_plan_holds_what_it_promises_the_unplanned_limit_stands(growth,
     assert found.recompute.predicted_size > found.none.size
 
 
+@pytest.mark.parametrize(
+    ("larger_bytes", "planned_seconds", "relative"),
+    [
+        (BUDGET + 1, 2.0, 1.0),  # The plan leaves room for what was too much, and is slower: nobody needs it.
+        (BUDGET + 1, 0.5, 2.0),
+        (None, 0.5, 1.0),  # Out of memory says not by how much: the plan recomputes nothing, so this is noise.
+    ],
+)
+def test_of_one_size_the_faster_way_counts(growth, monkeypatch, larger_bytes, planned_seconds, relative):
+    """Planned steps of sizes that do not fit unplanned take ``larger_bytes``."""
+    size = search(growth, monkeypatch, lambda plan, expected: expected).none.size
+    last = []
+
+    def peak(plan, expected):
+        last.append(plan)
+        return expected if plan is None or plan.input_shapes[0][0] <= size else larger_bytes
+
+    found = search(growth, monkeypatch, peak, lambda size: planned_seconds if last[-1] else 1.0)
+    assert found.recompute.size == found.none.size == size
+    assert found.recompute.confirmed and found.recompute.next_fails
+    assert found.recompute.relative == relative
+    assert (found.recompute.plan is None) == (relative == 1.0)
+
+
 @pytest.fixture
 def fast_between(growth, monkeypatch):
     """Predictions that sizes between the limits train ten samples in the time that others take for one."""
