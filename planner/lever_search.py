@@ -324,5 +324,7 @@ def _dtype(lever: Lever) -> str:
 
 def _result_of_micro_batches(model: nn.Module, profile: Profile) -> Result:
     """Gradients are sums over samples unless a module looks at the whole batch, or changes its buffers by it."""
-    batch_wise = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules())
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    # Without running statistics it takes the batch's own in evaluation, too.
+    batch_wise = any(norm.training or norm.running_mean is None for norm in norms)
     return "other" if batch_wise or any(stage.mutated_buffers for stage in profile.stages) else "rounding"

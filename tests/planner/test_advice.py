@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from torch import nn
 
 import planner.forms
 from benchmarks.advise import measured
+from planner.advice import _notes
 from planner.advice_plot import advice_figure, draw_advice
 from planner.advice_report import document_of, foremost, report_of, shortened
 from planner.cli_shell import show
+from planner.forecast import quick_plan
 from planner.forms import Forms, PartLoss
-from planner.lever_search import LeverSearch, _Form
+from planner.lever_search import Found, LeverSearch, _Form, _result_of_micro_batches
 from planner.levers import Combination, rank, worst
 from planner.offloading import Offload
 from profiler.profiling import ProfileError
@@ -152,6 +155,48 @@ def test_batch_norm_sees_micro_batches():
     assert any("BatchNorm" in note for note in advice.notes)
 
 
+class Counting(nn.Module):
+    """Changes a buffer by the batch that it sees."""
+
+    mean: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        self.mean.add_(x.detach().mean(0))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "result"),
+    [
+        (nn.BatchNorm1d(WIDTH), "other"),
+        (nn.BatchNorm1d(WIDTH).eval(), "rounding"),
+        (nn.BatchNorm1d(WIDTH, track_running_stats=False), "other"),
+        (nn.BatchNorm1d(WIDTH, track_running_stats=False).eval(), "other"),  # always the batch's own statistics
+        (nn.LayerNorm(WIDTH), "rounding"),
+        (Counting(), "other"),
+    ],
+)
+def test_what_looks_at_the_whole_batch_or_changes_buffers_by_it_changes_results(module, result):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), module, nn.Linear(WIDTH, WIDTH))
+    work = planner.Workload(model=model, inputs=torch.randn(8, WIDTH), loss=lambda y: y.square().mean())
+    assert _result_of_micro_batches(model, planner.profile(work, menus=False)) == result
+
+
+def test_the_advised_plan_is_found_by_all_methods(monkeypatch):
+    def ideal(profile, budget_bytes, **settings):
+        return replace(quick_plan(profile, budget_bytes, Offload(mode="never")), predicted_seconds=0.0)
+
+    monkeypatch.setattr("planner.lever_search.solve", ideal)
+    advice = planner.advise(build(batch=512), "55%", offload="never", menus=False)
+    assert advice.exact is not None and advice.exact.plan is not None
+    assert advice.exact.recipe == "recompute" and advice.exact.plan.predicted_seconds == 0.0
+
+
 def reasons(advice):
     return {lever.name: lever.reason for lever in advice.levers if not lever.applies}
 
@@ -221,10 +266,22 @@ def test_small_laws():
         "result": "same",
     }
     fits, misses = Combination(peak_bytes=10, **plain), Combination(peak_bytes=13, **plain)
+    slow, far = Combination(peak_bytes=9, **{**plain, "seconds": 2.0}), Combination(peak_bytes=14, **plain)
     assert fits.fits and fits.short_bytes == 0 and misses.short_bytes == 3 and not misses.fits
-    assert sorted([misses, fits], key=rank) == [fits, misses]
+    assert sorted([far, misses, slow, fits], key=rank) == [fits, slow, misses, far]
     assert Combination(peak_bytes=1, optimizer="Adafactor", micro_batches=4, recipe="recompute", **plain).title == (
         "Adafactor + 4 micro-batches + recompute"
+    )
+
+
+def test_where_states_are_too_large_three_that_fit_are_named_and_the_others_counted():
+    plain: Any = {"budget_bytes": 10, "seconds": 1.0, "peak_basis": "computed", "seconds_basis": "computed"}
+    fitting = [Combination(peak_bytes=9, optimizer=name, result="other", **plain) for name in "abcde"]
+    misses = Combination(peak_bytes=11, optimizer="f", result="other", **plain)
+    said = _notes(Found(levers=(), combinations=(*fitting, misses), notes=("more",)), 12, 10)
+    assert said == (
+        "the model states alone (12 B) are 2 B above the budget: what fits is a, or b, or c, or one of 2 more",
+        "more",
     )
 
 
