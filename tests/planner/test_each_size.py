@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,3 +79,35 @@ def test_running_out_of_memory_is_told_from_a_refusal(profiles, monkeypatch):
     monkeypatch.setattr(each_size, "profile", full)
     with pytest.raises(NoProfile, match="no room"):
         profiles.at(5)
+
+
+@pytest.mark.parametrize("missing_bytes", [0, 1])
+def test_a_size_is_profiled_where_there_is_room_for_its_peak_and_a_copy_of_what_is_resident(
+    known, monkeypatch, missing_bytes
+):
+    """Peaks of 1000, 2000 and 4000 bytes: the line through the last two is at 8000 with two layers more."""
+    first, last = known.profiles
+    peaks = zip((first, last, last), (1000, 2000, 4000), strict=True)
+    three = Growth(sizes=(1, 2, 3), profiles=tuple(replace(p, unplanned_peak_bytes=peak) for p, peak in peaks))
+    monkeypatch.setattr("planner.trials.room_bytes", lambda device: 8000 + last.resident.total - missing_bytes)
+    monkeypatch.setattr(each_size, "profile", lambda workload, **options: last)
+    profiles = EachSize(build, three, menus=False, progress=lambda size: lambda what, done, total: None, why="")
+    if missing_bytes:
+        with pytest.raises(NoProfile, match="no room"):
+            profiles.at(5)
+    else:
+        assert profiles.at(5) is last
+
+
+def test_a_size_that_was_refused_is_not_tried_again(known):
+    built = []
+
+    def refusing(size):
+        built.append(size)
+        return build(size)
+
+    profiles = EachSize(refusing, known, menus=False, progress=lambda size: lambda what, done, total: None, why="")
+    for _ in range(2):
+        with pytest.raises(NoProfile, match="refused"):
+            profiles.at(UNFIT)
+    assert built == [UNFIT]
