@@ -316,3 +316,27 @@ def test_the_least_states_are_those_of_the_leanest_optimizer():
     search = LeverSearch(forms(batch=8, layers=1), 10**6, Offload(mode="never"))
     adafactor = 2 * 4 * ((WIDTH + WIDTH) + WIDTH + 2)
     assert search._least_states() == 2 * (2 * 4 * (WIDTH * WIDTH + WIDTH)) + adafactor
+
+
+def test_only_what_keeps_the_result_ends_the_search_for_it():
+    """Neither a faster step nor fewer parts with another optimizer spare a look at what leaves training as it is."""
+
+    def of(peak_bytes, seconds, **levers):
+        bases: Any = {"peak_basis": "measured", "seconds_basis": "measured"}
+        result = "other" if "optimizer" in levers else "rounding"
+        return Combination(budget_bytes=10, peak_bytes=peak_bytes, seconds=seconds, result=result, **bases, **levers)
+
+    search = LeverSearch(forms(batch=8, layers=1), 10**6, Offload(mode="never"))
+    search._found = [of(12, 1.0), of(9, 1.0, optimizer="SGD with momentum"), of(11, 2.0, micro_batches=2)]
+    assert not search._enough("", 4)
+    assert search._too_slow(1.5, "other") and not search._too_slow(1.5, "rounding")
+    search._found.append(of(9, 3.0, micro_batches=4))
+    assert search._enough("", 8)
+    assert search._too_slow(3.5, "rounding") and not search._too_slow(2.5, "rounding")
+
+
+def test_where_only_offloading_is_looked_at_nothing_runs_again():
+    advice = planner.advise(build(batch=512), "70%", offload=Offload(link_gbps=1e-6), menus=False)
+    for each in advice.combinations:
+        assert each.plan is None or each.recipe != "offload" or not each.plan.recomputed_ops
+    assert any(each.recipe == "offload" for each in advice.combinations)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import planner
 from planner import zoo
 from planner.memory_map import GROUPS, OPTIMIZER, STEP, memory_maps
 from planner.profiled_states import states_bytes
+from profiler.records import Phase
 
 WIDTH, LAYERS, ROWS = 32, 3, 64
 PARAMETERS = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
@@ -72,6 +74,18 @@ def test_states_follow_from_the_parameters():
     in_step = by_moment(profile)[STEP]
     assert in_step.by_what("model states")["parameters"] == PARAMETERS
     assert in_step.of_group("activations") >= 2 * (LAYERS - 1) * 4 * ROWS * WIDTH  # what Linear and GELU keep
+
+
+def test_what_the_optimizers_step_makes_is_what_it_adds_to_its_start():
+    """1000 bytes more while it runs, of which it leaves 600; beside it stands a loss scale of 8 bytes."""
+    profile = planner.profile(workload(), menus=False)
+    profile = replace(profile, resident=replace(profile.resident, scaler=8))
+    start_bytes = profile.optimizer.start_bytes + 8
+    step = Phase(start_bytes=start_bytes, peak_bytes=start_bytes + 1000, end_bytes=start_bytes + 600, seconds=1.0)
+    found = by_moment(replace(profile, optimizer=step))[OPTIMIZER]
+    assert found.by_what("temporaries")["made by the optimizer's step"] == 1000
+    assert found.by_what("model states")["loss scale"] == 8
+    assert sum(piece.size_bytes for piece in found.pieces) == found.peak_bytes == start_bytes + 1000
 
 
 def test_gradients_of_before_are_states():

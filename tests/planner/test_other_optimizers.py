@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 import planner
 from planner.cost_model import chain_of
 from planner.other_optimizers import optimizer_named, replacements_for, with_optimizer
-from profiler.optimizer_meter import measure_optimizer
+from profiler.optimizer_meter import OptimizerCost, measure_optimizer
+from profiler.records import Phase
 from profiler.variants import varied
 from solvers import keep_all, replay
 
@@ -54,7 +56,12 @@ def test_the_computed_profile_is_the_measured_one(clip_norm):
 def test_states_of_sgd_are_one_momentum():
     work = workload()
     own = varied(work, optimizer=optimizer_named("SGD with momentum", list(work.model.parameters())))
-    assert measure_optimizer(own).state_bytes == sum(4 * p.numel() for p in work.model.parameters())
+    momentum_bytes = sum(4 * p.numel() for p in work.model.parameters())
+    assert measure_optimizer(own).state_bytes == momentum_bytes
+    _, sgd = replacements_for(work, momentum_bytes)
+    assert sgd.cost is None and "keeps no less" in sgd.lever.reason
+    _, sgd = replacements_for(work, momentum_bytes + 1)
+    assert sgd.cost is not None and sgd.lever.applies
 
 
 def test_measuring_leaves_the_workload_as_it_was():
@@ -99,3 +106,20 @@ def test_parameters_of_the_optimizers_own_stand_against_another():
         parameter.register_post_accumulate_grad_hook(lambda p, c=copy: setattr(c, "grad", p.grad.clone()))
     work = varied(work, optimizer=torch.optim.AdamW(copies))
     assert all("parameters of its own" in why for why in reasons(work).values())
+
+
+@pytest.mark.parametrize("temporary_bytes", [0, 10**9])
+def test_everything_stands_on_the_other_states_and_the_higher_moment_is_the_peak(temporary_bytes):
+    """The other one keeps 1000 bytes less, and its step takes 5 seconds."""
+    profile = planner.profile(workload(), menus=False)
+    first, *others = profile.stages
+    profile = replace(profile, stages=(replace(first, dropped=Phase()), *others))  # as where it cannot run again
+    state_bytes = profile.resident.optimizer - 1000
+    found = with_optimizer(
+        profile, OptimizerCost(state_bytes=state_bytes, temporary_bytes=temporary_bytes, seconds=5.0)
+    )
+    step = max(phase.peak_bytes for stage in profile.stages for phase in (stage.forward, stage.backward)) - 1000
+    own = profile.optimizer.start_bytes - 1000 + temporary_bytes
+    assert found.unplanned_peak_bytes == (own if temporary_bytes else step) and own != step
+    assert found.unplanned_seconds == pytest.approx(profile.unplanned_seconds - profile.optimizer.seconds + 5.0)
+    assert [stage.dropped == Phase() for stage in found.stages] == [True] + [False] * len(others)
