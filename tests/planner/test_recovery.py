@@ -13,7 +13,7 @@ from torch import nn
 import planner
 from planner import recovery
 from planner.oom_diagnosis import _beside, _predicted_at
-from planner.oom_report import FailureReport, OutOfMemory, allocation_in
+from planner.oom_report import Alive, FailureReport, OutOfMemory, allocation_in, failure_text
 from planner.recovery import Guard, smaller_plan
 from planner.timeline import Phase, Span, Timeline, predicted_timelines
 from planner.training import train_planned
@@ -391,3 +391,43 @@ def test_where_nothing_was_measured_the_most_that_is_predicted_of_the_place_coun
     spans = predicted_timelines(chain, plan.schedule)[1].spans
     assert max(_predicted_at(plan, s.phase, s.stage) or 0 for s in spans) == plan.predicted_peak_bytes
     assert all((_predicted_at(plan, s.phase, s.stage) or 0) >= s.peak_bytes for s in spans)
+
+
+def test_the_report_has_the_last_actions_and_each_number_at_its_place():
+    rows = [
+        Alive(phase="forward", stage=f"s{k}", action="forward", predicted_bytes=k, actual_bytes=k) for k in range(7)
+    ]
+    last = Alive(phase="backward", stage="a", action="recompute", predicted_bytes=2**20, actual_bytes=2**21)
+    report = FailureReport(
+        step=3,
+        phase="backward",
+        stage="a",
+        predicted_bytes=990,
+        actual_bytes=991,
+        allocation_bytes=992,
+        message="out of memory",
+        timeline=(*rows, last),
+        repeated=True,
+        restored=True,
+        budget_bytes=993,
+        headroom_bytes=994,
+        predicted_peak_bytes=995,
+        next_budget_bytes=996,
+    )
+    lines = [" ".join(line.split()) for line in failure_text(report).splitlines()]
+    assert lines[:4] == [
+        "step 3, backward, 'a' running again: out of memory",
+        "really alive there 991 B (991 bytes); another 992 B (992 bytes) was refused",
+        "predicted there 990 B (990 bytes); at the peak 995 B (995 bytes)",
+        "budget 993 B (993 bytes), 994 B (994 bytes) of it headroom",
+    ]
+    assert lines[5:11] == [
+        *(f"forward of 's{k}' {k} B predicted {k} B alive" for k in range(2, 7)),
+        "backward, 'a' running again 1.00 MiB predicted 2.00 MiB alive",
+    ]
+    assert "nothing was lost" in lines[11] and lines[12:] == ["trying again with a plan for 996 B (996 bytes)"]
+    gone = replace(report, repeated=False, restored=False, next_budget_bytes=None, why_not="because")
+    lines = failure_text(gone).splitlines()
+    assert lines[4] == "run once more under a meter, the step did not fail" and lines[6:] == ["because"]
+    assert "load a checkpoint" in lines[5]
+    assert str(OutOfMemory([gone, report], [])) == failure_text(report)
