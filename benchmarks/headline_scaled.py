@@ -22,7 +22,6 @@ UNPLANNED = 4  # sequences that fit without a plan
 PROFILED = (2, 3, 4)
 MEASURED = (2, 5, 10, 12, 14)  # times the unplanned batch
 PREDICTED = (16, 20)
-PLAIN_STEPS = 3  # in a row, of which the median counts: one is short beside the planned ones
 # GB/s. PCIe's 12 GB/s to a V100 are 20 times the boundaries that BERT-Large makes there in a second (24 sentences x
 # 24 layers x 1 MiB); 0.3 GB/s are as many times those of this model at 5 sentences a second (24 layers x 128 KiB).
 LINK_GBPS = 0.3
@@ -45,7 +44,8 @@ def scaled(
     """Plan for each batch from profiles of 2 to 4 sequences, then measure the batches and the unplanned step in turns.
 
     Args:
-        rounds: in each, every batch takes one step, after one to warm up and one under the memory meter.
+        rounds: in each, every batch takes one step, after one to warm up and one under the memory meter, beside
+            as many unplanned steps as have its sentences.
         build: the workload with a number of sequences; ``bert_small`` where none is given.
         measured: times the unplanned batch.
         limit: measure one step of the largest batch that any plan fits, too, which takes minutes.
@@ -67,7 +67,8 @@ def scaled(
         f"cap: {cap} bytes ({format_bytes(cap)}), the measured peak of an unplanned step on {UNPLANNED} sequences with "
         f"all model states: {fits} is the largest batch that fits without a plan",
         f"plans for every batch come from profiles of {', '.join(map(str, PROFILED))} sequences; {rounds} rounds, in "
-        "each of which every batch takes a step beside the unplanned one; relative speed: median of the rounds",
+        "each of which every batch takes a step, after unplanned steps on as many sentences; relative speed: median of "
+        "the rounds, sentences per second: median of all",
         f"offload on the CPU is a prediction, over a link of {LINK_GBPS} GB/s",
         *growth.notes(),
     )
@@ -84,25 +85,25 @@ def _measured_rows(build: Build, forecast: Forecast, batches: Sequence[int], rou
     trainings = [_Training(build(n), plan) for n, (plan, _) in zip([UNPLANNED, *batches], plans, strict=True)]
     peaks = [training.peak_bytes() for training in trainings]
     plain, *planned = trainings
-    plain_rates: list[float] = []
-    rates: list[list[float]] = [[] for _ in batches]
+    turns: list[list[tuple[float, float]]] = [[] for _ in batches]  # rates, unplanned and planned
     for number in range(rounds):
         _say(f"round {number + 1} of {rounds}")
-        plain_rates.append(UNPLANNED / statistics.median(plain.seconds() for _ in range(PLAIN_STEPS)))
-        for own, batch, training in zip(rates, batches, planned, strict=True):
-            own.append(batch / training.seconds())
+        for own, batch, training in zip(turns, batches, planned, strict=True):
+            # As long as the planned step: in a short burst a processor may be faster than it can stay.
+            beside = sum(plain.seconds() for _ in range(batch // UNPLANNED))
+            own.append((batch / beside, batch / training.seconds()))
     none = Row(
         form=FORM,
         way="no plan",
         batch=UNPLANNED,
-        rate=statistics.median(plain_rates),
+        rate=statistics.median(rate for own in turns for rate, _ in own),
         predicted_peak_bytes=plans[0][1],
         measured_peak_bytes=peaks[0],
     )
     found = [none]
-    for batch, own, peak in zip(batches, rates, peaks[1:], strict=True):
-        relative = statistics.median(a / b for a, b in zip(own, plain_rates, strict=True))
-        found.append(_forecast_row(forecast, none, "recompute", batch, statistics.median(own), relative, peak))
+    for batch, own, peak in zip(batches, turns, peaks[1:], strict=True):
+        rate, relative = statistics.median(b for _, b in own), statistics.median(b / a for a, b in own)
+        found.append(_forecast_row(forecast, none, "recompute", batch, rate, relative, peak))
     return found
 
 
