@@ -1,22 +1,17 @@
-"""Advice on allocators: CUDA's, which holds more than the tensors, and the C library's, which holds too little."""
+"""Advice on allocators: CUDA's, which holds more than the tensors, and the CPU's, which may hold too little."""
 
 from __future__ import annotations
 
-import os
+import sys
 
 from planner.sizes import format_bytes
 
 # A choice, not a measurement: below it a headroom of the same size costs less than changing how memory is mapped.
 FRAGMENTED_SHARE = 0.1
 SEGMENTS = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-# glibc maps every block above 32 MiB anew and unmaps it when it is freed (DEFAULT_MMAP_THRESHOLD_MAX of its malloc.c);
-# the system clears each page when it is first touched. Kept in the process, and on large pages, freed memory costs
-# nothing to get again, as with torch's caching allocator on CUDA.
-GLIBC = (
-    "GLIBC_TUNABLES",
-    "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776:"
-    "glibc.malloc.top_pad=268435456",
-)
+# Keeps what is freed, and little beside it. glibc, told not to give anything back, is as fast, but came to hold many
+# times the tensors' bytes.
+KEEPING = ("LD_PRELOAD", "libtcmalloc_minimal.so.4")
 
 
 def advice_on_allocator(peak_bytes: int, reserved_bytes: int | None, *, expandable: bool) -> str:
@@ -43,6 +38,9 @@ def advice_on_allocator(peak_bytes: int, reserved_bytes: int | None, *, expandab
 def advice_on_malloc(peak_bytes: int, faulted_bytes: int | None) -> str:
     """What to change where a step gets more from the system anew than its whole peak; empty where nothing.
 
+    glibc maps every block above 32 MiB anew and unmaps it when it is freed (DEFAULT_MMAP_THRESHOLD_MAX of its
+    malloc.c), and the system clears each page when it is first touched.
+
     Args:
         peak_bytes: of the step.
         faulted_bytes: of one step; None but on the CPU.
@@ -50,18 +48,10 @@ def advice_on_malloc(peak_bytes: int, faulted_bytes: int | None) -> str:
     >>> advice_on_malloc(100, 100)
     ''
     """
-    name, setting = GLIBC
-    if faulted_bytes is None or faulted_bytes <= peak_bytes or name in os.environ or not _has_glibc():
+    if faulted_bytes is None or faulted_bytes <= peak_bytes or sys.platform != "linux":
         return ""
     return (
         f"each step gets {format_bytes(faulted_bytes)} of memory anew from the system, which has to clear it, since "
-        f"the C library gives large tensors back at once: set {name}={setting} in the environment before Python "
-        "starts, so that the process keeps what it has had, and measure again"
+        "the allocator gives large tensors back at once: start Python with one that keeps them, such as tcmalloc "
+        f"({'='.join(KEEPING)} in the environment; Debian's package libtcmalloc-minimal4), and measure again"
     )
-
-
-def _has_glibc() -> bool:
-    try:
-        return bool(os.confstr("CS_GNU_LIBC_VERSION"))
-    except (AttributeError, OSError, ValueError):  # Windows has no such question, other C libraries no such name
-        return False
