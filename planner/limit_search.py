@@ -91,13 +91,10 @@ class LimitSearch:
             return Limit(way=way, size=0, predicted_size=predicted, next_fails=settled.next_fails, reason=reason)
         if settled.size == floor and weaker is not None:
             same = replace(weaker, way=way, predicted_size=guess, next_fails=settled.next_fails)
-            return self._better(self._reported(way, settled, guess), same) if self._attempt(way, floor) else same
+            if not self._attempt(way, floor):
+                return same
+            return _faster(self._reported(way, settled, guess), same)
         return self._reported(way, settled, guess)
-
-    def _better(self, own: Limit, weaker: Limit) -> Limit:
-        """Of one size the faster way; a plan that has nothing to do differs by noise alone."""
-        idle = own.plan is not None and not own.plan.recomputed_ops and not own.plan.host_bytes
-        return weaker if idle or weaker.throughput >= own.throughput else own
 
     def _attempt(self, way: Way, size: int) -> bool | None:
         """A real step at a size, with the plan for it; None where nothing is known of it, or the device has no room."""
@@ -212,6 +209,12 @@ class LimitSearch:
 
     def _expected(self, way: Way, found: Trial) -> int:
         return self._forecast.plan_at(way, found.size)[1] if found.plan is None else found.plan.predicted_peak_bytes
+
+
+def _faster(own: Limit, weaker: Limit) -> Limit:
+    """Of one size the faster way; a plan that has nothing to do differs by noise alone."""
+    idle = own.plan is not None and not own.plan.recomputed_ops and not own.plan.host_bytes
+    return weaker if idle or weaker.throughput >= own.throughput else own
 
 
 def _beside(limit: Limit, none: Limit) -> Limit:
