@@ -13,7 +13,6 @@ from profiler.compiling import (
     CompiledForward,
     Forward,
     is_compiled,
-    leave_uncompiled,
     plain_name,
     uncompiled,
     unwrapped,
@@ -57,8 +56,6 @@ class CompiledCalls:
         self._promised = made_compiled(plan)
         self._uncompiled: set[int] = set()
         self._settled: set[int] = set()
-        leave_uncompiled("planner.runtime", "planner.journey", "planner.luggage", "planner.stowing")
-        leave_uncompiled("planner.artificial_link", "planner.cuda_link", "planner.engines", "planner.host_memory")
 
     def in_model(self, forward: Forward) -> None:
         """The model is about to be run with ``forward``."""

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from planner.engines import room_for
 from planner.host_memory import HostMemory, Spans
+from profiler.compiling import leave_uncompiled
 from profiler.storages import CUDA_BLOCK_BYTES
+
+leave_uncompiled(__name__)
 
 
 class CudaEngine:

@@ -7,6 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from profiler.compiling import leave_uncompiled
+
+leave_uncompiled(__name__)
+
 
 class Fetched(Protocol):
     """A copy on its way back to the device."""

@@ -6,6 +6,10 @@ import bisect
 from collections import deque
 from typing import NamedTuple
 
+from profiler.compiling import leave_uncompiled
+
+leave_uncompiled(__name__)
+
 
 class Span(NamedTuple):
     """Bytes ``begin`` to ``end - 1`` of the buffer."""

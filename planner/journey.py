@@ -14,7 +14,10 @@ from planner.luggage import Luggage, Piece
 from planner.plan import Plan
 from planner.program import Moment, Program, Transfer
 from planner.stowing import stowed
+from profiler.compiling import leave_uncompiled
 from profiler.selective import SelectiveCall
+
+leave_uncompiled(__name__)
 
 _ALL = 10**9  # more reruns than any backward has before it
 _Parcels = dict[int, list[weakref.ref[Luggage]]]

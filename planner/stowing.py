@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from planner.luggage import Luggage, Piece
+from profiler.compiling import leave_uncompiled
 from profiler.selective import SelectiveCall
 from profiler.stage_ops import StageOps
 from profiler.storages import allocated_bytes
+
+leave_uncompiled(__name__)
 
 # Ordinals of the ops that hold a storage, and its bytes: all that is known of one that only they hold.
 _Signature = tuple[frozenset[int], int]

@@ -22,8 +22,7 @@ from profiler.regions import compiled_region, region_of
 Forward = Callable[..., Any]
 COMPILED = ", compiled"  # ends the precision of a profile whose model was compiled
 _WRAPPED = "_orig_mod"  # the name under which the result of torch.compile(module) holds the module
-# Their frames run while a compiler is on: saved-tensor hooks, called from within the model's forward.
-_OURS = tuple(f"profiler.{name}" for name in ("compiling", "meter", "probe", "rerun", "selective", "tracing"))
+_TO_LEAVE: set[str] = set()  # modules of which Dynamo has not been told yet
 
 
 class CompiledForward:
@@ -71,17 +70,27 @@ def between_graphs(wrapper: Callable[[Forward], Forward], forward: Forward, modu
         finally:
             set_eval_frame(compiler)
 
-    leave_uncompiled(*_OURS)
+    _tell_dynamo()
     return torch.compiler.disable(crossing, recursive=False, reason=what)
 
 
-@functools.cache
-def leave_uncompiled(*modules: str) -> None:
-    """Dynamo compiles no frame of these modules (by their import names); what they call is not affected."""
+def leave_uncompiled(module: str) -> None:
+    """Dynamo will compile no frame of a module of ours; what it calls is not affected.
+
+    Called as ``leave_uncompiled(__name__)`` by every module whose frames run while a compiler is on: saved-tensor
+    hooks, for example, which are called from within the model's forward.
+    """
+    _TO_LEAVE.add(module)
+
+
+def _tell_dynamo() -> None:
     from torch._dynamo import trace_rules  # Slow to import; models, optimizers and compilers have done so already.
 
-    for name in modules:
-        trace_rules.add(name)
+    while _TO_LEAVE:
+        trace_rules.add(_TO_LEAVE.pop())
+
+
+leave_uncompiled(__name__)
 
 
 @functools.cache

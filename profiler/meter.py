@@ -10,6 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
+from profiler.compiling import leave_uncompiled
+
+leave_uncompiled(__name__)
+
 _MARK = "sublinear-planner:"
 
 

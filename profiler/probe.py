@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.checking import CheckedCall
+from profiler.compiling import leave_uncompiled
 from profiler.meter import Interval, Meter
 from profiler.nodes import graph_nodes, next_node
 from profiler.patching import Forward, ForwardPatches
@@ -20,6 +21,8 @@ from profiler.selective import Selection, SelectiveCall
 from profiler.stages import ChosenStage
 from profiler.trees import device_of, map_tensors, tensors_in
 from profiler.workload import Workload
+
+leave_uncompiled(__name__)
 
 FORWARD, LOSS, BACKWARD, OPTIMIZER, END = "forward", "loss", "backward", "optimizer", "end"
 

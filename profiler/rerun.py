@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from profiler.compiling import leave_uncompiled
 from profiler.trees import map_tensors
+
+leave_uncompiled(__name__)
 
 # How deep what runs now is a second run inside another one; 0 in a first run.
 RUNNING_AGAIN: ContextVar[int] = ContextVar("RUNNING_AGAIN", default=0)

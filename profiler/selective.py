@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from profiler.compiling import leave_uncompiled
 from profiler.held import Held, version_of
 from profiler.rerun import CallState, detached
 from profiler.stage_ops import StageOps
 from profiler.tape import Lazy, Tape
 from profiler.watch import Turn, Watch
+
+leave_uncompiled(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.compiling import plain_name, unwrapped
+from profiler.compiling import leave_uncompiled, plain_name, unwrapped
 from profiler.nodes import next_node
 from profiler.op_traits import traits_of, why_fixed
 from profiler.patching import Forward, ForwardPatches
@@ -20,6 +20,8 @@ from profiler.preservation import RandomState
 from profiler.storages import StorageTable
 from profiler.trees import opaque_holder, tensors_in
 from profiler.workload import Workload
+
+leave_uncompiled(__name__)
 
 
 @dataclass(slots=True)
