@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from profiler.meter import memory_meter, metered, time_meter
-from profiler.profiling import resident_bytes_of
+from profiler.steps import resident_bytes_of
 from profiler.workload import Workload
 
 

@@ -21,8 +21,8 @@ from planner.signatures import Signature
 from planner.state_table import ModelStates, StateRow, model_states
 from planner.training import TrainingRun, train_planned
 from profiler.measurement import Measurement, measure
-from profiler.profiling import ProfileError
 from profiler.records import Profile
+from profiler.steps import ProfileError
 from profiler.workload import Workload
 
 __all__ = [

@@ -9,20 +9,21 @@ from typing import Any
 from planner.batch_limits import MaxBatch, NoBatch, States
 from planner.each_size import EachSize
 from planner.footing import Footing, footing_of, ladder
-from planner.forecast import Forecast, quick_plan, why_no_offload
+from planner.forecast import Forecast
 from planner.growth import Growth, Unlike
 from planner.headroom import Headroom, headroom_from
 from planner.limit_search import LimitSearch
 from planner.offloading import Mode, Offload, offload_from
-from planner.planning import Infeasible, planned_inside
+from planner.planning import Infeasible, planned_inside, quick_plan, why_no_offload
 from planner.profiled_sizes import growth_over, with_size
 from planner.profiling import profile
 from planner.sizes import parse_bytes
 from planner.targets import call_target, load_target, on_device
 from planner.trials import Build, ran_out, release
 from profiler.precision import types_part
-from profiler.profiling import ProfileError, Progress
+from profiler.profiling import Progress
 from profiler.records import Profile
+from profiler.steps import ProfileError
 from profiler.workload import Workload
 
 

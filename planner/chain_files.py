@@ -1,4 +1,4 @@
-"""Chain problem files at the command line: read, solved, and the solution written as a document."""
+"""Chain problem files at the command line: solved, and the solution written as a document."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from planner.documents import refusal_document
 from planner.offloading import Offload, link_document, link_from, usable_link
 from planner.parcels import sent_bytes
 from planner.planning import NoPlan, feasible_solution, method_of
+from planner.problem_files import chain_from
 from planner.sizes import parse_bytes
 from planner.unplanned import keep_all_replay
 from solvers import Chain, Problem, Replay, Schedule, Solution, replay
@@ -16,26 +17,6 @@ from solvers.link import Link
 
 SOLUTION_FORMAT = "planner-chain-solution"
 SOLUTION_VERSION = 1
-
-
-def chain_from(document: Mapping[str, Any], where: str) -> Chain:
-    """The chain of a problem file's document; ``where`` names it in errors.
-
-    Raises:
-        ValueError: a field is missing, of another kind, or out of range.
-    """
-    try:
-        chain = Chain.from_dict(document)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{where}: expected the fields of a chain problem, got a mismatch: {error}; write it with Chain.to_dict"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    for stage in chain.stages:
-        if not isinstance(stage.name, str):
-            raise ValueError(f"{where}: expected every stage to have a name, got {stage.name!r}; name it")
-    return chain
 
 
 def solve_chain_document(

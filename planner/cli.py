@@ -10,7 +10,19 @@ from typing import Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from planner import Infeasible, NoBatch, Plan, Rules, Workload, curves, documents, plots, problem_files, report
+from planner import (
+    Infeasible,
+    NoBatch,
+    Plan,
+    Rules,
+    Workload,
+    curves,
+    documents,
+    plots,
+    problem_files,
+    problem_solving,
+    report,
+)
 from planner.batch_report import batch_document, limits_report, no_batch_document
 from planner.batch_search import max_batch
 from planner.cli_advise import advise_command
@@ -141,10 +153,10 @@ def solve_command(
     wish = offload_wish(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
     source = problem_files.read_source(file)
     if no_menus:
-        source = problem_files.stage_level(source, stated)
+        source = problem_solving.stage_level(source, stated)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            document, saved = problem_files.solve_source(
+            document, saved = problem_solving.solve_source(
                 source,
                 budget,
                 solver=solver,
@@ -156,7 +168,7 @@ def solve_command(
             )
     except NoPlan as refusal:
         if as_json:
-            show_json(problem_files.refusal_of(refusal, source))
+            show_json(problem_solving.refusal_of(refusal, source))
         raise
     _say_without(document.get("no_offload"))
     if document.get("interrupted"):
@@ -196,7 +208,7 @@ def pareto_command(
     _say_without(frame.attrs.get("no_offload"))
     if frame.attrs.get("left_out"):
         note(f"left out: {', '.join(frame.attrs['left_out'])}; they come to their turn with a larger --time-limit")
-    title = problem_files.title_of(source, file)
+    title = problem_solving.title_of(source, file)
     if csv is not None:
         write_whole(csv, frame.to_csv(index=False))
     if output is not None:

@@ -15,8 +15,8 @@ from planner.planning import Infeasible, solve
 from profiler.measurement import Measurement, measure
 from profiler.meter import metered, time_meter
 from profiler.preservation import RandomState, preserved
-from profiler.profiling import first_step
 from profiler.records import Profile
+from profiler.steps import first_step
 from profiler.workload import Workload
 
 Progress = Callable[[str, int, int], None]

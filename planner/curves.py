@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 
 from planner.cost_model import chain_of
-from planner.graph_files import unplanned_replay
 from planner.offloading import Mode, Offload, offload_from, usable_link
 from planner.problem_files import Source, read_source
 from planner.unplanned import keep_all_replay
@@ -22,7 +21,7 @@ from solvers import frontier as solver_frontier
 from solvers.graph import Graph
 from solvers.graph_bound import graph_bound_seconds, smallest_working_set
 from solvers.graph_suite import GraphSolution, graph_frontier, graph_solver_names
-from solvers.liveness import IndexedGraph
+from solvers.liveness import IndexedGraph, unplanned_replay
 from solvers.lower_bound import bound_seconds
 
 COLUMNS = ("solver", "budget_bytes", "peak_bytes", "seconds", "lower_bound_seconds", "status", "solve_seconds")

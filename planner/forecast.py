@@ -9,17 +9,13 @@ from planner.cost_model import chain_of
 from planner.each_size import EachSize, NoProfile
 from planner.growth import Growth
 from planner.limits import MOST, largest
-from planner.offloading import Offload, usable_link
+from planner.offloading import Offload
 from planner.plan import Plan
-from planner.planning import Infeasible, solve
+from planner.planning import SEARCH_SECONDS, Infeasible, quick_plan, solve, why_no_offload
 from planner.sizes import format_bytes
 from planner.unplanned import keep_all_replay
 from profiler.records import Profile
 from solvers.minimum_memory import shortage
-
-# So little leaves out the integer program for short chains, which proves what is found and hardly ever betters it.
-SEARCH_SECONDS = 1e-3
-NO_LINK = "no link is known: run on a device that has one, or give its speed with --link-gbps"
 
 
 class Forecast:
@@ -121,17 +117,3 @@ class Forecast:
         """Samples per second, each counted with its weight."""
         seconds = self.seconds_at(size, plan)
         return self.samples_at(size) * self.weight_at(size) / seconds if seconds > 0 else 0.0
-
-
-def why_no_offload(wish: Offload, profile: Profile) -> str:
-    """Why nothing can be sent to host memory; empty where it can."""
-    if wish.mode == "never":
-        return "nothing is to be sent (--no-offload)"
-    link, why = usable_link(wish, chain_of(profile), profile.link)
-    return "" if link is not None else why or NO_LINK
-
-
-def quick_plan(profile: Profile, budget_bytes: int, wish: Offload) -> Plan:
-    """A plan by the method that weighs most in little time; raises Infeasible."""
-    solver = "auto" if wish.mode == "only" else "rotor"
-    return solve(profile, budget_bytes, solver=solver, offload=wish)

@@ -1,51 +1,23 @@
-"""Graph problem files at the command line: read, solved, and the solution written so that anyone can replay it."""
+"""Graph problem files at the command line: solved, and the solution written so that anyone can replay it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from planner.documents import refusal_document
 from planner.planning import NoPlan, with_schedule
+from planner.problem_files import all_bytes
 from planner.sizes import parse_bytes
 from solvers.graph import Graph
 from solvers.graph_problem import GraphProblem
 from solvers.graph_schedule import GraphSchedule
 from solvers.graph_simulator import GraphReplay, replay_graph
 from solvers.graph_suite import DEFAULT_GAP, solve_graph
-from solvers.liveness import IndexedGraph, schedule_of
+from solvers.liveness import unplanned_replay
 
 SOLUTION_FORMAT = "planner-graph-solution"
 SOLUTION_VERSION = 1
-
-_MOST_BYTES = 2**62  # what all nodes need together; the solvers count in 64 bits
-
-
-def graph_from(document: Mapping[str, Any], where: str) -> Graph:
-    """The graph of a problem file's document; ``where`` names it in errors.
-
-    Raises:
-        ValueError: what ``Graph.from_dict`` refuses, or numbers too large to add up.
-    """
-    try:
-        graph = Graph.from_dict(document)
-        fits = _all_bytes(graph) < _MOST_BYTES and math.isfinite(graph.unplanned_seconds)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    except OverflowError:  # of an integer that no float holds, given as seconds
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"{where}: expected less than 2**62 bytes and finite seconds in all, got more; correct the largest"
-        )
-    return graph
-
-
-def unplanned_replay(graph: Graph) -> GraphReplay:
-    """Every node once, in the file's order: what 100% of a budget and the unplanned seconds mean for a graph."""
-    indexed = IndexedGraph(graph)
-    return replay_graph(graph, schedule_of(indexed, range(indexed.count)))
 
 
 def solve_graph_document(
@@ -60,7 +32,7 @@ def solve_graph_document(
     """
     whole = unplanned_replay(graph)
     budget_bytes = parse_bytes(budget, whole_bytes=whole.peak_bytes)
-    problem = GraphProblem(graph=graph, budget_bytes=min(budget_bytes, _all_bytes(graph)))  # 64 bits hold it
+    problem = GraphProblem(graph=graph, budget_bytes=min(budget_bytes, all_bytes(graph)))  # 64 bits hold it
     solution = solve_graph(problem, solver, time_limit_seconds, DEFAULT_GAP if gap is None else gap)
     schedule = with_schedule(solution, budget_bytes, solver).schedule
     assert schedule is not None
@@ -93,11 +65,6 @@ def graph_refusal(refusal: NoPlan, graph: Graph) -> dict[str, Any]:
         unplanned_seconds=whole.seconds,
         resident_bytes=graph.resident_bytes,
     )
-
-
-def _all_bytes(graph: Graph) -> int:
-    """What no schedule can exceed."""
-    return graph.resident_bytes + sum(node.output_bytes + node.transient_bytes for node in graph.nodes)
 
 
 def _predictions(graph: Graph, replayed: GraphReplay, whole: GraphReplay) -> dict[str, Any]:

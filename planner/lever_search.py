@@ -9,16 +9,15 @@ import torch
 from torch import nn
 
 from planner.cost_model import chain_of
-from planner.forecast import SEARCH_SECONDS, quick_plan, why_no_offload
 from planner.forms import Forms
 from planner.levers import Basis, Combination, Lever, Recipe, Result, rank, worst
 from planner.offloading import Offload
 from planner.other_optimizers import replacements_for, with_optimizer
 from planner.plan import Plan
-from planner.planning import Infeasible, solve
+from planner.planning import SEARCH_SECONDS, Infeasible, quick_plan, solve, why_no_offload
 from planner.profiled_states import states_bytes
-from profiler.profiling import ProfileError
 from profiler.records import Profile
+from profiler.steps import ProfileError
 from solvers.minimum_memory import shortage
 
 PARTS = 8  # micro-batches of a batch that are looked at; more where nothing fits that leaves training as it is

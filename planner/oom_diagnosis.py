@@ -19,8 +19,8 @@ from planner.trials import ran_out
 from profiler.compiling import is_compiled, unwrapped
 from profiler.meter import Interval, Meter, memory_meter
 from profiler.preservation import preserved
-from profiler.profiling import resident_bytes_of
 from profiler.step_marks import StepMarks
+from profiler.steps import resident_bytes_of
 from profiler.workload import Workload
 
 

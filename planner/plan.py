@@ -14,6 +14,7 @@ from profiler.records import MenuRecord, ResidentBytes, menu_document, menu_from
 from solvers.chain import Chain
 from solvers.link import Link
 from solvers.schedule import TRANSFERS, Action, Schedule
+from solvers.simulator import replay
 
 FORMAT = "planner-plan"
 VERSION = 1
@@ -214,3 +215,22 @@ def _stage(data: Mapping[str, Any]) -> PlannedStage:
     values["parcels"] = tuple(values.get("parcels", ()))
     values["input_parcels"] = tuple(tuple(leaves) for leaves in values.get("input_parcels", ()))
     return PlannedStage(**values)
+
+
+def chain_in(plan: Plan, where: str = "a plan") -> Chain:
+    """The chain that a plan was solved on; ``where`` names the plan in errors.
+
+    Raises:
+        ValueError: the plan has none, or one that does not give what the plan predicts.
+    """
+    if plan.chain is None:
+        raise ValueError(
+            f"{where}: expected a plan that carries the chain it was solved on, got one of an older release; "
+            "solve the profile again"
+        )
+    if replay(plan.chain, plan.schedule, plan.link).peak_bytes != plan.predicted_peak_bytes:
+        raise ValueError(
+            f"{where}: expected its chain to give the predicted peak of {plan.predicted_peak_bytes} bytes, "
+            "got another one; solve the profile again"
+        )
+    return plan.chain

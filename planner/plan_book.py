@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.background import Background
-from planner.forecast import SEARCH_SECONDS, quick_plan
 from planner.headroom import headroom_from
 from planner.offloading import Offload
 from planner.plan import Plan
-from planner.planning import Infeasible, NoPlan, solve
+from planner.planning import SEARCH_SECONDS, Infeasible, NoPlan, quick_plan, solve
 from planner.signatures import Signature
 from planner.size_lines import Basis, SizeLine, expected, lines_of
 from planner.sizes import format_bytes

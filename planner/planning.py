@@ -21,6 +21,9 @@ from solvers import Problem, Replay, Schedule, Solution, replay, solve_chain
 from solvers.graph_schedule import GraphSchedule
 
 OFFLOAD_ONLY = "offload_only"
+# So little leaves out the integer program for short chains, which proves what is found and hardly ever betters it.
+SEARCH_SECONDS = 1e-3
+NO_LINK = "no link is known: run on a device that has one, or give its speed with --link-gbps"
 _FEWER_STATES = (
     "raise the budget, or take another optimizer or precision (planner advise compares them), or a smaller model"
 )
@@ -317,3 +320,17 @@ def claims_of(
         "host_bytes": replayed.host_peak_bytes,
         "stall_seconds": replayed.stall_seconds,
     }
+
+
+def quick_plan(profile: Profile, budget_bytes: int, wish: Offload) -> Plan:
+    """A plan by the method that weighs most in little time; raises Infeasible."""
+    solver = "auto" if wish.mode == "only" else "rotor"
+    return solve(profile, budget_bytes, solver=solver, offload=wish)
+
+
+def why_no_offload(wish: Offload, profile: Profile) -> str:
+    """Why nothing can be sent to host memory; empty where it can."""
+    if wish.mode == "never":
+        return "nothing is to be sent (--no-offload)"
+    link, why = usable_link(wish, chain_of(profile), profile.link)
+    return "" if link is not None else why or NO_LINK

@@ -1,15 +1,12 @@
-"""What FILE may be at the command line: a profile, a chain problem or a graph problem; each read and solved."""
+"""Problem files: what FILE may be at the command line (a profile, a chain problem or a graph problem), read."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from planner import chain_files, documents, graph_files
-from planner.by_hand import state
-from planner.offloading import Offload
-from planner.planning import NoPlan, solve
-from planner.rules import Rules
 from profiler.files import read_document
 from profiler.records import FORMAT as PROFILE_FORMAT
 from profiler.records import VERSION as PROFILE_VERSION
@@ -23,118 +20,59 @@ from solvers.graph import Graph
 
 Source: TypeAlias = Profile | Chain | Graph
 FORMATS = {PROFILE_FORMAT: PROFILE_VERSION, CHAIN_FORMAT: CHAIN_VERSION, GRAPH_FORMAT: GRAPH_VERSION}
+_MOST_BYTES = 2**62  # what all nodes need together; the solvers count in 64 bits
 
 
 def read_source(path: str | Path) -> Source:
     """The profile, chain or graph of a file; ValueError with the file's name for anything else."""
     document = read_document(path, FORMATS)
     if document["format"] == CHAIN_FORMAT:
-        return chain_files.chain_from(document, str(path))
+        return chain_from(document, str(path))
     if document["format"] == GRAPH_FORMAT:
-        return graph_files.graph_from(document, str(path))
+        return graph_from(document, str(path))
     return Profile.from_document(document, str(path))
 
 
-def stage_level(source: Source, rules: Rules | None) -> Profile:
-    """The profile without options inside stages; ValueError for a problem file, or with rules, which may name some."""
-    if isinstance(source, Profile) and rules is None:
-        return source.stage_level()
-    kind = "rules" if rules is not None else "a problem file"
-    raise ValueError(f"--no-menus: expected a profile alone, got {kind}; leave one of them out")
-
-
-def solve_source(
-    source: Source,
-    budget: str | None,
-    *,
-    solver: str,
-    time_limit_seconds: float | None,
-    gap: float | None,
-    rules: Rules | None = None,
-    offload: Offload | None = None,
-    headroom: str | None = None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The document of a solution, and the one to save.
-
-    Args:
-        source: the profile, chain or graph.
-        budget: as text; None with rules that need none.
-        solver, time_limit_seconds, gap: as at the command line.
-        rules: what is stated of a profile's stages by hand.
-        offload: whether and over what activations may go to host memory; None where nothing was said of it.
-        headroom: of the budget, left to the device's allocator; None where nothing was said of it.
+def chain_from(document: Mapping[str, Any], where: str) -> Chain:
+    """The chain of a problem file's document; ``where`` names it in errors.
 
     Raises:
-        NoPlan: no schedule came out.
-        ValueError: a solver or an option that this kind of problem does not have, or a budget that does not parse.
+        ValueError: a field is missing, of another kind, or out of range.
     """
-    if rules is not None and not isinstance(source, Profile):
+    try:
+        chain = Chain.from_dict(document)
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
-            "--rules: expected a profile, whose stages have names, got a problem file; make one with planner profile"
-        )
-    if offload is not None and (rules is not None or isinstance(source, Graph)):
-        kind = "rules" if rules is not None else "a graph problem"
-        raise ValueError(f"--link-gbps and the like: expected a profile or a chain alone, got {kind}; leave them out")
-    if headroom is not None and not isinstance(source, Profile):
+            f"{where}: expected the fields of a chain problem, got a mismatch: {error}; write it with Chain.to_dict"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    for stage in chain.stages:
+        if not isinstance(stage.name, str):
+            raise ValueError(f"{where}: expected every stage to have a name, got {stage.name!r}; name it")
+    return chain
+
+
+def graph_from(document: Mapping[str, Any], where: str) -> Graph:
+    """The graph of a problem file's document; ``where`` names it in errors.
+
+    Raises:
+        ValueError: what ``Graph.from_dict`` refuses, or numbers too large to add up.
+    """
+    try:
+        graph = Graph.from_dict(document)
+        fits = all_bytes(graph) < _MOST_BYTES and math.isfinite(graph.unplanned_seconds)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    except OverflowError:  # of an integer that no float holds, given as seconds
+        fits = False
+    if not fits:
         raise ValueError(
-            "--headroom: expected a profile, whose device has an allocator, got a problem file; lower the budget"
+            f"{where}: expected less than 2**62 bytes and finite seconds in all, got more; correct the largest"
         )
-    if isinstance(source, Graph):
-        document, actions = graph_files.solve_graph_document(
-            source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, gap=gap
-        )
-        return document, graph_files.solution_file(document, source, actions)
-    if gap is not None:
-        kind = "a profile" if isinstance(source, Profile) else "a chain problem"
-        raise ValueError(f"--gap: expected a graph problem, whose solvers search until then, got {kind}; leave it out")
-    if isinstance(source, Profile) and rules is not None:
-        plan = state(
-            source,
-            rules,
-            budget=budget,
-            solver=solver,
-            time_limit_seconds=time_limit_seconds,
-            headroom=headroom or 0,
-        )
-        return documents.plan_document(plan), plan.to_document()
-    if isinstance(source, Profile):
-        wish = offload or Offload()
-        plan = solve(
-            source,
-            _given(budget),
-            solver=solver,
-            time_limit_seconds=time_limit_seconds,
-            offload=wish,
-            headroom=headroom or 0,
-        )
-        return documents.plan_document(plan), plan.to_document()
-    document, schedule = chain_files.solve_chain_document(
-        source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, offload=offload or Offload()
-    )
-    return document, chain_files.solution_file(document, source, schedule)
+    return graph
 
 
-def _given(budget: str | None) -> str:
-    if budget is None:
-        raise ValueError(
-            "--budget: expected one, got none; give for example 8GiB or 70% (with --rules it may be left out)"
-        )
-    return budget
-
-
-def refusal_of(refusal: NoPlan, source: Source) -> dict[str, Any]:
-    """What ``solve --json`` says where no schedule came out."""
-    if isinstance(source, Graph):
-        return graph_files.graph_refusal(refusal, source)
-    if isinstance(source, Chain):
-        return chain_files.chain_refusal(refusal, source)
-    return documents.profile_refusal(refusal, source)
-
-
-def title_of(source: Source, path: Path) -> str:
-    """What a picture of it is headed with."""
-    if isinstance(source, Profile):
-        return f"{source.model_class} on {source.device} ({source.device_name})"
-    if isinstance(source, Graph):
-        return f"{path.stem}: a graph of {len(source.nodes)} nodes"
-    return f"{path.stem}: a chain of {len(source.stages)} stages"
+def all_bytes(graph: Graph) -> int:
+    """What no schedule can exceed."""
+    return graph.resident_bytes + sum(node.output_bytes + node.transient_bytes for node in graph.nodes)

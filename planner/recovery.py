@@ -7,10 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from planner.forecast import SEARCH_SECONDS
 from planner.oom_report import FailureReport
 from planner.plan import Plan
-from planner.planning import NoPlan
+from planner.planning import SEARCH_SECONDS, NoPlan
 from planner.replanning import replan
 from planner.timeline import Phase
 from profiler.preservation import RandomState, captured

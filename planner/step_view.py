@@ -21,8 +21,8 @@ from profiler.compiling import is_compiled, unwrapped
 from profiler.meter import Interval, Meter, memory_meter, time_meter
 from profiler.preservation import RandomState, preserved
 from profiler.probe import END, LOSS
-from profiler.profiling import first_step, resident_bytes_of
 from profiler.step_marks import AGAIN, StepMarks
+from profiler.steps import first_step, resident_bytes_of
 from profiler.workload import Workload
 
 ROUNDS = 3  # timed steps each of the model without the plan and with it, in turns

@@ -72,25 +72,6 @@ class Timeline:
         return found
 
 
-def chain_in(plan: Plan, where: str = "a plan") -> Chain:
-    """The chain that a plan was solved on; ``where`` names the plan in errors.
-
-    Raises:
-        ValueError: the plan has none, or one that does not give what the plan predicts.
-    """
-    if plan.chain is None:
-        raise ValueError(
-            f"{where}: expected a plan that carries the chain it was solved on, got one of an older release; "
-            "solve the profile again"
-        )
-    if replay(plan.chain, plan.schedule, plan.link).peak_bytes != plan.predicted_peak_bytes:
-        raise ValueError(
-            f"{where}: expected its chain to give the predicted peak of {plan.predicted_peak_bytes} bytes, "
-            "got another one; solve the profile again"
-        )
-    return plan.chain
-
-
 def predicted_timelines(
     chain: Chain, schedule: Schedule, *, link: Link | None = None, beside_seconds: float = 0.0
 ) -> list[Timeline]:

@@ -14,7 +14,7 @@ from planner.plan import Plan
 from profiler.host_room import available_host_bytes
 from profiler.measurement import measure
 from profiler.preservation import preserved
-from profiler.profiling import first_step, resident_bytes_of
+from profiler.steps import first_step, resident_bytes_of
 from profiler.storages import distinct_bytes
 from profiler.workload import Workload
 

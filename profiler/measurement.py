@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from profiler.allocator import faulted_bytes, release_cache, reserved_for
 from profiler.meter import Interval, Meter, memory_meter, metered, time_meter
 from profiler.preservation import RandomState, preserved
-from profiler.profiling import first_step, resident_bytes_of, until_stepped
+from profiler.steps import first_step, resident_bytes_of, until_stepped
 from profiler.workload import Workload
 
 

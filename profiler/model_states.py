@@ -16,7 +16,7 @@ from profiler.compiling import is_compiled, uncompiled
 from profiler.meter import memory_meter, metered
 from profiler.preservation import RandomState, preserved
 from profiler.probe import BACKWARD, END, FORWARD, OPTIMIZER
-from profiler.profiling import ProfileError, checked_step, resident_bytes_of
+from profiler.steps import ProfileError, checked_step, resident_bytes_of
 from profiler.storages import allocated_bytes, distinct_bytes
 from profiler.workload import Workload, optimizer_tensors
 

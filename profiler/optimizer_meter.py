@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from profiler.meter import memory_meter, metered, time_meter
 from profiler.preservation import preserved
-from profiler.profiling import resident_bytes_of
+from profiler.steps import resident_bytes_of
 from profiler.variants import varied
 from profiler.workload import Workload
 

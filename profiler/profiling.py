@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,27 +21,20 @@ from profiler.named_stages import State
 from profiler.patching import is_patched
 from profiler.preservation import RandomState, preserved
 from profiler.probe import FirstRun, StepProbe
-from profiler.records import Profile, ResidentBytes
+from profiler.records import Profile
 from profiler.rerun import CallTraits, rerun_keeping, rerun_until_saved
 from profiler.stage_ops import Choice, ChoiceError, StageOps
 from profiler.stages import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
-from profiler.storages import distinct_bytes
+from profiler.steps import ProfileError, first_step, resident_bytes_of, until_stepped
 from profiler.survivors import Survivors
 from profiler.tracing import trace_step
 from profiler.trees import map_tensors, tensors_in
-from profiler.workload import Workload, optimizer_tensors, scaler_tensors
+from profiler.workload import Workload
 
 Progress = Callable[[str, int, int], None]
-Result = TypeVar("Result")
-# GradScaler's scale begins at 65536 and halves with every skipped step; below 1 it no longer serves its end.
-SKIPPED_STEPS = 24
 PLAIN_STEPS = 3
 DROPPING_FORWARDS = 2
 _RUNS = 4 + PLAIN_STEPS + DROPPING_FORWARDS
-
-
-class ProfileError(ValueError):
-    """The workload cannot be profiled; the message says what failed and what to do."""
 
 
 def profile(
@@ -109,62 +102,6 @@ class _Reporter:
         if self._progress is not None:
             self._progress(what, self._done, max(self.runs, self._done + 1))
         self._done += 1
-
-
-def first_step(workload: Workload) -> None:
-    """Run a step to warm up; raises ProfileError as ``checked_step`` does."""
-    checked_step(workload, workload.step)
-    workload.zero_grad()
-
-
-def checked_step(workload: Workload, run: Callable[[], Result]) -> Result:
-    """Call ``run``, a whole step, and again while the scaler leaves the optimizer out; what the last call returns.
-
-    Raises:
-        ProfileError: it fails, or no step has finite gradients.
-    """
-    try:
-        return until_stepped(workload, run)
-    except ProfileError:
-        raise
-    except Exception as error:  # User code runs here; whatever it raises is reported as its failure.
-        raise ProfileError(
-            f"profile: expected a training step that runs, got {type(error).__name__}: {error}; "
-            "correct the model, its inputs or the loss"
-        ) from error
-
-
-def until_stepped(workload: Workload, run: Callable[[], Result]) -> Result:
-    """What ``run``, a whole step, returns the first time that the optimizer's step is a part of it.
-
-    Raises:
-        ProfileError: the scaler leaves it out however small the scale becomes.
-    """
-    for _ in range(SKIPPED_STEPS):
-        result = run()
-        if workload.stepped:
-            return result
-    raise ProfileError(
-        f"profile: expected finite gradients once the loss scale is small enough, got inf or NaN in {SKIPPED_STEPS} "
-        "steps in a row; correct the loss, or use bfloat16"
-    )
-
-
-def resident_bytes_of(workload: Workload) -> ResidentBytes:
-    """Bytes that are there between two steps, each storage once."""
-    optimizer, model, device = workload.optimizer, workload.model, workload.device
-    own = {id(parameter) for parameter in model.parameters()}
-    return ResidentBytes(
-        parameters=distinct_bytes(model.parameters()),
-        buffers=distinct_bytes(model.buffers()),
-        optimizer=distinct_bytes(
-            tensor for *_, tensor in optimizer_tensors(optimizer) if tensor.device.type == device.type
-        ),
-        inputs=distinct_bytes(tensors_in(workload.inputs)),
-        gradients=distinct_bytes(p.grad for p in workload.with_gradients() if p.grad is not None),
-        other_parameters=distinct_bytes(p for p in workload.parameters_beside() if id(p) not in own),
-        scaler=distinct_bytes(scaler_tensors(workload.scaler)),
-    )
 
 
 def _measure(

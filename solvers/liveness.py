@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from solvers.graph import Graph
 from solvers.graph_schedule import GraphAction, GraphSchedule
+from solvers.graph_simulator import GraphReplay, replay_graph
 
 
 class IndexedGraph:
@@ -120,3 +121,9 @@ def runs_for(indexed: IndexedGraph, alive: set[int], node: int) -> list[int]:
             runs.append(v)
             alive.add(v)
     return runs
+
+
+def unplanned_replay(graph: Graph) -> GraphReplay:
+    """Every node once, in the file's order: what 100% of a budget and the unplanned seconds mean for a graph."""
+    indexed = IndexedGraph(graph)
+    return replay_graph(graph, schedule_of(indexed, range(indexed.count)))

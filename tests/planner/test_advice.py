@@ -17,12 +17,12 @@ from planner.advice import _notes
 from planner.advice_plot import advice_figure, draw_advice
 from planner.advice_report import document_of, foremost, report_of, shortened
 from planner.cli_shell import show
-from planner.forecast import quick_plan
 from planner.forms import Forms, PartLoss
 from planner.lever_search import Found, LeverSearch, _Form, _result_of_micro_batches
 from planner.levers import Combination, rank, worst
 from planner.offloading import Offload
-from profiler.profiling import ProfileError
+from planner.planning import quick_plan
+from profiler.steps import ProfileError
 from profiler.variants import varied
 from tests.planner.command_line import done, refused, run
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 import planner
 from planner import zoo
 from planner.peak_report import peak_rows
+from planner.plan import chain_in
 from planner.step_view import Places, StepView, view_step
-from planner.timeline import Timeline, chain_in, predicted_timelines
+from planner.timeline import Timeline, predicted_timelines
 from profiler.meter import Interval
 from profiler.workload import Workload
 from tests.planner.command_line import SMALL
