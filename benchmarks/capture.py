@@ -15,7 +15,7 @@ from benchmarks.capture_models import SUBJECTS, Subject
 from benchmarks.op_graph import capture
 from benchmarks.random_graphs import random_training_graph
 from benchmarks.reporting import machine
-from profiler.files import write_whole
+from profiler.json_files import write_whole
 from solvers.graph import Graph
 from solvers.liveness import IndexedGraph, peak_profile
 

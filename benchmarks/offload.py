@@ -19,7 +19,7 @@ from benchmarks.reporting import MIB, RESULTS, result_name, write_result
 from benchmarks.simulated_gpu import on_gpu, repeated
 from planner.cost_model import chain_of
 from planner.zoo import build
-from profiler.files import write_document
+from profiler.json_files import write_document
 from profiler.preservation import preserved
 from solvers import Chain, Link, Problem, Solution, solve_chain
 

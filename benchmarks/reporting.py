@@ -13,7 +13,7 @@ import pandas as pd
 import pulp
 import torch
 
-from profiler.files import write_whole
+from profiler.json_files import write_whole
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20  # bytes; tables have them in MiB

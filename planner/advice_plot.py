@@ -15,7 +15,7 @@ from planner.levers import Combination
 from planner.memory_map import GROUPS, MemoryMap
 from planner.plots import check_picture, memory_unit
 from planner.sizes import format_bytes, format_seconds
-from profiler.files import write_whole
+from profiler.json_files import write_whole
 
 # Colours after Okabe and Ito: told apart with colour-blind eyes too; parts of the model states in shades of one.
 _COLOURS = {"inputs": "#F0E442", "activations": "#E69F00", "temporaries": "#CC79A7"}

@@ -22,7 +22,7 @@ from planner.sizes import format_bytes, format_seconds
 from planner.step_view import StepView, view_step
 from planner.timeline import Timeline, beside_seconds_of, predicted_timelines, timeline_table
 from planner.timeline_plot import ExplainedPeak, draw_timeline
-from profiler.files import read_document, write_whole
+from profiler.json_files import read_document, write_whole
 from profiler.records import FORMAT as PROFILE_FORMAT
 from profiler.records import VERSION as PROFILE_VERSION
 from profiler.records import Profile

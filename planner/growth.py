@@ -9,8 +9,8 @@ from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
+from profiler.op_graph import StageOps
 from profiler.records import MenuRecord, OptionRecord, Profile, StageRecord
-from profiler.stage_ops import StageOps
 
 # Deviation from a line, as a share of what the bytes grow by, that counts as none: a CUDA allocator rounds every tensor
 # up to 512 bytes, which of tensors of half a megabyte is that share.

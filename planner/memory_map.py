@@ -13,8 +13,8 @@ from planner.planning import plan_of
 from planner.profiled_states import made_gradient_bytes
 from planner.stage_kinds import names_in_short
 from planner.timeline import Timeline, predicted_timelines
+from profiler.op_graph import kind_of
 from profiler.records import Profile
-from profiler.stage_ops import kind_of
 from solvers import Chain, Problem, keep_all, replay, solve_chain
 
 Group = Literal["model states", "inputs", "activations", "temporaries"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from profiler.menus import Choice
-from profiler.stage_ops import StageOp, StageOps
+from profiler.op_graph import StageOp, StageOps
 from solvers.saved_sets import Held, SavedSets, Step, frontier
 
 # Measured on one core at 3 GHz: an op that runs again costs this beside its kernel (recording it in forward and

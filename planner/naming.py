@@ -7,7 +7,7 @@ import fnmatch
 from collections.abc import Collection, Iterable, Sequence
 
 from profiler.named_stages import NamedStage
-from profiler.stage_ops import ChoiceError, StageOp, StageOps
+from profiler.op_graph import ChoiceError, StageOp, StageOps
 
 _NEAREST = 5
 

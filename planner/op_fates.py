@@ -9,8 +9,8 @@ from typing import Literal
 
 from planner.sizes import format_seconds
 from planner.stage_kinds import StageKind
+from profiler.op_graph import ChoiceError, StageOps, makes_room
 from profiler.records import MenuRecord, OptionRecord
-from profiler.stage_ops import ChoiceError, StageOps, makes_room
 
 Fate = Literal["recomputed", "kept", "not needed", "view"]
 _SMALL = 10  # what an op frees is no reason to run it again where an op that reads it frees so many times more

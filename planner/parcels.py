@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from profiler.op_graph import StageOps
 from profiler.records import OptionRecord, Profile
-from profiler.stage_ops import StageOps
 from solvers import Chain, Schedule
 
 # Less than a page is not worth a copy and the memory of its host buffer.

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from planner.op_fates import kept_by, makers
 from planner.plan import Plan
 from planner.timeline import Span, Timeline
+from profiler.op_graph import StageOps
 from profiler.records import MenuRecord, ResidentBytes
-from profiler.stage_ops import StageOps
 from solvers import Chain, Schedule
 from solvers.simulator import alive_before
 

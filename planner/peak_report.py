@@ -15,7 +15,7 @@ from planner.peak import Part, Peak
 from planner.plan import Plan
 from planner.sizes import format_bytes
 from planner.stage_kinds import common_path, in_one_series, names_in_short
-from profiler.stage_ops import kind_of
+from profiler.op_graph import kind_of
 
 COLUMNS = ("series", "what", "op", "module", "stage", "phase", "tensors", "bytes")
 ROWS_SHOWN = 12

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from planner.offloading import link_document, link_from
-from profiler.files import read_document, write_document
+from profiler.json_files import read_document, write_document
 from profiler.records import MenuRecord, ResidentBytes, menu_document, menu_from
 from solvers.chain import Chain
 from solvers.link import Link

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from profiler.files import write_whole
+from profiler.json_files import write_whole
 
 FORMATS = (".png", ".svg", ".pdf")
 

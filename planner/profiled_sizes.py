@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from planner.growth import Growth, flow_of
 from planner.profiling import profile
 from profiler import profiling
+from profiler.op_graph import Choice, StageOps
 from profiler.profiling import Progress
 from profiler.records import MenuRecord, Profile
-from profiler.stage_ops import Choice, StageOps
 from profiler.workload import Workload
 
 

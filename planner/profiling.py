@@ -11,9 +11,9 @@ from planner.stating import stated_by
 from profiler import profiling
 from profiler.compiling import is_compiled
 from profiler.named_stages import NamedStage
+from profiler.op_graph import Choice, ChoiceError
 from profiler.profiling import Progress
 from profiler.records import Profile
-from profiler.stage_ops import Choice, ChoiceError
 from profiler.stages import StagePattern
 from profiler.workload import Workload
 

@@ -9,7 +9,7 @@ from typing import Literal
 from planner import naming
 from planner.rules import Rule, Rules, Target
 from profiler.named_stages import NamedStage
-from profiler.stage_ops import Choice, ChoiceError, StageOps
+from profiler.op_graph import Choice, ChoiceError, StageOps
 
 Kind = Literal["keep", "recompute", "segment", "choice", "solve"]
 _CHECKPOINTS = -1  # stands for the checkpoints where a rule's number is expected

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from planner.luggage import Luggage, Piece
 from profiler.compiling import leave_uncompiled
+from profiler.op_graph import StageOps
 from profiler.selective import SelectiveCall
-from profiler.stage_ops import StageOps
 from profiler.storages import allocated_bytes
 
 leave_uncompiled(__name__)

@@ -20,8 +20,8 @@ from planner.peak_report import PeakRow
 from planner.plots import Units, check_picture, units_up_to
 from planner.sizes import format_bytes
 from planner.timeline import Phase, Timeline
-from profiler.files import write_whole
-from profiler.stage_ops import kind_of
+from profiler.json_files import write_whole
+from profiler.op_graph import kind_of
 
 TOP_PARTS = 5
 _TEXT_WIDTH = 40  # characters of the column beside the curves

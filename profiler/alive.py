@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.meter import Interval, Meter
 from profiler.nodes import next_node
+from profiler.op_graph import makes_room
 from profiler.op_traits import traits_of
 from profiler.patching import Forward
 from profiler.rerun import RUNNING_AGAIN
-from profiler.stage_ops import makes_room
 from profiler.step_marks import AGAIN, QuietPatches, StepMarks
 from profiler.storages import allocated_bytes
 from profiler.trees import tensors_in

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from profiler.named_stages import calls_inside, modules_inside
-from profiler.stage_ops import StageOp, StageOps, StageStorage
+from profiler.op_graph import StageOp, StageOps, StageStorage
 from profiler.stages import ChosenStage
 from profiler.tracing import Op, Trace
 

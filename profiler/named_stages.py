@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from profiler.compiling import plain_name, unwrapped
-from profiler.stage_ops import Choice, StageOps
+from profiler.op_graph import Choice, StageOps
 from profiler.stages import ChosenStage
 from profiler.tracing import Call, Trace
 

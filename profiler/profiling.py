@@ -18,12 +18,12 @@ from profiler.menu_steps import MenuSteps
 from profiler.menus import Propose, grouped, steps_for
 from profiler.meter import Interval, Meter, memory_meter, time_meter
 from profiler.named_stages import State
+from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.patching import is_patched
 from profiler.preservation import RandomState, preserved
 from profiler.probe import FirstRun, StepProbe
 from profiler.records import Profile
 from profiler.rerun import CallTraits, rerun_keeping, rerun_until_saved
-from profiler.stage_ops import Choice, ChoiceError, StageOps
 from profiler.stages import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
 from profiler.steps import ProfileError, first_step, resident_bytes_of, until_stepped
 from profiler.survivors import Survivors

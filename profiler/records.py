@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from profiler.files import read_document, write_document
-from profiler.stage_ops import StageOps
+from profiler.json_files import read_document, write_document
+from profiler.op_graph import StageOps
 
 FORMAT = "planner-profile"
 VERSION = 1

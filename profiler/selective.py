@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from profiler.compiling import leave_uncompiled
 from profiler.held import Held, version_of
+from profiler.op_graph import StageOps
 from profiler.rerun import CallState, detached
-from profiler.stage_ops import StageOps
 from profiler.tape import Lazy, Tape
 from profiler.watch import Turn, Watch
 

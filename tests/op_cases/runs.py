@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from profiler.dataflow import stage_ops_of
+from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.selective import Selection, SelectiveCall
-from profiler.stage_ops import Choice, ChoiceError, StageOps
 from profiler.stages import choose_stages
 from profiler.tracing import trace_step
 from profiler.trees import tensors_in

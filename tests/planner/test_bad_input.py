@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import planner
-from profiler.files import write_document
+from profiler.json_files import write_document
 from tests.planner.command_line import SMALL, refused, run, small_chain
 
 

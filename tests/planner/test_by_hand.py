@@ -12,7 +12,7 @@ from torch import nn
 import planner
 from planner import Rule, Rules, zoo
 from planner.cost_model import chain_of
-from profiler.stage_ops import ChoiceError
+from profiler.op_graph import ChoiceError
 from solvers import replay
 from tests.odd_models import workload
 from tests.planner.test_exact import assert_same, state_after

@@ -18,7 +18,7 @@ from torch._inductor.exc import InductorError
 import planner
 from planner import Rule, Rules, zoo
 from planner.compiled import is_compiling_or_compiled
-from profiler.stage_ops import ChoiceError
+from profiler.op_graph import ChoiceError
 from profiler.workload import Workload
 from tests.odd_models import Stack, workload
 from tests.planner.test_exact import assert_same, state_after

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from planner.parcels import SMALLEST_PARCEL_BYTES, parcels_among
+from profiler.op_graph import StageOp, StageOps, StageStorage, Value
 from profiler.records import OptionRecord
-from profiler.stage_ops import StageOp, StageOps, StageStorage, Value
 
 MADE = tuple(range(4))
 

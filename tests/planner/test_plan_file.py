@@ -8,7 +8,7 @@ import pytest
 
 import planner
 from planner.cost_model import chain_of
-from profiler.files import write_document
+from profiler.json_files import write_document
 from solvers import replay
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import planner
-from profiler.files import write_document
+from profiler.json_files import write_document
 from tests.planner.command_line import SMALL, done, refused, run, small_chain
 
 RULES = """

@@ -11,7 +11,7 @@ import pytest
 import planner
 from planner import peak_report, timeline
 from planner.sizes import format_bytes
-from profiler.files import write_document
+from profiler.json_files import write_document
 from tests.planner.command_line import SMALL, done, refused, small_chain
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.dataflow import pooled, stage_ops_of, without_seconds
-from profiler.stage_ops import StageOps
+from profiler.op_graph import StageOps
 from profiler.stages import choose_stages
 from profiler.tracing import trace_step
 from profiler.workload import Workload

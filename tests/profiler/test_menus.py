@@ -28,10 +28,10 @@ from profiler.menus import (
     without,
 )
 from profiler.meter import Interval
+from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStorage
 from profiler.preservation import RandomState
 from profiler.probe import BACKWARD, FORWARD, StepProbe, stage_place
 from profiler.records import MenuRecord, OptionRecord
-from profiler.stage_ops import Choice, ChoiceError, StageOp, StageOps, StageStorage
 from profiler.stages import choose_stages
 from profiler.tracing import trace_step
 from tests.odd_models import workload

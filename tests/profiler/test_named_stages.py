@@ -10,8 +10,8 @@ from torch import nn
 
 from profiler.dataflow import stage_ops_of
 from profiler.named_stages import names_outside, with_names
+from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStorage
 from profiler.profiling import profile
-from profiler.stage_ops import Choice, ChoiceError, StageOp, StageOps, StageStorage
 from profiler.stages import choose_stages
 from profiler.tracing import trace_step
 from profiler.workload import Workload

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from profiler.stage_ops import Choice, ChoiceError, StageOp, StageOps, StageStorage, kind_of, makes_room
+from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStorage, kind_of, makes_room
 
 INPUT, BUFFER, ROOT, EXP, TANH, LAST = range(6)
 MUL, TO_EXP, RELU, TO_TANH, ADD = range(5)

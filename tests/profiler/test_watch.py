@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.op_graph import StageOps
 from profiler.rerun import CallState, CallTraits
 from profiler.selective import Selection, SelectiveCall, _around, _turns, rerun_selecting
-from profiler.stage_ops import StageOps
 from profiler.tape import Lazy
 from profiler.watch import Turn
 from tests.op_cases.blocks import (
