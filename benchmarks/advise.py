@@ -20,8 +20,8 @@ from planner.offloading import Offload
 from planner.other_optimizers import optimizer_named
 from planner.sizes import parse_bytes
 from profiler.meter import metered, time_meter
-from profiler.preservation import preserved
-from profiler.variants import varied
+from profiler.workload.preservation import preserved
+from profiler.workload.variants import varied
 
 MODELS: dict[str, dict[str, Any]] = {"gpt2": {"layers": 6}, "resnet50": {"batch": 16}}
 BUDGETS = ("70%", "45%")

@@ -19,7 +19,7 @@ from benchmarks.reporting import MIB, RESULTS, result_name, write_result
 from planner.dynamic import DynamicHandle
 from planner.plan_book import without_shapes
 from planner.zoo import build
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 LENGTHS = (64, 80, 96, 128, 160, 192, 224, 256)
 PROFILED = (64, 160, 256)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from planner.zoo.language import bert_config
 from planner.zoo.training import check_device, seeded, transformers
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 LEARNING_RATE = 1e-4  # of BERT's pretraining (Devlin et al. 2018, appendix A.2)
 ATTENTION = ("eager", "sdpa")

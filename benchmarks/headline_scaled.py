@@ -16,7 +16,7 @@ from planner.batch_limits import WAYS, Way
 from planner.forecast import Forecast
 from planner.profiled_sizes import growth_over
 from planner.sizes import format_bytes
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 UNPLANNED = 4  # sequences that fit without a plan
 PROFILED = (2, 3, 4)

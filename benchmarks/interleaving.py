@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import planner
 from benchmarks.one_step import seconds_of
-from profiler.preservation import preserved
-from profiler.workload import Workload
+from profiler.workload.preservation import preserved
+from profiler.workload.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

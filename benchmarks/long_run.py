@@ -9,7 +9,7 @@ import torch
 import planner
 from benchmarks.one_step import peak_bytes_of
 from planner.zoo import build
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 STEPS = 1000
 METERED = (2, 3, 10, 500, 1000)  # the first step makes the optimizer's states

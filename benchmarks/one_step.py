@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from profiler.meter import memory_meter, metered, time_meter
-from profiler.steps import resident_bytes_of
-from profiler.workload import Workload
+from profiler.workload.steps import resident_bytes_of
+from profiler.workload.workload import Workload
 
 
 def peak_bytes_of(workload: Workload, run: Callable[[], object] | None = None) -> int:

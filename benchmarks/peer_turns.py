@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import planner
 from benchmarks.one_step import seconds_of
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 Step = Callable[[], float]
 

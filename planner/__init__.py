@@ -22,8 +22,8 @@ from planner.state_table import ModelStates, StateRow, model_states
 from planner.training import TrainingRun, train_planned
 from profiler.measurement import Measurement, measure
 from profiler.records import Profile
-from profiler.steps import ProfileError
-from profiler.workload import Workload
+from profiler.workload.steps import ProfileError
+from profiler.workload.workload import Workload
 
 __all__ = [
     "Advice",

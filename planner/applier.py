@@ -16,9 +16,9 @@ from planner.plan import Plan, PlannedStage
 from planner.program import Program, program_of
 from planner.runtime import PlannedStep
 from planner.selections import selections_of
-from profiler.compiling import COMPILED, plain_name, unwrapped
-from profiler.patching import Forward, ForwardPatches, is_patched
-from profiler.precision import autocast_now, autocast_part, precision_of, types_part
+from profiler.workload.compiled_forwards import COMPILED, plain_name, unwrapped
+from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
+from profiler.workload.precision import autocast_now, autocast_part, precision_of, types_part
 
 _PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
 

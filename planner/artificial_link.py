@@ -11,7 +11,7 @@ from torch import Tensor
 
 from planner.engines import room_for
 from planner.host_memory import HostMemory, Spans
-from profiler.compiling import leave_uncompiled
+from profiler.workload.compiled_forwards import leave_uncompiled
 from solvers.link import Link
 
 leave_uncompiled(__name__)

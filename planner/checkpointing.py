@@ -16,7 +16,7 @@ from planner.plan_book import CACHE_SIZE
 from planner.planning import solve
 from planner.profiling import profile
 from profiler.stages import StagePattern
-from profiler.workload import LossFunction, Workload
+from profiler.workload.workload import LossFunction, Workload
 
 
 def auto_checkpoint(

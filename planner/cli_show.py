@@ -26,7 +26,7 @@ from profiler.json_files import read_document, write_whole
 from profiler.records import FORMAT as PROFILE_FORMAT
 from profiler.records import VERSION as PROFILE_VERSION
 from profiler.records import Profile
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 FORMATS = {PLAN_FORMAT: PLAN_VERSION, PROFILE_FORMAT: PROFILE_VERSION} | solution_files.FORMATS
 

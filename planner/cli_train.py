@@ -14,7 +14,7 @@ from planner.plan import Plan
 from planner.sizes import format_bytes
 from planner.training import TrainingRun, train_planned
 from profiler.allocator import has_expandable_segments
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 
 def run_train(

@@ -14,10 +14,10 @@ from planner.plan import Plan
 from planner.planning import Infeasible, solve
 from profiler.measurement import Measurement, measure
 from profiler.meter import metered, time_meter
-from profiler.preservation import RandomState, preserved
 from profiler.records import Profile
-from profiler.steps import first_step
-from profiler.workload import Workload
+from profiler.workload.preservation import RandomState, preserved
+from profiler.workload.steps import first_step
+from profiler.workload.workload import Workload
 
 Progress = Callable[[str, int, int], None]
 

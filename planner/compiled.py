@@ -8,7 +8,7 @@ from collections.abc import Collection
 from torch import nn
 
 from planner.plan import Plan
-from profiler.compiling import (
+from profiler.workload.compiled_forwards import (
     COMPILED,
     CompiledForward,
     Forward,

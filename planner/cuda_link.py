@@ -11,8 +11,8 @@ from torch import Tensor
 
 from planner.engines import room_for
 from planner.host_memory import HostMemory, Spans
-from profiler.compiling import leave_uncompiled
-from profiler.storages import CUDA_BLOCK_BYTES
+from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.storages import CUDA_BLOCK_BYTES
 
 leave_uncompiled(__name__)
 

@@ -18,9 +18,9 @@ from planner.plan_book import Entry, PlanBook, Status, without_shapes
 from planner.program import program_of
 from planner.signatures import Signature, SignatureReader
 from planner.sizes import parse_bytes
-from profiler.compiling import Forward, is_compiled, unwrapped
-from profiler.patching import ForwardPatches
 from profiler.stages import StagePattern
+from profiler.workload.compiled_forwards import Forward, is_compiled, unwrapped
+from profiler.workload.forward_patches import ForwardPatches
 
 
 class DynamicHandle(Handle):

@@ -16,8 +16,8 @@ from planner.signatures import Signature, SignatureReader
 from profiler import profiling
 from profiler.records import Profile
 from profiler.stages import StagePattern
-from profiler.trees import tensors_in
-from profiler.workload import LossFunction, Workload
+from profiler.workload.tensor_trees import tensors_in
+from profiler.workload.workload import LossFunction, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

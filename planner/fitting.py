@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from planner.plan import Plan
-from profiler.trees import tensors_in
-from profiler.workload import Workload
+from profiler.workload.tensor_trees import tensors_in
+from profiler.workload.workload import Workload
 
 
 def check_inputs(workload: Workload, plan: Plan) -> None:

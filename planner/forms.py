@@ -15,13 +15,13 @@ from planner.profiling import profile
 from planner.targets import call_target, load_target, on_device
 from planner.trials import ran_out, release
 from planner.unplanned import keep_all_replay
-from profiler.precision import type_name, types_part
 from profiler.profiling import Progress
 from profiler.records import Profile
-from profiler.steps import ProfileError
-from profiler.trees import tensors_in
-from profiler.variants import varied
-from profiler.workload import LossFunction, Workload, own_loss
+from profiler.workload.precision import type_name, types_part
+from profiler.workload.steps import ProfileError
+from profiler.workload.tensor_trees import tensors_in
+from profiler.workload.variants import varied
+from profiler.workload.workload import LossFunction, Workload, own_loss
 
 Target = str | Callable[..., Workload] | Workload
 Report = Callable[[str], None]

@@ -6,7 +6,7 @@ import bisect
 from collections import deque
 from typing import NamedTuple
 
-from profiler.compiling import leave_uncompiled
+from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
 

@@ -14,8 +14,8 @@ from planner.luggage import Luggage, Piece
 from planner.plan import Plan
 from planner.program import Moment, Program, Transfer
 from planner.stowing import stowed
-from profiler.compiling import leave_uncompiled
 from profiler.selective import SelectiveCall
+from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
 

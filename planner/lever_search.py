@@ -17,7 +17,7 @@ from planner.plan import Plan
 from planner.planning import SEARCH_SECONDS, Infeasible, quick_plan, solve, why_no_offload
 from planner.profiled_states import states_bytes
 from profiler.records import Profile
-from profiler.steps import ProfileError
+from profiler.workload.steps import ProfileError
 from solvers.minimum_memory import shortage
 
 PARTS = 8  # micro-batches of a batch that are looked at; more where nothing fits that leaves training as it is

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from planner.engines import Copy, Engine, Fetched, bytes_of
-from profiler.compiling import leave_uncompiled
 from profiler.geometry import Geometry, geometry_of, over
 from profiler.held import version_of
 from profiler.selective import Kept
+from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
 

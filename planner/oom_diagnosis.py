@@ -16,12 +16,12 @@ from planner.runtime import Frame
 from planner.step_view import Places
 from planner.timeline import Phase, Span, Timeline, predicted_timelines
 from planner.trials import ran_out
-from profiler.compiling import is_compiled, unwrapped
 from profiler.meter import Interval, Meter, memory_meter
-from profiler.preservation import preserved
 from profiler.step_marks import StepMarks
-from profiler.steps import resident_bytes_of
-from profiler.workload import Workload
+from profiler.workload.compiled_forwards import is_compiled, unwrapped
+from profiler.workload.preservation import preserved
+from profiler.workload.steps import resident_bytes_of
+from profiler.workload.workload import Workload
 
 
 def stop_of(error: BaseException, model: nn.Module, plan: Plan, *, step: int, phase: Phase | None) -> Stop:

@@ -10,8 +10,8 @@ import torch
 from planner.levers import Lever
 from profiler.optimizer_meter import OptimizerCost, measure_optimizer
 from profiler.records import Phase, Profile, StageRecord
-from profiler.variants import varied
-from profiler.workload import Workload
+from profiler.workload.variants import varied
+from profiler.workload.workload import Workload
 
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 

@@ -10,7 +10,7 @@ from profiler import profiling
 from profiler.op_graph import Choice, StageOps
 from profiler.profiling import Progress
 from profiler.records import MenuRecord, Profile
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 
 def growth_over(

@@ -12,10 +12,10 @@ from planner.plan import Plan
 from planner.planning import SEARCH_SECONDS, NoPlan
 from planner.replanning import replan
 from planner.timeline import Phase
-from profiler.preservation import RandomState, captured
-from profiler.remembered import attributes_of
-from profiler.trees import tensors_in
-from profiler.workload import Workload
+from profiler.workload.preservation import RandomState, captured
+from profiler.workload.remembered import attributes_of
+from profiler.workload.tensor_trees import tensors_in
+from profiler.workload.workload import Workload
 
 # The most steps that are trained again after a half done update. Such a copy takes 2 to 3 % of one step of the zoo's
 # gpt2, resnet50 and mlp on a CPU, and what is remembered before every step 0.3 to 0.5 % of it (process time).

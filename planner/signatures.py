@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from profiler.precision import type_name
-from profiler.trees import tensors_in
+from profiler.workload.precision import type_name
+from profiler.workload.tensor_trees import tensors_in
 
 _PLAIN = -1  # the rank of what is no tensor
 

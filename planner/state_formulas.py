@@ -39,8 +39,8 @@ from planner.optimizer_steps import (
     transformers_adafactor,
 )
 from profiler.model_states import product_scratch_bytes
-from profiler.precision import type_name
-from profiler.storages import CUDA_BLOCK_BYTES
+from profiler.workload.precision import type_name
+from profiler.workload.storages import CUDA_BLOCK_BYTES
 
 _BLOCK = 256  # elements that share a scale in bitsandbytes' 8-bit optimizers (Optimizer2State.init_state)
 _QUANTILES = 256 * 4  # bytes of each of the two maps from 8 bits to float32 that all weights share there

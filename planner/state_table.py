@@ -13,8 +13,8 @@ from planner.optimizer_steps import with_unscaling
 from planner.sizes import format_bytes
 from planner.state_formulas import OptimizerBytes, cast_bytes, optimizer_bytes, weight_of
 from profiler.model_states import MeasuredStates, measure_states
-from profiler.precision import precision_of
-from profiler.workload import Workload
+from profiler.workload.precision import precision_of
+from profiler.workload.workload import Workload
 
 PARAMETERS, OTHERS, GRADIENTS = "parameters", "other parameters", "gradients"
 STATES, SCALER, TEMPORARIES, CASTS = "optimizer", "loss scale", "optimizer's step, beside", "casts of parameters"

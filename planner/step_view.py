@@ -17,13 +17,13 @@ from planner.plan import Plan
 from planner.program import program_of
 from planner.timeline import Kind, Phase, Span, Timeline
 from profiler.alive import AlivePeak, AliveStorage, AliveWatch
-from profiler.compiling import is_compiled, unwrapped
 from profiler.meter import Interval, Meter, memory_meter, time_meter
-from profiler.preservation import RandomState, preserved
 from profiler.probe import END, LOSS
 from profiler.step_marks import AGAIN, StepMarks
-from profiler.steps import first_step, resident_bytes_of
-from profiler.workload import Workload
+from profiler.workload.compiled_forwards import is_compiled, unwrapped
+from profiler.workload.preservation import RandomState, preserved
+from profiler.workload.steps import first_step, resident_bytes_of
+from profiler.workload.workload import Workload
 
 ROUNDS = 3  # timed steps each of the model without the plan and with it, in turns
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from planner.luggage import Luggage, Piece
-from profiler.compiling import leave_uncompiled
 from profiler.op_graph import StageOps
 from profiler.selective import SelectiveCall
-from profiler.storages import allocated_bytes
+from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.storages import allocated_bytes
 
 leave_uncompiled(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from planner import zoo
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 _FORMS = "zoo:NAME, path/to/file.py:function or package.module:function"
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,30}")

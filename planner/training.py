@@ -17,7 +17,7 @@ from planner.plan import Plan
 from planner.recovery import Guard, smaller_plan, wanted_bytes
 from planner.trials import ran_out
 from profiler.measurement import Measurement, measure
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ from planner.applier import apply
 from planner.plan import Plan
 from profiler.host_room import available_host_bytes
 from profiler.measurement import measure
-from profiler.preservation import preserved
-from profiler.steps import first_step, resident_bytes_of
-from profiler.storages import distinct_bytes
-from profiler.workload import Workload
+from profiler.workload.preservation import preserved
+from profiler.workload.steps import first_step, resident_bytes_of
+from profiler.workload.storages import distinct_bytes
+from profiler.workload.workload import Workload
 
 Build = Callable[[int], Workload]
 Report = Callable[[str], None]

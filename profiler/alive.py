@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.meter import Interval, Meter
-from profiler.nodes import next_node
 from profiler.op_graph import makes_room
 from profiler.op_traits import traits_of
-from profiler.patching import Forward
 from profiler.rerun import RUNNING_AGAIN
 from profiler.step_marks import AGAIN, QuietPatches, StepMarks
-from profiler.storages import allocated_bytes
-from profiler.trees import tensors_in
-from profiler.workload import Workload, optimizer_tensors, scaler_tensors
+from profiler.workload.autograd_nodes import next_node
+from profiler.workload.forward_patches import Forward
+from profiler.workload.storages import allocated_bytes
+from profiler.workload.tensor_trees import tensors_in
+from profiler.workload.workload import Workload, optimizer_tensors, scaler_tensors
 
 Kind = Literal["parameter", "buffer", "optimizer state", "batch", "gradient", "made in step"]
 _RESIDENT = "resident"

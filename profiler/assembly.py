@@ -10,17 +10,17 @@ from typing import Any, Literal
 
 import torch
 
-from profiler.compiling import COMPILED, is_compiled
 from profiler.meter import Interval
 from profiler.named_stages import around
-from profiler.precision import precision_of
 from profiler.probe import BACKWARD, FORWARD, LOSS, OPTIMIZER, Place, outside_place, stage_place
 from profiler.records import MenuRecord, OpRecord, Phase, Profile, ResidentBytes, SharedRecord, StageRecord
 from profiler.stages import ChosenStage, why_not_recomputable
-from profiler.storages import distinct_bytes
 from profiler.tracing import Call, Trace
-from profiler.trees import tensors_in
-from profiler.workload import Workload
+from profiler.workload.compiled_forwards import COMPILED, is_compiled
+from profiler.workload.precision import precision_of
+from profiler.workload.storages import distinct_bytes
+from profiler.workload.tensor_trees import tensors_in
+from profiler.workload.workload import Workload
 
 
 @dataclass(slots=True, kw_only=True)

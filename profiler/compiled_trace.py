@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from profiler.patching import ForwardPatches
 from profiler.tracing import Call, Op, Recorder, Trace
-from profiler.workload import Workload
+from profiler.workload.forward_patches import ForwardPatches
+from profiler.workload.workload import Workload
 
 
 def trace_compiled(workload: Workload, trace: Trace, calls: Sequence[Call]) -> tuple[Trace, list[Call]]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from profiler.allocator import faulted_bytes, release_cache, reserved_for
 from profiler.meter import Interval, Meter, memory_meter, metered, time_meter
-from profiler.preservation import RandomState, preserved
-from profiler.steps import first_step, resident_bytes_of, until_stepped
-from profiler.workload import Workload
+from profiler.workload.preservation import RandomState, preserved
+from profiler.workload.steps import first_step, resident_bytes_of, until_stepped
+from profiler.workload.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.compiling import is_compiled, uncompiled
 from profiler.meter import memory_meter, metered
-from profiler.preservation import RandomState, preserved
 from profiler.probe import BACKWARD, END, FORWARD, OPTIMIZER
-from profiler.steps import ProfileError, checked_step, resident_bytes_of
-from profiler.storages import allocated_bytes, distinct_bytes
-from profiler.workload import Workload, optimizer_tensors
+from profiler.workload.compiled_forwards import is_compiled, uncompiled
+from profiler.workload.preservation import RandomState, preserved
+from profiler.workload.steps import ProfileError, checked_step, resident_bytes_of
+from profiler.workload.storages import allocated_bytes, distinct_bytes
+from profiler.workload.workload import Workload, optimizer_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

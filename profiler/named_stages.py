@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from profiler.compiling import plain_name, unwrapped
 from profiler.op_graph import Choice, StageOps
 from profiler.stages import ChosenStage
 from profiler.tracing import Call, Trace
+from profiler.workload.compiled_forwards import plain_name, unwrapped
 
 Named = tuple[str, str]
 

@@ -6,10 +6,10 @@ import statistics
 from dataclasses import dataclass
 
 from profiler.meter import memory_meter, metered, time_meter
-from profiler.preservation import preserved
-from profiler.steps import resident_bytes_of
-from profiler.variants import varied
-from profiler.workload import Workload
+from profiler.workload.preservation import preserved
+from profiler.workload.steps import resident_bytes_of
+from profiler.workload.variants import varied
+from profiler.workload.workload import Workload
 
 STEPS = 3
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from profiler.checking import CheckedCall
-from profiler.compiling import leave_uncompiled
 from profiler.meter import Interval, Meter
-from profiler.nodes import graph_nodes, next_node
-from profiler.patching import Forward, ForwardPatches
 from profiler.rerun import CallState, CallTraits, detached
 from profiler.selective import Selection, SelectiveCall
 from profiler.stages import ChosenStage
-from profiler.trees import device_of, map_tensors, tensors_in
-from profiler.workload import Workload
+from profiler.workload.autograd_nodes import graph_nodes, next_node
+from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.forward_patches import Forward, ForwardPatches
+from profiler.workload.tensor_trees import device_of, map_tensors, tensors_in
+from profiler.workload.workload import Workload
 
 leave_uncompiled(__name__)
 

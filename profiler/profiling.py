@@ -12,24 +12,24 @@ from torch import Tensor
 
 from profiler.assembly import Measured, RerunTimes, alike, assemble, by_label, typical_seconds
 from profiler.compiled_trace import trace_compiled
-from profiler.compiling import is_compiled, uncompiled
 from profiler.link_meter import measure_link
 from profiler.menu_steps import MenuSteps
 from profiler.menus import Propose, grouped, steps_for
 from profiler.meter import Interval, Meter, memory_meter, time_meter
 from profiler.named_stages import State
 from profiler.op_graph import Choice, ChoiceError, StageOps
-from profiler.patching import is_patched
-from profiler.preservation import RandomState, preserved
 from profiler.probe import FirstRun, StepProbe
 from profiler.records import Profile
 from profiler.rerun import CallTraits, rerun_keeping, rerun_until_saved
 from profiler.stages import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
-from profiler.steps import ProfileError, first_step, resident_bytes_of, until_stepped
 from profiler.survivors import Survivors
 from profiler.tracing import trace_step
-from profiler.trees import map_tensors, tensors_in
-from profiler.workload import Workload
+from profiler.workload.compiled_forwards import is_compiled, uncompiled
+from profiler.workload.forward_patches import is_patched
+from profiler.workload.preservation import RandomState, preserved
+from profiler.workload.steps import ProfileError, first_step, resident_bytes_of, until_stepped
+from profiler.workload.tensor_trees import map_tensors, tensors_in
+from profiler.workload.workload import Workload
 
 Progress = Callable[[str, int, int], None]
 PLAIN_STEPS = 3

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from profiler.compiling import leave_uncompiled
-from profiler.trees import map_tensors
+from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.tensor_trees import map_tensors
 
 leave_uncompiled(__name__)
 

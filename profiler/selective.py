@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.compiling import leave_uncompiled
 from profiler.held import Held, version_of
 from profiler.op_graph import StageOps
 from profiler.rerun import CallState, detached
 from profiler.tape import Lazy, Tape
 from profiler.watch import Turn, Watch
+from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from profiler.meter import Interval, Meter
-from profiler.nodes import next_node
-from profiler.patching import Forward
 from profiler.probe import END, FORWARD, LOSS, OPTIMIZER, Place, mark_backward, outside_place, stage_place
-from profiler.workload import Workload
+from profiler.workload.autograd_nodes import next_node
+from profiler.workload.forward_patches import Forward
+from profiler.workload.workload import Workload
 
 AGAIN = "again"
 StageCall = tuple[str, int]

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.compiling import leave_uncompiled, plain_name, unwrapped
-from profiler.nodes import next_node
 from profiler.op_traits import traits_of, why_fixed
-from profiler.patching import Forward, ForwardPatches
-from profiler.preservation import RandomState
-from profiler.storages import StorageTable
-from profiler.trees import opaque_holder, tensors_in
-from profiler.workload import Workload
+from profiler.workload.autograd_nodes import next_node
+from profiler.workload.compiled_forwards import leave_uncompiled, plain_name, unwrapped
+from profiler.workload.forward_patches import Forward, ForwardPatches
+from profiler.workload.preservation import RandomState
+from profiler.workload.storages import StorageTable
+from profiler.workload.tensor_trees import opaque_holder, tensors_in
+from profiler.workload.workload import Workload
 
 leave_uncompiled(__name__)
 

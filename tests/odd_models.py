@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 WIDTH = 16
 

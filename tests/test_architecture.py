@@ -151,9 +151,10 @@ def module_names_in_strings(root: Path) -> Iterator[str]:
         if path == Path(__file__):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-            if pattern.fullmatch(text) and not is_there(text, modules):
-                yield f"{path.relative_to(root)}:{node.lineno}: {text!r} is no module and in none"
+            if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+                continue
+            if pattern.fullmatch(node.value) and not is_there(node.value, modules):
+                yield f"{path.relative_to(root)}:{node.lineno}: {node.value!r} is no module and in none"
 
 
 def is_there(name: str, modules: dict[str, Path]) -> bool:

@@ -14,7 +14,7 @@ from planner.zoo.mlp import build_mlp
 from planner.zoo.training import Unknown, check_settings
 from planner.zoo.unet import build_unet
 from planner.zoo.vision import build_resnet50, build_vit
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 _BUILDERS: dict[str, Callable[..., Workload]] = {
     "gpt2": build_gpt2,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from planner.zoo.training import finish, seeded, transformers
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 
 def build_gpt2(

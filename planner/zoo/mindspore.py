@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.zoo.training import finish, seeded
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 # The tutorial's constants; its dropout keeps 0.9.
 SCALE = 2.37891

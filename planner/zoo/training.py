@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from profiler.trees import map_tensors
-from profiler.workload import LossFunction, Workload
+from profiler.workload.tensor_trees import map_tensors
+from profiler.workload.workload import LossFunction, Workload
 
 LEARNING_RATE = 1e-3
 MOMENTUM = 0.9

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.zoo.training import finish, seeded
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 LEVELS = 4
 

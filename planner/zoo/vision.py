@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from planner.zoo.training import finish, seeded, transformers
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 
 def build_vit(

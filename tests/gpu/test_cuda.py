@@ -11,7 +11,7 @@ import torch
 import planner
 from planner.zoo import build
 from profiler.meter import memory_meter, metered
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from planner.engines import bytes_of
 from planner.offloading import Offload
 from planner.zoo import build
 from profiler.link_meter import measure_link
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import pytest
 import planner
 from planner.step_view import view_step
 from planner.zoo import build
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from profiler.op_graph import StageOps
 from profiler.rerun import RUNNING_AGAIN
 from profiler.selective import Selection, SelectiveCall
-from profiler.trees import tensors_in
+from profiler.workload.tensor_trees import tensors_in
 from tests.op_cases.registry import Case
 from tests.op_cases.runs import inner, total
 

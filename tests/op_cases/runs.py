@@ -13,8 +13,8 @@ from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.selective import Selection, SelectiveCall
 from profiler.stages import choose_stages
 from profiler.tracing import trace_step
-from profiler.trees import tensors_in
-from profiler.workload import Workload
+from profiler.workload.tensor_trees import tensors_in
+from profiler.workload.workload import Workload
 from tests.op_cases.registry import Case
 
 

@@ -13,7 +13,7 @@ SMALL = ["--set", "layers=8", "hidden=32", "batch=1024"]
 
 TARGETS = """
 import torch
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 class Broken(torch.nn.Module):
     def __init__(self):

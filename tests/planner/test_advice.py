@@ -22,8 +22,8 @@ from planner.lever_search import Found, LeverSearch, _Form, _result_of_micro_bat
 from planner.levers import Combination, rank, worst
 from planner.offloading import Offload
 from planner.planning import quick_plan
-from profiler.steps import ProfileError
-from profiler.variants import varied
+from profiler.workload.steps import ProfileError
+from profiler.workload.variants import varied
 from tests.planner.command_line import done, refused, run
 
 WIDTH = 64

@@ -13,7 +13,7 @@ from planner import report
 from planner.allocator_advice import advice_on_allocator, advice_on_malloc
 from profiler import measurement
 from profiler.measurement import measure
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 from tests.planner.texts import text_of
 
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -17,7 +17,7 @@ from torch import nn
 
 import planner
 from planner.program import Rerun, UnsupportedPlan, program_of
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 from solvers import Action, Schedule
 from tests.odd_models import WIDTH, Residual, Stack, workload
 

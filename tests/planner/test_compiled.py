@@ -19,7 +19,7 @@ import planner
 from planner import Rule, Rules, zoo
 from planner.compiled import is_compiling_or_compiled
 from profiler.op_graph import ChoiceError
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 from tests.odd_models import Stack, workload
 from tests.planner.test_exact import assert_same, state_after
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import planner
 from planner import plan_book, zoo
 from planner.dynamic import DynamicHandle
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 SHARE = 0.6  # of the unplanned peak of the largest batch
 

@@ -19,7 +19,7 @@ from planner import runtime
 from planner.cost_model import chain_of
 from planner.planning import plan_of
 from profiler import rerun, tape
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 from solvers import Chain, Problem, Schedule, Solution, replay
 from solvers.segments import Segment, droppable_runs, segmented_schedule
 from tests.odd_models import MODELS, workload

@@ -12,7 +12,7 @@ from torch import nn
 
 import planner
 from profiler.meter import memory_meter, metered
-from profiler.steps import resident_bytes_of
+from profiler.workload.steps import resident_bytes_of
 from tests.planner.test_exact import budgets
 
 LATER_STEPS = 2

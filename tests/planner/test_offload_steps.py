@@ -17,7 +17,7 @@ from planner.artificial_link import ArtificialEngine
 from planner.cost_model import chain_of
 from planner.planning import plan_of
 from planner.runtime import _WARNED
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 from solvers import Chain, Problem, Schedule, Solution, replay
 from solvers.link import Link
 from solvers.schedule import Action

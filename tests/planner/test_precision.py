@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import planner
 from planner import step_view, training
-from profiler.steps import resident_bytes_of
+from profiler.workload.steps import resident_bytes_of
 from tests.odd_models import workload
 from tests.planner.test_exact import assert_same, budgets, state_after
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import planner
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 
 def build(room=0):

@@ -17,8 +17,8 @@ from planner.oom_report import Alive, FailureReport, OutOfMemory, allocation_in,
 from planner.recovery import Guard, smaller_plan
 from planner.timeline import Phase, Span, Timeline, predicted_timelines
 from planner.training import train_planned
-from profiler.trees import tensors_in
-from profiler.workload import Workload
+from profiler.workload.tensor_trees import tensors_in
+from profiler.workload.workload import Workload
 from tests.planner.small_device import Limit
 
 STEPS = 3

@@ -13,7 +13,7 @@ from planner.plan import chain_in
 from planner.step_view import Places, StepView, view_step
 from planner.timeline import Timeline, predicted_timelines
 from profiler.meter import Interval
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 from tests.planner.command_line import SMALL
 
 SETTINGS = dict(pair.split("=") for pair in SMALL[1:])

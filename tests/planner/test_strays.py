@@ -11,7 +11,7 @@ from torch import nn
 
 import planner
 from planner import Rule, Rules, runtime
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 from tests.odd_models import workload
 from tests.planner.test_exact import assert_same, state_after
 

@@ -7,13 +7,13 @@ import sys
 import pytest
 
 from planner.targets import TargetError, load_target, parse_settings
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 GOOD = """
 from dataclasses import dataclass
 import torch
 from planner_test_neighbour import WIDTH
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 @dataclass
 class Sizes:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from planner import zoo
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 _TEXT = {"batch": 2, "layers": 2, "hidden": 16, "heads": 2, "seq": 8, "vocab": 32}
 SMALL = {

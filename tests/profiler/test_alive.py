@@ -14,10 +14,10 @@ from planner import zoo
 from planner.applier import split_name
 from profiler.alive import AlivePeak, AliveWatch
 from profiler.meter import memory_meter
-from profiler.preservation import preserved
 from profiler.step_marks import StepMarks
-from profiler.steps import first_step, resident_bytes_of
-from profiler.workload import Workload
+from profiler.workload.preservation import preserved
+from profiler.workload.steps import first_step, resident_bytes_of
+from profiler.workload.workload import Workload
 from tests.odd_models import WIDTH, workload
 
 

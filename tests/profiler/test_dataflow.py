@@ -12,7 +12,7 @@ from profiler.dataflow import pooled, stage_ops_of, without_seconds
 from profiler.op_graph import StageOps
 from profiler.stages import choose_stages
 from profiler.tracing import trace_step
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 from tests.op_cases import CASES
 from tests.op_cases.registry import ROWS, WIDTH, Pair, of_pair
 from tests.op_cases.runs import flow_of

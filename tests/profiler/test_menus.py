@@ -29,11 +29,11 @@ from profiler.menus import (
 )
 from profiler.meter import Interval
 from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStorage
-from profiler.preservation import RandomState
 from profiler.probe import BACKWARD, FORWARD, StepProbe, stage_place
 from profiler.records import MenuRecord, OptionRecord
 from profiler.stages import choose_stages
 from profiler.tracing import trace_step
+from profiler.workload.preservation import RandomState
 from tests.odd_models import workload
 
 INPUT, FIRST, SECOND, THIRD = range(4)

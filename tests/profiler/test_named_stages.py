@@ -14,7 +14,7 @@ from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStora
 from profiler.profiling import profile
 from profiler.stages import choose_stages
 from profiler.tracing import trace_step
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 from tests.odd_models import workload
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from profiler.preservation import preserved
-from profiler.remembered import Remembered, attributes_of
-from profiler.workload import Workload
+from profiler.workload.preservation import preserved
+from profiler.workload.remembered import Remembered, attributes_of
+from profiler.workload.workload import Workload
 
 
 class Recurrent(nn.Module):

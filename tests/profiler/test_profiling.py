@@ -13,7 +13,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 import planner
 from planner.zoo import build
 from profiler.records import Profile
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 from tests.odd_models import MODELS, WIDTH, Residual, Stack, workload
 
 

@@ -9,7 +9,7 @@ from profiler.dataflow import stage_ops_of
 from profiler.op_graph import StageOps
 from profiler.stages import choose_stages
 from profiler.tracing import trace_step
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 from tests.odd_models import Residual
 
 WIDTH = 16

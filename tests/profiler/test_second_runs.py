@@ -17,7 +17,7 @@ from profiler.op_graph import Choice, StageOps
 from profiler.selective import Selection, SelectiveCall
 from profiler.stages import choose_stages
 from profiler.tracing import trace_step
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 WIDTH = 8
 

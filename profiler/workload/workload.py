@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.trees import map_tensors, tensors_in
+from profiler.workload.tensor_trees import map_tensors, tensors_in
 
 LossFunction = Callable[[Any], Tensor]
 _AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from profiler.workload import Workload
+from profiler.workload.workload import Workload
 
 _ARGUMENTS = ("model", "inputs", "loss", "optimizer", "autocast", "accumulate", "scaler", "clip_norm")
 

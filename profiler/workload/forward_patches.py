@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from profiler.compiling import Forward, between_graphs, leave_frame_uncompiled
+from profiler.workload.compiled_forwards import Forward, between_graphs, leave_frame_uncompiled
 
 _MISSING = object()
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from profiler.remembered import Attributes, Remembered, attributes_of, put_values
-from profiler.trees import tensors_in
-from profiler.workload import Workload
+from profiler.workload.remembered import Attributes, Remembered, attributes_of, put_values
+from profiler.workload.tensor_trees import tensors_in
+from profiler.workload.workload import Workload
 
 
 @contextmanager

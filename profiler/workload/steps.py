@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from profiler.records import ResidentBytes
-from profiler.storages import distinct_bytes
-from profiler.trees import tensors_in
-from profiler.workload import Workload, optimizer_tensors, scaler_tensors
+from profiler.workload.storages import distinct_bytes
+from profiler.workload.tensor_trees import tensors_in
+from profiler.workload.workload import Workload, optimizer_tensors, scaler_tensors
 
 Result = TypeVar("Result")
 # GradScaler's scale begins at 65536 and halves with every skipped step; below 1 it no longer serves its end.
