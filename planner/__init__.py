@@ -8,7 +8,6 @@ from planner.by_hand import state
 from planner.checkpointing import auto_checkpoint
 from planner.curves import pareto
 from planner.dynamic import DynamicHandle
-from planner.functions import recompute
 from planner.levers import Combination, Lever
 from planner.offloading import Offload
 from planner.oom_report import FailureReport, OutOfMemory
@@ -21,6 +20,7 @@ from planner.signatures import Signature
 from planner.state_table import ModelStates, StateRow, model_states
 from planner.training import TrainingRun, train_planned
 from profiler.measurement import Measurement, measure
+from profiler.recomputation.functions import recompute
 from profiler.records import Profile
 from profiler.workload.steps import ProfileError
 from profiler.workload.workload import Workload

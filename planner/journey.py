@@ -14,7 +14,7 @@ from planner.luggage import Luggage, Piece
 from planner.plan import Plan
 from planner.program import Moment, Program, Transfer
 from planner.stowing import stowed
-from profiler.selective import SelectiveCall
+from profiler.recomputation.selective_call import SelectiveCall
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from planner.engines import Copy, Engine, Fetched, bytes_of
-from profiler.geometry import Geometry, geometry_of, over
-from profiler.held import version_of
-from profiler.selective import Kept
+from profiler.recomputation.geometry import Geometry, geometry_of, over
+from profiler.recomputation.held import version_of
+from profiler.recomputation.selective_call import Kept
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)

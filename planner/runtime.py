@@ -17,9 +17,17 @@ from planner.luggage import Luggage, Piece
 from planner.plan import Plan, PlannedStage
 from planner.program import Program, Rerun
 from planner.stowing import Saves, input_luggage
-from profiler.rerun import CallState, CallTraits, detached, rerun_dropping, rerun_keeping, rerun_until_saved
-from profiler.selective import Kept, Selection, SelectiveCall, rerun_selecting, unpack
-from profiler.tape import Lazy
+from profiler.recomputation.module_rerun import (
+    CallState,
+    CallTraits,
+    detached,
+    rerun_dropping,
+    rerun_keeping,
+    rerun_until_saved,
+)
+from profiler.recomputation.op_tape import Lazy
+from profiler.recomputation.selection import Selection
+from profiler.recomputation.selective_call import Kept, SelectiveCall, rerun_selecting, unpack
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.tensor_trees import device_of, tensors_in, with_tensors, without_tensors

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from planner.plan import Plan
+from profiler.recomputation.selection import Selection
 from profiler.records import MenuRecord
-from profiler.selective import Selection
 
 
 def selections_of(plan: Plan) -> dict[tuple[int, int], Selection]:

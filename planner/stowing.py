@@ -11,7 +11,7 @@ from torch import Tensor
 
 from planner.luggage import Luggage, Piece
 from profiler.op_graph import StageOps
-from profiler.selective import SelectiveCall
+from profiler.recomputation.selective_call import SelectiveCall
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.storages import allocated_bytes
 

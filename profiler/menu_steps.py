@@ -27,8 +27,8 @@ from profiler.menus import (
 from profiler.meter import Interval, Meter, memory_meter, time_meter
 from profiler.op_graph import Choice
 from profiler.probe import StepProbe
+from profiler.recomputation.selection import Selection
 from profiler.records import MenuRecord, OptionRecord
-from profiler.selective import Selection
 from profiler.workload.preservation import RandomState
 
 # Steps in which what runs again is held against the forward; each without the ops that the one before found.

@@ -10,7 +10,7 @@ from profiler.meter import Interval
 from profiler.named_stages import State, names_outside, with_names
 from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.probe import BACKWARD, FORWARD, stage_place
-from profiler.selective import Selection
+from profiler.recomputation.selection import Selection
 from profiler.stages import ChosenStage
 from profiler.steady_times import Sample, steady_seconds
 from profiler.tracing import Trace

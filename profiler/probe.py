@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.checking import CheckedCall
 from profiler.meter import Interval, Meter
-from profiler.rerun import CallState, CallTraits, detached
-from profiler.selective import Selection, SelectiveCall
+from profiler.recomputation.checking import CheckedCall
+from profiler.recomputation.module_rerun import CallState, CallTraits, detached
+from profiler.recomputation.selection import Selection
+from profiler.recomputation.selective_call import SelectiveCall
 from profiler.stages import ChosenStage
 from profiler.workload.autograd_nodes import graph_nodes, next_node
 from profiler.workload.compiled_forwards import leave_uncompiled

@@ -19,10 +19,10 @@ from profiler.meter import Interval, Meter, memory_meter, time_meter
 from profiler.named_stages import State
 from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.probe import FirstRun, StepProbe
+from profiler.recomputation.module_rerun import CallTraits, rerun_keeping, rerun_until_saved
+from profiler.recomputation.survivors import Survivors
 from profiler.records import Profile
-from profiler.rerun import CallTraits, rerun_keeping, rerun_until_saved
 from profiler.stages import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
-from profiler.survivors import Survivors
 from profiler.tracing import trace_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.forward_patches import is_patched

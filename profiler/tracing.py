@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.op_traits import traits_of, why_fixed
+from profiler.recomputation.op_schema import traits_of, why_fixed
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name, unwrapped
 from profiler.workload.forward_patches import Forward, ForwardPatches

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from profiler.op_graph import kind_of
-from profiler.selective import Selection, SelectiveCall
+from profiler.recomputation.selection import Selection
+from profiler.recomputation.selective_call import SelectiveCall
 from tests.op_cases.observed import Observer
 from tests.op_cases.registry import ROWS, WIDTH, Body, Case, of_pair
 from tests.op_cases.runs import differences, flow_of, inner, run, total

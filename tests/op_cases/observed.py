@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.op_graph import StageOps
-from profiler.rerun import RUNNING_AGAIN
-from profiler.selective import Selection, SelectiveCall
+from profiler.recomputation.module_rerun import RUNNING_AGAIN
+from profiler.recomputation.selection import Selection
+from profiler.recomputation.selective_call import SelectiveCall
 from profiler.workload.tensor_trees import tensors_in
 from tests.op_cases.registry import Case
 from tests.op_cases.runs import inner, total

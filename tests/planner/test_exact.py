@@ -18,7 +18,7 @@ import planner
 from planner import runtime
 from planner.cost_model import chain_of
 from planner.planning import plan_of
-from profiler import rerun, tape
+from profiler.recomputation import module_rerun, op_tape
 from profiler.workload.workload import Workload
 from solvers import Chain, Problem, Schedule, Solution, replay
 from solvers.segments import Segment, droppable_runs, segmented_schedule
@@ -68,12 +68,12 @@ def muted_around(manager: Any) -> Any:
 
 @pytest.fixture
 def bookkeeping_muted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rerun.CallState, "__init__", muted(rerun.CallState.__init__))
+    monkeypatch.setattr(module_rerun.CallState, "__init__", muted(module_rerun.CallState.__init__))
     for name in ("_random_state", "_own_buffers"):
-        monkeypatch.setattr(rerun, name, muted_around(getattr(rerun, name)))
+        monkeypatch.setattr(module_rerun, name, muted_around(getattr(module_rerun, name)))
     for name in ("view_of", "over", "drawing_state", "_spare", "_shaped"):
-        monkeypatch.setattr(tape, name, muted(getattr(tape, name)))
-    monkeypatch.setattr(tape, "drawing_as", muted_around(tape.drawing_as))
+        monkeypatch.setattr(op_tape, name, muted(getattr(op_tape, name)))
+    monkeypatch.setattr(op_tape, "drawing_as", muted_around(op_tape.drawing_as))
 
 
 def state_after(work: Workload, steps: int = 2) -> dict[str, Any]:

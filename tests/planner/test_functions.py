@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import planner
 from planner import Rule, Rules, recompute
-from profiler.rerun import RerunError
+from profiler.recomputation.module_rerun import RerunError
 from tests.planner.test_exact import assert_same, state_after
 
 WIDTH = 32

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from profiler.op_graph import StageOps
-from profiler.selective import Selection, SelectiveCall
+from profiler.recomputation.selection import Selection
+from profiler.recomputation.selective_call import SelectiveCall
 from tests.op_cases.blocks import ADD, BLOCK, DROPOUT, GELU, SECOND, SPIED
 from tests.op_cases.observed import Observer
 from tests.op_cases.registry import WIDTH, Case

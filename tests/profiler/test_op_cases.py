@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from profiler.op_graph import StageOps
-from profiler.selective import Selection
+from profiler.recomputation.selection import Selection
 from tests.op_cases import CASES
 from tests.op_cases.observed import Observed, expected_again, expected_more, more, observe
 from tests.op_cases.runs import closed_choices, differences, everything_once, flow_of, run

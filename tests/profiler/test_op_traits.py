@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from profiler.op_traits import traits_of, why_fixed
+from profiler.recomputation.op_schema import traits_of, why_fixed
 
 aten = torch.ops.aten
 X, Y = torch.ones(2), torch.zeros(2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.rerun import CallState, CallTraits, detached, rerun_keeping, rerun_until_saved
+from profiler.recomputation.module_rerun import CallState, CallTraits, detached, rerun_keeping, rerun_until_saved
 
 WIDTH = 8
 

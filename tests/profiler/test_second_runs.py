@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from profiler.dataflow import stage_ops_of
 from profiler.op_graph import Choice, StageOps
-from profiler.selective import Selection, SelectiveCall
+from profiler.recomputation.selection import Selection
+from profiler.recomputation.selective_call import SelectiveCall
 from profiler.stages import choose_stages
 from profiler.tracing import trace_step
 from profiler.workload.workload import Workload

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.rerun import RUNNING_AGAIN, RerunError
+from profiler.recomputation.module_rerun import RUNNING_AGAIN, RerunError
 from tests.op_cases.calls import Call, assert_exact
 from tests.op_cases.registry import ROWS, WIDTH, Pair
 from tests.op_cases.runs import total

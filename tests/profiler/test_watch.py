@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.op_graph import StageOps
-from profiler.rerun import CallState, CallTraits
-from profiler.selective import Selection, SelectiveCall, _around, _turns, rerun_selecting
-from profiler.tape import Lazy
-from profiler.watch import Turn
+from profiler.recomputation.module_rerun import CallState, CallTraits
+from profiler.recomputation.op_tape import Lazy
+from profiler.recomputation.selection import Selection, Turn, _around, _turns
+from profiler.recomputation.selective_call import SelectiveCall, rerun_selecting
 from tests.op_cases.blocks import (
     ADD,
     BLOCK,

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from profiler.geometry import geometry_of
-from profiler.op_traits import traits_of, why_fixed
-from profiler.selective import Kept, unpack
-from profiler.tape import Lazy, Tape
+from profiler.recomputation.geometry import geometry_of
+from profiler.recomputation.op_schema import traits_of, why_fixed
+from profiler.recomputation.op_tape import Lazy, Tape
+from profiler.recomputation.selective_call import Kept, unpack
 
 P = ParamSpec("P")
 R = TypeVar("R")

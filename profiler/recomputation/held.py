@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from profiler.rerun import RerunError
+from profiler.recomputation.module_rerun import RerunError
 
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView
 

@@ -5,29 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.op_traits import traits_of
-from profiler.rerun import RUNNING_AGAIN
-from profiler.tape import Tape
-
-if TYPE_CHECKING:
-    from profiler.selective import Selection
+from profiler.recomputation.module_rerun import RUNNING_AGAIN
+from profiler.recomputation.op_schema import traits_of
+from profiler.recomputation.op_tape import Tape
+from profiler.recomputation.selection import Selection, Turn
 
 _MISSING = object()
 _NOTHING = nullcontext()
-
-
-class Turn(NamedTuple):
-    """A module at which something changes: whether ops are watched (None: as before), whether saved tensors are."""
-
-    module: str
-    watched: bool | None
-    saves: bool
 
 
 class Watch(TorchDispatchMode):

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.selective import Kept, Selection, SelectiveCall
-from profiler.tape import Lazy
+from profiler.recomputation.op_tape import Lazy
+from profiler.recomputation.selection import Selection
+from profiler.recomputation.selective_call import Kept, SelectiveCall
 
 # GPU kernels may add in another order; what something out of sight has written differs by far more than this.
 _TOLERANCE = 0.05

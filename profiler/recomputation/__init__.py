@@ -1,0 +1,1 @@
+"""Running again: a module call, recorded ops, a function; and what must not run twice."""
