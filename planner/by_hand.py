@@ -15,9 +15,9 @@ from planner.restriction import Piece, expanded, restricted, schedule_of
 from planner.rules import Rule, Rules, rules_from
 from planner.sizes import parse_bytes
 from planner.stating import Fate, Stated, stated_by
-from profiler.named_stages import NamedStage
 from profiler.op_graph import StageOps
 from profiler.records import Profile, StageRecord
+from profiler.trace.stage_names import NamedStage
 from solvers import Chain, Problem, Solution, replay, solve_chain
 from solvers.minimum_memory import shortage_of
 

@@ -15,7 +15,7 @@ from planner.offloading import Mode, Offload
 from planner.plan_book import CACHE_SIZE
 from planner.planning import solve
 from planner.profiling import profile
-from profiler.stages import StagePattern
+from profiler.trace.partition import StagePattern
 from profiler.workload.workload import LossFunction, Workload
 
 

@@ -15,7 +15,7 @@ from planner.profiling import profile
 from planner.signatures import Signature, SignatureReader
 from profiler import profiling
 from profiler.records import Profile
-from profiler.stages import StagePattern
+from profiler.trace.partition import StagePattern
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import LossFunction, Workload
 

@@ -6,8 +6,8 @@ import difflib
 import fnmatch
 from collections.abc import Collection, Iterable, Sequence
 
-from profiler.named_stages import NamedStage
 from profiler.op_graph import ChoiceError, StageOp, StageOps
+from profiler.trace.stage_names import NamedStage
 
 _NEAREST = 5
 

@@ -9,11 +9,11 @@ from planner.menus import choices_for
 from planner.rules import Rule, Rules, rules_from
 from planner.stating import stated_by
 from profiler import profiling
-from profiler.named_stages import NamedStage
 from profiler.op_graph import Choice, ChoiceError
 from profiler.profiling import Progress
 from profiler.records import Profile
-from profiler.stages import StagePattern
+from profiler.trace.partition import StagePattern
+from profiler.trace.stage_names import NamedStage
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.workload import Workload
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 from planner import naming
 from planner.rules import Rule, Rules, Target
-from profiler.named_stages import NamedStage
 from profiler.op_graph import Choice, ChoiceError, StageOps
+from profiler.trace.stage_names import NamedStage
 
 Kind = Literal["keep", "recompute", "segment", "choice", "solve"]
 _CHECKPOINTS = -1  # stands for the checkpoints where a rule's number is expected

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 
 from profiler.meter import Interval
-from profiler.named_stages import around
 from profiler.probe import BACKWARD, FORWARD, LOSS, OPTIMIZER, Place, outside_place, stage_place
 from profiler.records import MenuRecord, OpRecord, Phase, Profile, ResidentBytes, SharedRecord, StageRecord
-from profiler.stages import ChosenStage, why_not_recomputable
-from profiler.tracing import Call, Trace
+from profiler.trace.partition import ChosenStage, why_not_recomputable
+from profiler.trace.stage_names import around
+from profiler.trace.step_trace import Call, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
 from profiler.workload.precision import precision_of
 from profiler.workload.storages import distinct_bytes

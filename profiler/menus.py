@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from profiler.dataflow import pooled, stage_ops_of, without_seconds
 from profiler.meter import Interval
-from profiler.named_stages import State, names_outside, with_names
 from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.probe import BACKWARD, FORWARD, stage_place
 from profiler.recomputation.selection import Selection
-from profiler.stages import ChosenStage
 from profiler.steady_times import Sample, steady_seconds
-from profiler.tracing import Trace
+from profiler.trace.partition import ChosenStage
+from profiler.trace.stage_dataflow import pooled, stage_ops_of, without_seconds
+from profiler.trace.stage_names import State, names_outside, with_names
+from profiler.trace.step_trace import Trace
 
 # Stages of one kind that together save less than this share are not worth the steps: they are kept or recomputed whole.
 SMALLEST_SHARE = 0.01

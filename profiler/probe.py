@@ -16,7 +16,7 @@ from profiler.recomputation.checking import CheckedCall
 from profiler.recomputation.module_rerun import CallState, CallTraits, detached
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall
-from profiler.stages import ChosenStage
+from profiler.trace.partition import ChosenStage
 from profiler.workload.autograd_nodes import graph_nodes, next_node
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import Forward, ForwardPatches

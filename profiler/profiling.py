@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from profiler.assembly import Measured, RerunTimes, alike, assemble, by_label, typical_seconds
-from profiler.compiled_trace import trace_compiled
 from profiler.link_meter import measure_link
 from profiler.menu_steps import MenuSteps
 from profiler.menus import Propose, grouped, steps_for
 from profiler.meter import Interval, Meter, memory_meter, time_meter
-from profiler.named_stages import State
 from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.probe import FirstRun, StepProbe
 from profiler.recomputation.module_rerun import CallTraits, rerun_keeping, rerun_until_saved
 from profiler.recomputation.survivors import Survivors
 from profiler.records import Profile
-from profiler.stages import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
-from profiler.tracing import trace_step
+from profiler.trace.compiled_trace import trace_compiled
+from profiler.trace.partition import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
+from profiler.trace.stage_names import State
+from profiler.trace.step_trace import trace_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.forward_patches import is_patched
 from profiler.workload.preservation import RandomState, preserved

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.dataflow import stage_ops_of
 from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall
-from profiler.stages import choose_stages
-from profiler.tracing import trace_step
+from profiler.trace.partition import choose_stages
+from profiler.trace.stage_dataflow import stage_ops_of
+from profiler.trace.step_trace import trace_step
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 from tests.op_cases.registry import Case

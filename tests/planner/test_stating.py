@@ -9,8 +9,8 @@ import pytest
 from planner.naming import makers_of_outputs, ops_inside
 from planner.rules import Rule, Rules
 from planner.stating import Fate, stated_by
-from profiler.named_stages import NamedStage
 from profiler.op_graph import ChoiceError, StageOp, StageOps, StageStorage
+from profiler.trace.stage_names import NamedStage
 
 # A block: norm, then a module "mlp" of a linear layer, an activation and a linear layer, then a sum. Storage 0 is the
 # input; op k makes storage k + 1. All but the results of the last two are saved.

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.dataflow import pooled, stage_ops_of, without_seconds
 from profiler.op_graph import StageOps
-from profiler.stages import choose_stages
-from profiler.tracing import trace_step
+from profiler.trace.partition import choose_stages
+from profiler.trace.stage_dataflow import pooled, stage_ops_of, without_seconds
+from profiler.trace.step_trace import trace_step
 from profiler.workload.workload import Workload
 from tests.op_cases import CASES
 from tests.op_cases.registry import ROWS, WIDTH, Pair, of_pair

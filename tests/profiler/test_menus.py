@@ -31,8 +31,8 @@ from profiler.meter import Interval
 from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStorage
 from profiler.probe import BACKWARD, FORWARD, StepProbe, stage_place
 from profiler.records import MenuRecord, OptionRecord
-from profiler.stages import choose_stages
-from profiler.tracing import trace_step
+from profiler.trace.partition import choose_stages
+from profiler.trace.step_trace import trace_step
 from profiler.workload.preservation import RandomState
 from tests.odd_models import workload
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from profiler.dataflow import stage_ops_of
-from profiler.named_stages import names_outside, with_names
 from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStorage
 from profiler.profiling import profile
-from profiler.stages import choose_stages
-from profiler.tracing import trace_step
+from profiler.trace.partition import choose_stages
+from profiler.trace.stage_dataflow import stage_ops_of
+from profiler.trace.stage_names import names_outside, with_names
+from profiler.trace.step_trace import trace_step
 from profiler.workload.workload import Workload
 from tests.odd_models import workload
 

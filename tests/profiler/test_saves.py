@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from profiler.dataflow import stage_ops_of
 from profiler.op_graph import StageOps
-from profiler.stages import choose_stages
-from profiler.tracing import trace_step
+from profiler.trace.partition import choose_stages
+from profiler.trace.stage_dataflow import stage_ops_of
+from profiler.trace.step_trace import trace_step
 from profiler.workload.workload import Workload
 from tests.odd_models import Residual
 

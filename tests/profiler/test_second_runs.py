@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from profiler.dataflow import stage_ops_of
 from profiler.op_graph import Choice, StageOps
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall
-from profiler.stages import choose_stages
-from profiler.tracing import trace_step
+from profiler.trace.partition import choose_stages
+from profiler.trace.stage_dataflow import stage_ops_of
+from profiler.trace.step_trace import trace_step
 from profiler.workload.workload import Workload
 
 WIDTH = 8

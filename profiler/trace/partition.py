@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from profiler.tracing import Call, Trace
+from profiler.trace.step_trace import Call, Trace
 
 StagePattern = str | type[nn.Module]
 

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from profiler.named_stages import calls_inside, modules_inside
 from profiler.op_graph import StageOp, StageOps, StageStorage
-from profiler.stages import ChosenStage
-from profiler.tracing import Op, Trace
+from profiler.trace.partition import ChosenStage
+from profiler.trace.stage_names import calls_inside, modules_inside
+from profiler.trace.step_trace import Op, Trace
 
 
 def stage_ops_of(trace: Trace, stage: ChosenStage) -> StageOps:

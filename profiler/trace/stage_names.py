@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from profiler.op_graph import Choice, StageOps
-from profiler.stages import ChosenStage
-from profiler.tracing import Call, Trace
+from profiler.trace.partition import ChosenStage
+from profiler.trace.step_trace import Call, Trace
 from profiler.workload.compiled_forwards import plain_name, unwrapped
 
 Named = tuple[str, str]

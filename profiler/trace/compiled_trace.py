@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from profiler.tracing import Call, Op, Recorder, Trace
+from profiler.trace.step_trace import Call, Op, Recorder, Trace
 from profiler.workload.forward_patches import ForwardPatches
 from profiler.workload.workload import Workload
 

@@ -1,0 +1,1 @@
+"""One traced training step: its calls and ops, its dataflow, and its partition into stages."""
