@@ -19,7 +19,7 @@ from planner.levers import Combination
 from planner.offloading import Offload
 from planner.other_optimizers import optimizer_named
 from planner.sizes import parse_bytes
-from profiler.meter import metered, time_meter
+from profiler.measurement.meter import metered, time_meter
 from profiler.workload.preservation import preserved
 from profiler.workload.variants import varied
 

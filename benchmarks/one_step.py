@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from profiler.meter import memory_meter, metered, time_meter
+from profiler.measurement.meter import memory_meter, metered, time_meter
 from profiler.workload.steps import resident_bytes_of
 from profiler.workload.workload import Workload
 

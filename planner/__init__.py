@@ -19,7 +19,7 @@ from planner.rules import Rule, Rules
 from planner.signatures import Signature
 from planner.state_table import ModelStates, StateRow, model_states
 from planner.training import TrainingRun, train_planned
-from profiler.measurement import Measurement, measure
+from profiler.measurement.step_measurement import Measurement, measure
 from profiler.recomputation.functions import recompute
 from profiler.records import Profile
 from profiler.workload.steps import ProfileError

@@ -13,7 +13,7 @@ from planner.memory_map import MemoryMap, memory_maps
 from planner.offloading import Mode, Offload, offload_from
 from planner.profiled_states import states_bytes
 from planner.sizes import format_bytes, parse_bytes
-from profiler.profiling import Progress
+from profiler.measurement.profiling import Progress
 
 _NAMED = 3  # combinations that a note names
 

@@ -20,7 +20,7 @@ from planner.profiling import profile
 from planner.sizes import parse_bytes
 from planner.targets import call_target, load_target, on_device
 from planner.trials import Build, ran_out, release
-from profiler.profiling import Progress
+from profiler.measurement.profiling import Progress
 from profiler.records import Profile
 from profiler.workload.precision import types_part
 from profiler.workload.steps import ProfileError

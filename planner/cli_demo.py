@@ -23,7 +23,7 @@ from planner.profiling import profile
 from planner.report import facts, frontier_report, plan_report
 from planner.sizes import format_bytes, format_seconds
 from planner.training import train_steps
-from profiler.measurement import measure
+from profiler.measurement.step_measurement import measure
 
 FOLDER = Path("planner-demo")
 STEPS = 5

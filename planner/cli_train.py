@@ -13,7 +13,7 @@ from planner.oom_report import FailureReport, OutOfMemory, failure_text
 from planner.plan import Plan
 from planner.sizes import format_bytes
 from planner.training import TrainingRun, train_planned
-from profiler.allocator import has_expandable_segments
+from profiler.measurement.device_memory import has_expandable_segments
 from profiler.workload.workload import Workload
 
 

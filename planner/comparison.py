@@ -12,8 +12,8 @@ from typing import Any
 from planner.applier import apply
 from planner.plan import Plan
 from planner.planning import Infeasible, solve
-from profiler.measurement import Measurement, measure
-from profiler.meter import metered, time_meter
+from profiler.measurement.meter import metered, time_meter
+from profiler.measurement.step_measurement import Measurement, measure
 from profiler.records import Profile
 from profiler.workload.preservation import RandomState, preserved
 from profiler.workload.steps import first_step

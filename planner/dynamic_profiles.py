@@ -13,7 +13,7 @@ from planner.applier import split_name
 from planner.profiled_sizes import same_choices
 from planner.profiling import profile
 from planner.signatures import Signature, SignatureReader
-from profiler import profiling
+from profiler.measurement import profiling
 from profiler.records import Profile
 from profiler.trace.partition import StagePattern
 from profiler.workload.tensor_trees import tensors_in

@@ -9,7 +9,7 @@ import torch
 from planner.growth import Growth, whole_at
 from planner.profiling import profile
 from planner.trials import Build, has_room, ran_out, release
-from profiler.profiling import Progress
+from profiler.measurement.profiling import Progress
 from profiler.records import Profile
 
 # Halving and doubling takes two profiles for each doubling of the limit, and each way of training has its own: enough

@@ -15,7 +15,7 @@ from planner.profiling import profile
 from planner.targets import call_target, load_target, on_device
 from planner.trials import ran_out, release
 from planner.unplanned import keep_all_replay
-from profiler.profiling import Progress
+from profiler.measurement.profiling import Progress
 from profiler.records import Profile
 from profiler.workload.precision import type_name, types_part
 from profiler.workload.steps import ProfileError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from profiler.menus import Choice
+from profiler.measurement.stage_options import Choice
 from profiler.op_graph import StageOp, StageOps
 from solvers.saved_sets import Held, SavedSets, Step, frontier
 

@@ -16,8 +16,8 @@ from planner.runtime import Frame
 from planner.step_view import Places
 from planner.timeline import Phase, Span, Timeline, predicted_timelines
 from planner.trials import ran_out
-from profiler.meter import Interval, Meter, memory_meter
-from profiler.step_marks import StepMarks
+from profiler.measurement.meter import Interval, Meter, memory_meter
+from profiler.measurement.planned_probe import StepMarks
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
 from profiler.workload.preservation import preserved
 from profiler.workload.steps import resident_bytes_of

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from planner.growth import Growth, flow_of
 from planner.profiling import profile
-from profiler import profiling
+from profiler.measurement import profiling
+from profiler.measurement.profiling import Progress
 from profiler.op_graph import Choice, StageOps
-from profiler.profiling import Progress
 from profiler.records import MenuRecord, Profile
 from profiler.workload.workload import Workload
 

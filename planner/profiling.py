@@ -8,9 +8,9 @@ from pathlib import Path
 from planner.menus import choices_for
 from planner.rules import Rule, Rules, rules_from
 from planner.stating import stated_by
-from profiler import profiling
+from profiler.measurement import profiling
+from profiler.measurement.profiling import Progress
 from profiler.op_graph import Choice, ChoiceError
-from profiler.profiling import Progress
 from profiler.records import Profile
 from profiler.trace.partition import StagePattern
 from profiler.trace.stage_names import NamedStage

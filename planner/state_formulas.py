@@ -38,7 +38,7 @@ from planner.optimizer_steps import (
     sgd_fused,
     transformers_adafactor,
 )
-from profiler.model_states import product_scratch_bytes
+from profiler.measurement.model_states import product_scratch_bytes
 from profiler.workload.precision import type_name
 from profiler.workload.storages import CUDA_BLOCK_BYTES
 

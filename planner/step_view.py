@@ -16,10 +16,10 @@ from planner.peak import KEPT, MADE_AGAIN, Part, Peak
 from planner.plan import Plan
 from planner.program import program_of
 from planner.timeline import Kind, Phase, Span, Timeline
-from profiler.alive import AlivePeak, AliveStorage, AliveWatch
-from profiler.meter import Interval, Meter, memory_meter, time_meter
-from profiler.probe import END, LOSS
-from profiler.step_marks import AGAIN, StepMarks
+from profiler.measurement.live_tensors import AlivePeak, AliveStorage, AliveWatch
+from profiler.measurement.meter import Interval, Meter, memory_meter, time_meter
+from profiler.measurement.planned_probe import AGAIN, StepMarks
+from profiler.measurement.stage_probe import END, LOSS
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
 from profiler.workload.preservation import RandomState, preserved
 from profiler.workload.steps import first_step, resident_bytes_of

@@ -16,7 +16,7 @@ from planner.oom_report import FailureReport, OutOfMemory, Stop
 from planner.plan import Plan
 from planner.recovery import Guard, smaller_plan, wanted_bytes
 from planner.trials import ran_out
-from profiler.measurement import Measurement, measure
+from profiler.measurement.step_measurement import Measurement, measure
 from profiler.workload.workload import Workload
 
 

@@ -11,8 +11,8 @@ import torch
 
 from planner.applier import apply
 from planner.plan import Plan
-from profiler.host_room import available_host_bytes
-from profiler.measurement import measure
+from profiler.measurement.host_room import available_host_bytes
+from profiler.measurement.step_measurement import measure
 from profiler.workload.preservation import preserved
 from profiler.workload.steps import first_step, resident_bytes_of
 from profiler.workload.storages import distinct_bytes

@@ -10,7 +10,7 @@ import torch
 
 import planner
 from planner.zoo import build
-from profiler.meter import memory_meter, metered
+from profiler.measurement.meter import memory_meter, metered
 from profiler.workload.workload import Workload
 
 pytestmark = pytest.mark.gpu

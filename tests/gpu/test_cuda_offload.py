@@ -13,7 +13,7 @@ from planner.cuda_link import CudaEngine
 from planner.engines import bytes_of
 from planner.offloading import Offload
 from planner.zoo import build
-from profiler.link_meter import measure_link
+from profiler.measurement.link_bandwidth import measure_link
 from profiler.workload.workload import Workload
 
 pytestmark = pytest.mark.gpu

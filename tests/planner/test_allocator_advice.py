@@ -11,8 +11,8 @@ import torch
 
 from planner import report
 from planner.allocator_advice import advice_on_allocator, advice_on_malloc
-from profiler import measurement
-from profiler.measurement import measure
+from profiler.measurement import step_measurement
+from profiler.measurement.step_measurement import measure
 from profiler.workload.workload import Workload
 from tests.planner.texts import text_of
 
@@ -64,7 +64,7 @@ def wide(rows: int) -> Workload:
 def test_the_step_with_the_fewest_faults_counts(monkeypatch):
     """Counter readings before and after a step: 0 1, 2 4, 6 9, ..: steps take 1, 2, 3, .."""
     readings = (value for n in count() for value in (n * (n + 1), n * (n + 1) + n + 1))
-    monkeypatch.setattr(measurement, "faulted_bytes", lambda device: next(readings))
+    monkeypatch.setattr(step_measurement, "faulted_bytes", lambda device: next(readings))
     assert measure(wide(4), repeats=2).faulted_bytes == 1
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import planner
-from profiler.meter import memory_meter, metered
+from profiler.measurement.meter import memory_meter, metered
 from profiler.workload.steps import resident_bytes_of
 from tests.planner.test_exact import budgets
 

@@ -16,7 +16,7 @@ from planner.cli import app
 from planner.optimizer_steps import Room, Weight, adam_for_loop, adam_foreach, sgd_foreach
 from planner.state_formulas import bytes_by_name, cast_bytes, optimizer_bytes
 from planner.state_table import CASTS, GRADIENTS, OTHERS, PARAMETERS, TEMPORARIES, ModelStates, model_states
-from profiler.model_states import measure_states
+from profiler.measurement.model_states import measure_states
 from tests.planner.test_precision import with_masters
 
 Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]

@@ -12,7 +12,7 @@ from torch import nn
 import planner
 from planner.cost_model import chain_of
 from planner.other_optimizers import optimizer_named, replacements_for, with_optimizer
-from profiler.optimizer_meter import OptimizerCost, measure_optimizer
+from profiler.measurement.optimizer_meter import OptimizerCost, measure_optimizer
 from profiler.records import Phase
 from profiler.workload.variants import varied
 from solvers import keep_all, replay

@@ -12,7 +12,7 @@ from planner.peak_report import peak_rows
 from planner.plan import chain_in
 from planner.step_view import Places, StepView, view_step
 from planner.timeline import Timeline, predicted_timelines
-from profiler.meter import Interval
+from profiler.measurement.meter import Interval
 from profiler.workload.workload import Workload
 from tests.planner.command_line import SMALL
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import planner
 from planner import zoo
 from planner.applier import split_name
-from profiler.alive import AlivePeak, AliveWatch
-from profiler.meter import memory_meter
-from profiler.step_marks import StepMarks
+from profiler.measurement.live_tensors import AlivePeak, AliveWatch
+from profiler.measurement.meter import memory_meter
+from profiler.measurement.planned_probe import StepMarks
 from profiler.workload.preservation import preserved
 from profiler.workload.steps import first_step, resident_bytes_of
 from profiler.workload.workload import Workload

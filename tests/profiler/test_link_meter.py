@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from profiler.link_meter import measure_link
+from profiler.measurement.link_bandwidth import measure_link
 
 
 def test_a_cpu_has_no_link() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from profiler import menus
-from profiler.menu_steps import MenuSteps, _beaten, _menu
-from profiler.menus import (
+from profiler.measurement import stage_options
+from profiler.measurement.meter import Interval
+from profiler.measurement.option_steps import MenuSteps, _beaten, _menu
+from profiler.measurement.stage_options import (
     KEEP,
     ChoiceCost,
     Costs,
@@ -27,9 +28,8 @@ from profiler.menus import (
     unforced,
     without,
 )
-from profiler.meter import Interval
+from profiler.measurement.stage_probe import BACKWARD, FORWARD, StepProbe, stage_place
 from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStorage
-from profiler.probe import BACKWARD, FORWARD, StepProbe, stage_place
 from profiler.records import MenuRecord, OptionRecord
 from profiler.trace.partition import choose_stages
 from profiler.trace.step_trace import trace_step
@@ -87,7 +87,7 @@ def test_stages_that_do_the_same_share_a_menu_unless_their_bytes_differ(monkeypa
     # Stages of other kinds share nothing.
     assert [each.family for each in grouped(trace, stages, [0, 0, 0, 0, 0, 1], plain, everything)] == [0, 1, 2]
     # Those that save little together are not looked into: the first block is a sixth.
-    monkeypatch.setattr(menus, "SMALLEST_SHARE", 0.2)
+    monkeypatch.setattr(stage_options, "SMALLEST_SHARE", 0.2)
     assert [len(each.choices) for each in grouped(trace, stages, [0] * 6, plain, everything)] == [0, 1, 1]
 
 

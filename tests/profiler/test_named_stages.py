@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from profiler.measurement.profiling import profile
 from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStorage
-from profiler.profiling import profile
 from profiler.trace.partition import choose_stages
 from profiler.trace.stage_dataflow import stage_ops_of
 from profiler.trace.stage_names import names_outside, with_names

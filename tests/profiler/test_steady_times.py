@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from profiler.steady_times import Sample, steady_seconds
+from profiler.measurement.robust_times import Sample, steady_seconds
 
 TRUE = {"keep": 4.0, "cheap": 4.4, "dear": 9.0}
 

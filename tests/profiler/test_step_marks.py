@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import planner
 from planner.applier import split_name
 from planner.program import program_of
-from profiler.meter import memory_meter
-from profiler.step_marks import AGAIN, StepMarks
+from profiler.measurement.meter import memory_meter
+from profiler.measurement.planned_probe import AGAIN, StepMarks
 from profiler.workload.preservation import preserved
 from profiler.workload.steps import first_step, resident_bytes_of
 from profiler.workload.workload import Workload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from profiler.meter import memory_meter, metered, time_meter
+from profiler.measurement.meter import memory_meter, metered, time_meter
 from profiler.workload.preservation import preserved
 from profiler.workload.steps import resident_bytes_of
 from profiler.workload.variants import varied

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.meter import Interval, Meter
+from profiler.measurement.meter import Interval, Meter
 from profiler.recomputation.checking import CheckedCall
 from profiler.recomputation.module_rerun import CallState, CallTraits, detached
 from profiler.recomputation.selection import Selection

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.assembly import Measured, RerunTimes, alike, assemble, by_label, typical_seconds
-from profiler.link_meter import measure_link
-from profiler.menu_steps import MenuSteps
-from profiler.menus import Propose, grouped, steps_for
-from profiler.meter import Interval, Meter, memory_meter, time_meter
+from profiler.measurement.assembly import Measured, RerunTimes, alike, assemble, by_label, typical_seconds
+from profiler.measurement.link_bandwidth import measure_link
+from profiler.measurement.meter import Interval, Meter, memory_meter, time_meter
+from profiler.measurement.option_steps import MenuSteps
+from profiler.measurement.stage_options import Propose, grouped, steps_for
+from profiler.measurement.stage_probe import FirstRun, StepProbe
 from profiler.op_graph import Choice, ChoiceError, StageOps
-from profiler.probe import FirstRun, StepProbe
 from profiler.recomputation.module_rerun import CallTraits, rerun_keeping, rerun_until_saved
 from profiler.recomputation.survivors import Survivors
 from profiler.records import Profile

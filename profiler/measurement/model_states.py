@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.meter import memory_meter, metered
-from profiler.probe import BACKWARD, END, FORWARD, OPTIMIZER
+from profiler.measurement.meter import memory_meter, metered
+from profiler.measurement.stage_probe import BACKWARD, END, FORWARD, OPTIMIZER
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.preservation import RandomState, preserved
 from profiler.workload.steps import ProfileError, checked_step, resident_bytes_of

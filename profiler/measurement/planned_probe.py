@@ -9,8 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from profiler.meter import Interval, Meter
-from profiler.probe import END, FORWARD, LOSS, OPTIMIZER, Place, mark_backward, outside_place, stage_place
+from profiler.measurement.meter import Interval, Meter
+from profiler.measurement.stage_probe import (
+    END,
+    FORWARD,
+    LOSS,
+    OPTIMIZER,
+    Place,
+    mark_backward,
+    outside_place,
+    stage_place,
+)
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.forward_patches import Forward
 from profiler.workload.workload import Workload

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from profiler.assembly import by_label
-from profiler.menus import (
+from profiler.measurement.assembly import by_label
+from profiler.measurement.meter import Interval, Meter, memory_meter, time_meter
+from profiler.measurement.stage_options import (
     KEEP,
     Assignment,
     ChoiceCost,
@@ -24,9 +25,8 @@ from profiler.menus import (
     unforced,
     without,
 )
-from profiler.meter import Interval, Meter, memory_meter, time_meter
+from profiler.measurement.stage_probe import StepProbe
 from profiler.op_graph import Choice
-from profiler.probe import StepProbe
 from profiler.recomputation.selection import Selection
 from profiler.records import MenuRecord, OptionRecord
 from profiler.workload.preservation import RandomState

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from profiler.meter import Interval
+from profiler.measurement.meter import Interval
+from profiler.measurement.robust_times import Sample, steady_seconds
+from profiler.measurement.stage_probe import BACKWARD, FORWARD, stage_place
 from profiler.op_graph import Choice, ChoiceError, StageOps
-from profiler.probe import BACKWARD, FORWARD, stage_place
 from profiler.recomputation.selection import Selection
-from profiler.steady_times import Sample, steady_seconds
 from profiler.trace.partition import ChosenStage
 from profiler.trace.stage_dataflow import pooled, stage_ops_of, without_seconds
 from profiler.trace.stage_names import State, names_outside, with_names

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.meter import Interval, Meter
+from profiler.measurement.meter import Interval, Meter
+from profiler.measurement.planned_probe import AGAIN, QuietPatches, StepMarks
 from profiler.op_graph import makes_room
 from profiler.recomputation.module_rerun import RUNNING_AGAIN
 from profiler.recomputation.op_schema import traits_of
-from profiler.step_marks import AGAIN, QuietPatches, StepMarks
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.forward_patches import Forward
 from profiler.workload.storages import allocated_bytes

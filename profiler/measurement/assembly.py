@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from profiler.meter import Interval
-from profiler.probe import BACKWARD, FORWARD, LOSS, OPTIMIZER, Place, outside_place, stage_place
+from profiler.measurement.meter import Interval
+from profiler.measurement.stage_probe import BACKWARD, FORWARD, LOSS, OPTIMIZER, Place, outside_place, stage_place
 from profiler.records import MenuRecord, OpRecord, Phase, Profile, ResidentBytes, SharedRecord, StageRecord
 from profiler.trace.partition import ChosenStage, why_not_recomputable
 from profiler.trace.stage_names import around

@@ -1,0 +1,1 @@
+"""Measuring training steps: bytes, seconds, what is alive, and the Profile made of it."""
