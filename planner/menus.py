@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from profiler.measurement.stage_options import Choice
 from profiler.op_graph import StageOp, StageOps
-from solvers.saved_sets import Held, SavedSets, Step, frontier
+from solvers.saved_tensors import Held, SavedSets, Step, frontier
 
 # Measured on one core at 3 GHz: an op that runs again costs this beside its kernel (recording it in forward and
 # calling it in backward). It keeps swarms of tiny ops out of the choices; what is planned with is measured.

@@ -16,8 +16,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from solvers.highs import Floats
 from solvers.liveness import peak_profile
-from solvers.mip import Floats
 from solvers.moments import MomentsProgram
 from solvers.search import Search
 

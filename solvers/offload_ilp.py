@@ -21,8 +21,8 @@ import math
 from itertools import pairwise
 from typing import NamedTuple
 
+from solvers.highs import Floats, Program
 from solvers.link import Link
-from solvers.mip import Floats, Program
 from solvers.offload_steps import Step, schedule_of, steps_from
 from solvers.persistent import ChainBytes, Choice
 from solvers.problem import Candidate, Problem

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from solvers.saved_sets import Held, SavedSet, SavedSets, Step, cheapest, fewest_bytes, frontier
+from solvers.saved_tensors import Held, SavedSet, SavedSets, Step, cheapest, fewest_bytes, frontier
 
 # HiGHS stops within this of the best seconds, relative to all ops' seconds.
 GAP = 1e-5

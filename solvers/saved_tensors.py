@@ -26,7 +26,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from solvers.mip import Program
+from solvers.highs import Program
 
 Value = tuple[int, int]
 SECONDS = 2.0  # per limit; blocks need milliseconds, whole models of a thousand ops about one
