@@ -16,8 +16,8 @@ from benchmarks.op_graph import capture
 from benchmarks.random_graphs import random_training_graph
 from benchmarks.reporting import machine
 from profiler.json_files import write_whole
-from solvers.graph import Graph
 from solvers.liveness import IndexedGraph, peak_profile
+from solvers.problem.graph import Graph
 
 PROBLEMS = Path(__file__).parent / "problems"
 RANDOM = {"random-100-seed1": (100, 1), "random-150-seed2": (150, 2), "random-400-seed3": (400, 3)}

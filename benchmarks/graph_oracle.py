@@ -14,10 +14,10 @@ import pandas as pd
 
 from benchmarks.reporting import RESULTS, write_result
 from solvers import graph_exhaustive
-from solvers.graph_problem import GraphProblem
-from solvers.graph_simulator import replay_graph
 from solvers.graph_suite import GraphSolution, graph_solver_names, solve_graph
 from solvers.liveness import IndexedGraph, peak_profile
+from solvers.problem.graph_problem import GraphProblem
+from solvers.problem.graph_simulator import replay_graph
 from tests.solvers.graphs import random_graph
 
 SEEDS = 1000

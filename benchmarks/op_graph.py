@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from solvers.graph import Graph, Node, Side
+from solvers.problem.graph import Graph, Node, Side
 
 # What one op makes may be needed for different times: a gradient until the end, the statistics of a BatchNorm until
 # its backward, its output until the next op. It is split in two where both parts are larger than this; else the large

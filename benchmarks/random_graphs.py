@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from solvers.graph import Graph, Node
+from solvers.problem.graph import Graph, Node
 
 OPEN = 4  # forward outputs that wait for a first reader: branches side by side
 LARGEST_BYTES = 2**27

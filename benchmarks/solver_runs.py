@@ -13,10 +13,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from solvers.graph import Graph
-from solvers.graph_problem import GraphProblem
-from solvers.graph_simulator import replay_graph
 from solvers.graph_suite import DEFAULT_SECONDS, GraphSolution, solve_graph
+from solvers.problem.graph import Graph
+from solvers.problem.graph_problem import GraphProblem
+from solvers.problem.graph_simulator import replay_graph
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_SECONDS = 60.0  # beyond its time limit, before a solve is killed

@@ -12,7 +12,7 @@ from torch import Tensor
 from planner.engines import room_for
 from planner.host_memory import HostMemory, Spans
 from profiler.workload.compiled_forwards import leave_uncompiled
-from solvers.link import Link
+from solvers.problem.link import Link
 
 leave_uncompiled(__name__)
 

@@ -13,7 +13,7 @@ from planner.problem_files import chain_from
 from planner.sizes import parse_bytes
 from planner.unplanned import keep_all_replay
 from solvers import Chain, Problem, Replay, Schedule, Solution, replay
-from solvers.link import Link
+from solvers.problem.link import Link
 
 SOLUTION_FORMAT = "planner-chain-solution"
 SOLUTION_VERSION = 1

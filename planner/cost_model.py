@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from planner.parcels import input_parcel_bytes, kept_parcel_bytes
 from profiler.op_graph import StageOps, StageStorage
 from profiler.records import MenuRecord, OptionRecord, Profile, SharedRecord, StageRecord
-from solvers.chain import Chain, Option, Shared, Stage
+from solvers.problem.chain import Chain, Option, Shared, Stage
 
 # Torch's random state on the CPU is read into a tensor of so many bytes before a stage runs without keeping, and again
 # before it runs the second time.

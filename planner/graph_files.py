@@ -9,12 +9,12 @@ from planner.documents import refusal_document
 from planner.planning import NoPlan, with_schedule
 from planner.problem_files import all_bytes
 from planner.sizes import parse_bytes
-from solvers.graph import Graph
-from solvers.graph_problem import GraphProblem
-from solvers.graph_schedule import GraphSchedule
-from solvers.graph_simulator import GraphReplay, replay_graph
 from solvers.graph_suite import DEFAULT_GAP, solve_graph
 from solvers.liveness import unplanned_replay
+from solvers.problem.graph import Graph
+from solvers.problem.graph_problem import GraphProblem
+from solvers.problem.graph_schedule import GraphSchedule
+from solvers.problem.graph_simulator import GraphReplay, replay_graph
 
 SOLUTION_FORMAT = "planner-graph-solution"
 SOLUTION_VERSION = 1

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 
 from planner.sizes import format_bytes, parse_bytes
 from profiler.records import LinkRecord
-from solvers.chain import Chain
-from solvers.link import Link
+from solvers.problem.chain import Chain
+from solvers.problem.link import Link
 
 Mode = Literal["auto", "never", "only"]
 MODES: tuple[Mode, ...] = get_args(Mode)

@@ -12,7 +12,7 @@ from planner.timeline import Span, Timeline
 from profiler.op_graph import StageOps
 from profiler.records import MenuRecord, ResidentBytes
 from solvers import Chain, Schedule
-from solvers.simulator import alive_before
+from solvers.problem.chain_simulator import alive_before
 
 KEPT = "kept from forward"
 MADE_AGAIN = "made again"

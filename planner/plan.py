@@ -11,10 +11,10 @@ from typing import Any, Literal
 from planner.offloading import link_document, link_from
 from profiler.json_files import read_document, write_document
 from profiler.records import MenuRecord, ResidentBytes, menu_document, menu_from
-from solvers.chain import Chain
-from solvers.link import Link
-from solvers.schedule import TRANSFERS, Action, Schedule
-from solvers.simulator import replay
+from solvers.problem.chain import Chain
+from solvers.problem.chain_schedule import TRANSFERS, Action, Schedule
+from solvers.problem.chain_simulator import replay
+from solvers.problem.link import Link
 
 FORMAT = "planner-plan"
 VERSION = 1

@@ -18,7 +18,7 @@ from planner.sizes import format_bytes, format_seconds, parse_bytes
 from planner.stage_plans import planned_stages
 from profiler.records import Profile
 from solvers import Problem, Replay, Schedule, Solution, replay, solve_chain
-from solvers.graph_schedule import GraphSchedule
+from solvers.problem.graph_schedule import GraphSchedule
 
 OFFLOAD_ONLY = "offload_only"
 # So little leaves out the integer program for short chains, which proves what is found and hardly ever betters it.

@@ -11,12 +11,12 @@ from profiler.json_files import read_document
 from profiler.records import FORMAT as PROFILE_FORMAT
 from profiler.records import VERSION as PROFILE_VERSION
 from profiler.records import Profile
-from solvers.chain import FORMAT as CHAIN_FORMAT
-from solvers.chain import VERSION as CHAIN_VERSION
-from solvers.chain import Chain
-from solvers.graph import FORMAT as GRAPH_FORMAT
-from solvers.graph import VERSION as GRAPH_VERSION
-from solvers.graph import Graph
+from solvers.problem.chain import FORMAT as CHAIN_FORMAT
+from solvers.problem.chain import VERSION as CHAIN_VERSION
+from solvers.problem.chain import Chain
+from solvers.problem.graph import FORMAT as GRAPH_FORMAT
+from solvers.problem.graph import VERSION as GRAPH_VERSION
+from solvers.problem.graph import Graph
 
 Source: TypeAlias = Profile | Chain | Graph
 FORMATS = {PROFILE_FORMAT: PROFILE_VERSION, CHAIN_FORMAT: CHAIN_VERSION, GRAPH_FORMAT: GRAPH_VERSION}

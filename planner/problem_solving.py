@@ -12,8 +12,8 @@ from planner.planning import NoPlan, solve
 from planner.problem_files import Source
 from planner.rules import Rules
 from profiler.records import Profile
-from solvers.chain import Chain
-from solvers.graph import Graph
+from solvers.problem.chain import Chain
+from solvers.problem.graph import Graph
 
 
 def stage_level(source: Source, rules: Rules | None) -> Profile:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from planner.plan import PlannedStage
-from solvers.schedule import TRANSFERS, Action, Kind, Schedule
+from solvers.problem.chain_schedule import TRANSFERS, Action, Kind, Schedule
 
 Mode = Literal["drop", "keep", "until_saved"]
 # Forward (0) or backward (1), how many of it come before, and in backward how many reruns directly before it.

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from solvers.chain import Chain, Option, Shared, Stage
-from solvers.schedule import Action, Schedule
-from solvers.simulator import Moment, replay
+from solvers.problem.chain import Chain, Option, Shared, Stage
+from solvers.problem.chain_schedule import Action, Schedule
+from solvers.problem.chain_simulator import Moment, replay
 
 
 @dataclass(frozen=True, slots=True)

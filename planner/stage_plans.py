@@ -10,7 +10,7 @@ from planner.parcels import input_parcels, parcels_among, sent_bytes
 from planner.plan import Decision, PlannedStage
 from profiler.records import MenuRecord, Profile
 from solvers import Chain, Schedule
-from solvers.simulator import Replay
+from solvers.problem.chain_simulator import Replay
 
 
 def planned_stages(profile: Profile, chain: Chain, schedule: Schedule, replayed: Replay) -> tuple[PlannedStage, ...]:

@@ -11,9 +11,9 @@ import pandas as pd
 
 from planner.plan import Plan
 from solvers import Chain, Schedule, keep_all, replay
-from solvers.copy_engines import Copy
-from solvers.link import Link
-from solvers.simulator import Moment
+from solvers.problem.chain_simulator import Moment
+from solvers.problem.copy_engines import Copy
+from solvers.problem.link import Link
 
 Phase = Literal["forward", "backward", "optimizer"]
 Kind = Literal["forward", "recompute", "backward", "free", "offload", "release", "prefetch", "optimizer"]

@@ -212,7 +212,7 @@ def peak_bytes(indexed: IndexedGraph, runs: Sequence[int], before: set[int], aft
 
     ``before`` is alive at the start and may be freed; what is in ``after`` stays. What else is read is left out.
 
-    >>> from solvers.graph import Graph, Node
+    >>> from solvers.problem.graph import Graph, Node
     >>> a, b = Node(name="a", seconds=1, output_bytes=4), Node(name="b", seconds=1, output_bytes=2, inputs=("a",))
     >>> c = Node(name="c", seconds=1, output_bytes=3, inputs=("b",))
     >>> peak_bytes(IndexedGraph(Graph(nodes=(a, b, c))), [1, 2], {0}, {2})

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from solvers.checkmate_model import Matrices, Model
 from solvers.graph_end import with_end
-from solvers.graph_problem import GraphCandidate
 from solvers.liveness import IndexedGraph, peak_profile, seconds_of
+from solvers.problem.graph_problem import GraphCandidate
 from solvers.spare_runs import without_spare_runs
 
 Chosen = NDArray[np.bool_]
@@ -44,7 +44,7 @@ def solve(indexed: IndexedGraph, budget_bytes: int, time_limit_seconds: float = 
     Raises:
         ValueError: the graph is too large for the program to be built.
 
-    >>> from solvers.graph import Graph, Node
+    >>> from solvers.problem.graph import Graph, Node
     >>> a = Node(name="a", seconds=1.0, output_bytes=4)
     >>> b = Node(name="b", seconds=2.0, output_bytes=4, inputs=("a",))
     >>> c = Node(name="c", seconds=3.0, output_bytes=1, inputs=("b",))

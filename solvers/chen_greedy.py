@@ -10,8 +10,8 @@ Paper: Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost
 
 from __future__ import annotations
 
-from solvers.chain import Chain
-from solvers.schedule import Schedule
+from solvers.problem.chain import Chain
+from solvers.problem.chain_schedule import Schedule
 from solvers.segments import Segment, droppable_runs, segmented_schedule
 
 _BUDGETS = 64  # an even search: finer ones cut chains of up to a few hundred stages hardly differently
@@ -20,7 +20,7 @@ _BUDGETS = 64  # an even search: finer ones cut chains of up to a few hundred st
 def schedules(chain: Chain) -> list[Schedule]:
     """One schedule per different cut, each with its last segment kept and recomputed.
 
-    >>> from solvers.chain import Option, Stage
+    >>> from solvers.problem.chain import Option, Stage
     >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
     ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
     >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)

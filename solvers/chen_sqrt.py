@@ -13,15 +13,15 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from solvers.chain import Chain
-from solvers.schedule import Schedule
+from solvers.problem.chain import Chain
+from solvers.problem.chain_schedule import Schedule
 from solvers.segments import Segment, droppable_runs, segmented_schedule
 
 
 def schedules(chain: Chain) -> list[Schedule]:
     """The schedule with about sqrt(L) segments: with the last one kept, and with it recomputed.
 
-    >>> from solvers.chain import Option, Stage
+    >>> from solvers.problem.chain import Option, Stage
     >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
     ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
     >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)

@@ -54,7 +54,7 @@ def held_sets(indexed: IndexedGraph, rerunnable: Mask) -> Iterator[Mask]:
 def demand_order(indexed: IndexedGraph, rerunnable: Mask, held: Mask, mode: Mode) -> list[int] | None:
     """The order that holds ``held`` and everything that is not ``rerunnable``; None where it grows too long.
 
-    >>> from solvers.graph import Graph, Node
+    >>> from solvers.problem.graph import Graph, Node
     >>> a, b = Node(name="a", seconds=1, output_bytes=4), Node(name="b", seconds=1, output_bytes=2)
     >>> c = Node(name="c", seconds=1, output_bytes=1, inputs=("a", "b"))
     >>> indexed = IndexedGraph(Graph(nodes=(a, b, c), outputs=("c",)))

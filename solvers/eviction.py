@@ -37,7 +37,7 @@ def eviction_order(
         power: of the steps until the next need.
         noise: factors of the nodes' scores, shape (count,); all 1 where None.
 
-    >>> from solvers.graph import Graph, Node
+    >>> from solvers.problem.graph import Graph, Node
     >>> a, b = Node(name="a", seconds=1, output_bytes=4), Node(name="b", seconds=2, output_bytes=4)
     >>> c = Node(name="c", seconds=1, output_bytes=1, inputs=("b",))
     >>> d = Node(name="d", seconds=1, output_bytes=1, inputs=("a", "c"))

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from itertools import count
 from typing import NamedTuple
 
-from solvers.chain import Chain, Shared
-from solvers.problem import Candidate, Problem
-from solvers.schedule import Action, Schedule
+from solvers.problem.chain import Chain, Shared
+from solvers.problem.chain_schedule import Action, Schedule
+from solvers.problem.solution import Candidate, Problem
 
 MOST_STAGES = 6
 
@@ -44,7 +44,7 @@ def solve(problem: Problem) -> Candidate:
     Raises:
         ValueError: the chain has more stages than can be searched.
 
-    >>> from solvers.chain import Option, Stage
+    >>> from solvers.problem.chain import Option, Stage
     >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
     ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
     >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)

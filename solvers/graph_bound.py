@@ -25,7 +25,7 @@ _SLACK = 1e-12  # relative: summing floats in another order must not make the bo
 def graph_bound_seconds(indexed: IndexedGraph, budget_bytes: int) -> float:
     """Seconds that every schedule within the budget needs; infinite where some node cannot run in it.
 
-    >>> from solvers.graph import Graph, Node
+    >>> from solvers.problem.graph import Graph, Node
     >>> a, b = Node(name="a", seconds=1, output_bytes=4), Node(name="b", seconds=1, output_bytes=4)
     >>> c = Node(name="c", seconds=1, output_bytes=1, inputs=("a",))
     >>> indexed = IndexedGraph(Graph(nodes=(a, b, c), outputs=("c",)))

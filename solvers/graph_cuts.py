@@ -50,7 +50,7 @@ def cut_into_blocks(indexed: IndexedGraph, rerunnable: Mask, largest_share: floa
 
     ``largest_share``: of the forward's bytes in one block, where narrow cuts allow it.
 
-    >>> from solvers.graph import Graph, Node
+    >>> from solvers.problem.graph import Graph, Node
     >>> nodes = [Node(name=f"f{k}", seconds=1, output_bytes=1, inputs=(f"f{k-1}",) if k else ()) for k in range(3)]
     >>> nodes += [Node(name=f"b{k}", seconds=1, output_bytes=1, inputs=(f"f{k}", *([f"b{k+1}"] if k < 2 else [])),
     ...                side="backward") for k in (2, 1, 0)]

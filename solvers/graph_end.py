@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from solvers.graph import Node
 from solvers.liveness import IndexedGraph
+from solvers.problem.graph import Node
 
 
 def with_end(indexed: IndexedGraph) -> IndexedGraph:
@@ -14,7 +14,7 @@ def with_end(indexed: IndexedGraph) -> IndexedGraph:
     Programs over stages, each of which ends with a first run, have no stage left after the last one in which an
     output freed too early could be made again; the end's own stage is one.
 
-    >>> from solvers.graph import Graph
+    >>> from solvers.problem.graph import Graph
     >>> nodes = (Node(name="a", seconds=1, output_bytes=1), Node(name="b", seconds=1, output_bytes=1))
     >>> with_end(IndexedGraph(Graph(nodes=nodes, outputs=("a", "b")))).inputs
     [(), (), (0, 1)]

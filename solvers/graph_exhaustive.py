@@ -17,8 +17,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from solvers.graph_problem import GraphCandidate
 from solvers.liveness import IndexedGraph, peak_profile, seconds_of
+from solvers.problem.graph_problem import GraphCandidate
 
 MOST_NODES = 12
 
@@ -29,7 +29,7 @@ def solve(indexed: IndexedGraph, budget_bytes: int) -> GraphCandidate:
     Raises:
         ValueError: the graph has more nodes than can be searched.
 
-    >>> from solvers.graph import Graph, Node
+    >>> from solvers.problem.graph import Graph, Node
     >>> a = Node(name="a", seconds=1.0, output_bytes=4)
     >>> b = Node(name="b", seconds=2.0, output_bytes=4, inputs=("a",))
     >>> c = Node(name="c", seconds=3.0, output_bytes=1, inputs=("b",))

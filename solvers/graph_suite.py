@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from solvers import checkmate, graph_exhaustive, hierarchy, intervals, lower_sets
 from solvers.demand import demand_orders
 from solvers.eviction import POWERS, eviction_order
-from solvers.graph import Graph
 from solvers.graph_bound import graph_bound_seconds, smallest_working_set
-from solvers.graph_problem import GraphCandidate, GraphProblem
-from solvers.graph_schedule import GraphSchedule
-from solvers.graph_simulator import replay_graph
 from solvers.improvement import Improvement
 from solvers.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.merging import Merging
 from solvers.moment_search import MomentSearch, rerunnable_nodes
-from solvers.problem import Shortage, Solution, check_time_limit
+from solvers.problem.graph import Graph
+from solvers.problem.graph_problem import GraphCandidate, GraphProblem
+from solvers.problem.graph_schedule import GraphSchedule
+from solvers.problem.graph_simulator import replay_graph
+from solvers.problem.solution import Shortage, Solution, check_time_limit
 from solvers.rotor import Table
 from solvers.search import SMALLEST_GAP, Search
 

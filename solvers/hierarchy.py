@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers.block_menus import BlockMenus, Way, node_of, peak_bytes
-from solvers.chain import Chain, Option, Stage
 from solvers.graph_cuts import Block, cut_into_blocks
 from solvers.liveness import IndexedGraph, peak_profile, runs_for, seconds_of
-from solvers.schedule import Action, Schedule
+from solvers.problem.chain import Chain, Option, Stage
+from solvers.problem.chain_schedule import Action, Schedule
 from solvers.search import Search
 
 Mask = NDArray[np.bool_]
@@ -51,7 +51,7 @@ class ChainTable(Protocol):
 def solve(search: Search, rerunnable: Mask, make_table: Callable[[Chain], ChainTable]) -> None:
     """Offer orders to the search; nothing where the graph has no cuts.
 
-    >>> from solvers.graph import Graph, Node
+    >>> from solvers.problem.graph import Graph, Node
     >>> from solvers.rotor import Table
     >>> forward = [Node(name=f"f{k}", seconds=1, output_bytes=2, inputs=(f"f{k - 1}",) if k else ()) for k in range(4)]
     >>> backward = [Node(name=f"b{k}", seconds=1, output_bytes=1, inputs=(f"f{k}",) + ((f"b{k + 1}",) if k < 3 else ()),

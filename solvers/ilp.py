@@ -27,9 +27,9 @@ import math
 import time
 
 from solvers.ilp_model import Model
-from solvers.problem import Candidate, Problem
-from solvers.schedule import Schedule
-from solvers.simulator import replay
+from solvers.problem.chain_schedule import Schedule
+from solvers.problem.chain_simulator import replay
+from solvers.problem.solution import Candidate, Problem
 
 MOST_STAGES = 100  # rows grow with L^2 and terms with L^3: beyond, building the program takes minutes
 _TOLERANCE = 1e-8  # a bound this close to the schedule's seconds is HiGHS's own rounding
@@ -44,7 +44,7 @@ def solve(problem: Problem, time_limit_seconds: float = 60.0) -> Candidate:
     Raises:
         ValueError: the chain is too long for the program to be built.
 
-    >>> from solvers.chain import Chain, Option, Stage
+    >>> from solvers.problem.chain import Chain, Option, Stage
     >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
     ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
     >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)

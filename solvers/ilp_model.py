@@ -11,8 +11,8 @@ from typing import Any
 import pulp
 
 from solvers.interruptible import InterruptibleHiGHS
-from solvers.problem import Problem
-from solvers.schedule import Action, Schedule
+from solvers.problem.chain_schedule import Action, Schedule
+from solvers.problem.solution import Problem
 
 Term = tuple[pulp.LpVariable, float]
 

@@ -19,9 +19,9 @@ import math
 import time
 
 from solvers.graph_end import with_end
-from solvers.graph_problem import GraphCandidate
 from solvers.intervals_model import Model
 from solvers.liveness import IndexedGraph, peak_profile
+from solvers.problem.graph_problem import GraphCandidate
 from solvers.spare_runs import without_spare_runs
 
 MOST_NODES = 500  # building the program takes 7 s at 200 nodes of a chain and grows with their square
@@ -35,7 +35,7 @@ def solve(
     Raises:
         ValueError: the graph is too large for the program to be built.
 
-    >>> from solvers.graph import Graph, Node
+    >>> from solvers.problem.graph import Graph, Node
     >>> a = Node(name="a", seconds=1.0, output_bytes=4)
     >>> b = Node(name="b", seconds=2.0, output_bytes=4, inputs=("a",))
     >>> c = Node(name="c", seconds=3.0, output_bytes=1, inputs=("b",))

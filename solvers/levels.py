@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.chain import Chain
 from solvers.minimum_memory import smallest_level
 from solvers.persistent import Bytes, ChainBytes
+from solvers.problem.chain import Chain
 
 Index = NDArray[np.intp]
 

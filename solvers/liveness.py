@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.graph import Graph
-from solvers.graph_schedule import GraphAction, GraphSchedule
-from solvers.graph_simulator import GraphReplay, replay_graph
+from solvers.problem.graph import Graph
+from solvers.problem.graph_schedule import GraphAction, GraphSchedule
+from solvers.problem.graph_simulator import GraphReplay, replay_graph
 
 
 class IndexedGraph:
@@ -84,7 +84,7 @@ def peak_profile(indexed: IndexedGraph, order: Sequence[int]) -> NDArray[np.int6
 def schedule_of(indexed: IndexedGraph, order: Sequence[int]) -> GraphSchedule:
     """The schedule of an order of runs, every output freed directly after its last read.
 
-    >>> from solvers.graph import Node
+    >>> from solvers.problem.graph import Node
     >>> a, b = Node(name="a", seconds=1, output_bytes=4), Node(name="b", seconds=1, output_bytes=2, inputs=("a",))
     >>> indexed = IndexedGraph(Graph(nodes=(a, b), outputs=("b",)))
     >>> [(action.op, action.node) for action in schedule_of(indexed, [0, 1]).actions]

@@ -30,8 +30,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.chain import Chain, Option, Stage
-from solvers.link import Link
+from solvers.problem.chain import Chain, Option, Stage
+from solvers.problem.link import Link
 
 Floats = NDArray[np.float64]
 
@@ -54,7 +54,7 @@ _BOTH = _Weights()
 def bound_seconds(chain: Chain, budget_bytes: int, link: Link | None = None) -> float:
     """Seconds that every schedule within the budget needs; infinite where the bound sees that none fits.
 
-    >>> from solvers.chain import Option, Stage
+    >>> from solvers.problem.chain import Option, Stage
     >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
     ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
     >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)

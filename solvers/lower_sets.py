@@ -28,8 +28,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.graph_problem import GraphCandidate
 from solvers.liveness import IndexedGraph, peak_profile, seconds_of
+from solvers.problem.graph_problem import GraphCandidate
 
 Sets = NDArray[np.bool_]
 Answer = tuple[float, tuple[int, ...] | None]
@@ -48,7 +48,7 @@ def solve(
     Raises:
         ValueError: there are too many lower sets.
 
-    >>> from solvers.graph import Graph, Node
+    >>> from solvers.problem.graph import Graph, Node
     >>> forward = [Node(name=f"f{k}", seconds=1, output_bytes=2, inputs=(f"f{k - 1}",) if k else ()) for k in range(4)]
     >>> backward = [Node(name=f"b{k}", seconds=1, output_bytes=1, inputs=(f"f{k}",) + ((f"b{k + 1}",) if k < 3 else ()),
     ...                  side="backward") for k in (3, 2, 1, 0)]

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from solvers.chain import Option
 from solvers.levels import NEVER, Seconds
 from solvers.persistent import Bytes, ChainBytes
+from solvers.problem.chain import Option
 
 
 class Menu(NamedTuple):

@@ -16,12 +16,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from solvers.chain import Chain
-from solvers.link import Link
 from solvers.persistent import Bytes, ChainBytes, Choice, persistent_schedule
-from solvers.problem import Shortage
-from solvers.schedule import TRANSFERS, Schedule
-from solvers.simulator import replay
+from solvers.problem.chain import Chain
+from solvers.problem.chain_schedule import TRANSFERS, Schedule
+from solvers.problem.chain_simulator import replay
+from solvers.problem.link import Link
+from solvers.problem.solution import Shortage
 
 _NEVER = np.iinfo(np.int64).max // 4  # sums of two still fit
 
@@ -29,7 +29,7 @@ _NEVER = np.iinfo(np.int64).max // 4  # sums of two still fit
 def smallest_schedule(chain: Chain) -> Schedule:
     """The schedule with the smallest peak of forward and backward.
 
-    >>> from solvers.chain import Option, Stage
+    >>> from solvers.problem.chain import Option, Stage
     >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
     ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
     >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)

@@ -16,12 +16,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from solvers.chain import Chain
-from solvers.link import Link
 from solvers.placement import Placement
-from solvers.problem import Problem
-from solvers.schedule import Schedule
-from solvers.simulator import replay
+from solvers.problem.chain import Chain
+from solvers.problem.chain_schedule import Schedule
+from solvers.problem.chain_simulator import replay
+from solvers.problem.link import Link
+from solvers.problem.solution import Problem
 
 
 class Placeable(NamedTuple):

@@ -22,11 +22,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from solvers.highs import Floats, Program
-from solvers.link import Link
 from solvers.offload_steps import Step, schedule_of, steps_from
 from solvers.persistent import ChainBytes, Choice
-from solvers.problem import Candidate, Problem
-from solvers.schedule import Action, Schedule
+from solvers.problem.chain_schedule import Action, Schedule
+from solvers.problem.link import Link
+from solvers.problem.solution import Candidate, Problem
 
 MOST_STAGES = 16  # the program of more has thousands of binaries that nothing ties together tightly
 _SLACK = 1e-6  # relative: a schedule as fast as the known one stays within HiGHS's tolerance
@@ -56,7 +56,7 @@ def solve(problem: Problem, link: Link, time_limit_seconds: float = 60.0, known_
     Raises:
         ValueError: the chain is too long for the program to be solved.
 
-    >>> from solvers.chain import Chain, Option, Stage
+    >>> from solvers.problem.chain import Chain, Option, Stage
     >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6, backward_peak_bytes=1,
     ...              recompute_seconds=1, recompute_peak_bytes=4, parcels=(4,))
     >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from solvers.persistent import ChainBytes, Choice, persistent_schedule
-from solvers.schedule import Schedule
+from solvers.problem.chain_schedule import Schedule
 
 LONGEST = 8  # stages of a dropped run
 

@@ -23,10 +23,10 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.chain import Chain
 from solvers.levels import NEVER, Index, Seconds
 from solvers.menus import Menu, keep_menus, recompute_menus
 from solvers.persistent import Bytes, ChainBytes
+from solvers.problem.chain import Chain
 
 Floats = NDArray[np.float64]
 
@@ -56,7 +56,7 @@ def persistent_bound_seconds(chain: Chain, level: int, enough_seconds: float) ->
 class Optimistic:
     """Functions of all ranges up to one level.
 
-    >>> from solvers.chain import Option, Stage
+    >>> from solvers.problem.chain import Option, Stage
     >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
     ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
     >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)

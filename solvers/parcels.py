@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from solvers.chain import Chain, Stage
+from solvers.problem.chain import Chain, Stage
 
 
 def has_parcels(chain: Chain, host_bytes: int | None = None) -> bool:

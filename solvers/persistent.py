@@ -19,8 +19,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.chain import Chain
-from solvers.schedule import Action, Schedule
+from solvers.problem.chain import Chain
+from solvers.problem.chain_schedule import Action, Schedule
 
 Bytes = NDArray[np.int64]
 

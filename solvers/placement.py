@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.chain import Chain
-from solvers.schedule import Action, Schedule
-from solvers.simulator import replay
+from solvers.problem.chain import Chain
+from solvers.problem.chain_schedule import Action, Schedule
+from solvers.problem.chain_simulator import replay
 
 Bytes = NDArray[np.int64]
 
@@ -52,7 +52,7 @@ class Placement:
         seconds: the schedule's own, without any copy.
         peaks: ``peaks[n]`` is the peak with the first n absences; falling.
 
-    >>> from solvers.chain import Option, Stage
+    >>> from solvers.problem.chain import Option, Stage
     >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6, backward_peak_bytes=1,
     ...              recompute_seconds=1, recompute_peak_bytes=4, parcels=(4,))
     >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)

@@ -22,11 +22,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.chain import Chain
-from solvers.link import Link
 from solvers.offload_steps import Step, schedule_of, steps_from
 from solvers.persistent import ChainBytes, Choice
-from solvers.schedule import Schedule
+from solvers.problem.chain import Chain
+from solvers.problem.chain_schedule import Schedule
+from solvers.problem.link import Link
 
 Floats = NDArray[np.float64]
 
@@ -58,7 +58,7 @@ class Draft(NamedTuple):
 def drafts(chain: Chain, budget_bytes: int, link: Link) -> list[Draft]:
     """The most promising schedules first; placing their copies is left to ``solvers.placement``.
 
-    >>> from solvers.chain import Option, Stage
+    >>> from solvers.problem.chain import Option, Stage
     >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6, backward_peak_bytes=1,
     ...              recompute_seconds=1, recompute_peak_bytes=4, parcels=(4,))
     >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)

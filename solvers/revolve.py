@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from math import comb
 
-from solvers.chain import Chain
 from solvers.persistent import Choice, persistent_schedule
-from solvers.schedule import Schedule
+from solvers.problem.chain import Chain
+from solvers.problem.chain_schedule import Schedule
 from solvers.segments import Segment, droppable_runs
 
 _CANDIDATES = 48  # slot numbers tried: all for short chains, in equal ratios for long ones, whose curve is smooth
@@ -47,7 +47,7 @@ def forward_runs(n: int, s: int) -> int:
 def schedules(chain: Chain) -> list[Schedule]:
     """One schedule per useful number of slots, up to as many as leave every stage two runs at most.
 
-    >>> from solvers.chain import Option, Stage
+    >>> from solvers.problem.chain import Option, Stage
     >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
     ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
     >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)

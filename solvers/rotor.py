@@ -32,13 +32,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from solvers.chain import Chain
 from solvers.levels import NEVER, NOTHING, Answers, Index, Seconds, faster, level_grid, reached_slots, settled
 from solvers.lower_bound import bound_seconds
 from solvers.optimistic import persistent_bound_seconds
 from solvers.persistent import Bytes, ChainBytes, Choice, persistent_schedule
+from solvers.problem.chain import Chain
+from solvers.problem.chain_schedule import Schedule
 from solvers.ranges import Ranges, code_count, forbid, gather_facts
-from solvers.schedule import Schedule
 
 _GOOD_ENOUGH = 0.001  # relative distance from the persistent optimum that needs no finer proof
 
@@ -69,7 +69,7 @@ class Effort(NamedTuple):
 class Table:
     """All answers for one chain.
 
-    >>> from solvers.chain import Option, Stage
+    >>> from solvers.problem.chain import Option, Stage
     >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
     ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
     >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from solvers.chain import Chain
-from solvers.schedule import Action, Schedule
+from solvers.problem.chain import Chain
+from solvers.problem.chain_schedule import Action, Schedule
 
 
 class Segment(NamedTuple):

@@ -10,7 +10,7 @@ from solvers.liveness import IndexedGraph
 def without_spare_runs(indexed: IndexedGraph, order: Sequence[int]) -> list[int]:
     """The order less every repeated run that is not read before the node's next run, or the end; never a higher peak.
 
-    >>> from solvers.graph import Graph, Node
+    >>> from solvers.problem.graph import Graph, Node
     >>> a, b = Node(name="a", seconds=1, output_bytes=1), Node(name="b", seconds=1, output_bytes=1, inputs=("a",))
     >>> without_spare_runs(IndexedGraph(Graph(nodes=(a, b), outputs=("b",))), [0, 1, 0, 1, 0])
     [0, 1, 0, 1]

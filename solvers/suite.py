@@ -10,14 +10,14 @@ from typing import TypeVar
 
 from solvers import exhaustive, ilp, keep_all
 from solvers.candidates import BASELINES, Found, ends, of_baseline, of_baselines, of_rotor, replayed, rotor_frontier
-from solvers.chain import Chain
-from solvers.link import Link
 from solvers.lower_bound import bound_seconds
 from solvers.minimum_memory import shortage, shortage_of
 from solvers.offload_suite import LINKED, WITH_COPIES, carries, drafted, entries_sent, leanest, sent_by
-from solvers.problem import Candidate, Problem, Solution, check_time_limit
-from solvers.schedule import TRANSFERS, Schedule
-from solvers.simulator import replay
+from solvers.problem.chain import Chain
+from solvers.problem.chain_schedule import TRANSFERS, Schedule
+from solvers.problem.chain_simulator import replay
+from solvers.problem.link import Link
+from solvers.problem.solution import Candidate, Problem, Solution, check_time_limit
 
 NAMES: tuple[str, ...] = (*BASELINES, "rotor", "ilp", "exhaustive", *LINKED, "auto")
 

@@ -28,7 +28,7 @@ def template_of(
 ) -> list[int]:
     """The shortest order found that contains the first one, and the others before the first runs of a window.
 
-    >>> from solvers.graph import Graph, Node
+    >>> from solvers.problem.graph import Graph, Node
     >>> a, b = Node(name="a", seconds=1, output_bytes=1), Node(name="b", seconds=1, output_bytes=1, inputs=("a",))
     >>> template_of(IndexedGraph(Graph(nodes=(a, b))), [[0, 1, 0], [0, 0, 1], [0, 1]])
     [0, 0, 1, 0]

@@ -11,7 +11,7 @@ from solvers.spare_runs import without_spare_runs
 def keep_what_fits(indexed: IndexedGraph, order: Sequence[int], budget_bytes: int) -> list[int]:
     """Repeated runs dropped, dearest first, where keeping the earlier output instead stays in the budget.
 
-    >>> from solvers.graph import Graph, Node
+    >>> from solvers.problem.graph import Graph, Node
     >>> a, b = Node(name="a", seconds=1, output_bytes=4), Node(name="b", seconds=1, output_bytes=2)
     >>> c = Node(name="c", seconds=1, output_bytes=1, inputs=("a", "b"))
     >>> indexed = IndexedGraph(Graph(nodes=(a, b, c), outputs=("c",)))

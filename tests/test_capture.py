@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from benchmarks.capture import PROBLEMS, RANDOM, Entry, compact, drawn, save, table
 from benchmarks.op_graph import SPLIT_BYTES, Model, build, capture, scaled, trace
 from benchmarks.random_graphs import random_training_graph
-from solvers.graph import Graph
-from solvers.graph_simulator import GraphReplay, replay_graph
 from solvers.liveness import IndexedGraph, schedule_of
+from solvers.problem.graph import Graph
+from solvers.problem.graph_simulator import GraphReplay, replay_graph
 
 README = table((PROBLEMS / "README.md").read_text())
 

@@ -13,11 +13,11 @@ from benchmarks.graph_oracle import Instance, judge
 from benchmarks.solver_claims import CLAIMS, Run, contradictions, verdicts
 from benchmarks.solver_runs import Outcome, Task, peak_resident_mib, run_apart
 from benchmarks.solvers import Ask, Case, open_case, options_from, plan, problem_path, share_of
-from solvers.graph import Graph
-from solvers.graph_problem import GraphProblem
 from solvers.graph_suite import GraphSolution
 from solvers.liveness import IndexedGraph, schedule_of
-from solvers.problem import Solution
+from solvers.problem.graph import Graph
+from solvers.problem.graph_problem import GraphProblem
+from solvers.problem.solution import Solution
 from tests.solvers.graphs import training_graph
 
 MEDIUM, LARGE = CLAIMS[1].text, CLAIMS[2].text

@@ -11,7 +11,7 @@ import torch
 from planner.artificial_link import ArtificialEngine
 from planner.engines import bytes_of
 from planner.host_memory import HostMemory
-from solvers.link import Link
+from solvers.problem.link import Link
 
 
 class Clock:

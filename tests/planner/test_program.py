@@ -6,7 +6,7 @@ import pytest
 
 from planner.plan import PlannedStage
 from planner.program import Moment, Program, Transfer, program_of
-from solvers.schedule import Action, Schedule
+from solvers.problem.chain_schedule import Action, Schedule
 
 
 def stage(k: int) -> PlannedStage:

@@ -8,7 +8,7 @@ import pytest
 
 from planner.restriction import Piece, expanded, restricted, schedule_of
 from solvers import Action, Chain, Problem, Schedule, keep_all, replay, solve_chain
-from solvers.chain import Shared
+from solvers.problem.chain import Shared
 from tests.solvers.chains import random_chain, unit_chain
 
 

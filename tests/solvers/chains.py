@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from solvers import Chain, Option, Stage
-from solvers.chain import Shared
+from solvers.problem.chain import Shared
 
 UNIT = Stage(
     name="unit",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from solvers import graph_exhaustive
-from solvers.graph_problem import GraphCandidate
-from solvers.graph_simulator import replay_graph
 from solvers.liveness import IndexedGraph, peak_profile, schedule_of
+from solvers.problem.graph_problem import GraphCandidate
+from solvers.problem.graph_simulator import replay_graph
 
 
 def telling_budgets(indexed: IndexedGraph) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from solvers.graph import Graph, Node
+from solvers.problem.graph import Graph, Node
 
 
 def training_graph(depth: int, size: int = 1) -> Graph:

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from solvers import checkmate, graph_exhaustive
-from solvers.graph import Graph, Node
 from solvers.liveness import IndexedGraph
+from solvers.problem.graph import Graph, Node
 from tests.solvers.graph_checks import checked_seconds, telling_budgets
 from tests.solvers.graphs import random_graph, training_graph
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from solvers import Action, Chain, ReplayError, Schedule, replay
-from solvers.link import Link
-from solvers.simulator import alive_before
+from solvers.problem.chain_simulator import alive_before
+from solvers.problem.link import Link
 from tests.solvers.chains import UNIT
 
 KEPT = replace(UNIT, options=(replace(UNIT.options[0], parcels=(3, 1)),), parcels=(1,))

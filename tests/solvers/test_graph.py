@@ -9,10 +9,10 @@ import math
 import numpy as np
 import pytest
 
-from solvers.graph import Graph, Node
-from solvers.graph_schedule import GraphAction, GraphSchedule
-from solvers.graph_simulator import GraphReplayError, replay_graph
 from solvers.liveness import IndexedGraph, peak_profile, schedule_of
+from solvers.problem.graph import Graph, Node
+from solvers.problem.graph_schedule import GraphAction, GraphSchedule
+from solvers.problem.graph_simulator import GraphReplayError, replay_graph
 from tests.solvers.graphs import random_graph, training_graph
 
 

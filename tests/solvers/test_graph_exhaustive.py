@@ -9,8 +9,8 @@ from itertools import combinations
 import pytest
 
 from solvers import graph_exhaustive
-from solvers.graph_simulator import replay_graph
 from solvers.liveness import IndexedGraph, peak_profile, schedule_of
+from solvers.problem.graph_simulator import replay_graph
 from tests.solvers.graphs import random_graph, training_graph
 
 

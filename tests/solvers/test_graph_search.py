@@ -9,13 +9,13 @@ from benchmarks.random_graphs import random_training_graph
 from solvers import graph_exhaustive
 from solvers.demand import demand_orders
 from solvers.eviction import POWERS, eviction_order
-from solvers.graph_simulator import replay_graph
 from solvers.highs import Program
 from solvers.improvement import Improvement
 from solvers.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.merging import Merging
 from solvers.moment_search import MomentSearch, first_moments, rerunnable_nodes
 from solvers.moments import MomentsProgram
+from solvers.problem.graph_simulator import replay_graph
 from solvers.search import Search
 from solvers.template import TemplateProgram, template_of
 from solvers.tidying import keep_what_fits

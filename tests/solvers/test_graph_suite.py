@@ -7,10 +7,10 @@ import pytest
 from benchmarks.random_graphs import random_training_graph
 from solvers import graph_exhaustive
 from solvers.graph_bound import graph_bound_seconds
-from solvers.graph_problem import GraphProblem
-from solvers.graph_simulator import replay_graph
 from solvers.graph_suite import graph_frontier, solve_graph
 from solvers.liveness import IndexedGraph, peak_profile, seconds_of
+from solvers.problem.graph_problem import GraphProblem
+from solvers.problem.graph_simulator import replay_graph
 from tests.solvers.graphs import random_graph, training_graph
 
 RELATIVE = 1e-6  # what the integer programs are solved to

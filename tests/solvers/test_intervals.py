@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from solvers import checkmate, graph_exhaustive, intervals
-from solvers.graph import Graph, Node
-from solvers.graph_problem import GraphCandidate
 from solvers.liveness import IndexedGraph
+from solvers.problem.graph import Graph, Node
+from solvers.problem.graph_problem import GraphCandidate
 from tests.solvers.graph_checks import checked_seconds, telling_budgets
 from tests.solvers.graphs import random_graph, training_graph
 

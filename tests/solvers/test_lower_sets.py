@@ -7,8 +7,8 @@ import math
 import pytest
 
 from solvers import graph_exhaustive, lower_sets
-from solvers.graph import Graph, Node
 from solvers.liveness import IndexedGraph, peak_profile
+from solvers.problem.graph import Graph, Node
 from tests.solvers.graph_checks import checked_seconds, telling_budgets
 from tests.solvers.graphs import random_graph, training_graph
 

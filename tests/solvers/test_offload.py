@@ -11,7 +11,7 @@ import pytest
 
 from solvers import Chain, Link, Problem, Solution, frontier, offload_ilp, replay, solve_chain
 from solvers.parcels import without_parcels
-from solvers.schedule import TRANSFERS
+from solvers.problem.chain_schedule import TRANSFERS
 from tests.solvers.chains import UNIT, large_chain, with_parcels
 
 LIMIT = 1e-12  # relative: two sums of the same seconds

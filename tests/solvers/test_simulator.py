@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from solvers import Action, Chain, Problem, ReplayError, Schedule, replay, solve_chain
-from solvers.chain import Shared
-from solvers.simulator import Alive, alive_before
+from solvers.problem.chain import Shared
+from solvers.problem.chain_simulator import Alive, alive_before
 from tests.solvers.chains import UNIT, random_chain, unit_chain
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from solvers.graph import Graph
+from solvers.problem.graph import Graph
 
 Op = Literal["compute", "free"]
 

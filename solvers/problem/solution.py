@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from solvers.chain import Chain
-from solvers.graph_schedule import GraphSchedule
-from solvers.link import Link
-from solvers.schedule import Schedule
+from solvers.problem.chain import Chain
+from solvers.problem.chain_schedule import Schedule
+from solvers.problem.graph_schedule import GraphSchedule
+from solvers.problem.link import Link
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 AnySchedule = TypeVar("AnySchedule", Schedule, GraphSchedule)

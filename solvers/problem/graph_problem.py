@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from solvers.graph import Graph
-from solvers.problem import check_budget
+from solvers.problem.graph import Graph
+from solvers.problem.solution import check_budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from solvers.chain import Chain, Option, Shared
-from solvers.copy_engines import Copy, CopyEngines, CopyError
-from solvers.link import Link
-from solvers.schedule import TRANSFERS, Action, Schedule
+from solvers.problem.chain import Chain, Option, Shared
+from solvers.problem.chain_schedule import TRANSFERS, Action, Schedule
+from solvers.problem.copy_engines import Copy, CopyEngines, CopyError
+from solvers.problem.link import Link
 
 
 class ReplayError(ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from solvers.link import Link
+from solvers.problem.link import Link
 
 Direction = Literal["to_host", "to_device"]
 _Place = Literal["leaving", "away", "coming"]

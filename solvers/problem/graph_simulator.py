@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from solvers.graph import Graph
-from solvers.graph_schedule import GraphAction, GraphSchedule
+from solvers.problem.graph import Graph
+from solvers.problem.graph_schedule import GraphAction, GraphSchedule
 
 
 class GraphReplayError(ValueError):
@@ -40,7 +40,7 @@ def replay_graph(graph: Graph, schedule: GraphSchedule) -> GraphReplay:
         GraphReplayError: an input is not alive, something alive is run again, something dead is freed, a node's
             first run is out of order or missing, or an output is not alive at the end.
 
-    >>> from solvers.graph import Node
+    >>> from solvers.problem.graph import Node
     >>> a = Node(name="a", seconds=1.0, output_bytes=4, transient_bytes=3)
     >>> graph = Graph(nodes=(a, Node(name="b", seconds=2.0, output_bytes=1, inputs=("a",))), outputs=("b",))
     >>> run = [GraphAction("compute", 0), GraphAction("compute", 1), GraphAction("free", 0)]
