@@ -12,10 +12,11 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.reporting import MIB, RESULTS, write_result
-from solvers import Chain, Option, Problem, Stage, frontier, keep_all, replay, solve_chain
-from solvers.minimum_memory import shortage
-from solvers.revolve import forward_runs
-from solvers.rotor import Table
+from solvers import Chain, Option, Problem, Stage, frontier, replay, solve_chain
+from solvers.chain import keep_all
+from solvers.chain.minimum_memory import shortage
+from solvers.chain.revolve import forward_runs
+from solvers.chain.rotor import Table
 from tests.solvers.chains import large_chain
 
 FRONTIERS = ((48, 12), (50, 1), (50, 4), (200, 1), (200, 4), (1000, 1))

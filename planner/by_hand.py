@@ -11,7 +11,6 @@ from planner.cost_model import chain_of
 from planner.headroom import Headroom, headroom_from
 from planner.plan import Plan
 from planner.planning import Infeasible, plan_of, planned_inside, with_schedule
-from planner.restriction import Piece, expanded, restricted, schedule_of
 from planner.rules import Rule, Rules, rules_from
 from planner.sizes import parse_bytes
 from planner.stating import Fate, Stated, stated_by
@@ -19,7 +18,8 @@ from profiler.op_graph import StageOps
 from profiler.records import Profile, StageRecord
 from profiler.trace.stage_names import NamedStage
 from solvers import Chain, Problem, Solution, replay, solve_chain
-from solvers.minimum_memory import shortage_of
+from solvers.chain.fixed_stages import Piece, expanded, restricted, schedule_of
+from solvers.chain.minimum_memory import shortage_of
 
 SOLVER = "by hand"
 _KEPT = Fate(kind="keep")

@@ -15,7 +15,7 @@ from planner.planning import SEARCH_SECONDS, Infeasible, quick_plan, solve, why_
 from planner.sizes import format_bytes
 from planner.unplanned import keep_all_replay
 from profiler.records import Profile
-from solvers.minimum_memory import shortage
+from solvers.chain.minimum_memory import shortage
 
 
 class Forecast:

@@ -18,7 +18,7 @@ from planner.planning import SEARCH_SECONDS, Infeasible, quick_plan, solve, why_
 from planner.profiled_states import states_bytes
 from profiler.records import Profile
 from profiler.workload.steps import ProfileError
-from solvers.minimum_memory import shortage
+from solvers.chain.minimum_memory import shortage
 
 PARTS = 8  # micro-batches of a batch that are looked at; more where nothing fits that leaves training as it is
 _NO_OFFLOAD = Offload(mode="never")

@@ -15,7 +15,8 @@ from planner.stage_kinds import names_in_short
 from planner.timeline import Timeline, predicted_timelines
 from profiler.op_graph import kind_of
 from profiler.records import Profile
-from solvers import Chain, Problem, keep_all, replay, solve_chain
+from solvers import Chain, Problem, replay, solve_chain
+from solvers.chain import keep_all
 
 Group = Literal["model states", "inputs", "activations", "temporaries"]
 GROUPS: tuple[Group, ...] = ("model states", "inputs", "activations", "temporaries")

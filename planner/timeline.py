@@ -10,7 +10,8 @@ from typing import Literal
 import pandas as pd
 
 from planner.plan import Plan
-from solvers import Chain, Schedule, keep_all, replay
+from solvers import Chain, Schedule, replay
+from solvers.chain import keep_all
 from solvers.problem.chain_simulator import Moment
 from solvers.problem.copy_engines import Copy
 from solvers.problem.link import Link

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from solvers import Chain, Replay, keep_all, replay
+from solvers import Chain, Replay, replay
+from solvers.chain import keep_all
 
 
 def keep_all_replay(chain: Chain) -> Replay:

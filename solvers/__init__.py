@@ -1,6 +1,7 @@
 """Solvers for checkpointing plans: chain and graph problems in, replayed schedules with certificates out. No torch."""
 
-from solvers import revolve
+from solvers.chain import revolve
+from solvers.chain.registry import frontier, solve_chain, solver_names
 from solvers.graph_suite import graph_frontier, graph_solver_names, solve_graph
 from solvers.problem.chain import Chain, Option, Stage
 from solvers.problem.chain_schedule import Action, Schedule
@@ -12,7 +13,6 @@ from solvers.problem.graph_schedule import GraphAction, GraphSchedule
 from solvers.problem.graph_simulator import GraphReplay, GraphReplayError, replay_graph
 from solvers.problem.link import Link
 from solvers.problem.solution import Problem, Shortage, Solution
-from solvers.suite import frontier, solve_chain, solver_names
 
 __all__ = [
     "Chain",

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers import checkmate, graph_exhaustive, hierarchy, intervals, lower_sets
+from solvers.chain.rotor import Table
 from solvers.demand import demand_orders
 from solvers.eviction import POWERS, eviction_order
 from solvers.graph_bound import graph_bound_seconds, smallest_working_set
@@ -24,7 +25,6 @@ from solvers.problem.graph_problem import GraphCandidate, GraphProblem
 from solvers.problem.graph_schedule import GraphSchedule
 from solvers.problem.graph_simulator import replay_graph
 from solvers.problem.solution import Shortage, Solution, check_time_limit
-from solvers.rotor import Table
 from solvers.search import SMALLEST_GAP, Search
 
 GraphSolution = Solution[GraphSchedule]

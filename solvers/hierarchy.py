@@ -41,7 +41,7 @@ class _Point(Protocol):
 
 
 class ChainTable(Protocol):
-    """All answers for one chain, by rising peak: ``solvers.rotor.Table``."""
+    """All answers for one chain, by rising peak: ``solvers.chain.rotor.Table``."""
 
     def points(self) -> Sequence[_Point]: ...
 
@@ -52,7 +52,7 @@ def solve(search: Search, rerunnable: Mask, make_table: Callable[[Chain], ChainT
     """Offer orders to the search; nothing where the graph has no cuts.
 
     >>> from solvers.problem.graph import Graph, Node
-    >>> from solvers.rotor import Table
+    >>> from solvers.chain.rotor import Table
     >>> forward = [Node(name=f"f{k}", seconds=1, output_bytes=2, inputs=(f"f{k - 1}",) if k else ()) for k in range(4)]
     >>> backward = [Node(name=f"b{k}", seconds=1, output_bytes=1, inputs=(f"f{k}",) + ((f"b{k + 1}",) if k < 3 else ()),
     ...                  side="backward") for k in (3, 2, 1, 0)]

@@ -53,7 +53,8 @@ class Model:
         The number of threads is left to HiGHS: its scheduler is one per process and refuses to run
         with another number than it was started with.
         """
-        # Without presolve: with it HiGHS 1.11 to 1.15.1 called wrong answers of ``solvers.ilp``'s programs optimal.
+        # Without presolve: with it HiGHS 1.11 to 1.15.1 called wrong answers of ``solvers.chain.ilp``'s programs
+        # optimal.
         limit = max(0.01, time_limit_seconds)
         self.program.solve(InterruptibleHiGHS(msg=False, timeLimit=limit, gapRel=1e-9, gapAbs=1e-7, presolve="off"))
         highs: Any = self.program.solverModel

@@ -1,1 +1,1 @@
-"""Problems and their replay: chains, graphs, links, schedules, and the simulators that no solver shares code with."""
+"""Problems and their replay: chains, graphs, links, schedules, and simulators that share no code with solvers."""

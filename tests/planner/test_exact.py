@@ -21,7 +21,7 @@ from planner.planning import plan_of
 from profiler.recomputation import module_rerun, op_tape
 from profiler.workload.workload import Workload
 from solvers import Chain, Problem, Schedule, Solution, replay
-from solvers.segments import Segment, droppable_runs, segmented_schedule
+from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
 from tests.odd_models import MODELS, workload
 
 DEPTHS = (0.0, 0.3, 0.6)

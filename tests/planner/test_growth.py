@@ -13,8 +13,8 @@ from planner.cost_model import chain_of
 from planner.growth import Growth, Unlike, seconds_at, whole_at
 from planner.profiled_sizes import growth_over
 from solvers import replay
-from solvers.keep_all import schedules
-from solvers.minimum_memory import smallest_schedule
+from solvers.chain.keep_all import schedules
+from solvers.chain.minimum_memory import smallest_schedule
 
 SIZES = (2, 3, 4)
 

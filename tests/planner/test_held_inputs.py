@@ -12,7 +12,8 @@ import planner
 from planner.cost_model import chain_of
 from planner.step_view import view_step
 from planner.timeline import Timeline, predicted_timelines
-from solvers import Action, Schedule, keep_all
+from solvers import Action, Schedule
+from solvers.chain import keep_all
 from tests.planner.test_exact import following
 
 WIDTH, BATCH = 32, 256

@@ -14,7 +14,7 @@ from planner.forecast import Forecast
 from planner.limit_search import LimitSearch
 from planner.profiled_sizes import growth_over
 from planner.trials import Trial
-from solvers.minimum_memory import shortage
+from solvers.chain.minimum_memory import shortage
 
 STEP = 64
 SIZES = (2 * STEP, 3 * STEP, 4 * STEP)

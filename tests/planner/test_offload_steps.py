@@ -19,9 +19,9 @@ from planner.planning import plan_of
 from planner.runtime import _WARNED
 from profiler.workload.workload import Workload
 from solvers import Chain, Problem, Schedule, Solution, replay
+from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
 from solvers.problem.chain_schedule import Action
 from solvers.problem.link import Link
-from solvers.segments import Segment, droppable_runs, segmented_schedule
 from tests.odd_models import workload
 from tests.planner.test_exact import assert_same, choosing_inside, state_after
 from tests.planner.transfers import AMPLE, with_transfers

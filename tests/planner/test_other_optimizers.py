@@ -15,7 +15,8 @@ from planner.other_optimizers import optimizer_named, replacements_for, with_opt
 from profiler.measurement.optimizer_meter import OptimizerCost, measure_optimizer
 from profiler.records import Phase
 from profiler.workload.variants import varied
-from solvers import keep_all, replay
+from solvers import replay
+from solvers.chain import keep_all
 
 
 def workload(make: Callable[..., torch.optim.Optimizer] | None = torch.optim.AdamW, **settings):

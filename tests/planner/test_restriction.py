@@ -6,8 +6,9 @@ from random import Random
 
 import pytest
 
-from planner.restriction import Piece, expanded, restricted, schedule_of
-from solvers import Action, Chain, Problem, Schedule, keep_all, replay, solve_chain
+from solvers import Action, Chain, Problem, Schedule, replay, solve_chain
+from solvers.chain import keep_all
+from solvers.chain.fixed_stages import Piece, expanded, restricted, schedule_of
 from solvers.problem.chain import Shared
 from tests.solvers.chains import random_chain, unit_chain
 

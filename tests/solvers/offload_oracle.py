@@ -1,8 +1,8 @@
 """The oracle for tiny chains with a link: a shortest path over everything that a schedule and its copies can be in.
 
-Each state of ``solvers.exhaustive`` is paired with where every parcel of what is held is (here, leaving, away, coming)
-and with the seconds until each copy on its way, and each engine, is done. Times count from the state, so that equal
-situations are one; they are exact where seconds and rates are powers of two apart.
+Each state of ``solvers.chain.exhaustive`` is paired with where every parcel of what is held is (here, leaving, away,
+coming) and with the seconds until each copy on its way, and each engine, is done. Times count from the state, so that
+equal situations are one; they are exact where seconds and rates are powers of two apart.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import count
 from typing import NamedTuple
 
 from solvers import Chain, Link, Problem
-from solvers.exhaustive import _bytes_of, _edges, _State
+from solvers.chain.exhaustive import _bytes_of, _edges, _State
 
 Parcel = tuple[int, int, str, float]  # stage, number, where it is, seconds until its copy is done
 

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from solvers import Chain, Problem, Solution, replay, solve_chain, solver_names
-from solvers.ilp_model import Model
-from solvers.lower_bound import bound_seconds
-from solvers.minimum_memory import shortage
+from solvers.chain.ilp_model import Model
+from solvers.chain.lower_bound import bound_seconds
+from solvers.chain.minimum_memory import shortage
 from tests.solvers.chains import random_chain
 
 BLOCKS = range(10)  # of ten chains each
@@ -111,6 +111,6 @@ def test_ctrl_c_leaves_the_best_of_the_baselines(monkeypatch: pytest.MonkeyPatch
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("solvers.suite.of_rotor", interrupted)
+    monkeypatch.setattr("solvers.chain.registry.of_rotor", interrupted)
     solution = solve_chain(Problem(chain=random_chain(1), budget_bytes=10_000))
     assert solution.interrupted and solution.schedule is not None

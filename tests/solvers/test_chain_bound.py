@@ -8,10 +8,11 @@ from random import Random
 
 import pytest
 
-from solvers import Chain, Link, Schedule, chen_sqrt, replay, revolve
-from solvers.lower_bound import bound_seconds
-from solvers.placement import Placement
-from solvers.rotor import Table
+from solvers import Chain, Link, Schedule, replay
+from solvers.chain import chen_sqrt, revolve
+from solvers.chain.lower_bound import bound_seconds
+from solvers.chain.rotor import Table
+from solvers.chain.transfer_placement import Placement
 from tests.solvers.chains import UNIT, large_chain, random_chain, with_parcels
 
 

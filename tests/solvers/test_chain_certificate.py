@@ -10,8 +10,8 @@ from itertools import product
 import pytest
 
 from solvers import Action, Chain, Schedule, replay
-from solvers.optimistic import Optimistic
-from solvers.rotor import Table
+from solvers.chain.rotor import Table
+from solvers.chain.rotor_bound import Optimistic
 from tests.solvers.chains import large_chain, random_chain, unit_chain
 
 Steps = tuple[Action, ...]

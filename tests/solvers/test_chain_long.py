@@ -7,10 +7,11 @@ from itertools import pairwise
 
 import pytest
 
-from solvers import Chain, Problem, frontier, keep_all, replay, solve_chain
-from solvers.lower_bound import bound_seconds
-from solvers.minimum_memory import shortage, smallest_schedule
-from solvers.rotor import Effort, Table
+from solvers import Chain, Problem, frontier, replay, solve_chain
+from solvers.chain import keep_all
+from solvers.chain.lower_bound import bound_seconds
+from solvers.chain.minimum_memory import shortage, smallest_schedule
+from solvers.chain.rotor import Effort, Table
 from tests.solvers.chains import UNIT, large_chain, random_chain
 
 CLOSE = 0.01  # what is asked of budgets between a tenth and nine tenths of the way to the unplanned peak

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.random_graphs import random_training_graph
 from solvers import graph_exhaustive, hierarchy
 from solvers.block_menus import BlockMenus, node_of
+from solvers.chain.rotor import Table
 from solvers.graph_cuts import cut_into_blocks, turning_point
 from solvers.hierarchy import BlockChain
 from solvers.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
@@ -18,7 +19,6 @@ from solvers.moment_search import rerunnable_nodes
 from solvers.problem.graph import Graph, Node
 from solvers.problem.graph_problem import GraphCandidate
 from solvers.problem.graph_simulator import replay_graph
-from solvers.rotor import Table
 from solvers.search import Search
 from tests.solvers.graph_checks import checked_seconds, telling_budgets
 from tests.solvers.graphs import random_graph, training_graph

@@ -12,9 +12,9 @@ from math import comb
 import pytest
 
 from solvers import Chain, Problem, Schedule, frontier, replay, solve_chain, solver_names
-from solvers.lower_bound import bound_seconds
-from solvers.minimum_memory import shortage
-from solvers.rotor import Table
+from solvers.chain.lower_bound import bound_seconds
+from solvers.chain.minimum_memory import shortage
+from solvers.chain.rotor import Table
 from tests.solvers.chains import UNIT, large_chain, random_chain, unit_chain
 
 OPTIMAL = ("rotor", "ilp", "exhaustive", "auto")

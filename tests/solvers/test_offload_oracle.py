@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from solvers import Chain, Link, Problem, replay, solve_chain
-from solvers.minimum_memory import shortage
+from solvers.chain.minimum_memory import shortage
 from tests.solvers.chains import UNIT, random_chain, with_parcels
 from tests.solvers.offload_oracle import fastest_seconds
 

@@ -8,8 +8,9 @@ from functools import cache
 
 import pytest
 
-from solvers import Chain, Option, Problem, Stage, frontier, replay, revolve, solve_chain
-from solvers.revolve import forward_runs
+from solvers import Chain, Option, Problem, Stage, frontier, replay, solve_chain
+from solvers.chain import revolve
+from solvers.chain.revolve import forward_runs
 from tests.solvers.chains import large_chain, random_chain, unit_chain
 
 

@@ -6,17 +6,17 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
-from solvers import keep_all, offload, offload_ilp, pofo
-from solvers.candidates import LONG_CHAIN, Found, of_baselines, replayed, rotor_frontier, sample
-from solvers.minimum_memory import smallest_schedule
-from solvers.parcels import has_parcels, without_parcels
-from solvers.placement import Placement
+from solvers.chain import keep_all, offload, offload_ilp, pofo
+from solvers.chain.candidates import LONG_CHAIN, Found, of_baselines, replayed, rotor_frontier, sample
+from solvers.chain.minimum_memory import smallest_schedule
+from solvers.chain.parcels import has_parcels, without_parcels
+from solvers.chain.rotor import Table
+from solvers.chain.transfer_placement import Placement
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
 from solvers.problem.chain_simulator import replay
 from solvers.problem.link import Link
 from solvers.problem.solution import Problem
-from solvers.rotor import Table
 
 LINKED: tuple[str, ...] = ("offload_only", "pofo", "offload_ilp")  # they need a link
 WITH_COPIES: tuple[str, ...] = (*LINKED, "rotor", "auto")  # they use one

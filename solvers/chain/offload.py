@@ -1,8 +1,8 @@
 """Schedules that send parcels to host memory: many schedules without copies, each placed to fit the true budget.
 
 Formulation: a schedule that recomputes less than the budget asks for fits it with some of what it holds away. Every
-candidate, whatever its own peak, is placed (``solvers.placement``) under the budget and replayed with the link, those
-with the least computation first, until none that is left could be faster than the best.
+candidate, whatever its own peak, is placed (``solvers.chain.transfer_placement``) under the budget and replayed with
+the link, those with the least computation first, until none that is left could be faster than the best.
 Guarantee: no slower than the fastest candidate that fits without copies, and none of the placed candidates is faster.
 The candidates' places depend on bytes alone, so that a faster link never gives a slower answer.
 Complexity: one placement and replay per candidate at most. Units: bytes and seconds.
@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from solvers.placement import Placement
+from solvers.chain.transfer_placement import Placement
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
 from solvers.problem.chain_simulator import replay

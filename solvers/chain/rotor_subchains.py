@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from solvers.levels import NEVER, NOTHING, Answers, Grid, Index, Seconds, faster, reached_slots, settled
-from solvers.menus import Menu, keep_menus, recompute_menus
-from solvers.persistent import Bytes, ChainBytes, Choice
+from solvers.chain.persistent import Bytes, ChainBytes, Choice
+from solvers.chain.rotor_grid import NEVER, NOTHING, Answers, Grid, Index, Seconds, faster, reached_slots, settled
+from solvers.chain.rotor_options import Menu, keep_menus, recompute_menus
 
 
 class Facts(NamedTuple):

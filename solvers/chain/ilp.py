@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import time
 
-from solvers.ilp_model import Model
+from solvers.chain.ilp_model import Model
 from solvers.problem.chain_schedule import Schedule
 from solvers.problem.chain_simulator import replay
 from solvers.problem.solution import Candidate, Problem

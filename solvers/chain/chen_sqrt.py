@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
-from solvers.segments import Segment, droppable_runs, segmented_schedule
 
 
 def schedules(chain: Chain) -> list[Schedule]:

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from math import comb
 
-from solvers.persistent import Choice, persistent_schedule
+from solvers.chain.persistent import Choice, persistent_schedule
+from solvers.chain.segments import Segment, droppable_runs
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
-from solvers.segments import Segment, droppable_runs
 
 _CANDIDATES = 48  # slot numbers tried: all for short chains, in equal ratios for long ones, whose curve is smooth
 _MOST_REPEATS = 12  # of long chains; 1000 stages need four slots for it, and half a million runs with one

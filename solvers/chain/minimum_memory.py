@@ -1,7 +1,7 @@
 """The smallest budget with which a chain can be trained at all, its schedule, and what forces it.
 
-Formulation: the persistent recursion of ``solvers.persistent`` with bytes in place of seconds; the need of a range
-is the smallest, over its choices, of the largest need of the parts:
+Formulation: the persistent recursion of ``solvers.chain.persistent`` with bytes in place of seconds; the need of a
+range is the smallest, over its choices, of the largest need of the parts:
 ``need(s, t) = min(keep: max(own, need(s+1, t) + shift), drop: max(own, need(q, t) + a(q-1), need(s, q-1)))``.
 
 Guarantee: exact in bytes among persistent schedules (what is kept stays kept until its backward). Where stages share
@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from solvers.persistent import Bytes, ChainBytes, Choice, persistent_schedule
+from solvers.chain.persistent import Bytes, ChainBytes, Choice, persistent_schedule
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Schedule
 from solvers.problem.chain_simulator import replay

@@ -1,10 +1,10 @@
 """Integer program for keeping, sending and dropping at once, with the clocks of both copy engines: small chains.
 
-Formulation: a path of the choices of ``solvers.offload_steps`` through the stages. Positions are the forwards in order,
-then the backwards. For each parcel of each choice two rising rows of binaries say by which position its device bytes
-are given up and by which it is fetched back; in between they are away. Bytes fit at every position. Continuous clocks:
-each position starts after the one before, after the copies out that it relies on and the copies back that it uses; the
-engines take copies in the order of making and of use. Clocks are tied to binaries by large constants.
+Formulation: a path of the choices of ``solvers.chain.offload_choices`` through the stages. Positions are the forwards
+in order, then the backwards. For each parcel of each choice two rising rows of binaries say by which position its
+device bytes are given up and by which it is fetched back; in between they are away. Bytes fit at every position.
+Continuous clocks: each position starts after the one before, after the copies out that it relies on and the copies back
+that it uses; the engines take copies in the order of making and of use. Clocks are tied to binaries by large constants.
 
 Guarantee: the fastest of its class (single-level runs, copies in these orders, placed between positions) where HiGHS
 ends in time; then replayed, where it may gain what its largest needs leave out. The bound is of the class alone, so
@@ -21,9 +21,9 @@ import math
 from itertools import pairwise
 from typing import NamedTuple
 
+from solvers.chain.offload_choices import Step, schedule_of, steps_from
+from solvers.chain.persistent import ChainBytes, Choice
 from solvers.highs import Floats, Program
-from solvers.offload_steps import Step, schedule_of, steps_from
-from solvers.persistent import ChainBytes, Choice
 from solvers.problem.chain_schedule import Action, Schedule
 from solvers.problem.link import Link
 from solvers.problem.solution import Candidate, Problem

@@ -8,11 +8,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from solvers import exhaustive, ilp, keep_all
-from solvers.candidates import BASELINES, Found, ends, of_baseline, of_baselines, of_rotor, replayed, rotor_frontier
-from solvers.lower_bound import bound_seconds
-from solvers.minimum_memory import shortage, shortage_of
-from solvers.offload_suite import LINKED, WITH_COPIES, carries, drafted, entries_sent, leanest, sent_by
+from solvers.chain import exhaustive, ilp, keep_all
+from solvers.chain.candidates import (
+    BASELINES,
+    Found,
+    ends,
+    of_baseline,
+    of_baselines,
+    of_rotor,
+    replayed,
+    rotor_frontier,
+)
+from solvers.chain.lower_bound import bound_seconds
+from solvers.chain.minimum_memory import shortage, shortage_of
+from solvers.chain.offload_candidates import LINKED, WITH_COPIES, carries, drafted, entries_sent, leanest, sent_by
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Schedule
 from solvers.problem.chain_simulator import replay

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import NamedTuple
 
-from solvers.persistent import ChainBytes, Choice, persistent_schedule
+from solvers.chain.persistent import ChainBytes, Choice, persistent_schedule
 from solvers.problem.chain_schedule import Schedule
 
 LONGEST = 8  # stages of a dropped run

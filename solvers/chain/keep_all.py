@@ -7,9 +7,9 @@ since another option of a stage may be faster. Complexity: O(L). Units: bytes an
 
 from __future__ import annotations
 
+from solvers.chain.segments import Segment, segmented_schedule
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
-from solvers.segments import Segment, segmented_schedule
 
 
 def schedules(chain: Chain) -> list[Schedule]:

@@ -1,4 +1,4 @@
-"""The variables and rows of ``solvers.ilp`` as a PuLP program, and the schedule that its values mean."""
+"""The variables and rows of ``solvers.chain.ilp`` as a PuLP program, and the schedule that its values mean."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A bound on the seconds of persistent schedules: what no answer of the table could beat, however fine its grid.
 
-Formulation: the recursion of ``solvers.rotor`` on functions of the level. A range's function is linear between the
-levels of an even grid and lies nowhere above the true one. Sums and minima of such functions stay below (the chord of
-a minimum is); a shift moves the function off the grid, and where it bends upwards between two levels their values
+Formulation: the recursion of ``solvers.chain.rotor`` on functions of the level. A range's function is linear between
+the levels of an even grid and lies nowhere above the true one. Sums and minima of such functions stay below (the chord
+of a minimum is); a shift moves the function off the grid, and where it bends upwards between two levels their values
 are lowered until the chord is below it again. Levels from which a choice is possible are exact; within one step of
 the grid it is taken to be possible a little before.
 
@@ -23,9 +23,9 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.levels import NEVER, Index, Seconds
-from solvers.menus import Menu, keep_menus, recompute_menus
-from solvers.persistent import Bytes, ChainBytes
+from solvers.chain.persistent import Bytes, ChainBytes
+from solvers.chain.rotor_grid import NEVER, Index, Seconds
+from solvers.chain.rotor_options import Menu, keep_menus, recompute_menus
 from solvers.problem.chain import Chain
 
 Floats = NDArray[np.float64]

@@ -1,6 +1,6 @@
 """Optimal persistent schedules by dynamic programming: every budget of a chain from one table.
 
-Formulation, with ``m`` the level (see ``solvers.persistent``) that a range of stages may use:
+Formulation, with ``m`` the level (see ``solvers.chain.persistent``) that a range of stages may use:
 ``time(s, t, m) = min(keep o: f(s,o) + time(s+1, t, m - shift) + b(s,o),
 drop to q: f(s) + .. + f(q-1) + time(q, t, m - a(q-1)) + time(s, q-1, m))`` where the choice's own need fits in m.
 The gradients of stages that already went backward are part of every need.
@@ -32,13 +32,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from solvers.levels import NEVER, NOTHING, Answers, Index, Seconds, faster, level_grid, reached_slots, settled
-from solvers.lower_bound import bound_seconds
-from solvers.optimistic import persistent_bound_seconds
-from solvers.persistent import Bytes, ChainBytes, Choice, persistent_schedule
+from solvers.chain.lower_bound import bound_seconds
+from solvers.chain.persistent import Bytes, ChainBytes, Choice, persistent_schedule
+from solvers.chain.rotor_bound import persistent_bound_seconds
+from solvers.chain.rotor_grid import NEVER, NOTHING, Answers, Index, Seconds, faster, level_grid, reached_slots, settled
+from solvers.chain.rotor_subchains import Ranges, code_count, forbid, gather_facts
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
-from solvers.ranges import Ranges, code_count, forbid, gather_facts
 
 _GOOD_ENOUGH = 0.001  # relative distance from the persistent optimum that needs no finer proof
 
@@ -113,8 +113,8 @@ class Table:
         """By how much the point may lie above the persistent optimum within its peak: proven, not estimated.
 
         Shared tensors count as the table's chain counts them. 0 where the grid is exact; else the distance from the
-        larger of the bound on all schedules and, up to 250 stages, a bound on persistent ones (``solvers.optimistic``;
-        refined until the distance is below 0.1 %, for a few seconds at most).
+        larger of the bound on all schedules and, up to 250 stages, a bound on persistent ones
+        (``solvers.chain.rotor_bound``; refined until the distance is below 0.1 %, for a few seconds at most).
         """
         if self._exact:
             return 0.0

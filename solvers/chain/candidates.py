@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from solvers import chen_greedy, chen_sqrt, keep_all, recompute_all, revolve
-from solvers.minimum_memory import smallest_schedule
+from solvers.chain import chen_greedy, chen_sqrt, keep_all, recompute_all, revolve
+from solvers.chain.minimum_memory import smallest_schedule
+from solvers.chain.rotor import Table
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
 from solvers.problem.chain_simulator import replay
 from solvers.problem.link import Link
 from solvers.problem.solution import Problem
-from solvers.rotor import Table
 
 BASELINES: dict[str, Callable[[Chain], list[Schedule]]] = {
     "keep_all": keep_all.schedules,

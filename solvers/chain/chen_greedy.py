@@ -10,9 +10,9 @@ Paper: Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost
 
 from __future__ import annotations
 
+from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
-from solvers.segments import Segment, droppable_runs, segmented_schedule
 
 _BUDGETS = 64  # an even search: finer ones cut chains of up to a few hundred stages hardly differently
 

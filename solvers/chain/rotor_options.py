@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from solvers.levels import NEVER, Seconds
-from solvers.persistent import Bytes, ChainBytes
+from solvers.chain.persistent import Bytes, ChainBytes
+from solvers.chain.rotor_grid import NEVER, Seconds
 from solvers.problem.chain import Option
 
 

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.offload_steps import Step, schedule_of, steps_from
-from solvers.persistent import ChainBytes, Choice
+from solvers.chain.offload_choices import Step, schedule_of, steps_from
+from solvers.chain.persistent import ChainBytes, Choice
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
 from solvers.problem.link import Link
@@ -56,7 +56,7 @@ class Draft(NamedTuple):
 
 
 def drafts(chain: Chain, budget_bytes: int, link: Link) -> list[Draft]:
-    """The most promising schedules first; placing their copies is left to ``solvers.placement``.
+    """The most promising schedules first; placing their copies is left to ``solvers.chain.transfer_placement``.
 
     >>> from solvers.problem.chain import Option, Stage
     >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6, backward_peak_bytes=1,

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.minimum_memory import smallest_level
-from solvers.persistent import Bytes, ChainBytes
+from solvers.chain.minimum_memory import smallest_level
+from solvers.chain.persistent import Bytes, ChainBytes
 from solvers.problem.chain import Chain
 
 Index = NDArray[np.intp]
