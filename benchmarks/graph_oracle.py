@@ -13,9 +13,9 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.reporting import RESULTS, write_result
-from solvers import graph_exhaustive
-from solvers.graph_suite import GraphSolution, graph_solver_names, solve_graph
-from solvers.liveness import IndexedGraph, peak_profile
+from solvers.graph import exhaustive
+from solvers.graph.liveness import IndexedGraph, peak_profile
+from solvers.graph.registry import GraphSolution, graph_solver_names, solve_graph
 from solvers.problem.graph_problem import GraphProblem
 from solvers.problem.graph_simulator import replay_graph
 from tests.solvers.graphs import random_graph
@@ -54,14 +54,14 @@ def instances(seeds: Sequence[int]) -> Iterator[Instance]:
     for seed in seeds:
         graph = random_graph(seed)
         indexed = IndexedGraph(graph)
-        low, high = graph_exhaustive.smallest_peak(indexed), int(peak_profile(indexed, range(indexed.count)).max())
+        low, high = exhaustive.smallest_peak(indexed), int(peak_profile(indexed, range(indexed.count)).max())
         for budget in (low - 1, low, (low + high) // 2):
             if budget >= 0:
                 yield _instance(indexed, budget)
 
 
 def _instance(indexed: IndexedGraph, budget_bytes: int) -> Instance:
-    found = graph_exhaustive.solve(indexed, budget_bytes)
+    found = exhaustive.solve(indexed, budget_bytes)
     optimum = None if found.order is None else found.lower_bound_seconds
     return Instance(problem=GraphProblem(graph=indexed.graph, budget_bytes=budget_bytes), optimum_seconds=optimum)
 

@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from solvers.graph_suite import DEFAULT_SECONDS, GraphSolution, solve_graph
+from solvers.graph.registry import DEFAULT_SECONDS, GraphSolution, solve_graph
 from solvers.problem.graph import Graph
 from solvers.problem.graph_problem import GraphProblem
 from solvers.problem.graph_simulator import replay_graph

@@ -17,9 +17,9 @@ from benchmarks.capture import PROBLEMS
 from benchmarks.reporting import RESULTS, write_result
 from benchmarks.solver_claims import OVERRUN_SECONDS, Run, best_known, contradictions, verdicts
 from benchmarks.solver_runs import GRACE_SECONDS, Outcome, Task, read_graph, run_apart
-from solvers.graph_bound import smallest_working_set
-from solvers.graph_suite import DEFAULT_GAP, DEFAULT_SECONDS, graph_solver_names
-from solvers.liveness import IndexedGraph, peak_profile
+from solvers.graph.liveness import IndexedGraph, peak_profile
+from solvers.graph.lower_bound import smallest_working_set
+from solvers.graph.registry import DEFAULT_GAP, DEFAULT_SECONDS, graph_solver_names
 from solvers.problem.graph import Graph
 
 AUTO_SHARES, OTHER_SHARES = (0.1, 0.3, 0.5, 0.7), (0.5,)

@@ -58,7 +58,7 @@ from planner.state_report import states_report
 from planner.state_table import model_states
 from planner.targets import load_target, on_device, parse_settings
 from profiler.json_files import write_document, write_whole
-from solvers.graph_suite import DEFAULT_GAP, DEFAULT_SECONDS, LARGE_NODES, LARGE_SECONDS
+from solvers.graph.registry import DEFAULT_GAP, DEFAULT_SECONDS, LARGE_NODES, LARGE_SECONDS
 
 app = typer.Typer(
     cls=Face,

@@ -9,7 +9,7 @@ import typer
 
 from planner.offloading import Offload
 from solvers import solver_names
-from solvers.graph_suite import graph_solver_names
+from solvers.graph.registry import graph_solver_names
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="zoo:NAME, path/to/file.py:function or module:function")]
 Settings = Annotated[

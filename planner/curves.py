@@ -19,9 +19,9 @@ from profiler.records import Profile
 from solvers import Chain, Solution
 from solvers import frontier as solver_frontier
 from solvers.chain.lower_bound import bound_seconds
-from solvers.graph_bound import graph_bound_seconds, smallest_working_set
-from solvers.graph_suite import GraphSolution, graph_frontier, graph_solver_names
-from solvers.liveness import IndexedGraph, unplanned_replay
+from solvers.graph.liveness import IndexedGraph, unplanned_replay
+from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
+from solvers.graph.registry import GraphSolution, graph_frontier, graph_solver_names
 from solvers.problem.graph import Graph
 
 COLUMNS = ("solver", "budget_bytes", "peak_bytes", "seconds", "lower_bound_seconds", "status", "solve_seconds")

@@ -9,8 +9,8 @@ from planner.documents import refusal_document
 from planner.planning import NoPlan, with_schedule
 from planner.problem_files import all_bytes
 from planner.sizes import parse_bytes
-from solvers.graph_suite import DEFAULT_GAP, solve_graph
-from solvers.liveness import unplanned_replay
+from solvers.graph.liveness import unplanned_replay
+from solvers.graph.registry import DEFAULT_GAP, solve_graph
 from solvers.problem.graph import Graph
 from solvers.problem.graph_problem import GraphProblem
 from solvers.problem.graph_schedule import GraphSchedule

@@ -13,8 +13,8 @@ from benchmarks.graph_oracle import Instance, judge
 from benchmarks.solver_claims import CLAIMS, Run, contradictions, verdicts
 from benchmarks.solver_runs import Outcome, Task, peak_resident_mib, run_apart
 from benchmarks.solvers import Ask, Case, open_case, options_from, plan, problem_path, share_of
-from solvers.graph_suite import GraphSolution
-from solvers.liveness import IndexedGraph, schedule_of
+from solvers.graph.liveness import IndexedGraph, schedule_of
+from solvers.graph.registry import GraphSolution
 from solvers.problem.graph import Graph
 from solvers.problem.graph_problem import GraphProblem
 from solvers.problem.solution import Solution

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 
-from solvers import graph_exhaustive
-from solvers.liveness import IndexedGraph, peak_profile, schedule_of
+from solvers.graph import exhaustive
+from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of
 from solvers.problem.graph_problem import GraphCandidate
 from solvers.problem.graph_simulator import replay_graph
 
 
 def telling_budgets(indexed: IndexedGraph) -> list[int]:
     """One too small, the smallest, one more, one in the middle, and the unplanned peak."""
-    low = graph_exhaustive.smallest_peak(indexed)
+    low = exhaustive.smallest_peak(indexed)
     high = int(peak_profile(indexed, range(indexed.count)).max())
     return sorted({low - 1, low, low + 1, (low + high) // 2, high})
 
 
 def checked_seconds(indexed: IndexedGraph, budget_bytes: int, found: GraphCandidate) -> float:
     """Seconds of an answer as the judge counts them, infinite where there is none; asserts all that has to hold."""
-    best = graph_exhaustive.solve(indexed, budget_bytes).lower_bound_seconds
+    best = exhaustive.solve(indexed, budget_bytes).lower_bound_seconds
     assert found.lower_bound_seconds <= best
     if found.order is None:
         return math.inf

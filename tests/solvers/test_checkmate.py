@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from solvers import checkmate, graph_exhaustive
-from solvers.liveness import IndexedGraph
+from solvers.graph import checkmate, exhaustive
+from solvers.graph.liveness import IndexedGraph
 from solvers.problem.graph import Graph, Node
 from tests.solvers.graph_checks import checked_seconds, telling_budgets
 from tests.solvers.graphs import random_graph, training_graph
@@ -29,7 +29,7 @@ def in_stages(order: tuple[int, ...]) -> bool:
 def test_the_program_equals_the_oracle_where_its_stages_hold_the_oracles_order(seed):
     indexed = IndexedGraph(random_graph(seed))
     for budget in telling_budgets(indexed):
-        best = graph_exhaustive.solve(indexed, budget)
+        best = exhaustive.solve(indexed, budget)
         seconds = checked_seconds(indexed, budget, checkmate.solve(indexed, budget))
         if best.order is None or in_stages(best.order):
             assert seconds == best.lower_bound_seconds
@@ -56,7 +56,7 @@ def test_rounding_finds_most():
 def test_an_order_outside_the_stages_is_not_found_and_not_denied():
     """Between the first runs of 4 and 5 the only order that fits runs 3 and then 1."""
     indexed = IndexedGraph(random_graph(276))
-    best = graph_exhaustive.solve(indexed, 10)
+    best = exhaustive.solve(indexed, 10)
     assert best.order == (0, 1, 2, 3, 1, 4, 3, 1, 5)
     assert checkmate.solve(indexed, 10) == checkmate.round_relaxation(indexed, 10)
     assert checkmate.solve(indexed, 10).lower_bound_seconds == 0.0

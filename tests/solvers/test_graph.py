@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from solvers.liveness import IndexedGraph, peak_profile, schedule_of
+from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of
 from solvers.problem.graph import Graph, Node
 from solvers.problem.graph_schedule import GraphAction, GraphSchedule
 from solvers.problem.graph_simulator import GraphReplayError, replay_graph

@@ -8,8 +8,8 @@ from itertools import combinations
 
 import pytest
 
-from solvers import graph_exhaustive
-from solvers.liveness import IndexedGraph, peak_profile, schedule_of
+from solvers.graph import exhaustive
+from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of
 from solvers.problem.graph_simulator import replay_graph
 from tests.solvers.graphs import random_graph, training_graph
 
@@ -60,7 +60,7 @@ def subsets(count: int) -> Iterator[frozenset[int]]:
 def test_it_equals_value_iteration_at_every_budget(seed):
     indexed = IndexedGraph(random_graph(seed, count=3 + seed % 4))
     for budget in budgets(indexed):
-        found = graph_exhaustive.solve(indexed, budget)
+        found = exhaustive.solve(indexed, budget)
         assert found.lower_bound_seconds == cheapest_by_relaxation(indexed, budget)
         assert (found.order is None) == (found.lower_bound_seconds == math.inf)
         if found.order is not None:
@@ -84,16 +84,16 @@ def test_no_order_that_the_replay_accepts_beats_it(seed):
     results = [replay_graph(indexed.graph, schedule_of(indexed, order)) for order in orders(indexed, spare=3)]
     for budget in budgets(indexed):
         fast = min((result.seconds for result in results if result.peak_bytes <= budget), default=math.inf)
-        assert graph_exhaustive.solve(indexed, budget).lower_bound_seconds <= fast
-    assert graph_exhaustive.smallest_peak(indexed) <= min(result.peak_bytes for result in results)
+        assert exhaustive.solve(indexed, budget).lower_bound_seconds <= fast
+    assert exhaustive.smallest_peak(indexed) <= min(result.peak_bytes for result in results)
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_the_smallest_peak_is_where_answers_begin(seed):
     indexed = IndexedGraph(random_graph(seed))
-    low = graph_exhaustive.smallest_peak(indexed)
-    assert graph_exhaustive.solve(indexed, low - 1).order is None
-    answers = [graph_exhaustive.solve(indexed, budget) for budget in range(low, unplanned_peak(indexed) + 1)]
+    low = exhaustive.smallest_peak(indexed)
+    assert exhaustive.solve(indexed, low - 1).order is None
+    answers = [exhaustive.solve(indexed, budget) for budget in range(low, unplanned_peak(indexed) + 1)]
     seconds = [replayed(indexed, found.order, low + i) for i, found in enumerate(answers) if found.order is not None]
     assert len(seconds) == len(answers)
     assert seconds == sorted(seconds, reverse=True)  # a larger budget is never slower
@@ -104,11 +104,11 @@ def test_a_chain_by_hand():
     """Three forwards, three backwards: in three bytes f0 makes room for b2 and runs again for b0; two hold no b1."""
     indexed = IndexedGraph(training_graph(3))
     assert unplanned_peak(indexed) == 4
-    assert graph_exhaustive.smallest_peak(indexed) == 3
-    seconds = [graph_exhaustive.solve(indexed, budget).lower_bound_seconds for budget in (4, 3, 2)]
+    assert exhaustive.smallest_peak(indexed) == 3
+    seconds = [exhaustive.solve(indexed, budget).lower_bound_seconds for budget in (4, 3, 2)]
     assert seconds == [9.0, 10.0, math.inf]
 
 
 def test_large_graphs_are_refused():
     with pytest.raises(ValueError, match="at most 12 nodes, got 14"):
-        graph_exhaustive.solve(IndexedGraph(training_graph(7)), 100)
+        exhaustive.solve(IndexedGraph(training_graph(7)), 100)

@@ -6,31 +6,31 @@ import numpy as np
 import pytest
 
 from benchmarks.random_graphs import random_training_graph
-from solvers import graph_exhaustive
-from solvers.demand import demand_orders
-from solvers.eviction import POWERS, eviction_order
+from solvers.graph import exhaustive
+from solvers.graph.eviction import POWERS, eviction_order
+from solvers.graph.incumbent import Search
+from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
+from solvers.graph.moments import MomentSearch, first_moments, rerunnable_nodes
+from solvers.graph.moments_program import MomentsProgram
+from solvers.graph.neighbourhood_search import Improvement
+from solvers.graph.on_demand import demand_orders
+from solvers.graph.order_merging import Merging
+from solvers.graph.order_repair import keep_what_fits
+from solvers.graph.template_program import TemplateProgram, template_of
 from solvers.highs import Program
-from solvers.improvement import Improvement
-from solvers.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
-from solvers.merging import Merging
-from solvers.moment_search import MomentSearch, first_moments, rerunnable_nodes
-from solvers.moments import MomentsProgram
 from solvers.problem.graph_simulator import replay_graph
-from solvers.search import Search
-from solvers.template import TemplateProgram, template_of
-from solvers.tidying import keep_what_fits
 from tests.solvers.graphs import random_graph, training_graph
 
 SEEDS = range(40)
 
 
 def middle_budget(indexed: IndexedGraph) -> int:
-    low, high = graph_exhaustive.smallest_peak(indexed), int(peak_profile(indexed, range(indexed.count)).max())
+    low, high = exhaustive.smallest_peak(indexed), int(peak_profile(indexed, range(indexed.count)).max())
     return (low + high) // 2
 
 
 def optimum_of(indexed: IndexedGraph, budget: int) -> float:
-    return graph_exhaustive.solve(indexed, budget).lower_bound_seconds
+    return exhaustive.solve(indexed, budget).lower_bound_seconds
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -66,7 +66,7 @@ def everything(count: int) -> list[int]:
 def test_a_template_of_everything_is_as_good_as_the_oracle_unless_that_leaves_rising_order(seed):
     indexed = IndexedGraph(random_graph(seed))
     budget = middle_budget(indexed)
-    best = graph_exhaustive.solve(indexed, budget).order
+    best = exhaustive.solve(indexed, budget).order
     assert best is not None
     template = template_of(indexed, [everything(indexed.count), best])
     program = TemplateProgram(indexed, budget, template)
@@ -81,7 +81,7 @@ def test_a_template_of_everything_is_as_good_as_the_oracle_unless_that_leaves_ri
 def test_an_order_is_a_solution_of_the_programs_that_it_is_encoded_for(seed):
     indexed = IndexedGraph(random_graph(seed))
     budget = middle_budget(indexed)
-    best = graph_exhaustive.solve(indexed, budget).order
+    best = exhaustive.solve(indexed, budget).order
     assert best is not None
     search = Search(indexed, budget, time_limit_seconds=60.0, gap=0.0)
     moments = MomentsProgram(indexed, budget, first_moments(search), np.ones(indexed.count, dtype=bool))
@@ -96,7 +96,7 @@ def test_an_order_is_a_solution_of_the_programs_that_it_is_encoded_for(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_moments_program_bounds_all_schedules(seed):
     indexed = IndexedGraph(random_graph(seed))
-    for budget in (graph_exhaustive.smallest_peak(indexed), middle_budget(indexed)):
+    for budget in (exhaustive.smallest_peak(indexed), middle_budget(indexed)):
         optimum = optimum_of(indexed, budget)
         for rerunnable in (rerunnable_nodes(indexed), np.ones(indexed.count, dtype=bool)):
             program = MomentsProgram(indexed, budget, list(range(indexed.count)), rerunnable)
@@ -136,6 +136,6 @@ def test_a_program_says_when_it_is_infeasible():
 def test_a_chain_by_hand():
     """Four unit ops and their backwards in 4 bytes beside the gradient: known from the oracle, found by each part."""
     indexed = IndexedGraph(training_graph(4))
-    budget = graph_exhaustive.smallest_peak(indexed)
+    budget = exhaustive.smallest_peak(indexed)
     order = eviction_order(indexed, budget, rerunnable_nodes(indexed))
     assert order is not None and peak_profile(indexed, order).max() <= budget

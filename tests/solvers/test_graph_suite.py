@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.random_graphs import random_training_graph
-from solvers import graph_exhaustive
-from solvers.graph_bound import graph_bound_seconds
-from solvers.graph_suite import graph_frontier, solve_graph
-from solvers.liveness import IndexedGraph, peak_profile, seconds_of
+from solvers.graph import exhaustive
+from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
+from solvers.graph.lower_bound import graph_bound_seconds
+from solvers.graph.registry import graph_frontier, solve_graph
 from solvers.problem.graph_problem import GraphProblem
 from solvers.problem.graph_simulator import replay_graph
 from tests.solvers.graphs import random_graph, training_graph
@@ -18,13 +18,13 @@ RELATIVE = 1e-6  # what the integer programs are solved to
 
 def budgets(indexed: IndexedGraph) -> list[int]:
     """Below the smallest feasible budget, at it, above it, in the middle, and what keeps everything."""
-    low, high = graph_exhaustive.smallest_peak(indexed), int(peak_profile(indexed, range(indexed.count)).max())
+    low, high = exhaustive.smallest_peak(indexed), int(peak_profile(indexed, range(indexed.count)).max())
     return sorted({low - 1, low, low + 1, (low + high) // 2, high})
 
 
 def check(graph, indexed: IndexedGraph, budget: int, solver: str, **arguments) -> None:
     """No method beats the oracle, is above it where it claims optimality, or has a bound above it."""
-    best = graph_exhaustive.solve(indexed, budget)
+    best = exhaustive.solve(indexed, budget)
     solution = solve_graph(GraphProblem(graph=graph, budget_bytes=budget), solver, **arguments)
     if best.order is None:
         assert solution.status in ("infeasible", "unknown")
@@ -56,7 +56,7 @@ def test_a_thousand_random_graphs_against_the_oracle(block):
 
 
 def bound_of(indexed: IndexedGraph, budget: int) -> float:
-    return graph_exhaustive.solve(indexed, budget).lower_bound_seconds
+    return exhaustive.solve(indexed, budget).lower_bound_seconds
 
 
 SEARCHES = ["moments"]
@@ -119,7 +119,7 @@ def test_ctrl_c_leaves_the_best_order_so_far(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("solvers.graph_suite.MomentSearch.step", interrupted)
+    monkeypatch.setattr("solvers.graph.registry.MomentSearch.step", interrupted)
     graph = random_training_graph(60, 3)
     solution = solve_graph(GraphProblem(graph=graph, budget_bytes=half_budget(graph)))
     assert solution.interrupted and solution.status == "feasible"

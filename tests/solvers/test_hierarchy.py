@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from benchmarks.random_graphs import random_training_graph
-from solvers import graph_exhaustive, hierarchy
-from solvers.block_menus import BlockMenus, node_of
 from solvers.chain.rotor import Table
-from solvers.graph_cuts import cut_into_blocks, turning_point
-from solvers.hierarchy import BlockChain
-from solvers.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
-from solvers.moment_search import rerunnable_nodes
+from solvers.graph import exhaustive, hierarchy
+from solvers.graph.block_options import BlockMenus, node_of
+from solvers.graph.block_partition import cut_into_blocks, turning_point
+from solvers.graph.hierarchy import BlockChain
+from solvers.graph.incumbent import Search
+from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
+from solvers.graph.moments import rerunnable_nodes
 from solvers.problem.graph import Graph, Node
 from solvers.problem.graph_problem import GraphCandidate
 from solvers.problem.graph_simulator import replay_graph
-from solvers.search import Search
 from tests.solvers.graph_checks import checked_seconds, telling_budgets
 from tests.solvers.graphs import random_graph, training_graph
 
@@ -82,7 +82,7 @@ def test_a_chain_of_single_ops_is_solved_to_the_optimum(depth):
     for budget in range(4, unplanned(indexed) + 1):
         order = searched(indexed, budget).order
         seconds = checked_seconds(indexed, budget, GraphCandidate(order=None if order is None else tuple(order)))
-        assert seconds == graph_exhaustive.solve(indexed, budget).lower_bound_seconds
+        assert seconds == exhaustive.solve(indexed, budget).lower_bound_seconds
 
 
 @pytest.mark.parametrize("seed", range(5))

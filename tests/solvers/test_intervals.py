@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from solvers import checkmate, graph_exhaustive, intervals
-from solvers.liveness import IndexedGraph
+from solvers.graph import checkmate, exhaustive, intervals
+from solvers.graph.liveness import IndexedGraph
 from solvers.problem.graph import Graph, Node
 from solvers.problem.graph_problem import GraphCandidate
 from tests.solvers.graph_checks import checked_seconds, telling_budgets
@@ -61,7 +61,7 @@ def test_more_intervals_are_never_slower():
     seconds = [checked_seconds(indexed, 4, intervals.solve(indexed, 4, most_runs=most)) for most in (1, 2, 3, 4)]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] == math.inf
-    assert seconds[-1] == graph_exhaustive.solve(indexed, 4).lower_bound_seconds
+    assert seconds[-1] == exhaustive.solve(indexed, 4).lower_bound_seconds
 
 
 def test_what_no_node_fits_in_is_infeasible_for_every_schedule():

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from solvers import graph_exhaustive, lower_sets
-from solvers.liveness import IndexedGraph, peak_profile
+from solvers.graph import exhaustive, lower_sets
+from solvers.graph.liveness import IndexedGraph, peak_profile
 from solvers.problem.graph import Graph, Node
 from tests.solvers.graph_checks import checked_seconds, telling_budgets
 from tests.solvers.graphs import random_graph, training_graph
@@ -28,7 +28,7 @@ def test_on_a_chain_only_what_the_budget_lacks_runs_again(exact):
         indexed = IndexedGraph(training_graph(depth))
         for budget in (depth, depth + 1):
             seconds = checked_seconds(indexed, budget, lower_sets.solve(indexed, budget, exact=exact))
-            assert seconds == graph_exhaustive.solve(indexed, budget).lower_bound_seconds
+            assert seconds == exhaustive.solve(indexed, budget).lower_bound_seconds
 
 
 def test_a_long_chain_fits_in_the_order_of_a_square_root():

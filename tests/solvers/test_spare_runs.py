@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from solvers.liveness import IndexedGraph, last_reads, peak_profile, seconds_of
-from solvers.spare_runs import without_spare_runs
+from solvers.graph.liveness import IndexedGraph, last_reads, peak_profile, seconds_of
+from solvers.graph.spare_runs import without_spare_runs
 from tests.solvers.graphs import random_graph
 
 

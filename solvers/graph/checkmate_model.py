@@ -1,4 +1,4 @@
-"""The variables and rows of ``solvers.checkmate`` as a PuLP program, integral or relaxed."""
+"""The variables and rows of ``solvers.graph.checkmate`` as a PuLP program, integral or relaxed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import pulp
 from numpy.typing import NDArray
 
+from solvers.graph.liveness import IndexedGraph
 from solvers.interruptible import InterruptibleHiGHS
-from solvers.liveness import IndexedGraph
 
 Term = tuple[pulp.LpVariable, float]
 Values = NDArray[np.float64]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.liveness import IndexedGraph
+from solvers.graph.liveness import IndexedGraph
 
 POWERS = (1.0, 0.5, 2.0, 0.0)  # of the steps until the next need: the published 1 first
 SCORINGS = 400  # of one order: scores of graphs with more nodes serve for several first runs

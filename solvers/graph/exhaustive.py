@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from solvers.liveness import IndexedGraph, peak_profile, seconds_of
+from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
 from solvers.problem.graph_problem import GraphCandidate
 
 MOST_NODES = 12

@@ -1,4 +1,4 @@
-"""The variables and rows of ``solvers.intervals`` as a PuLP program."""
+"""The variables and rows of ``solvers.graph.intervals`` as a PuLP program."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pulp
 
+from solvers.graph.liveness import IndexedGraph
 from solvers.interruptible import InterruptibleHiGHS
-from solvers.liveness import IndexedGraph
 
 Term = tuple[pulp.LpVariable, float]
 Value = tuple[list[Term], float]  # terms and a constant

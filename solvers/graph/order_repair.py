@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from solvers.liveness import IndexedGraph, last_reads, peak_profile
-from solvers.spare_runs import without_spare_runs
+from solvers.graph.liveness import IndexedGraph, last_reads, peak_profile
+from solvers.graph.spare_runs import without_spare_runs
 
 
 def keep_what_fits(indexed: IndexedGraph, order: Sequence[int], budget_bytes: int) -> list[int]:

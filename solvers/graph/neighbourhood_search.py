@@ -16,10 +16,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from solvers.graph.incumbent import Search
+from solvers.graph.liveness import peak_profile
+from solvers.graph.moments_program import MomentsProgram
 from solvers.highs import Floats
-from solvers.liveness import peak_profile
-from solvers.moments import MomentsProgram
-from solvers.search import Search
 
 Mask = NDArray[np.bool_]
 

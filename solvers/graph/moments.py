@@ -1,9 +1,9 @@
 """Solves a graph by the moments program: few moments first, more where the order read from it exceeds the budget.
 
-Formulation: the program of ``solvers.moments`` at a few moments, each a relaxation of the whole problem. Its order
-is replayed in exact bytes. Where that exceeds the budget at a first run, the run becomes a moment; where it exceeds
-it between moments (what runs again needs room itself), the budget at the moments beside is lowered by the excess for
-the next round. Rounds with a lowered budget give orders, rounds without give bounds.
+Formulation: the program of ``solvers.graph.moments_program`` at a few moments, each a relaxation of the whole problem.
+Its order is replayed in exact bytes. Where that exceeds the budget at a first run, the run becomes a moment; where it
+exceeds it between moments (what runs again needs room itself), the budget at the moments beside is lowered by the
+excess for the next round. Rounds with a lowered budget give orders, rounds without give bounds.
 
 Guarantee: the bound holds for every schedule of the graph; an order equal to it is optimal. Every order is exact.
 Complexity: each round is an integer program with O(V K) binaries, which HiGHS solves in 0.1 to 10 seconds where V is
@@ -19,9 +19,9 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.liveness import IndexedGraph, peak_profile
-from solvers.moments import MomentsProgram
-from solvers.search import Search
+from solvers.graph.incumbent import Search
+from solvers.graph.liveness import IndexedGraph, peak_profile
+from solvers.graph.moments_program import MomentsProgram
 
 MOMENTS = 4  # to start with: at 400 to 2,600 nodes optimal in 1 to 3 s where a dozen takes 8 to more than 20 s
 ADDED = 3  # moments a round: the worst ones; a round with more takes longer than several with few

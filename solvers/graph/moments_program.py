@@ -25,8 +25,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from solvers.graph.liveness import IndexedGraph, last_reads, runs_for
 from solvers.highs import Floats, Program
-from solvers.liveness import IndexedGraph, last_reads, runs_for
 
 _SCALE = 1e4  # what all first runs cost together in the program: far above HiGHS's absolute tolerances
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.liveness import IndexedGraph, peak_profile
+from solvers.graph.liveness import IndexedGraph, peak_profile
 
 MOST_BLOCKS = 60  # a table of 60 stages and 15 options takes about a second
 MOST_NODES = 80  # forward nodes of a block: programs for more take a second each and give no better answers

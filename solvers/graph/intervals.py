@@ -3,8 +3,8 @@
 Formulation: every node runs at most ``most_runs`` times; each run starts an interval that ends with the last read of
 its output. The first runs keep the graph's order, and a repeated one may stand at its node's own place in any stage
 between two of them. A linear program has no variable that is a time, so an interval is spelled out by the stages that
-it reaches into, and within a stage by the last reader that needs it (``solvers.intervals_model``).
-Guarantee: run to the end, the fastest of these schedules. They are not all schedules (see ``solvers.checkmate``,
+it reaches into, and within a stage by the last reader that needs it (``solvers.graph.intervals_model``).
+Guarantee: run to the end, the fastest of these schedules. They are not all schedules (see ``solvers.graph.checkmate``,
 whose stages these are), so the bound is 0 or infinite. Answers are held against the budget in exact bytes.
 Complexity: O(n^2) binaries and O(n (n + m)) rows for n nodes with m inputs altogether, not the paper's O(n) integers;
 exponential time. Units: bytes and seconds; inside the program both are scaled.
@@ -18,11 +18,11 @@ from __future__ import annotations
 import math
 import time
 
-from solvers.graph_end import with_end
-from solvers.intervals_model import Model
-from solvers.liveness import IndexedGraph, peak_profile
+from solvers.graph.graph_end import with_end
+from solvers.graph.intervals_model import Model
+from solvers.graph.liveness import IndexedGraph, peak_profile
+from solvers.graph.spare_runs import without_spare_runs
 from solvers.problem.graph_problem import GraphCandidate
-from solvers.spare_runs import without_spare_runs
 
 MOST_NODES = 500  # building the program takes 7 s at 200 nodes of a chain and grows with their square
 

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.liveness import IndexedGraph, runs_for
+from solvers.graph.liveness import IndexedGraph, runs_for
 
 Mask = NDArray[np.bool_]
 Mode = Literal["drop", "rerun", "segment"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from solvers.liveness import IndexedGraph, seconds_of
-from solvers.tidying import fits, keep_what_fits
+from solvers.graph.liveness import IndexedGraph, seconds_of
+from solvers.graph.order_repair import fits, keep_what_fits
 
 SMALLEST_GAP = 1e-6  # what the integer programs are solved to: no search gets closer
 REMEMBERED = 40  # orders that are kept for merging

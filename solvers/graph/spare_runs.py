@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from solvers.liveness import IndexedGraph
+from solvers.graph.liveness import IndexedGraph
 
 
 def without_spare_runs(indexed: IndexedGraph, order: Sequence[int]) -> list[int]:

@@ -1,10 +1,10 @@
 """Takes a graph for a chain of blocks: menus of ways for each block, combined by the dynamic program for chains.
 
-Formulation: the forward nodes are cut where little is read across (``solvers.graph_cuts``), each block gets a menu of
-what to keep for its backward (``solvers.block_menus``), and a table for chains chooses per block and budget: keep in
-some way, or keep nothing but the block's entry and run it again later. The table's answers are written out as orders
-of the graph's own nodes and held against the exact profile; around the last answer that fits several are offered.
-Finer and coarser blocks are tried in turn.
+Formulation: the forward nodes are cut where little is read across (``solvers.graph.block_partition``), each block gets
+a menu of what to keep for its backward (``solvers.graph.block_options``), and a table for chains chooses per block and
+budget: keep in some way, or keep nothing but the block's entry and run it again later. The table's answers are written
+out as orders of the graph's own nodes and held against the exact profile; around the last answer that fits several are
+offered. Finer and coarser blocks are tried in turn.
 
 Guarantee: none; every order is a valid schedule, its peak and seconds are exact. Complexity: a table of O(L^3 M) for
 L blocks of at most 60 and M memory levels, and ten small programs per distinct block. Units: bytes and seconds.
@@ -21,12 +21,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.block_menus import BlockMenus, Way, node_of, peak_bytes
-from solvers.graph_cuts import Block, cut_into_blocks
-from solvers.liveness import IndexedGraph, peak_profile, runs_for, seconds_of
+from solvers.graph.block_options import BlockMenus, Way, node_of, peak_bytes
+from solvers.graph.block_partition import Block, cut_into_blocks
+from solvers.graph.incumbent import Search
+from solvers.graph.liveness import IndexedGraph, peak_profile, runs_for, seconds_of
 from solvers.problem.chain import Chain, Option, Stage
 from solvers.problem.chain_schedule import Action, Schedule
-from solvers.search import Search
 
 Mask = NDArray[np.bool_]
 

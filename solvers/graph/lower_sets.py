@@ -28,7 +28,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.liveness import IndexedGraph, peak_profile, seconds_of
+from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
 from solvers.problem.graph_problem import GraphCandidate
 
 Sets = NDArray[np.bool_]

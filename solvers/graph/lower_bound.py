@@ -6,8 +6,8 @@ enough bytes have to be paid for; the cheapest way is a knapsack, and its linear
 seconds per byte. The bound is the largest one over all t.
 
 Guarantee: no schedule within the budget is faster; infinite where one node does not fit. It is the relaxation of
-``solvers.moments`` at one moment and without the inputs of what runs again, so never above that program's.
-Complexity: O(n^2) for n nodes, vectorised. Units: bytes and seconds.
+``solvers.graph.moments_program`` at one moment and without the inputs of what runs again, so never above that
+program's. Complexity: O(n^2) for n nodes, vectorised. Units: bytes and seconds.
 Source: Dantzig, "Discrete-variable extremum problems" (1957), for the knapsack's relaxation.
 """
 
@@ -17,7 +17,7 @@ import math
 
 import numpy as np
 
-from solvers.liveness import IndexedGraph
+from solvers.graph.liveness import IndexedGraph
 
 _SLACK = 1e-12  # relative: summing floats in another order must not make the bound exceed an optimum
 

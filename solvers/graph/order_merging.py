@@ -1,8 +1,8 @@
 """Merges orders of runs: the best selection from everything that several of them run again.
 
-Formulation: a template (``solvers.template``) is the shortest order found that contains the best known order and some
-others, which need not fit the budget. More others are taken after rounds that end early, fewer after rounds that run
-out of time.
+Formulation: a template (``solvers.graph.template_program``) is the shortest order found that contains the best known
+order and some others, which need not fit the budget. More others are taken after rounds that end early, fewer after
+rounds that run out of time.
 
 Guarantee: never worse than the order it starts from; proves nothing. Complexity: one integer program a round.
 Units: bytes and seconds.
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from solvers.search import Search
-from solvers.template import TemplateProgram, template_of
+from solvers.graph.incumbent import Search
+from solvers.graph.template_program import TemplateProgram, template_of
 
 ROUND_SECONDS = 4.0  # a template that takes longer is too large
 WHOLE_NODES = 800  # graphs with more are merged window by window: templates of 400 nodes take 0.3 to 4 s

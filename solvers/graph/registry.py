@@ -11,21 +11,21 @@ from itertools import count, takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers import checkmate, graph_exhaustive, hierarchy, intervals, lower_sets
 from solvers.chain.rotor import Table
-from solvers.demand import demand_orders
-from solvers.eviction import POWERS, eviction_order
-from solvers.graph_bound import graph_bound_seconds, smallest_working_set
-from solvers.improvement import Improvement
-from solvers.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
-from solvers.merging import Merging
-from solvers.moment_search import MomentSearch, rerunnable_nodes
+from solvers.graph import checkmate, exhaustive, hierarchy, intervals, lower_sets
+from solvers.graph.eviction import POWERS, eviction_order
+from solvers.graph.incumbent import SMALLEST_GAP, Search
+from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
+from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
+from solvers.graph.moments import MomentSearch, rerunnable_nodes
+from solvers.graph.neighbourhood_search import Improvement
+from solvers.graph.on_demand import demand_orders
+from solvers.graph.order_merging import Merging
 from solvers.problem.graph import Graph
 from solvers.problem.graph_problem import GraphCandidate, GraphProblem
 from solvers.problem.graph_schedule import GraphSchedule
 from solvers.problem.graph_simulator import replay_graph
 from solvers.problem.solution import Shortage, Solution, check_time_limit
-from solvers.search import SMALLEST_GAP, Search
 
 GraphSolution = Solution[GraphSchedule]
 Mask = NDArray[np.bool_]
@@ -139,7 +139,7 @@ def _candidate(solve: Callable[..., GraphCandidate], name: str) -> Method:
     """A method that answers once."""
 
     def run(search: Search, _: Mask) -> None:
-        timed = {} if solve is graph_exhaustive.solve else {"time_limit_seconds": search.left_seconds}
+        timed = {} if solve is exhaustive.solve else {"time_limit_seconds": search.left_seconds}
         candidate = solve(search.indexed, search.budget_bytes, **timed)
         search.offer_bound(candidate.lower_bound_seconds)
         if candidate.order is not None:
@@ -159,7 +159,7 @@ METHODS: dict[str, Method] = {
     "checkmate_rounding": _candidate(checkmate.round_relaxation, "checkmate_rounding"),
     "intervals": _candidate(intervals.solve, "intervals"),
     "moments": _moments,
-    "exhaustive": _candidate(graph_exhaustive.solve, "exhaustive"),
+    "exhaustive": _candidate(exhaustive.solve, "exhaustive"),
     "auto": _auto,
 }
 
@@ -290,7 +290,7 @@ def _smallest_known(graph: Graph) -> tuple[int, ...]:
     """The order with the smallest peak that is known; of tiny graphs the smallest there is."""
     indexed = IndexedGraph(graph)
     if indexed.count <= EXHAUSTIVE_NODES:
-        order = graph_exhaustive.solve(indexed, graph_exhaustive.smallest_peak(indexed)).order
+        order = exhaustive.solve(indexed, exhaustive.smallest_peak(indexed)).order
         assert order is not None
         return order
     rerunnable = rerunnable_nodes(indexed)

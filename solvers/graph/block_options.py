@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from solvers.graph_cuts import Block
+from solvers.graph.block_partition import Block
+from solvers.graph.liveness import IndexedGraph, runs_for
 from solvers.highs import Program
-from solvers.liveness import IndexedGraph, runs_for
 
 BUDGETS = 12  # bounds on the kept bytes, evenly from nothing to all
 _HELD = (1.0, 0.7, 0.4, 0.2, 0.0)  # of the nodes, held once they run again: other shares make lower peaks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from solvers.liveness import IndexedGraph
+from solvers.graph.liveness import IndexedGraph
 from solvers.problem.graph import Node
 
 

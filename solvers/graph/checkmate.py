@@ -2,8 +2,8 @@
 
 Formulation: stage t ends with the first run of node t; before it, earlier nodes run again in rising order, each at
 most once. R says which, S what is alive as a stage starts, FREE what is freed after which run, U the bytes at each
-run (``solvers.checkmate_model``). ``round_relaxation`` solves the same program with fractions for a budget less an
-allowance, rounds S (at a threshold, or up with its own value as the chance), and completes R with the fewest runs.
+run (``solvers.graph.checkmate_model``). ``round_relaxation`` solves the same program with fractions for a budget less
+an allowance, rounds S (at a threshold, or up with its own value as the chance), and completes R with the fewest runs.
 Guarantee: ``solve`` run to the end is the fastest of these schedules, but schedules that run a node twice between
 two first runs, or out of order, are left out: rarely, one of them is faster, or the only one that fits. So neither
 function bounds all schedules. Rounding guarantees nothing; every answer is held against the budget in exact bytes.
@@ -23,11 +23,11 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.checkmate_model import Matrices, Model
-from solvers.graph_end import with_end
-from solvers.liveness import IndexedGraph, peak_profile, seconds_of
+from solvers.graph.checkmate_model import Matrices, Model
+from solvers.graph.graph_end import with_end
+from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
+from solvers.graph.spare_runs import without_spare_runs
 from solvers.problem.graph_problem import GraphCandidate
-from solvers.spare_runs import without_spare_runs
 
 Chosen = NDArray[np.bool_]
 

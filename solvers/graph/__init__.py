@@ -1,0 +1,1 @@
+"""Methods for graphs, one a file, their bounds, and the registry that calls them."""
