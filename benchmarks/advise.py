@@ -18,7 +18,7 @@ from planner.forms import Forms
 from planner.levers import Combination
 from planner.offloading import Offload
 from planner.other_optimizers import optimizer_named
-from planner.sizes import parse_bytes
+from planner.units import parse_bytes
 from profiler.measurement.meter import metered, time_meter
 from profiler.workload.preservation import preserved
 from profiler.workload.variants import varied

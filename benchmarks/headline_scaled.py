@@ -15,7 +15,7 @@ from benchmarks.one_step import peak_bytes_of, seconds_of
 from planner.batch_limits import WAYS, Way
 from planner.forecast import Forecast
 from planner.profiled_sizes import growth_over
-from planner.sizes import format_bytes
+from planner.units import format_bytes
 from profiler.workload.workload import Workload
 
 UNPLANNED = 4  # sequences that fit without a plan

@@ -12,7 +12,7 @@ import pandas as pd
 import planner
 from benchmarks.reporting import RESULTS, result_name, write_result
 from planner.batch_limits import WAYS
-from planner.sizes import parse_bytes
+from planner.units import parse_bytes
 from planner.zoo import build
 
 # Small models, and budgets that five samples fit without a plan: every step of the batch counts there, and trying all

@@ -11,9 +11,9 @@ from planner.lever_search import Found, LeverSearch
 from planner.levers import Combination, Lever
 from planner.memory_map import MemoryMap, memory_maps
 from planner.offloading import Mode, Offload, offload_from
-from planner.profiled_states import states_bytes
-from planner.sizes import format_bytes, parse_bytes
+from planner.units import format_bytes, parse_bytes
 from profiler.measurement.profiling import Progress
+from profiler.records import states_bytes
 
 _NAMED = 3  # combinations that a note names
 

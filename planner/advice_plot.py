@@ -14,7 +14,7 @@ from planner.advice_report import foremost, shortened
 from planner.levers import Combination
 from planner.memory_map import GROUPS, MemoryMap
 from planner.plots import check_picture, memory_unit
-from planner.sizes import format_bytes, format_seconds
+from planner.units import format_bytes, format_seconds
 from profiler.json_files import write_whole
 
 # Colours after Okabe and Ito: told apart with colour-blind eyes too; parts of the model states in shades of one.

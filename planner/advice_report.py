@@ -14,7 +14,7 @@ from planner.advice import Advice
 from planner.levers import Combination, Lever
 from planner.memory_map import GROUPS, MemoryMap
 from planner.report import facts, plain_table
-from planner.sizes import format_bytes, format_seconds
+from planner.units import format_bytes, format_seconds
 
 ROWS = 8  # of kinds of stages, of kinds of ops and of combinations
 _RESULTS = {"same": "yes", "rounding": "up to rounding", "other": "no"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from planner.sizes import format_bytes
+from planner.units import format_bytes
 
 # A choice, not a measurement: below it a headroom of the same size costs less than changing how memory is mapped.
 FRAGMENTED_SHARE = 0.1

@@ -7,7 +7,7 @@ from typing import Literal
 
 from planner.plan import Plan
 from planner.planning import Infeasible
-from planner.sizes import format_bytes
+from planner.units import format_bytes
 
 Way = Literal["none", "recompute", "offload"]
 WAYS: dict[Way, str] = {"none": "no plan", "recompute": "recompute", "offload": "recompute and offload"}  # in words

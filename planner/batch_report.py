@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from planner.batch_limits import WAYS, Limit, MaxBatch, NoBatch
 from planner.report import facts, plain_table
-from planner.sizes import format_bytes
+from planner.units import format_bytes
 
 _NOTHING = "-"
 _OF_LIMIT = (

@@ -17,9 +17,9 @@ from planner.offloading import Mode, Offload, offload_from
 from planner.planning import Infeasible, planned_inside, quick_plan, why_no_offload
 from planner.profiled_sizes import growth_over, with_size
 from planner.profiling import profile
-from planner.sizes import parse_bytes
 from planner.targets import call_target, load_target, on_device
 from planner.trials import Build, ran_out, release
+from planner.units import parse_bytes
 from profiler.measurement.profiling import Progress
 from profiler.records import Profile
 from profiler.workload.precision import types_part

@@ -12,8 +12,8 @@ from planner.headroom import Headroom, headroom_from
 from planner.plan import Plan
 from planner.planning import Infeasible, plan_of, planned_inside, with_schedule
 from planner.rules import Rule, Rules, rules_from
-from planner.sizes import parse_bytes
 from planner.stating import Fate, Stated, stated_by
+from planner.units import parse_bytes
 from profiler.op_graph import StageOps
 from profiler.records import Profile, StageRecord
 from profiler.trace.stage_names import NamedStage

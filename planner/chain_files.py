@@ -10,9 +10,9 @@ from planner.offloading import Offload, link_document, link_from, usable_link
 from planner.parcels import sent_bytes
 from planner.planning import NoPlan, feasible_solution, method_of
 from planner.problem_files import chain_from
-from planner.sizes import parse_bytes
-from planner.unplanned import keep_all_replay
+from planner.units import parse_bytes
 from solvers import Chain, Problem, Replay, Schedule, Solution, replay
+from solvers.chain.keep_all import keep_all_replay
 from solvers.problem.link import Link
 
 SOLUTION_FORMAT = "planner-chain-solution"

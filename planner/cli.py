@@ -53,10 +53,10 @@ from planner.graph_files import SOLUTION_FORMAT as GRAPH_SOLUTION
 from planner.offloading import Offload
 from planner.planning import NoPlan
 from planner.profiling import profile
-from planner.sizes import format_bytes, parse_bytes
 from planner.state_report import states_report
 from planner.state_table import model_states
 from planner.targets import load_target, on_device, parse_settings
+from planner.units import format_bytes, parse_bytes
 from profiler.json_files import write_document, write_whole
 from solvers.graph.registry import DEFAULT_GAP, DEFAULT_SECONDS, LARGE_NODES, LARGE_SECONDS
 

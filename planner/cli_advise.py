@@ -26,8 +26,8 @@ from planner.cli_options import (
 from planner.cli_shell import NO_PLAN, check_folder, note, show, show_json, working
 from planner.offloading import Offload
 from planner.plots import check_picture
-from planner.sizes import format_bytes
 from planner.targets import parse_settings
+from planner.units import format_bytes
 
 
 def advise_command(

@@ -21,8 +21,8 @@ from planner.planning import solve
 from planner.plots import draw_pareto
 from planner.profiling import profile
 from planner.report import facts, frontier_report, plan_report
-from planner.sizes import format_bytes, format_seconds
 from planner.training import train_steps
+from planner.units import format_bytes, format_seconds
 from profiler.measurement.step_measurement import measure
 
 FOLDER = Path("planner-demo")

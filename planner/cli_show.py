@@ -18,10 +18,10 @@ from planner.plan import FORMAT as PLAN_FORMAT
 from planner.plan import VERSION as PLAN_VERSION
 from planner.plan import Plan, chain_in
 from planner.plots import check_picture
-from planner.sizes import format_bytes, format_seconds
 from planner.step_view import StepView, view_step
 from planner.timeline import Timeline, beside_seconds_of, predicted_timelines, timeline_table
 from planner.timeline_plot import ExplainedPeak, draw_timeline
+from planner.units import format_bytes, format_seconds
 from profiler.json_files import read_document, write_whole
 from profiler.records import FORMAT as PROFILE_FORMAT
 from profiler.records import VERSION as PROFILE_VERSION

@@ -17,7 +17,7 @@ from planner.plan import Plan
 from planner.plan_book import Entry, PlanBook, Status, without_shapes
 from planner.program import program_of
 from planner.signatures import Signature, SignatureReader
-from planner.sizes import parse_bytes
+from planner.units import parse_bytes
 from profiler.trace.partition import StagePattern
 from profiler.workload.compiled_forwards import Forward, is_compiled, unwrapped
 from profiler.workload.forward_patches import ForwardPatches

@@ -12,9 +12,9 @@ from planner.limits import MOST, largest
 from planner.offloading import Offload
 from planner.plan import Plan
 from planner.planning import SEARCH_SECONDS, Infeasible, quick_plan, solve, why_no_offload
-from planner.sizes import format_bytes
-from planner.unplanned import keep_all_replay
+from planner.units import format_bytes
 from profiler.records import Profile
+from solvers.chain.keep_all import keep_all_replay
 from solvers.chain.minimum_memory import shortage
 
 

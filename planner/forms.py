@@ -14,7 +14,6 @@ from planner.growth import Growth, Unlike
 from planner.profiling import profile
 from planner.targets import call_target, load_target, on_device
 from planner.trials import ran_out, release
-from planner.unplanned import keep_all_replay
 from profiler.measurement.profiling import Progress
 from profiler.records import Profile
 from profiler.workload.precision import type_name, types_part
@@ -22,6 +21,7 @@ from profiler.workload.steps import ProfileError
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.variants import varied
 from profiler.workload.workload import LossFunction, Workload, own_loss
+from solvers.chain.keep_all import keep_all_replay
 
 Target = str | Callable[..., Workload] | Workload
 Report = Callable[[str], None]

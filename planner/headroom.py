@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from planner.sizes import parse_bytes
+from planner.units import parse_bytes
 
 _SHARE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*%")
 _EXPECTED = "expected bytes (512MiB, 1234567, 0) or a share of the budget below 100 % (5%)"

@@ -15,8 +15,7 @@ from planner.offloading import Offload
 from planner.other_optimizers import replacements_for, with_optimizer
 from planner.plan import Plan
 from planner.planning import SEARCH_SECONDS, Infeasible, quick_plan, solve, why_no_offload
-from planner.profiled_states import states_bytes
-from profiler.records import Profile
+from profiler.records import Profile, states_bytes
 from profiler.workload.steps import ProfileError
 from solvers.chain.minimum_memory import shortage
 

@@ -10,8 +10,8 @@ from planner.footing import Footing, takes
 from planner.forecast import Forecast
 from planner.limits import Settled, settle
 from planner.plan import Plan
-from planner.sizes import format_bytes
 from planner.trials import Build, Report, Trial, has_room, room_bytes, trial
+from planner.units import format_bytes
 
 TRIES = 12  # real steps to settle one limit; two where the prediction is right
 REPEATS = 3  # timed steps at a size that may be reported

@@ -10,11 +10,10 @@ from planner.cost_model import chain_of
 from planner.peak import Part, predicted_peak
 from planner.plan import Plan
 from planner.planning import plan_of
-from planner.profiled_states import made_gradient_bytes
 from planner.stage_kinds import names_in_short
 from planner.timeline import Timeline, predicted_timelines
 from profiler.op_graph import kind_of
-from profiler.records import Profile
+from profiler.records import Profile, made_gradient_bytes
 from solvers import Chain, Problem, replay, solve_chain
 from solvers.chain import keep_all
 

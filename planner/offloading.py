@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from planner.sizes import format_bytes, parse_bytes
+from planner.units import format_bytes, parse_bytes
 from profiler.records import LinkRecord
 from solvers.problem.chain import Chain
 from solvers.problem.link import Link

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from planner.sizes import format_bytes
 from planner.timeline import Kind, Phase
+from planner.units import format_bytes
 
 _CUDA = re.compile(r"Tried to allocate ([0-9.]+) (KiB|MiB|GiB|bytes)")
 _CPU = re.compile(r"tried to allocate ([0-9]+) bytes")

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.sizes import format_seconds
 from planner.stage_kinds import StageKind
+from planner.units import format_seconds
 from profiler.op_graph import ChoiceError, StageOps, makes_room
 from profiler.records import MenuRecord, OptionRecord
 

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from planner.op_fates import OpFate, fates_of_ops, grouped_fates, held_bytes
 from planner.plan import Plan
-from planner.sizes import format_bytes, format_seconds
 from planner.stage_kinds import StageKind, kinds_of_stages
+from planner.units import format_bytes, format_seconds
 
 SHOWN = 5  # rows each of what is recomputed and of what is kept
 KINDS_SHOWN = 3  # with a table, those that free most; the others in a line

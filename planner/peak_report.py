@@ -13,8 +13,8 @@ from rich.table import Table
 
 from planner.peak import Part, Peak
 from planner.plan import Plan
-from planner.sizes import format_bytes
 from planner.stage_kinds import common_path, in_one_series, names_in_short
+from planner.units import format_bytes
 from profiler.op_graph import kind_of
 
 COLUMNS = ("series", "what", "op", "module", "stage", "phase", "tensors", "bytes")

@@ -15,7 +15,7 @@ from planner.plan import Plan
 from planner.planning import SEARCH_SECONDS, Infeasible, NoPlan, quick_plan, solve
 from planner.signatures import Signature
 from planner.size_lines import Basis, SizeLine, expected, lines_of
-from planner.sizes import format_bytes
+from planner.units import format_bytes
 from profiler.records import Profile
 
 Status = Literal["profiled", "safe"] | Basis

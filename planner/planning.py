@@ -12,11 +12,10 @@ from planner.cost_model import chain_of
 from planner.headroom import Headroom, headroom_from
 from planner.offloading import Mode, Offload, offload_from, usable_link
 from planner.plan import Plan, PlannedStage
-from planner.profiled_states import states_bytes
 from planner.program import program_of
-from planner.sizes import format_bytes, format_seconds, parse_bytes
 from planner.stage_plans import planned_stages
-from profiler.records import Profile
+from planner.units import format_bytes, format_seconds, parse_bytes
+from profiler.records import Profile, states_bytes
 from solvers import Problem, Replay, Schedule, Solution, replay, solve_chain
 from solvers.problem.graph_schedule import GraphSchedule
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from planner.comparison import ComparisonRow
-from planner.sizes import format_bytes, format_seconds
+from planner.units import format_bytes, format_seconds
 from profiler.records import OpRecord, Profile, StageRecord
 
 _COLOURS = {"keep": "green", "selective": "cyan", "offload": "blue", "recompute": "yellow", "segment": "magenta"}

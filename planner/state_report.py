@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 
 from planner.report import facts, plain_table
-from planner.sizes import format_bytes
 from planner.state_table import ModelStates, StateRow
+from planner.units import format_bytes
 
 _NOTHING = "-"
 

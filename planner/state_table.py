@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from planner.optimizer_steps import with_unscaling
-from planner.sizes import format_bytes
 from planner.state_formulas import OptimizerBytes, cast_bytes, optimizer_bytes, weight_of
+from planner.units import format_bytes
 from profiler.measurement.model_states import MeasuredStates, measure_states
 from profiler.workload.precision import precision_of
 from profiler.workload.workload import Workload

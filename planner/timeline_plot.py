@@ -18,8 +18,8 @@ from planner.engines_plot import draw_engines
 from planner.peak import Peak
 from planner.peak_report import PeakRow
 from planner.plots import Units, check_picture, units_up_to
-from planner.sizes import format_bytes
 from planner.timeline import Phase, Timeline
+from planner.units import format_bytes
 from profiler.json_files import write_whole
 from profiler.op_graph import kind_of
 

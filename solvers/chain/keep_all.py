@@ -10,6 +10,7 @@ from __future__ import annotations
 from solvers.chain.segments import Segment, segmented_schedule
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
+from solvers.problem.chain_simulator import Replay, replay
 
 
 def schedules(chain: Chain) -> list[Schedule]:
@@ -23,3 +24,8 @@ def schedules(chain: Chain) -> list[Schedule]:
     3
     """
     return [segmented_schedule([Segment(0, len(chain.stages), kept=True)])]
+
+
+def keep_all_replay(chain: Chain) -> Replay:
+    """The step that keeps everything: what 100% of a budget and the unplanned seconds mean for a chain."""
+    return replay(chain, schedules(chain)[0])

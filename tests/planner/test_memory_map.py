@@ -12,8 +12,7 @@ from torch import nn
 import planner
 from planner import zoo
 from planner.memory_map import GROUPS, OPTIMIZER, STEP, memory_maps
-from planner.profiled_states import states_bytes
-from profiler.records import Phase
+from profiler.records import Phase, states_bytes
 
 WIDTH, LAYERS, ROWS = 32, 3, 64
 PARAMETERS = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)

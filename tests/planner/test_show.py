@@ -10,7 +10,7 @@ import pytest
 
 import planner
 from planner import peak_report, timeline
-from planner.sizes import format_bytes
+from planner.units import format_bytes
 from profiler.json_files import write_document
 from tests.planner.command_line import SMALL, done, refused, small_chain
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from planner.sizes import format_bytes, format_seconds, parse_bytes
+from planner.units import format_bytes, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
