@@ -16,8 +16,8 @@ from benchmarks.one_step import peak_bytes_of
 from benchmarks.reporting import RESULTS, result_name, write_result
 from planner.forms import Forms
 from planner.levers import Combination
-from planner.offloading import Offload
 from planner.other_optimizers import optimizer_named
+from planner.plans.offload_request import Offload
 from planner.units import parse_bytes
 from profiler.measurement.meter import metered, time_meter
 from profiler.workload.preservation import preserved

@@ -17,7 +17,7 @@ from benchmarks.op_level import smallest_budget
 from benchmarks.peer_turns import in_turns, timed_step
 from benchmarks.reporting import MIB, RESULTS, result_name, write_result
 from benchmarks.simulated_gpu import on_gpu, repeated
-from planner.cost_model import chain_of
+from planner.plans.cost_model import chain_of
 from planner.zoo import build
 from profiler.json_files import write_document
 from profiler.workload.preservation import preserved

@@ -4,18 +4,18 @@ from planner.advice import Advice, advise
 from planner.applier import Handle, PlanMismatch, apply, handle_of
 from planner.batch_limits import Limit, MaxBatch, NoBatch
 from planner.batch_search import max_batch
-from planner.by_hand import state
 from planner.checkpointing import auto_checkpoint
-from planner.curves import pareto
 from planner.dynamic import DynamicHandle
 from planner.levers import Combination, Lever
-from planner.offloading import Offload
 from planner.oom_report import FailureReport, OutOfMemory
-from planner.plan import Plan, PlannedStage
-from planner.planning import Infeasible, NothingFound, solve
-from planner.profiling import profile
-from planner.program import UnsupportedPlan
-from planner.rules import Rule, Rules
+from planner.plans.lowering import UnsupportedPlan
+from planner.plans.offload_request import Offload
+from planner.plans.pareto_curves import pareto
+from planner.plans.plan import Plan, PlannedStage
+from planner.plans.profiling import profile
+from planner.plans.rules import Rule, Rules
+from planner.plans.solving import Infeasible, NothingFound, solve
+from planner.plans.stated_plan import state
 from planner.signatures import Signature
 from planner.state_table import ModelStates, StateRow, model_states
 from planner.training import TrainingRun, train_planned

@@ -10,7 +10,7 @@ from planner.forms import Forms, Target
 from planner.lever_search import Found, LeverSearch
 from planner.levers import Combination, Lever
 from planner.memory_map import MemoryMap, memory_maps
-from planner.offloading import Mode, Offload, offload_from
+from planner.plans.offload_request import Mode, Offload, offload_from
 from planner.units import format_bytes, parse_bytes
 from profiler.measurement.profiling import Progress
 from profiler.records import states_bytes

@@ -12,8 +12,8 @@ from torch import nn
 from planner.compiled import CompiledCalls, made_compiled, module_named
 from planner.engines import Engine
 from planner.links import device_of, engine_for
-from planner.plan import Plan, PlannedStage
-from planner.program import Program, program_of
+from planner.plans.lowering import Program, program_of
+from planner.plans.plan import Plan, PlannedStage
 from planner.runtime import PlannedStep
 from planner.selections import selections_of
 from profiler.workload.compiled_forwards import COMPILED, plain_name, unwrapped

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.plan import Plan
-from planner.planning import Infeasible
+from planner.plans.plan import Plan
+from planner.plans.solving import Infeasible
 from planner.units import format_bytes
 
 Way = Literal["none", "recompute", "offload"]

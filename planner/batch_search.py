@@ -11,12 +11,12 @@ from planner.each_size import EachSize
 from planner.footing import Footing, footing_of, ladder
 from planner.forecast import Forecast
 from planner.growth import Growth, Unlike
-from planner.headroom import Headroom, headroom_from
 from planner.limit_search import LimitSearch
-from planner.offloading import Mode, Offload, offload_from
-from planner.planning import Infeasible, planned_inside, quick_plan, why_no_offload
+from planner.plans.headroom import Headroom, headroom_from
+from planner.plans.offload_request import Mode, Offload, offload_from
+from planner.plans.profiling import profile
+from planner.plans.solving import Infeasible, planned_inside, quick_plan, why_no_offload
 from planner.profiled_sizes import growth_over, with_size
-from planner.profiling import profile
 from planner.targets import call_target, load_target, on_device
 from planner.trials import Build, ran_out, release
 from planner.units import parse_bytes

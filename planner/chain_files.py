@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.documents import refusal_document
-from planner.offloading import Offload, link_document, link_from, usable_link
-from planner.parcels import sent_bytes
-from planner.planning import NoPlan, feasible_solution, method_of
-from planner.problem_files import chain_from
+from planner.plans.offload_request import Offload, link_document, link_from, usable_link
+from planner.plans.offloadable import sent_bytes
+from planner.plans.problem_files import chain_from
+from planner.plans.solving import NoPlan, feasible_solution, method_of
 from planner.units import parse_bytes
 from solvers import Chain, Problem, Replay, Schedule, Solution, replay
 from solvers.chain.keep_all import keep_all_replay

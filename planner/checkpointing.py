@@ -11,10 +11,10 @@ from torch import nn
 from planner.applier import apply
 from planner.dynamic import apply_dynamic
 from planner.dynamic_profiles import Training
-from planner.offloading import Mode, Offload
 from planner.plan_book import CACHE_SIZE
-from planner.planning import solve
-from planner.profiling import profile
+from planner.plans.offload_request import Mode, Offload
+from planner.plans.profiling import profile
+from planner.plans.solving import solve
 from profiler.trace.partition import StagePattern
 from profiler.workload.workload import LossFunction, Workload
 

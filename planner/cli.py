@@ -10,19 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from planner import (
-    Infeasible,
-    NoBatch,
-    Plan,
-    Rules,
-    Workload,
-    curves,
-    documents,
-    plots,
-    problem_files,
-    problem_solving,
-    report,
-)
+from planner import Infeasible, NoBatch, Plan, Rules, Workload, documents, plots, problem_solving, report
 from planner.batch_report import batch_document, limits_report, no_batch_document
 from planner.batch_search import max_batch
 from planner.cli_advise import advise_command
@@ -50,9 +38,10 @@ from planner.cli_show import Wanted, run_show
 from planner.cli_train import run_train
 from planner.comparison import ILP_SECONDS, compare_solvers
 from planner.graph_files import SOLUTION_FORMAT as GRAPH_SOLUTION
-from planner.offloading import Offload
-from planner.planning import NoPlan
-from planner.profiling import profile
+from planner.plans import pareto_curves, problem_files
+from planner.plans.offload_request import Offload
+from planner.plans.profiling import profile
+from planner.plans.solving import NoPlan
 from planner.state_report import states_report
 from planner.state_table import model_states
 from planner.targets import load_target, on_device, parse_settings
@@ -188,7 +177,8 @@ def pareto_command(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Picture: .png, .svg or .pdf.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Table of every point.")] = None,
     time_limit: Annotated[
-        float | None, typer.Option(help=f"Seconds for all searches together; {curves.GRAPH_SECONDS:g} for a graph.")
+        float | None,
+        typer.Option(help=f"Seconds for all searches together; {pareto_curves.GRAPH_SECONDS:g} for a graph."),
     ] = None,
     no_offload: NoOffload = False,
     offload_only: OffloadOnly = False,
@@ -204,7 +194,7 @@ def pareto_command(
     wish = offload_wish(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
     source = problem_files.read_source(file)
     with contextlib.redirect_stdout(sys.stderr):
-        frame = curves.pareto(source, time_limit_seconds=time_limit, offload=wish or Offload())
+        frame = pareto_curves.pareto(source, time_limit_seconds=time_limit, offload=wish or Offload())
     _say_without(frame.attrs.get("no_offload"))
     if frame.attrs.get("left_out"):
         note(f"left out: {', '.join(frame.attrs['left_out'])}; they come to their turn with a larger --time-limit")

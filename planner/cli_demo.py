@@ -15,11 +15,11 @@ from planner import Plan, Profile, Workload, zoo
 from planner.applier import apply
 from planner.cli_shell import show, working
 from planner.comparison import seconds_in_turns
-from planner.curves import pareto
 from planner.documents import plan_document
-from planner.planning import solve
+from planner.plans.pareto_curves import pareto
+from planner.plans.profiling import profile
+from planner.plans.solving import solve
 from planner.plots import draw_pareto
-from planner.profiling import profile
 from planner.report import facts, frontier_report, plan_report
 from planner.training import train_steps
 from planner.units import format_bytes, format_seconds

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from planner.offloading import Offload
+from planner.plans.offload_request import Offload
 from solvers import solver_names
 from solvers.graph.registry import graph_solver_names
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperCommand, TyperGroup
 
 from planner.oom_report import OutOfMemory
-from planner.planning import NoPlan
+from planner.plans.solving import NoPlan
 
 WRONG_INPUT = 2
 NO_PLAN = 3

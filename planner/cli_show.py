@@ -14,9 +14,9 @@ from planner.cli_shell import check_folder, note, show, working
 from planner.op_tables import plan_ops_report
 from planner.peak import Peak, predicted_peak
 from planner.peak_report import peak_rows, peak_shown, peak_table
-from planner.plan import FORMAT as PLAN_FORMAT
-from planner.plan import VERSION as PLAN_VERSION
-from planner.plan import Plan, chain_in
+from planner.plans.plan import FORMAT as PLAN_FORMAT
+from planner.plans.plan import VERSION as PLAN_VERSION
+from planner.plans.plan import Plan, chain_in
 from planner.plots import check_picture
 from planner.step_view import StepView, view_step
 from planner.timeline import Timeline, beside_seconds_of, predicted_timelines, timeline_table

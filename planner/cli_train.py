@@ -10,7 +10,7 @@ from planner import documents, report
 from planner.allocator_advice import advice_on_allocator, advice_on_malloc
 from planner.cli_shell import check_folder, note, show, show_json, working
 from planner.oom_report import FailureReport, OutOfMemory, failure_text
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from planner.training import TrainingRun, train_planned
 from planner.units import format_bytes
 from profiler.measurement.device_memory import has_expandable_segments

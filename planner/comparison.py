@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.applier import apply
-from planner.plan import Plan
-from planner.planning import Infeasible, solve
+from planner.plans.plan import Plan
+from planner.plans.solving import Infeasible, solve
 from profiler.measurement.meter import metered, time_meter
 from profiler.measurement.step_measurement import Measurement, measure
 from profiler.records import Profile

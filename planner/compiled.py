@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from profiler.workload.compiled_forwards import (
     COMPILED,
     CompiledForward,

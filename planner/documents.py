@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from planner.comparison import ComparisonRow
-from planner.offloading import link_document
 from planner.oom_report import OutOfMemory, failure_document
-from planner.plan import Plan, PlannedStage
-from planner.planning import NoPlan
+from planner.plans.offload_request import link_document
+from planner.plans.plan import Plan, PlannedStage
+from planner.plans.solving import NoPlan
 from planner.training import TrainingRun
 from profiler.records import Profile
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from planner.applier import split_name
+from planner.plans.profiling import profile
 from planner.profiled_sizes import same_choices
-from planner.profiling import profile
 from planner.signatures import Signature, SignatureReader
 from profiler.measurement import profiling
 from profiler.records import Profile

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from planner.growth import Growth, whole_at
-from planner.profiling import profile
+from planner.plans.profiling import profile
 from planner.trials import Build, has_room, ran_out, release
 from profiler.measurement.profiling import Progress
 from profiler.records import Profile

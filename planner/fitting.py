@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 

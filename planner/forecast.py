@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 
 from planner.batch_limits import Way
-from planner.cost_model import chain_of
 from planner.each_size import EachSize, NoProfile
 from planner.growth import Growth
 from planner.limits import MOST, largest
-from planner.offloading import Offload
-from planner.plan import Plan
-from planner.planning import SEARCH_SECONDS, Infeasible, quick_plan, solve, why_no_offload
+from planner.plans.cost_model import chain_of
+from planner.plans.offload_request import Offload
+from planner.plans.plan import Plan
+from planner.plans.solving import SEARCH_SECONDS, Infeasible, quick_plan, solve, why_no_offload
 from planner.units import format_bytes
 from profiler.records import Profile
 from solvers.chain.keep_all import keep_all_replay

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.cost_model import chain_of
 from planner.growth import Growth, Unlike
-from planner.profiling import profile
+from planner.plans.cost_model import chain_of
+from planner.plans.profiling import profile
 from planner.targets import call_target, load_target, on_device
 from planner.trials import ran_out, release
 from profiler.measurement.profiling import Progress

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.documents import refusal_document
-from planner.planning import NoPlan, with_schedule
-from planner.problem_files import all_bytes
+from planner.plans.problem_files import all_bytes
+from planner.plans.solving import NoPlan, with_schedule
 from planner.units import parse_bytes
 from solvers.graph.liveness import unplanned_replay
 from solvers.graph.registry import DEFAULT_GAP, solve_graph

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from planner.engines import Engine
 from planner.luggage import Luggage, Piece
-from planner.plan import Plan
-from planner.program import Moment, Program, Transfer
+from planner.plans.lowering import Moment, Program, Transfer
+from planner.plans.plan import Plan
 from planner.stowing import stowed
 from profiler.recomputation.selective_call import SelectiveCall
 from profiler.workload.compiled_forwards import leave_uncompiled

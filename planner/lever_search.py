@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from planner.cost_model import chain_of
 from planner.forms import Forms
 from planner.levers import Basis, Combination, Lever, Recipe, Result, rank, worst
-from planner.offloading import Offload
 from planner.other_optimizers import replacements_for, with_optimizer
-from planner.plan import Plan
-from planner.planning import SEARCH_SECONDS, Infeasible, quick_plan, solve, why_no_offload
+from planner.plans.cost_model import chain_of
+from planner.plans.offload_request import Offload
+from planner.plans.plan import Plan
+from planner.plans.solving import SEARCH_SECONDS, Infeasible, quick_plan, solve, why_no_offload
 from profiler.records import Profile, states_bytes
 from profiler.workload.steps import ProfileError
 from solvers.chain.minimum_memory import shortage

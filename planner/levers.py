@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.plan import Plan
+from planner.plans.plan import Plan
 
 Kind = Literal["precision", "optimizer", "micro-batches", "recompute", "offload"]
 Result = Literal["same", "rounding", "other"]

@@ -9,7 +9,7 @@ from planner.each_size import NoProfile
 from planner.footing import Footing, takes
 from planner.forecast import Forecast
 from planner.limits import Settled, settle
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from planner.trials import Build, Report, Trial, has_room, room_bytes, trial
 from planner.units import format_bytes
 

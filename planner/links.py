@@ -10,8 +10,8 @@ from torch import nn
 from planner.artificial_link import ArtificialEngine
 from planner.cuda_link import CudaEngine
 from planner.engines import Engine
-from planner.plan import Plan
-from planner.program import Program
+from planner.plans.lowering import Program
+from planner.plans.plan import Plan
 
 
 def device_of(model: nn.Module) -> torch.device:

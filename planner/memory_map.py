@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from planner.cost_model import chain_of
 from planner.peak import Part, predicted_peak
-from planner.plan import Plan
-from planner.planning import plan_of
+from planner.plans.cost_model import chain_of
+from planner.plans.plan import Plan
+from planner.plans.solving import plan_of
 from planner.stage_kinds import names_in_short
 from planner.timeline import Timeline, predicted_timelines
 from profiler.op_graph import kind_of

@@ -11,7 +11,7 @@ from torch import nn
 
 from planner.applier import apply, split_name
 from planner.oom_report import Alive, FailureReport, Stop, allocation_in
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from planner.runtime import Frame
 from planner.step_view import Places
 from planner.timeline import Phase, Span, Timeline, predicted_timelines

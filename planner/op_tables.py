@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from planner.op_fates import OpFate, fates_of_ops, grouped_fates, held_bytes
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from planner.stage_kinds import StageKind, kinds_of_stages
 from planner.units import format_bytes, format_seconds
 

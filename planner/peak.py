@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from planner.op_fates import kept_by, makers
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from planner.timeline import Span, Timeline
 from profiler.op_graph import StageOps
 from profiler.records import MenuRecord, ResidentBytes

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.background import Background
-from planner.headroom import headroom_from
-from planner.offloading import Offload
-from planner.plan import Plan
-from planner.planning import SEARCH_SECONDS, Infeasible, NoPlan, quick_plan, solve
+from planner.plans.headroom import headroom_from
+from planner.plans.offload_request import Offload
+from planner.plans.plan import Plan
+from planner.plans.solving import SEARCH_SECONDS, Infeasible, NoPlan, quick_plan, solve
 from planner.signatures import Signature
 from planner.size_lines import Basis, SizeLine, expected, lines_of
 from planner.units import format_bytes

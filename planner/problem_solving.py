@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from planner import chain_files, documents, graph_files
-from planner.by_hand import state
-from planner.offloading import Offload
-from planner.planning import NoPlan, solve
-from planner.problem_files import Source
-from planner.rules import Rules
+from planner.plans.offload_request import Offload
+from planner.plans.problem_files import Source
+from planner.plans.rules import Rules
+from planner.plans.solving import NoPlan, solve
+from planner.plans.stated_plan import state
 from profiler.records import Profile
 from solvers.problem.chain import Chain
 from solvers.problem.graph import Graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from planner.growth import Growth, flow_of
-from planner.profiling import profile
+from planner.plans.profiling import profile
 from profiler.measurement import profiling
 from profiler.measurement.profiling import Progress
 from profiler.op_graph import Choice, StageOps

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from planner.oom_report import FailureReport
-from planner.plan import Plan
-from planner.planning import SEARCH_SECONDS, NoPlan
-from planner.replanning import replan
+from planner.plans.plan import Plan
+from planner.plans.replanning import replan
+from planner.plans.solving import SEARCH_SECONDS, NoPlan
 from planner.timeline import Phase
 from profiler.workload.preservation import RandomState, captured
 from profiler.workload.remembered import attributes_of

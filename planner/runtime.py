@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from planner.engines import Engine
 from planner.journey import Journey, before_backward
 from planner.luggage import Luggage, Piece
-from planner.plan import Plan, PlannedStage
-from planner.program import Program, Rerun
+from planner.plans.lowering import Program, Rerun
+from planner.plans.plan import Plan, PlannedStage
 from planner.stowing import Saves, input_luggage
 from profiler.recomputation.module_rerun import (
     CallState,

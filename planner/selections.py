@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from profiler.recomputation.selection import Selection
 from profiler.records import MenuRecord
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.plan import Decision, Plan
+from planner.plans.plan import Decision, Plan
 from profiler.records import MenuRecord, OptionRecord
 
 _NAMED = 3  # ranges of numbers; of more the first ones and the last

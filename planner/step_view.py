@@ -13,8 +13,8 @@ from torch import nn
 from planner.applier import apply, check_precision, split_name
 from planner.fitting import check_device, check_inputs
 from planner.peak import KEPT, MADE_AGAIN, Part, Peak
-from planner.plan import Plan
-from planner.program import program_of
+from planner.plans.lowering import program_of
+from planner.plans.plan import Plan
 from planner.timeline import Kind, Phase, Span, Timeline
 from profiler.measurement.live_tensors import AlivePeak, AliveStorage, AliveWatch
 from profiler.measurement.meter import Interval, Meter, memory_meter, time_meter

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pandas as pd
 
-from planner.plan import Plan
+from planner.plans.plan import Plan
 from solvers import Chain, Schedule, replay
 from solvers.chain import keep_all
 from solvers.problem.chain_simulator import Moment

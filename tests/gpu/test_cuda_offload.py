@@ -11,7 +11,7 @@ import torch
 import planner
 from planner.cuda_link import CudaEngine
 from planner.engines import bytes_of
-from planner.offloading import Offload
+from planner.plans.offload_request import Offload
 from planner.zoo import build
 from profiler.measurement.link_bandwidth import measure_link
 from profiler.workload.workload import Workload

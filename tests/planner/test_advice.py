@@ -20,8 +20,8 @@ from planner.cli_shell import show
 from planner.forms import Forms, PartLoss
 from planner.lever_search import Found, LeverSearch, _Form, _result_of_micro_batches
 from planner.levers import Combination, rank, worst
-from planner.offloading import Offload
-from planner.planning import quick_plan
+from planner.plans.offload_request import Offload
+from planner.plans.solving import quick_plan
 from profiler.workload.steps import ProfileError
 from profiler.workload.variants import varied
 from tests.planner.command_line import done, refused, run

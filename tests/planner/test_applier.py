@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import planner
-from planner.program import Rerun, UnsupportedPlan, program_of
+from planner.plans.lowering import Rerun, UnsupportedPlan, program_of
 from profiler.workload.workload import Workload
 from solvers import Action, Schedule
 from tests.odd_models import WIDTH, Residual, Stack, workload

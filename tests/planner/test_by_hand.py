@@ -11,7 +11,7 @@ from torch import nn
 
 import planner
 from planner import Rule, Rules, zoo
-from planner.cost_model import chain_of
+from planner.plans.cost_model import chain_of
 from profiler.op_graph import ChoiceError
 from solvers import replay
 from tests.odd_models import workload

@@ -13,7 +13,7 @@ import pytest
 import planner
 from planner import cli_demo, zoo
 from planner.cli_shell import spread
-from planner.curves import COLUMNS
+from planner.plans.pareto_curves import COLUMNS
 from profiler.json_files import write_document
 from solvers import Schedule, replay
 from tests.planner.command_line import SMALL, done, refused, run, small_chain

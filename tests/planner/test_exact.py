@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
 from planner import runtime
-from planner.cost_model import chain_of
-from planner.planning import plan_of
+from planner.plans.cost_model import chain_of
+from planner.plans.solving import plan_of
 from profiler.recomputation import module_rerun, op_tape
 from profiler.workload.workload import Workload
 from solvers import Chain, Problem, Schedule, Solution, replay

@@ -11,7 +11,7 @@ import pytest
 
 import planner
 from planner import graph_files
-from planner.curves import COLUMNS
+from planner.plans.pareto_curves import COLUMNS
 from tests.planner.command_line import done, refused, run
 from tests.planner.graph_documents import document, node, replayed, training_step
 from tests.planner.test_cli import SOLVE_KEYS

@@ -9,8 +9,8 @@ import torch
 
 import planner
 from planner import zoo
-from planner.cost_model import chain_of
 from planner.growth import Growth, Unlike, seconds_at, whole_at
+from planner.plans.cost_model import chain_of
 from planner.profiled_sizes import growth_over
 from solvers import replay
 from solvers.chain.keep_all import schedules

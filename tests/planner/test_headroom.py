@@ -8,7 +8,7 @@ import pytest
 
 import planner
 from planner import zoo
-from planner.headroom import headroom_from
+from planner.plans.headroom import headroom_from
 from tests.planner.command_line import done, refused, run
 
 MIB = 2**20

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner.cost_model import chain_of
+from planner.plans.cost_model import chain_of
 from planner.step_view import view_step
 from planner.timeline import Timeline, predicted_timelines
 from solvers import Action, Schedule

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from planner import Offload, zoo
-from planner.cost_model import chain_of
 from planner.footing import Footing
 from planner.forecast import Forecast
 from planner.limit_search import LimitSearch
+from planner.plans.cost_model import chain_of
 from planner.profiled_sizes import growth_over
 from planner.trials import Trial
 from solvers.chain.minimum_memory import shortage

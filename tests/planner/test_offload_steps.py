@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import planner
-from planner import applier, parcels, zoo
+from planner import applier, zoo
 from planner.artificial_link import ArtificialEngine
-from planner.cost_model import chain_of
-from planner.planning import plan_of
+from planner.plans import offloadable
+from planner.plans.cost_model import chain_of
+from planner.plans.solving import plan_of
 from planner.runtime import _WARNED
 from profiler.workload.workload import Workload
 from solvers import Chain, Problem, Schedule, Solution, replay
@@ -40,7 +41,7 @@ MODELS = list(dict.fromkeys(name for name, _ in CASES))
 @pytest.fixture(autouse=True)
 def small_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of these tests are tiny."""
-    monkeypatch.setattr(parcels, "SMALLEST_PARCEL_BYTES", 64)
+    monkeypatch.setattr(offloadable, "SMALLEST_PARCEL_BYTES", 64)
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def planned(
 @pytest.fixture(scope="module")
 def profiles() -> Iterator[dict[str, planner.Profile]]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(parcels, "SMALLEST_PARCEL_BYTES", 64)
+    patch.setattr(offloadable, "SMALLEST_PARCEL_BYTES", 64)
     yield {name: planner.profile(workload(name)) for name in MODELS}
     patch.undo()
 

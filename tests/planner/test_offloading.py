@@ -12,11 +12,11 @@ import pytest
 
 import planner
 from planner import Offload, zoo
-from planner.cost_model import chain_of
 from planner.engines_plot import draw_engines
-from planner.offloading import link_document, link_from, usable_link
-from planner.parcels import SMALLEST_PARCEL_BYTES, input_parcels, kept_parcel_bytes, kept_parcels
 from planner.peak import predicted_peak
+from planner.plans.cost_model import chain_of
+from planner.plans.offload_request import link_document, link_from, usable_link
+from planner.plans.offloadable import SMALLEST_PARCEL_BYTES, input_parcels, kept_parcel_bytes, kept_parcels
 from planner.timeline import predicted_timelines
 from planner.timeline_plot import timeline_figure
 from profiler.records import LinkRecord, Profile

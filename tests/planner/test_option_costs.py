@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import planner
-from planner.cost_model import chain_of
+from planner.plans.cost_model import chain_of
 from profiler.records import MenuRecord
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.parcels import SMALLEST_PARCEL_BYTES, parcels_among
+from planner.plans.offloadable import SMALLEST_PARCEL_BYTES, parcels_among
 from profiler.op_graph import StageOp, StageOps, StageStorage, Value
 from profiler.records import OptionRecord
 

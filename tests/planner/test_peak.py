@@ -9,7 +9,7 @@ import pytest
 import planner
 from planner.peak import Peak, predicted_peak
 from planner.peak_report import COLUMNS, peak_rows, peak_table
-from planner.plan import Plan, chain_in
+from planner.plans.plan import Plan, chain_in
 from planner.timeline import predicted_timelines
 from solvers import Chain, Problem, Schedule, solve_chain
 from tests.planner.test_timeline import DROPPED, two_stages

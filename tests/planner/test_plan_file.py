@@ -7,7 +7,7 @@ import json
 import pytest
 
 import planner
-from planner.cost_model import chain_of
+from planner.plans.cost_model import chain_of
 from profiler.json_files import write_document
 from solvers import replay
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.plan import PlannedStage
-from planner.program import Moment, Program, Transfer, program_of
+from planner.plans.lowering import Moment, Program, Transfer, program_of
+from planner.plans.plan import PlannedStage
 from solvers.problem.chain_schedule import Action, Schedule
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import planner
-from planner.replanning import replan
+from planner.plans.replanning import replan
 
 
 def alike(plan: planner.Plan) -> planner.Plan:

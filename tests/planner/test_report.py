@@ -9,7 +9,7 @@ import pytest
 
 from planner import report
 from planner.comparison import ComparisonRow
-from planner.curves import COLUMNS
+from planner.plans.pareto_curves import COLUMNS
 from profiler.records import OpRecord, Phase, Profile, ResidentBytes, StageRecord
 from tests.planner.texts import text_of
 

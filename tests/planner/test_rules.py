@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import planner
-from planner.rules import Rule, Rules, Target, rules_from
+from planner.plans.rules import Rule, Rules, Target, rules_from
 
 TOML = """
 checkpoints = ["h.3", "h.7"]

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from planner.naming import makers_of_outputs, ops_inside
-from planner.rules import Rule, Rules
-from planner.stating import Fate, stated_by
+from planner.plans.rule_patterns import makers_of_outputs, ops_inside
+from planner.plans.rule_resolution import Fate, stated_by
+from planner.plans.rules import Rule, Rules
 from profiler.op_graph import ChoiceError, StageOp, StageOps, StageStorage
 from profiler.trace.stage_names import NamedStage
 

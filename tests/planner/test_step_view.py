@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import planner
 from planner import zoo
 from planner.peak_report import peak_rows
-from planner.plan import chain_in
+from planner.plans.plan import chain_in
 from planner.step_view import Places, StepView, view_step
 from planner.timeline import Timeline, predicted_timelines
 from profiler.measurement.meter import Interval

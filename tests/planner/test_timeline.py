@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import planner
-from planner.plan import chain_in
+from planner.plans.plan import chain_in
 from planner.timeline import COLUMNS, Timeline, beside_seconds_of, predicted_timelines, timeline_table
 from solvers import Action, Chain, Schedule
 from tests.planner.command_line import small_chain

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import planner
 from planner.applier import split_name
-from planner.program import program_of
+from planner.plans.lowering import program_of
 from profiler.measurement.meter import memory_meter
 from profiler.measurement.planned_probe import AGAIN, StepMarks
 from profiler.workload.preservation import preserved

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from planner.menus import choices_for
-from planner.rules import Rule, Rules, rules_from
-from planner.stating import stated_by
+from planner.plans.menus import choices_for
+from planner.plans.rule_resolution import stated_by
+from planner.plans.rules import Rule, Rules, rules_from
 from profiler.measurement import profiling
 from profiler.measurement.profiling import Progress
 from profiler.op_graph import Choice, ChoiceError

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from planner.plan import PlannedStage
+from planner.plans.plan import PlannedStage
 from solvers.problem.chain_schedule import TRANSFERS, Action, Kind, Schedule
 
 Mode = Literal["drop", "keep", "until_saved"]

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from planner.cost_model import chain_of
-from planner.offloading import Mode, Offload, offload_from, usable_link
-from planner.problem_files import Source, read_source
+from planner.plans.cost_model import chain_of
+from planner.plans.offload_request import Mode, Offload, offload_from, usable_link
+from planner.plans.problem_files import Source, read_source
 from profiler.records import Profile
 from solvers import Chain, Solution
 from solvers import frontier as solver_frontier

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.plan import Plan, chain_in
-from planner.planning import OFFLOAD_ONLY, claims_of, feasible_solution
-from planner.stage_plans import with_decisions
+from planner.plans.plan import Plan, chain_in
+from planner.plans.solving import OFFLOAD_ONLY, claims_of, feasible_solution
+from planner.plans.stage_decisions import with_decisions
 from solvers import Problem, replay
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from planner.parcels import input_parcel_bytes, kept_parcel_bytes
+from planner.plans.offloadable import input_parcel_bytes, kept_parcel_bytes
 from profiler.op_graph import StageOps, StageStorage
 from profiler.records import MenuRecord, OptionRecord, Profile, SharedRecord, StageRecord
 from solvers.problem.chain import Chain, Option, Shared, Stage

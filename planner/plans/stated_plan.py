@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from planner.cost_model import chain_of
-from planner.headroom import Headroom, headroom_from
-from planner.plan import Plan
-from planner.planning import Infeasible, plan_of, planned_inside, with_schedule
-from planner.rules import Rule, Rules, rules_from
-from planner.stating import Fate, Stated, stated_by
+from planner.plans.cost_model import chain_of
+from planner.plans.headroom import Headroom, headroom_from
+from planner.plans.plan import Plan
+from planner.plans.rule_resolution import Fate, Stated, stated_by
+from planner.plans.rules import Rule, Rules, rules_from
+from planner.plans.solving import Infeasible, plan_of, planned_inside, with_schedule
 from planner.units import parse_bytes
 from profiler.op_graph import StageOps
 from profiler.records import Profile, StageRecord

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from planner.offloading import link_document, link_from
+from planner.plans.offload_request import link_document, link_from
 from profiler.json_files import read_document, write_document
 from profiler.records import MenuRecord, ResidentBytes, menu_document, menu_from
 from solvers.problem.chain import Chain

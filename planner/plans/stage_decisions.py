@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.parcels import input_parcels, parcels_among, sent_bytes
-from planner.plan import Decision, PlannedStage
+from planner.plans.offloadable import input_parcels, parcels_among, sent_bytes
+from planner.plans.plan import Decision, PlannedStage
 from profiler.records import MenuRecord, Profile
 from solvers import Chain, Schedule
 from solvers.problem.chain_simulator import Replay
@@ -90,7 +90,7 @@ def _extra_runs(stages: Sequence[PlannedStage], replayed: Replay) -> tuple[dict[
             continue
         if action.stage in seen:
             again[action.stage] = again.get(action.stage, 0.0) + moment.seconds - moment.stall_seconds
-            # With an option inside it does not stop at its last saved tensor: see ``planner.program``.
+            # With an option inside it does not stop at its last saved tensor: see ``planner.plans.lowering``.
             stops = action.kind == "recompute" and not action.option
             stage = stages[action.stage]
             extra_ops[action.stage] += stage.recompute_ops if stops else stage.forward_ops

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from planner import naming
-from planner.rules import Rule, Rules, Target
+from planner.plans import rule_patterns
+from planner.plans.rules import Rule, Rules, Target
 from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.trace.stage_names import NamedStage
 
@@ -128,24 +128,25 @@ class _Statement:
 
     def _checkpoints(self, pattern: str) -> Iterable[int]:
         """The stages of that name; for a module that contains stages, the last one in it."""
-        named = [k for k, stage in enumerate(self._stages) if naming.is_stage(pattern, stage)]
+        named = [k for k, stage in enumerate(self._stages) if rule_patterns.is_stage(pattern, stage)]
         if named:
             return named
-        last = {name: k for k, stage in enumerate(self._stages) for name in naming.names_around(pattern, stage)}
+        last = {name: k for k, stage in enumerate(self._stages) for name in rule_patterns.names_around(pattern, stage)}
         if last:
             return last.values()
-        inside = [stage.name for stage in self._stages if naming.modules_inside(pattern, stage)]
+        inside = [stage.name for stage in self._stages if rule_patterns.modules_inside(pattern, stage)]
         if not inside:
-            raise naming.no_module("checkpoints", pattern, self._stages, self._outside)
+            raise rule_patterns.no_module("checkpoints", pattern, self._stages, self._outside)
         raise ChoiceError(
             f"checkpoints: expected stages, whose outputs can be kept, got {pattern!r}, which lies inside stage "
             f"{inside[0]!r}; name that one, or make it a stage when profiling (--stages)"
         )
 
     def _apply(self, number: int, rule: Rule, target: Target) -> None:
-        found = {k: m for k, stage in enumerate(self._stages) if (m := naming.modules_called(target.module, stage))}
+        called = ((k, rule_patterns.modules_called(target.module, stage)) for k, stage in enumerate(self._stages))
+        found = {k: modules for k, modules in called if modules}
         if not found:
-            raise naming.no_module(self._text(number), target.module, self._stages, self._outside)
+            raise rule_patterns.no_module(self._text(number), target.module, self._stages, self._outside)
         if target.ops:
             named = self._ops_named(number, target, found)
         else:
@@ -167,28 +168,28 @@ class _Statement:
                 f"{self._text(number)}: expected whole stages to solve for, got a module inside stage "
                 f"{self._stages[inner[0]].name!r}; name that stage"
             )
-        every = {k: [naming.ops_inside(self._parts[k].ops, m) for m in modules] for k, modules in found.items()}
+        every = {k: [rule_patterns.ops_inside(self._parts[k].ops, m) for m in modules] for k, modules in found.items()}
         if not any(ops for each in every.values() for ops in each):
-            raise naming.no_op(self._text(number), "", target.module, ())
+            raise rule_patterns.no_op(self._text(number), "", target.module, ())
         named: dict[int, set[int]] = {}
         for k, each in every.items():
             drops = rule.action == "recompute" and k in inner
-            kept = [naming.makers_of_outputs(self._parts[k].ops, ops) if drops else set() for ops in each]
+            kept = [rule_patterns.makers_of_outputs(self._parts[k].ops, ops) if drops else set() for ops in each]
             named[k] = {o for ops, own in zip(each, kept, strict=True) for o in ops if o not in own}
         return named
 
     def _ops_named(self, number: int, target: Target, found: dict[int, list[str]]) -> dict[int, set[int]]:
         """The ops that the patterns of a target mean; each pattern means some."""
         named: dict[int, set[int]] = {k: set() for k in found}
-        inside = {k: [naming.ops_inside(self._parts[k].ops, m) for m in modules] for k, modules in found.items()}
+        inside = {k: [rule_patterns.ops_inside(self._parts[k].ops, m) for m in modules] for k, modules in found.items()}
         for pattern in target.ops:
             hits = {
-                k: {o for own in each for o in naming.ops_called(pattern, self._parts[k].ops, own)}
+                k: {o for own in each for o in rule_patterns.ops_called(pattern, self._parts[k].ops, own)}
                 for k, each in inside.items()
             }
             if not any(hits.values()):
                 ops = [self._parts[k].ops.ops[o] for k, each in inside.items() for own in each for o in own]
-                raise naming.no_op(self._text(number), pattern, target.module, ops)
+                raise rule_patterns.no_op(self._text(number), pattern, target.module, ops)
             for k, own in hits.items():
                 named[k] |= own
         return {k: own for k, own in named.items() if own}

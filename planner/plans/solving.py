@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from planner.cost_model import chain_of
-from planner.headroom import Headroom, headroom_from
-from planner.offloading import Mode, Offload, offload_from, usable_link
-from planner.plan import Plan, PlannedStage
-from planner.program import program_of
-from planner.stage_plans import planned_stages
+from planner.plans.cost_model import chain_of
+from planner.plans.headroom import Headroom, headroom_from
+from planner.plans.lowering import program_of
+from planner.plans.offload_request import Mode, Offload, offload_from, usable_link
+from planner.plans.plan import Plan, PlannedStage
+from planner.plans.stage_decisions import planned_stages
 from planner.units import format_bytes, format_seconds, parse_bytes
 from profiler.records import Profile, states_bytes
 from solvers import Problem, Replay, Schedule, Solution, replay, solve_chain

@@ -1,0 +1,1 @@
+"""From a profile to a plan: the cost model, solving, rules stated by hand, and memory/time curves."""
