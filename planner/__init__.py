@@ -1,7 +1,6 @@
 """The sublinear-memory planner: profile a real PyTorch model, plan under a memory budget, train under the plan."""
 
 from planner.advice import Advice, advise
-from planner.applier import Handle, PlanMismatch, apply, handle_of
 from planner.batch_limits import Limit, MaxBatch, NoBatch
 from planner.batch_search import max_batch
 from planner.checkpointing import auto_checkpoint
@@ -16,6 +15,7 @@ from planner.plans.profiling import profile
 from planner.plans.rules import Rule, Rules
 from planner.plans.solving import Infeasible, NothingFound, solve
 from planner.plans.stated_plan import state
+from planner.runtime.applier import Handle, PlanMismatch, apply, handle_of
 from planner.signatures import Signature
 from planner.state_table import ModelStates, StateRow, model_states
 from planner.training import TrainingRun, train_planned

@@ -17,8 +17,8 @@ from planner.plans.offload_request import Mode, Offload, offload_from
 from planner.plans.profiling import profile
 from planner.plans.solving import Infeasible, planned_inside, quick_plan, why_no_offload
 from planner.profiled_sizes import growth_over, with_size
+from planner.runtime.step_trial import Build, ran_out, release
 from planner.targets import call_target, load_target, on_device
-from planner.trials import Build, ran_out, release
 from planner.units import parse_bytes
 from profiler.measurement.profiling import Progress
 from profiler.records import Profile

@@ -12,7 +12,6 @@ import torch
 from rich.console import RenderableType
 
 from planner import Plan, Profile, Workload, zoo
-from planner.applier import apply
 from planner.cli_shell import show, working
 from planner.comparison import seconds_in_turns
 from planner.documents import plan_document
@@ -21,6 +20,7 @@ from planner.plans.profiling import profile
 from planner.plans.solving import solve
 from planner.plots import draw_pareto
 from planner.report import facts, frontier_report, plan_report
+from planner.runtime.applier import apply
 from planner.training import train_steps
 from planner.units import format_bytes, format_seconds
 from profiler.measurement.step_measurement import measure

@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from planner.applier import apply
 from planner.plans.plan import Plan
 from planner.plans.solving import Infeasible, solve
+from planner.runtime.applier import apply
 from profiler.measurement.meter import metered, time_meter
 from profiler.measurement.step_measurement import Measurement, measure
 from profiler.records import Profile

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.applier import Handle, PlannedCalls, check_unplanned, install, register
 from planner.dynamic_profiles import Training, profiles_of
 from planner.plan_book import Entry, PlanBook, Status, without_shapes
 from planner.plans.lowering import program_of
 from planner.plans.plan import Plan
+from planner.runtime.applier import Handle, PlannedCalls, check_unplanned, install, register
 from planner.signatures import Signature, SignatureReader
 from planner.units import parse_bytes
 from profiler.trace.partition import StagePattern

@@ -8,7 +8,7 @@ import torch
 
 from planner.growth import Growth, whole_at
 from planner.plans.profiling import profile
-from planner.trials import Build, has_room, ran_out, release
+from planner.runtime.step_trial import Build, has_room, ran_out, release
 from profiler.measurement.profiling import Progress
 from profiler.records import Profile
 

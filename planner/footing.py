@@ -8,8 +8,8 @@ import torch
 
 from planner.growth import whole_at
 from planner.limits import MOST
+from planner.runtime.step_trial import Build, Report, Trial, has_room, ran_out, states_bytes, trial
 from planner.targets import NoTarget
-from planner.trials import Build, Report, Trial, has_room, ran_out, states_bytes, trial
 
 STANDING = 6  # sizes in a row with one peak; the optimizer's step may hide growth below it, which profiles still show
 STARTS = 10  # doublings of the step in search of a size that the target takes: 512 steps

@@ -12,8 +12,8 @@ from torch import nn
 from planner.growth import Growth, Unlike
 from planner.plans.cost_model import chain_of
 from planner.plans.profiling import profile
+from planner.runtime.step_trial import ran_out, release
 from planner.targets import call_target, load_target, on_device
-from planner.trials import ran_out, release
 from profiler.measurement.profiling import Progress
 from profiler.records import Profile
 from profiler.workload.precision import type_name, types_part

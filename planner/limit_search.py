@@ -10,7 +10,7 @@ from planner.footing import Footing, takes
 from planner.forecast import Forecast
 from planner.limits import Settled, settle
 from planner.plans.plan import Plan
-from planner.trials import Build, Report, Trial, has_room, room_bytes, trial
+from planner.runtime.step_trial import Build, Report, Trial, has_room, room_bytes, trial
 from planner.units import format_bytes
 
 TRIES = 12  # real steps to settle one limit; two where the prediction is right

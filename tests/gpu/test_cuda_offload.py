@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import planner
-from planner.cuda_link import CudaEngine
-from planner.engines import bytes_of
 from planner.plans.offload_request import Offload
+from planner.runtime.copy_engine import bytes_of
+from planner.runtime.cuda_link import CudaEngine
 from planner.zoo import build
 from profiler.measurement.link_bandwidth import measure_link
 from profiler.workload.workload import Workload

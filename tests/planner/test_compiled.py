@@ -17,7 +17,7 @@ from torch._inductor.exc import InductorError
 
 import planner
 from planner import Rule, Rules, zoo
-from planner.compiled import is_compiling_or_compiled
+from planner.runtime.compiled_models import is_compiling_or_compiled
 from profiler.op_graph import ChoiceError
 from profiler.workload.workload import Workload
 from tests.odd_models import Stack, workload

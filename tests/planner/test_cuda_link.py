@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner import cuda_link
-from planner.cuda_link import CudaEngine
-from planner.engines import bytes_of
+from planner.runtime import cuda_link
+from planner.runtime.copy_engine import bytes_of
+from planner.runtime.cuda_link import CudaEngine
 
 CPU = torch.device("cpu")
 

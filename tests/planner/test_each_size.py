@@ -15,7 +15,7 @@ from planner.footing import Footing
 from planner.forecast import Forecast
 from planner.growth import Growth
 from planner.limit_search import LimitSearch
-from planner.trials import Trial
+from planner.runtime.step_trial import Trial
 
 BUDGET = 10**7
 UNFIT = 6  # layers that the model is not built with
@@ -67,7 +67,7 @@ def test_a_size_that_is_refused_or_has_no_room_has_no_profile(profiles, monkeypa
     for _ in range(2):
         with pytest.raises(NoProfile, match="refused: that many do not fit together"):
             profiles.at(UNFIT)
-    monkeypatch.setattr("planner.trials.room_bytes", lambda device: 0)
+    monkeypatch.setattr("planner.runtime.step_trial.room_bytes", lambda device: 0)
     with pytest.raises(NoProfile, match="no room"):
         profiles.at(4)
 
@@ -89,7 +89,8 @@ def test_a_size_is_profiled_where_there_is_room_for_its_peak_and_a_copy_of_what_
     first, last = known.profiles
     peaks = zip((first, last, last), (1000, 2000, 4000), strict=True)
     three = Growth(sizes=(1, 2, 3), profiles=tuple(replace(p, unplanned_peak_bytes=peak) for p, peak in peaks))
-    monkeypatch.setattr("planner.trials.room_bytes", lambda device: 8000 + last.resident.total - missing_bytes)
+    room = 8000 + last.resident.total - missing_bytes
+    monkeypatch.setattr("planner.runtime.step_trial.room_bytes", lambda device: room)
     monkeypatch.setattr(each_size, "profile", lambda workload, **options: last)
     profiles = EachSize(build, three, menus=False, progress=lambda size: lambda what, done, total: None, why="")
     if missing_bytes:

@@ -15,9 +15,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
-from planner import runtime
 from planner.plans.cost_model import chain_of
 from planner.plans.solving import plan_of
+from planner.runtime import planned_step
 from profiler.recomputation import module_rerun, op_tape
 from profiler.workload.workload import Workload
 from solvers import Chain, Problem, Schedule, Solution, replay
@@ -331,10 +331,10 @@ def test_a_plan_is_inactive_in_eval_mode_and_without_gradients() -> None:
 
 
 def test_nothing_stays_behind_when_backward_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    frames: list[weakref.ref[runtime.Frame]] = []
-    first = runtime.Frame.run_first
+    frames: list[weakref.ref[planned_step.Frame]] = []
+    first = planned_step.Frame.run_first
     monkeypatch.setattr(
-        runtime.Frame, "run_first", lambda self, *a: frames.append(weakref.ref(self)) or first(self, *a)
+        planned_step.Frame, "run_first", lambda self, *a: frames.append(weakref.ref(self)) or first(self, *a)
     )
     work = workload("dropout")
     profile = planner.profile(work)

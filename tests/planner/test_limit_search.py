@@ -13,7 +13,7 @@ from planner.forecast import Forecast
 from planner.limit_search import LimitSearch
 from planner.plans.cost_model import chain_of
 from planner.profiled_sizes import growth_over
-from planner.trials import Trial
+from planner.runtime.step_trial import Trial
 from solvers.chain.minimum_memory import shortage
 
 STEP = 64

@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
-from planner.artificial_link import ArtificialEngine
-from planner.engines import bytes_of
-from planner.host_memory import HostMemory
+from planner.runtime.copy_engine import bytes_of
+from planner.runtime.host_pool import HostMemory
+from planner.runtime.simulated_link import ArtificialEngine
 from solvers.problem.link import Link
 
 

@@ -12,7 +12,7 @@ import planner
 import planner.profiled_sizes
 from planner import zoo
 from planner.batch_search import max_batch
-from planner.trials import has_room, states_bytes
+from planner.runtime.step_trial import has_room, states_bytes
 from tests.planner.command_line import done, refused, run
 
 SETTINGS = {"layers": 4, "hidden": 32}
@@ -92,7 +92,7 @@ def test_no_step_is_run_where_the_device_has_no_room(budget, monkeypatch):
         return build(batch)
 
     room = unplanned_peak(LIMIT) + 300_000
-    monkeypatch.setattr("planner.trials.room_bytes", lambda device: room)
+    monkeypatch.setattr("planner.runtime.step_trial.room_bytes", lambda device: room)
     monkeypatch.setattr("planner.limit_search.room_bytes", lambda device: room)
     most = room - states_bytes(build(STEP))
     found = search(watched, 10 * most)
@@ -103,7 +103,7 @@ def test_no_step_is_run_where_the_device_has_no_room(budget, monkeypatch):
 
 
 def test_on_a_cpu_there_is_room_for_what_the_host_may_still_hold(monkeypatch):
-    monkeypatch.setattr("planner.trials.available_host_bytes", lambda: 5000)
+    monkeypatch.setattr("planner.runtime.step_trial.available_host_bytes", lambda: 5000)
     cpu = torch.device("cpu")
     assert has_room(cpu, 3000, 2000) and not has_room(cpu, 3000, 2001)  # the peak, and the copy by which it is undone
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import planner
-from planner import applier, zoo
-from planner.artificial_link import ArtificialEngine
+from planner import zoo
 from planner.plans import offloadable
 from planner.plans.cost_model import chain_of
 from planner.plans.solving import plan_of
-from planner.runtime import _WARNED
+from planner.runtime import applier
+from planner.runtime.planned_step import _WARNED
+from planner.runtime.simulated_link import ArtificialEngine
 from profiler.workload.workload import Workload
 from solvers import Chain, Problem, Schedule, Solution, replay
 from solvers.chain.segments import Segment, droppable_runs, segmented_schedule

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import planner
-from planner import Rule, Rules, runtime
+from planner import Rule, Rules
+from planner.runtime import planned_step
 from profiler.workload.workload import Workload
 from tests.odd_models import workload
 from tests.planner.test_exact import assert_same, state_after
@@ -23,7 +24,7 @@ STRAY = (
 
 @pytest.fixture(autouse=True)
 def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_WARNED", set())
+    monkeypatch.setattr(planned_step, "_WARNED", set())
 
 
 def altered() -> Workload:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import planner
 from planner import zoo
-from planner.applier import split_name
+from planner.runtime.applier import split_name
 from profiler.measurement.live_tensors import AlivePeak, AliveWatch
 from profiler.measurement.meter import memory_meter
 from profiler.measurement.planned_probe import StepMarks

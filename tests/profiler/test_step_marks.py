@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner.applier import split_name
 from planner.plans.lowering import program_of
+from planner.runtime.applier import split_name
 from profiler.measurement.meter import memory_meter
 from profiler.measurement.planned_probe import AGAIN, StepMarks
 from profiler.workload.preservation import preserved

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from planner.engines import room_for
-from planner.host_memory import HostMemory, Spans
+from planner.runtime.copy_engine import room_for
+from planner.runtime.host_pool import HostMemory, Spans
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.storages import CUDA_BLOCK_BYTES
 

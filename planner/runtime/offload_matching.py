@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.luggage import Luggage, Piece
+from planner.runtime.offloaded_tensors import Luggage, Piece
 from profiler.op_graph import StageOps
 from profiler.recomputation.selective_call import SelectiveCall
 from profiler.workload.compiled_forwards import leave_uncompiled

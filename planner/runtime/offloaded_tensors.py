@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from planner.engines import Copy, Engine, Fetched, bytes_of
+from planner.runtime.copy_engine import Copy, Engine, Fetched, bytes_of
 from profiler.recomputation.geometry import Geometry, geometry_of, over
 from profiler.recomputation.held import version_of
 from profiler.recomputation.selective_call import Kept

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from planner.engines import Engine
-from planner.luggage import Luggage, Piece
 from planner.plans.lowering import Moment, Program, Transfer
 from planner.plans.plan import Plan
-from planner.stowing import stowed
+from planner.runtime.copy_engine import Engine
+from planner.runtime.offload_matching import stowed
+from planner.runtime.offloaded_tensors import Luggage, Piece
 from profiler.recomputation.selective_call import SelectiveCall
 from profiler.workload.compiled_forwards import leave_uncompiled
 

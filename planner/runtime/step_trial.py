@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from planner.applier import apply
 from planner.plans.plan import Plan
+from planner.runtime.applier import apply
 from profiler.measurement.host_room import available_host_bytes
 from profiler.measurement.step_measurement import measure
 from profiler.workload.preservation import preserved

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from planner.compiled import CompiledCalls, made_compiled, module_named
-from planner.engines import Engine
-from planner.links import device_of, engine_for
 from planner.plans.lowering import Program, program_of
 from planner.plans.plan import Plan, PlannedStage
-from planner.runtime import PlannedStep
-from planner.selections import selections_of
+from planner.runtime.compiled_models import CompiledCalls, made_compiled, module_named
+from planner.runtime.copy_engine import Engine
+from planner.runtime.links import device_of, engine_for
+from planner.runtime.planned_step import PlannedStep
+from planner.runtime.selections import selections_of
 from profiler.workload.compiled_forwards import COMPILED, plain_name, unwrapped
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
 from profiler.workload.precision import autocast_now, autocast_part, precision_of, types_part

@@ -7,11 +7,11 @@ import warnings
 import torch
 from torch import nn
 
-from planner.artificial_link import ArtificialEngine
-from planner.cuda_link import CudaEngine
-from planner.engines import Engine
 from planner.plans.lowering import Program
 from planner.plans.plan import Plan
+from planner.runtime.copy_engine import Engine
+from planner.runtime.cuda_link import CudaEngine
+from planner.runtime.simulated_link import ArtificialEngine
 
 
 def device_of(model: nn.Module) -> torch.device:

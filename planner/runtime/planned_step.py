@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.engines import Engine
-from planner.journey import Journey, before_backward
-from planner.luggage import Luggage, Piece
 from planner.plans.lowering import Program, Rerun
 from planner.plans.plan import Plan, PlannedStage
-from planner.stowing import Saves, input_luggage
+from planner.runtime.copy_engine import Engine
+from planner.runtime.offload_matching import Saves, input_luggage
+from planner.runtime.offloaded_tensors import Luggage, Piece
+from planner.runtime.transfers import Journey, before_backward
 from profiler.recomputation.module_rerun import (
     CallState,
     CallTraits,
