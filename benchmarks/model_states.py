@@ -14,7 +14,7 @@ from torch import nn
 
 import planner
 from benchmarks.reporting import RESULTS, result_name, write_result
-from planner.state_table import CASTS, GRADIENTS, PARAMETERS, STATES, TEMPORARIES
+from planner.explain.state_table import CASTS, GRADIENTS, PARAMETERS, STATES, TEMPORARIES
 from planner.zoo import build
 from planner.zoo.training import OPTIMIZERS, PRECISIONS, transformers
 

@@ -5,6 +5,7 @@ from planner.batch_limits import Limit, MaxBatch, NoBatch
 from planner.batch_search import max_batch
 from planner.checkpointing import auto_checkpoint
 from planner.dynamic import DynamicHandle
+from planner.explain.state_table import ModelStates, StateRow, model_states
 from planner.levers import Combination, Lever
 from planner.oom_report import FailureReport, OutOfMemory
 from planner.plans.lowering import UnsupportedPlan
@@ -17,7 +18,6 @@ from planner.plans.solving import Infeasible, NothingFound, solve
 from planner.plans.stated_plan import state
 from planner.runtime.applier import Handle, PlanMismatch, apply, handle_of
 from planner.signatures import Signature
-from planner.state_table import ModelStates, StateRow, model_states
 from planner.training import TrainingRun, train_planned
 from profiler.measurement.step_measurement import Measurement, measure
 from profiler.recomputation.functions import recompute

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 
 from planner.advice import Advice
 from planner.advice_report import foremost, shortened
+from planner.explain.memory_breakdown import GROUPS, MemoryMap
+from planner.explain.pareto_plot import check_picture, memory_unit
 from planner.levers import Combination
-from planner.memory_map import GROUPS, MemoryMap
-from planner.plots import check_picture, memory_unit
 from planner.units import format_bytes, format_seconds
 from profiler.json_files import write_whole
 

@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from planner.advice import Advice
+from planner.explain.memory_breakdown import GROUPS, MemoryMap
 from planner.levers import Combination, Lever
-from planner.memory_map import GROUPS, MemoryMap
 from planner.report import facts, plain_table
 from planner.units import format_bytes, format_seconds
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from planner import Infeasible, NoBatch, Plan, Rules, Workload, documents, plots, problem_solving, report
+from planner import Infeasible, NoBatch, Plan, Rules, Workload, documents, problem_solving, report
 from planner.batch_report import batch_document, limits_report, no_batch_document
 from planner.batch_search import max_batch
 from planner.cli_advise import advise_command
@@ -37,13 +37,14 @@ from planner.cli_shell import Face, ManyValues, check_folder, note, show, show_j
 from planner.cli_show import Wanted, run_show
 from planner.cli_train import run_train
 from planner.comparison import ILP_SECONDS, compare_solvers
+from planner.explain import pareto_plot
+from planner.explain.state_report import states_report
+from planner.explain.state_table import model_states
 from planner.graph_files import SOLUTION_FORMAT as GRAPH_SOLUTION
 from planner.plans import pareto_curves, problem_files
 from planner.plans.offload_request import Offload
 from planner.plans.profiling import profile
 from planner.plans.solving import NoPlan
-from planner.state_report import states_report
-from planner.state_table import model_states
 from planner.targets import load_target, on_device, parse_settings
 from planner.units import format_bytes, parse_bytes
 from profiler.json_files import write_document, write_whole
@@ -190,7 +191,7 @@ def pareto_command(
     check_folder(output)
     check_folder(csv)
     if output is not None:
-        plots.check_picture(output)
+        pareto_plot.check_picture(output)
     wish = offload_wish(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
     source = problem_files.read_source(file)
     with contextlib.redirect_stdout(sys.stderr):
@@ -202,7 +203,7 @@ def pareto_command(
     if csv is not None:
         write_whole(csv, frame.to_csv(index=False))
     if output is not None:
-        plots.draw_pareto(frame, output, title=title)
+        pareto_plot.draw_pareto(frame, output, title=title)
     show(report.frontier_report(frame, title))
     _say_written(csv, output)
 

@@ -24,8 +24,8 @@ from planner.cli_options import (
     offload_wish,
 )
 from planner.cli_shell import NO_PLAN, check_folder, note, show, show_json, working
+from planner.explain.pareto_plot import check_picture
 from planner.plans.offload_request import Offload
-from planner.plots import check_picture
 from planner.targets import parse_settings
 from planner.units import format_bytes
 

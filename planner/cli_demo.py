@@ -15,10 +15,10 @@ from planner import Plan, Profile, Workload, zoo
 from planner.cli_shell import show, working
 from planner.comparison import seconds_in_turns
 from planner.documents import plan_document
+from planner.explain.pareto_plot import draw_pareto
 from planner.plans.pareto_curves import pareto
 from planner.plans.profiling import profile
 from planner.plans.solving import solve
-from planner.plots import draw_pareto
 from planner.report import facts, frontier_report, plan_report
 from planner.runtime.applier import apply
 from planner.training import train_steps

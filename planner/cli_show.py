@@ -11,16 +11,16 @@ from rich.console import RenderableType
 
 from planner import chain_files, documents, report, solution_files
 from planner.cli_shell import check_folder, note, show, working
-from planner.op_tables import plan_ops_report
-from planner.peak import Peak, predicted_peak
-from planner.peak_report import peak_rows, peak_shown, peak_table
+from planner.explain.measured_step import StepView, view_step
+from planner.explain.op_decision_table import plan_ops_report
+from planner.explain.pareto_plot import check_picture
+from planner.explain.peak import Peak, predicted_peak
+from planner.explain.peak_report import peak_rows, peak_shown, peak_table
+from planner.explain.timeline import Timeline, beside_seconds_of, predicted_timelines, timeline_table
+from planner.explain.timeline_plot import ExplainedPeak, draw_timeline
 from planner.plans.plan import FORMAT as PLAN_FORMAT
 from planner.plans.plan import VERSION as PLAN_VERSION
 from planner.plans.plan import Plan, chain_in
-from planner.plots import check_picture
-from planner.step_view import StepView, view_step
-from planner.timeline import Timeline, beside_seconds_of, predicted_timelines, timeline_table
-from planner.timeline_plot import ExplainedPeak, draw_timeline
 from planner.units import format_bytes, format_seconds
 from profiler.json_files import read_document, write_whole
 from profiler.records import FORMAT as PROFILE_FORMAT

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from planner.timeline import Kind, Phase
+from planner.explain.timeline import Kind, Phase
 from planner.units import format_bytes
 
 _CUDA = re.compile(r"Tried to allocate ([0-9.]+) (KiB|MiB|GiB|bytes)")

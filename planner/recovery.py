@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from planner.explain.timeline import Phase
 from planner.oom_report import FailureReport
 from planner.plans.plan import Plan
 from planner.plans.replanning import replan
 from planner.plans.solving import SEARCH_SECONDS, NoPlan
-from planner.timeline import Phase
 from profiler.workload.preservation import RandomState, captured
 from profiler.workload.remembered import attributes_of
 from profiler.workload.tensor_trees import tensors_in

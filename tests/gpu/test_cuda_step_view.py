@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import planner
-from planner.step_view import view_step
+from planner.explain.measured_step import view_step
 from planner.zoo import build
 from profiler.workload.workload import Workload
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import planner
+from planner.explain.measured_step import view_step
+from planner.explain.timeline import Timeline, predicted_timelines
 from planner.plans.cost_model import chain_of
-from planner.step_view import view_step
-from planner.timeline import Timeline, predicted_timelines
 from solvers import Action, Schedule
 from solvers.chain import keep_all
 from tests.planner.test_exact import following

@@ -11,7 +11,7 @@ from torch import nn
 
 import planner
 from planner import zoo
-from planner.memory_map import GROUPS, OPTIMIZER, STEP, memory_maps
+from planner.explain.memory_breakdown import GROUPS, OPTIMIZER, STEP, memory_maps
 from profiler.records import Phase, states_bytes
 
 WIDTH, LAYERS, ROWS = 32, 3, 64

@@ -12,13 +12,13 @@ import pytest
 
 import planner
 from planner import Offload, zoo
-from planner.engines_plot import draw_engines
-from planner.peak import predicted_peak
+from planner.explain.engines_plot import draw_engines
+from planner.explain.peak import predicted_peak
+from planner.explain.timeline import predicted_timelines
+from planner.explain.timeline_plot import timeline_figure
 from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import link_document, link_from, usable_link
 from planner.plans.offloadable import SMALLEST_PARCEL_BYTES, input_parcels, kept_parcel_bytes, kept_parcels
-from planner.timeline import predicted_timelines
-from planner.timeline_plot import timeline_figure
 from profiler.records import LinkRecord, Profile
 from solvers import Link
 from tests.planner.command_line import done, refused

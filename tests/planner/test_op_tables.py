@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 import planner
-from planner.op_fates import fates_of_ops, grouped_fates, held_bytes, kept_by, makers
-from planner.op_tables import plan_ops_report
+from planner.explain.op_decision_table import plan_ops_report
+from planner.explain.op_decisions import fates_of_ops, grouped_fates, held_bytes, kept_by, makers
+from planner.explain.stage_groups import StageKind, common_path, kinds_of_stages, names_in_short
 from planner.plans.plan import Decision
-from planner.stage_kinds import StageKind, common_path, kinds_of_stages, names_in_short
 from profiler.op_graph import StageOp, StageOps, StageStorage
 from profiler.records import MenuRecord, OptionRecord
 from tests.planner.texts import text_of

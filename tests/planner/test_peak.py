@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 import planner
-from planner.peak import Peak, predicted_peak
-from planner.peak_report import COLUMNS, peak_rows, peak_table
+from planner.explain.peak import Peak, predicted_peak
+from planner.explain.peak_report import COLUMNS, peak_rows, peak_table
+from planner.explain.timeline import predicted_timelines
 from planner.plans.plan import Plan, chain_in
-from planner.timeline import predicted_timelines
 from solvers import Chain, Problem, Schedule, solve_chain
 from tests.planner.test_timeline import DROPPED, two_stages
 from tests.solvers.chains import random_chain

@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgba
 
+from planner.explain.pareto_plot import draw_pareto, pareto_figure
 from planner.plans.pareto_curves import COLUMNS
-from planner.plots import draw_pareto, pareto_figure
 
 MIB, GIB = 2**20, 2**30
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner import step_view, training
+from planner import training
+from planner.explain import measured_step
 from profiler.workload.steps import resident_bytes_of
 from tests.odd_models import workload
 from tests.planner.test_exact import assert_same, budgets, state_after
@@ -252,7 +253,7 @@ def test_a_plan_of_one_precision_is_refused_in_another(plans: Any, made_in: str,
     if made_in == used_in:
         assert training.train_planned(work, plan, steps=1).plan is plan
         return
-    for use in (lambda: training.train_planned(work, plan, steps=1), lambda: step_view.view_step(work, plan)):
+    for use in (lambda: training.train_planned(work, plan, steps=1), lambda: measured_step.view_step(work, plan)):
         with pytest.raises(planner.PlanMismatch, match=f"a plan for {made_in}: .*got {used_in};"):
             use()
     shown = used_in if made_in.startswith("float32") == used_in.startswith("float32") else used_in.partition(",")[0]

@@ -12,10 +12,10 @@ from torch import nn
 
 import planner
 from planner import recovery
+from planner.explain.timeline import Phase, Span, Timeline, predicted_timelines
 from planner.oom_diagnosis import _beside, _predicted_at
 from planner.oom_report import Alive, FailureReport, OutOfMemory, allocation_in, failure_text
 from planner.recovery import Guard, smaller_plan
-from planner.timeline import Phase, Span, Timeline, predicted_timelines
 from planner.training import train_planned
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload

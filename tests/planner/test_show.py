@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import planner
-from planner import peak_report, timeline
+from planner.explain import peak_report, timeline
 from planner.units import format_bytes
 from profiler.json_files import write_document
 from tests.planner.command_line import SMALL, done, refused, small_chain

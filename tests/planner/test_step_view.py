@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 import planner
 from planner import zoo
-from planner.peak_report import peak_rows
+from planner.explain.measured_step import Places, StepView, view_step
+from planner.explain.peak_report import peak_rows
+from planner.explain.timeline import Timeline, predicted_timelines
 from planner.plans.plan import chain_in
-from planner.step_view import Places, StepView, view_step
-from planner.timeline import Timeline, predicted_timelines
 from profiler.measurement.meter import Interval
 from profiler.workload.workload import Workload
 from tests.planner.command_line import SMALL

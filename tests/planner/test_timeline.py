@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 import planner
+from planner.explain.timeline import COLUMNS, Timeline, beside_seconds_of, predicted_timelines, timeline_table
 from planner.plans.plan import chain_in
-from planner.timeline import COLUMNS, Timeline, beside_seconds_of, predicted_timelines, timeline_table
 from solvers import Action, Chain, Schedule
 from tests.planner.command_line import small_chain
 

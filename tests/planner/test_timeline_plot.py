@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from matplotlib.lines import Line2D
 
-from planner.peak import predicted_peak
-from planner.peak_report import peak_rows
-from planner.timeline import Timeline, predicted_timelines
-from planner.timeline_plot import ExplainedPeak, draw_timeline, timeline_figure
+from planner.explain.peak import predicted_peak
+from planner.explain.peak_report import peak_rows
+from planner.explain.timeline import Timeline, predicted_timelines
+from planner.explain.timeline_plot import ExplainedPeak, draw_timeline, timeline_figure
 from tests.planner.test_timeline import DROPPED, two_stages
 
 

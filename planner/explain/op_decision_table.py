@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from planner.op_fates import OpFate, fates_of_ops, grouped_fates, held_bytes
+from planner.explain.op_decisions import OpFate, fates_of_ops, grouped_fates, held_bytes
+from planner.explain.stage_groups import StageKind, kinds_of_stages
 from planner.plans.plan import Plan
-from planner.stage_kinds import StageKind, kinds_of_stages
 from planner.units import format_bytes, format_seconds
 
 SHOWN = 5  # rows each of what is recomputed and of what is kept

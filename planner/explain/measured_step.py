@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from planner.peak import KEPT, MADE_AGAIN, Part, Peak
+from planner.explain.peak import KEPT, MADE_AGAIN, Part, Peak
+from planner.explain.timeline import Kind, Phase, Span, Timeline
 from planner.plans.lowering import program_of
 from planner.plans.plan import Plan
 from planner.runtime.applier import apply, check_precision, split_name
 from planner.runtime.plan_checks import check_device, check_inputs
-from planner.timeline import Kind, Phase, Span, Timeline
 from profiler.measurement.live_tensors import AlivePeak, AliveStorage, AliveWatch
 from profiler.measurement.meter import Interval, Meter, memory_meter, time_meter
 from profiler.measurement.planned_probe import AGAIN, StepMarks

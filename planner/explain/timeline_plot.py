@@ -14,11 +14,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from planner.engines_plot import draw_engines
-from planner.peak import Peak
-from planner.peak_report import PeakRow
-from planner.plots import Units, check_picture, units_up_to
-from planner.timeline import Phase, Timeline
+from planner.explain.engines_plot import draw_engines
+from planner.explain.pareto_plot import Units, check_picture, units_up_to
+from planner.explain.peak import Peak
+from planner.explain.peak_report import PeakRow
+from planner.explain.timeline import Phase, Timeline
 from planner.units import format_bytes
 from profiler.json_files import write_whole
 from profiler.op_graph import kind_of

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from planner.optimizer_steps import (
+from planner.explain.optimizer_steps import (
     Room,
     Settings,
     Step,

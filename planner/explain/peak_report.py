@@ -11,9 +11,9 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from planner.peak import Part, Peak
+from planner.explain.peak import Part, Peak
+from planner.explain.stage_groups import common_path, in_one_series, names_in_short
 from planner.plans.plan import Plan
-from planner.stage_kinds import common_path, in_one_series, names_in_short
 from planner.units import format_bytes
 from profiler.op_graph import kind_of
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.stage_kinds import StageKind
+from planner.explain.stage_groups import StageKind
 from planner.units import format_seconds
 from profiler.op_graph import ChoiceError, StageOps, makes_room
 from profiler.records import MenuRecord, OptionRecord

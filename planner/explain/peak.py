@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planner.op_fates import kept_by, makers
+from planner.explain.op_decisions import kept_by, makers
+from planner.explain.timeline import Span, Timeline
 from planner.plans.plan import Plan
-from planner.timeline import Span, Timeline
 from profiler.op_graph import StageOps
 from profiler.records import MenuRecord, ResidentBytes
 from solvers import Chain, Schedule

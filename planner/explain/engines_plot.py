@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from matplotlib.axes import Axes
 
-from planner.timeline import Span, Timeline
+from planner.explain.timeline import Span, Timeline
 
 _ROWS = {"compute": 2, "to host": 1, "to device": 0}
 _COMPUTE = {"forward": "#56B4E9", "recompute": "#CC79A7", "backward": "#E69F00", "optimizer": "#009E73"}

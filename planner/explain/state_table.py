@@ -9,8 +9,8 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from planner.optimizer_steps import with_unscaling
-from planner.state_formulas import OptimizerBytes, cast_bytes, optimizer_bytes, weight_of
+from planner.explain.optimizer_formulas import OptimizerBytes, cast_bytes, optimizer_bytes, weight_of
+from planner.explain.optimizer_steps import with_unscaling
 from planner.units import format_bytes
 from profiler.measurement.model_states import MeasuredStates, measure_states
 from profiler.workload.precision import precision_of

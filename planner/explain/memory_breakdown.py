@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from planner.peak import Part, predicted_peak
+from planner.explain.peak import Part, predicted_peak
+from planner.explain.stage_groups import names_in_short
+from planner.explain.timeline import Timeline, predicted_timelines
 from planner.plans.cost_model import chain_of
 from planner.plans.plan import Plan
 from planner.plans.solving import plan_of
-from planner.stage_kinds import names_in_short
-from planner.timeline import Timeline, predicted_timelines
 from profiler.op_graph import kind_of
 from profiler.records import Profile, made_gradient_bytes
 from solvers import Chain, Problem, replay, solve_chain
