@@ -14,9 +14,9 @@ import pandas as pd
 import planner
 from benchmarks.one_step import peak_bytes_of
 from benchmarks.reporting import RESULTS, result_name, write_result
-from planner.forms import Forms
-from planner.levers import Combination
-from planner.other_optimizers import optimizer_named
+from planner.capacity.levers import Combination
+from planner.capacity.optimizer_variants import optimizer_named
+from planner.capacity.workload_variants import Forms
 from planner.plans.offload_request import Offload
 from planner.units import parse_bytes
 from profiler.measurement.meter import metered, time_meter

@@ -10,7 +10,7 @@ import torch
 import planner
 from benchmarks.headline_models import ATTENTION
 from benchmarks.headline_rows import Row
-from planner.batch_limits import WAYS
+from planner.capacity.batch_limits import WAYS
 from planner.units import format_bytes, parse_bytes
 
 TARGET = "benchmarks.headline_models:bert_large"

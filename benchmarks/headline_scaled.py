@@ -12,9 +12,9 @@ import planner
 from benchmarks.headline_models import bert_small
 from benchmarks.headline_rows import OFFLOAD_TIMES, Row
 from benchmarks.one_step import peak_bytes_of, seconds_of
-from planner.batch_limits import WAYS, Way
-from planner.forecast import Forecast
-from planner.profiled_sizes import growth_over
+from planner.capacity.batch_limits import WAYS, Way
+from planner.capacity.predicted_limits import Forecast
+from planner.capacity.size_profiles import growth_over
 from planner.units import format_bytes
 from profiler.workload.workload import Workload
 

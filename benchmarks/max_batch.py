@@ -11,7 +11,7 @@ import pandas as pd
 
 import planner
 from benchmarks.reporting import RESULTS, result_name, write_result
-from planner.batch_limits import WAYS
+from planner.capacity.batch_limits import WAYS
 from planner.units import parse_bytes
 from planner.zoo import build
 

@@ -1,12 +1,12 @@
 """The sublinear-memory planner: profile a real PyTorch model, plan under a memory budget, train under the plan."""
 
-from planner.advice import Advice, advise
-from planner.batch_limits import Limit, MaxBatch, NoBatch
-from planner.batch_search import max_batch
+from planner.capacity.advice import Advice, advise
+from planner.capacity.batch_limits import Limit, MaxBatch, NoBatch
+from planner.capacity.batch_search import max_batch
+from planner.capacity.levers import Combination, Lever
 from planner.checkpointing import auto_checkpoint
 from planner.dynamic import DynamicHandle
 from planner.explain.state_table import ModelStates, StateRow, model_states
-from planner.levers import Combination, Lever
 from planner.oom_report import FailureReport, OutOfMemory
 from planner.plans.lowering import UnsupportedPlan
 from planner.plans.offload_request import Offload

@@ -11,8 +11,8 @@ import typer
 from rich.console import RenderableType
 
 from planner import Infeasible, NoBatch, Plan, Rules, Workload, documents, problem_solving, report
-from planner.batch_report import batch_document, limits_report, no_batch_document
-from planner.batch_search import max_batch
+from planner.capacity.batch_report import batch_document, limits_report, no_batch_document
+from planner.capacity.batch_search import max_batch
 from planner.cli_advise import advise_command
 from planner.cli_demo import run_demo
 from planner.cli_options import (

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from planner.advice import Advice, advise
-from planner.advice_plot import draw_advice
-from planner.advice_report import document_of, report_of
+from planner.capacity.advice import Advice, advise
+from planner.capacity.advice_plot import draw_advice
+from planner.capacity.advice_report import document_of, report_of
 from planner.cli_options import (
     AsJson,
     BudgetText,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.capacity.size_profiles import same_choices
 from planner.plans.profiling import profile
-from planner.profiled_sizes import same_choices
 from planner.runtime.applier import split_name
 from planner.signatures import Signature, SignatureReader
 from profiler.measurement import profiling

@@ -9,7 +9,7 @@ from fractions import Fraction
 from itertools import combinations
 from typing import Literal
 
-from planner.growth import STRAIGHT, Growth, whole_at
+from planner.capacity.scaling import STRAIGHT, Growth, whole_at
 from planner.signatures import Signature
 from profiler.records import Profile
 

@@ -11,15 +11,15 @@ import torch
 from matplotlib.text import Text
 from torch import nn
 
-import planner.forms
+import planner.capacity.workload_variants
 from benchmarks.advise import measured
-from planner.advice import _notes
-from planner.advice_plot import advice_figure, draw_advice
-from planner.advice_report import document_of, foremost, report_of, shortened
+from planner.capacity.advice import _notes
+from planner.capacity.advice_plot import advice_figure, draw_advice
+from planner.capacity.advice_report import document_of, foremost, report_of, shortened
+from planner.capacity.lever_search import Found, LeverSearch, _Form, _result_of_micro_batches
+from planner.capacity.levers import Combination, rank, worst
+from planner.capacity.workload_variants import Forms, PartLoss
 from planner.cli_shell import show
-from planner.forms import Forms, PartLoss
-from planner.lever_search import Found, LeverSearch, _Form, _result_of_micro_batches
-from planner.levers import Combination, rank, worst
 from planner.plans.offload_request import Offload
 from planner.plans.solving import quick_plan
 from profiler.workload.steps import ProfileError
@@ -113,13 +113,13 @@ def test_nothing_fits():
 
 def test_what_fits_is_left_alone(monkeypatch):
     """A step of any size takes a second here: measured ones are noise where they are this small."""
-    measure = planner.forms.profile
+    measure = planner.capacity.workload_variants.profile
 
     def timed(work, **settings):
         found = measure(work, **settings)
         return replace(found, unplanned_seconds=1.0, optimizer=replace(found.optimizer, seconds=0.0))
 
-    monkeypatch.setattr(planner.forms, "profile", timed)
+    monkeypatch.setattr(planner.capacity.workload_variants, "profile", timed)
     advice = planner.advise(build, "200%", settings={"batch": 8}, menus=False)
     assert {each.seconds for each in advice.combinations if each.keeps_result} == {1.0, 2.0}
     assert advice.exact is not None and not advice.exact.kinds and advice.exact.plan is None
@@ -127,20 +127,20 @@ def test_what_fits_is_left_alone(monkeypatch):
 
 def test_a_step_that_the_device_has_no_room_for(tight, monkeypatch):
     """What it would take follows from smaller batches, and equals what it takes where there is room."""
-    measure = planner.forms.profile
+    measure = planner.capacity.workload_variants.profile
 
     def short(work, **settings):
         if work.inputs.shape[0] > 256:
             raise ProfileError("no room") from MemoryError()
         return measure(work, **settings)
 
-    monkeypatch.setattr(planner.forms, "profile", short)
+    monkeypatch.setattr(planner.capacity.workload_variants, "profile", short)
     found = planner.advise(build, tight.budget_bytes, settings={"batch": 512}, menus=False)
     assert found.unplanned.peak_bytes == tight.unplanned.peak_bytes
     assert found.unplanned.peak_basis == "computed" and tight.unplanned.peak_basis == "measured"
     assert found.states_bytes == tight.states_bytes and found.exact is not None
     assert any("no room for the step as it is" in note for note in found.notes)
-    monkeypatch.setattr(planner.forms, "profile", lambda work, **_: fail())
+    monkeypatch.setattr(planner.capacity.workload_variants, "profile", lambda work, **_: fail())
     with pytest.raises(ProfileError, match="no room"):
         planner.advise(build, "60%", settings={"batch": 512}, menus=False)
 
@@ -189,7 +189,7 @@ def test_what_looks_at_the_whole_batch_or_changes_buffers_by_it_changes_results(
 
 def test_the_advised_plan_is_found_by_all_methods(monkeypatch):
     """All methods together find a plan of no seconds here; a step takes one, as those measured may be noise."""
-    measure = planner.forms.profile
+    measure = planner.capacity.workload_variants.profile
 
     def timed(work, **settings):
         found = measure(work, **settings)
@@ -198,8 +198,8 @@ def test_the_advised_plan_is_found_by_all_methods(monkeypatch):
     def ideal(profile, budget_bytes, **settings):
         return replace(quick_plan(profile, budget_bytes, Offload(mode="never")), predicted_seconds=0.0)
 
-    monkeypatch.setattr(planner.forms, "profile", timed)
-    monkeypatch.setattr("planner.lever_search.solve", ideal)
+    monkeypatch.setattr(planner.capacity.workload_variants, "profile", timed)
+    monkeypatch.setattr("planner.capacity.lever_search.solve", ideal)
     advice = planner.advise(build(batch=512), "55%", offload="never", menus=False)
     assert advice.exact is not None and advice.exact.plan is not None
     assert advice.exact.recipe == "recompute" and advice.exact.plan.predicted_seconds == 0.0

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import planner
-from planner import each_size
-from planner.each_size import EachSize, NoProfile
-from planner.footing import Footing
-from planner.forecast import Forecast
-from planner.growth import Growth
-from planner.limit_search import LimitSearch
+from planner.capacity import each_size
+from planner.capacity.each_size import EachSize, NoProfile
+from planner.capacity.measured_limits import LimitSearch
+from planner.capacity.predicted_limits import Forecast
+from planner.capacity.scaling import Growth
+from planner.capacity.smallest_size import Footing
 from planner.runtime.step_trial import Trial
 
 BUDGET = 10**7
@@ -44,7 +44,7 @@ def search(profiles, monkeypatch) -> Any:
     def train(build, size, plan, *, repeats):
         return Trial(size=size, peak_bytes=forecast.plan_at("none", size)[1], seconds=float(size), plan=plan)
 
-    monkeypatch.setattr("planner.limit_search.trial", train)
+    monkeypatch.setattr("planner.capacity.measured_limits.trial", train)
     footing = Footing(start=1, step=1, states_bytes=1, device=torch.device("cpu"))
     return LimitSearch(build, "layers", footing, forecast, lambda what: None).run(())
 

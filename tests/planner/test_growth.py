@@ -9,9 +9,9 @@ import torch
 
 import planner
 from planner import zoo
-from planner.growth import Growth, Unlike, seconds_at, whole_at
+from planner.capacity.scaling import Growth, Unlike, seconds_at, whole_at
+from planner.capacity.size_profiles import growth_over
 from planner.plans.cost_model import chain_of
-from planner.profiled_sizes import growth_over
 from solvers import replay
 from solvers.chain.keep_all import schedules
 from solvers.chain.minimum_memory import smallest_schedule

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from planner import Offload, zoo
-from planner.footing import Footing
-from planner.forecast import Forecast
-from planner.limit_search import LimitSearch
+from planner.capacity.measured_limits import LimitSearch
+from planner.capacity.predicted_limits import Forecast
+from planner.capacity.size_profiles import growth_over
+from planner.capacity.smallest_size import Footing
 from planner.plans.cost_model import chain_of
-from planner.profiled_sizes import growth_over
 from planner.runtime.step_trial import Trial
 from solvers.chain.minimum_memory import shortage
 
@@ -43,7 +43,7 @@ def search(growth, monkeypatch, peak, seconds=lambda size: 1.0, step=STEP) -> An
         expected = forecast.plan_at("none", size)[1] if plan is None else plan.predicted_peak_bytes
         return Trial(size=size, peak_bytes=peak(plan, expected), seconds=seconds(size), plan=plan)
 
-    monkeypatch.setattr("planner.limit_search.trial", train)
+    monkeypatch.setattr("planner.capacity.measured_limits.trial", train)
     footing = Footing(start=step, step=step, states_bytes=1, device=torch.device("cpu"))
     return LimitSearch(build, "batch", footing, forecast, lambda what: None).run(())
 

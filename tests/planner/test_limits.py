@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from planner.limits import MOST, Settled, largest, settle
+from planner.capacity.size_bisection import MOST, Settled, largest, settle
 
 
 @pytest.mark.parametrize("step", [1, 3, 16])

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import planner
-import planner.profiled_sizes
+import planner.capacity.size_profiles
 from planner import zoo
-from planner.batch_search import max_batch
+from planner.capacity.batch_search import max_batch
 from planner.runtime.step_trial import has_room, states_bytes
 from tests.planner.command_line import done, refused, run
 
@@ -93,7 +93,7 @@ def test_no_step_is_run_where_the_device_has_no_room(budget, monkeypatch):
 
     room = unplanned_peak(LIMIT) + 300_000
     monkeypatch.setattr("planner.runtime.step_trial.room_bytes", lambda device: room)
-    monkeypatch.setattr("planner.limit_search.room_bytes", lambda device: room)
+    monkeypatch.setattr("planner.capacity.measured_limits.room_bytes", lambda device: room)
     most = room - states_bytes(build(STEP))
     found = search(watched, 10 * most)
     assert not found.none.confirmed and not found.none.next_fails
@@ -214,7 +214,7 @@ def test_a_target_that_takes_no_double_of_the_step_is_told_of_the_step():
 
 def test_a_device_that_holds_few_samples_is_profiled_below_them(monkeypatch):
     """Unplanned steps of more than two samples run out of memory, which also ends the profile at them."""
-    real = planner.profiled_sizes.profile
+    real = planner.capacity.size_profiles.profile
     profiled = []
 
     def tight(workload, **options):
@@ -224,7 +224,7 @@ def test_a_device_that_holds_few_samples_is_profiled_below_them(monkeypatch):
             raise planner.ProfileError("no room") from torch.OutOfMemoryError("CUDA out of memory.")
         return real(workload, **options)
 
-    monkeypatch.setattr("planner.profiled_sizes.profile", tight)
+    monkeypatch.setattr("planner.capacity.size_profiles.profile", tight)
     found = search(build, unplanned_peak(STEP) + 1000)
     assert found.none.size == STEP and found.profiled == (STEP, 2 * STEP)
     assert profiled == [4, 3, 2]

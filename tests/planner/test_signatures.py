@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner.growth import Unlike
+from planner.capacity.scaling import Unlike
 from planner.signatures import Signature, SignatureReader
 from planner.size_lines import expected, lines_of
 from profiler.records import Phase, Profile, ResidentBytes, StageRecord

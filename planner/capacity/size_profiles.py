@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from planner.growth import Growth, flow_of
+from planner.capacity.scaling import Growth, flow_of
 from planner.plans.profiling import profile
 from profiler.measurement import profiling
 from profiler.measurement.profiling import Progress

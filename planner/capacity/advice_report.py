@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from planner.advice import Advice
+from planner.capacity.advice import Advice
+from planner.capacity.levers import Combination, Lever
 from planner.explain.memory_breakdown import GROUPS, MemoryMap
-from planner.levers import Combination, Lever
 from planner.report import facts, plain_table
 from planner.units import format_bytes, format_seconds
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from planner.batch_limits import Way
-from planner.each_size import EachSize, NoProfile
-from planner.growth import Growth
-from planner.limits import MOST, largest
+from planner.capacity.batch_limits import Way
+from planner.capacity.each_size import EachSize, NoProfile
+from planner.capacity.scaling import Growth
+from planner.capacity.size_bisection import MOST, largest
 from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from planner.levers import Lever
+from planner.capacity.levers import Lever
 from profiler.measurement.optimizer_meter import OptimizerCost, measure_optimizer
 from profiler.records import Phase, Profile, StageRecord
 from profiler.workload.variants import varied

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.markup import escape
 
-from planner.batch_limits import WAYS, Limit, MaxBatch, NoBatch
+from planner.capacity.batch_limits import WAYS, Limit, MaxBatch, NoBatch
 from planner.report import facts, plain_table
 from planner.units import format_bytes
 

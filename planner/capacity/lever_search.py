@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from planner.forms import Forms
-from planner.levers import Basis, Combination, Lever, Recipe, Result, rank, worst
-from planner.other_optimizers import replacements_for, with_optimizer
+from planner.capacity.levers import Basis, Combination, Lever, Recipe, Result, rank, worst
+from planner.capacity.optimizer_variants import replacements_for, with_optimizer
+from planner.capacity.workload_variants import Forms
 from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.growth import Growth, Unlike
+from planner.capacity.scaling import Growth, Unlike
 from planner.plans.cost_model import chain_of
 from planner.plans.profiling import profile
 from planner.runtime.step_trial import ran_out, release

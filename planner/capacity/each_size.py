@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from planner.growth import Growth, whole_at
+from planner.capacity.scaling import Growth, whole_at
 from planner.plans.profiling import profile
 from planner.runtime.step_trial import Build, has_room, ran_out, release
 from profiler.measurement.profiling import Progress

@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.batch_limits import MaxBatch, NoBatch, States
-from planner.each_size import EachSize
-from planner.footing import Footing, footing_of, ladder
-from planner.forecast import Forecast
-from planner.growth import Growth, Unlike
-from planner.limit_search import LimitSearch
+from planner.capacity.batch_limits import MaxBatch, NoBatch, States
+from planner.capacity.each_size import EachSize
+from planner.capacity.measured_limits import LimitSearch
+from planner.capacity.predicted_limits import Forecast
+from planner.capacity.scaling import Growth, Unlike
+from planner.capacity.size_profiles import growth_over, with_size
+from planner.capacity.smallest_size import Footing, footing_of, ladder
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.offload_request import Mode, Offload, offload_from
 from planner.plans.profiling import profile
 from planner.plans.solving import Infeasible, planned_inside, quick_plan, why_no_offload
-from planner.profiled_sizes import growth_over, with_size
 from planner.runtime.step_trial import Build, ran_out, release
 from planner.targets import call_target, load_target, on_device
 from planner.units import parse_bytes

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from planner.growth import whole_at
-from planner.limits import MOST
+from planner.capacity.scaling import whole_at
+from planner.capacity.size_bisection import MOST
 from planner.runtime.step_trial import Build, Report, Trial, has_room, ran_out, states_bytes, trial
 from planner.targets import NoTarget
 

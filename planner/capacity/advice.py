@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from planner.capacity.lever_search import Found, LeverSearch
+from planner.capacity.levers import Combination, Lever
+from planner.capacity.workload_variants import Forms, Target
 from planner.explain.memory_breakdown import MemoryMap, memory_maps
-from planner.forms import Forms, Target
-from planner.lever_search import Found, LeverSearch
-from planner.levers import Combination, Lever
 from planner.plans.offload_request import Mode, Offload, offload_from
 from planner.units import format_bytes, parse_bytes
 from profiler.measurement.profiling import Progress

@@ -9,11 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from planner.advice import Advice
-from planner.advice_report import foremost, shortened
+from planner.capacity.advice import Advice
+from planner.capacity.advice_report import foremost, shortened
+from planner.capacity.levers import Combination
 from planner.explain.memory_breakdown import GROUPS, MemoryMap
 from planner.explain.pareto_plot import check_picture, memory_unit
-from planner.levers import Combination
 from planner.units import format_bytes, format_seconds
 from profiler.json_files import write_whole
 
