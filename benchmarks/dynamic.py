@@ -16,8 +16,8 @@ import pandas as pd
 import planner
 from benchmarks.one_step import peak_bytes_of
 from benchmarks.reporting import MIB, RESULTS, result_name, write_result
-from planner.dynamic import DynamicHandle
-from planner.plan_book import without_shapes
+from planner.training.dynamic_shapes import DynamicHandle
+from planner.training.plan_cache import without_shapes
 from planner.zoo import build
 from profiler.workload.workload import Workload
 

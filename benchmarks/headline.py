@@ -15,7 +15,7 @@ from benchmarks import headline_full, headline_resnet, headline_scaled
 from benchmarks.headline_rows import SOURCE, Row, reached, reference, table
 from benchmarks.long_run import long_run
 from benchmarks.reporting import RESULTS, result_name, write_result
-from planner.allocator_advice import KEEPING, SEGMENTS
+from planner.training.allocator_advice import KEEPING, SEGMENTS
 from planner.units import format_bytes
 
 TITLE = "Headline: batch and speed in a fixed memory"

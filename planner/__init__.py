@@ -4,10 +4,7 @@ from planner.capacity.advice import Advice, advise
 from planner.capacity.batch_limits import Limit, MaxBatch, NoBatch
 from planner.capacity.batch_search import max_batch
 from planner.capacity.levers import Combination, Lever
-from planner.checkpointing import auto_checkpoint
-from planner.dynamic import DynamicHandle
 from planner.explain.state_table import ModelStates, StateRow, model_states
-from planner.oom_report import FailureReport, OutOfMemory
 from planner.plans.lowering import UnsupportedPlan
 from planner.plans.offload_request import Offload
 from planner.plans.pareto_curves import pareto
@@ -17,8 +14,11 @@ from planner.plans.rules import Rule, Rules
 from planner.plans.solving import Infeasible, NothingFound, solve
 from planner.plans.stated_plan import state
 from planner.runtime.applier import Handle, PlanMismatch, apply, handle_of
-from planner.signatures import Signature
-from planner.training import TrainingRun, train_planned
+from planner.training.checkpointing import auto_checkpoint
+from planner.training.dynamic_shapes import DynamicHandle
+from planner.training.input_signatures import Signature
+from planner.training.oom_report import FailureReport, OutOfMemory
+from planner.training.training import TrainingRun, train_planned
 from profiler.measurement.step_measurement import Measurement, measure
 from profiler.recomputation.functions import recompute
 from profiler.records import Profile

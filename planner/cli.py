@@ -36,7 +36,6 @@ from planner.cli_options import (
 from planner.cli_shell import Face, ManyValues, check_folder, note, show, show_json, working
 from planner.cli_show import Wanted, run_show
 from planner.cli_train import run_train
-from planner.comparison import ILP_SECONDS, compare_solvers
 from planner.explain import pareto_plot
 from planner.explain.state_report import states_report
 from planner.explain.state_table import model_states
@@ -46,6 +45,7 @@ from planner.plans.offload_request import Offload
 from planner.plans.profiling import profile
 from planner.plans.solving import NoPlan
 from planner.targets import load_target, on_device, parse_settings
+from planner.training.solver_comparison import ILP_SECONDS, compare_solvers
 from planner.units import format_bytes, parse_bytes
 from profiler.json_files import write_document, write_whole
 from solvers.graph.registry import DEFAULT_GAP, DEFAULT_SECONDS, LARGE_NODES, LARGE_SECONDS

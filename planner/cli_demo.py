@@ -13,7 +13,6 @@ from rich.console import RenderableType
 
 from planner import Plan, Profile, Workload, zoo
 from planner.cli_shell import show, working
-from planner.comparison import seconds_in_turns
 from planner.documents import plan_document
 from planner.explain.pareto_plot import draw_pareto
 from planner.plans.pareto_curves import pareto
@@ -21,7 +20,8 @@ from planner.plans.profiling import profile
 from planner.plans.solving import solve
 from planner.report import facts, frontier_report, plan_report
 from planner.runtime.applier import apply
-from planner.training import train_steps
+from planner.training.solver_comparison import seconds_in_turns
+from planner.training.training import train_steps
 from planner.units import format_bytes, format_seconds
 from profiler.measurement.step_measurement import measure
 

@@ -15,8 +15,8 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand, TyperGroup
 
-from planner.oom_report import OutOfMemory
 from planner.plans.solving import NoPlan
+from planner.training.oom_report import OutOfMemory
 
 WRONG_INPUT = 2
 NO_PLAN = 3

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from planner import documents, report
-from planner.allocator_advice import advice_on_allocator, advice_on_malloc
 from planner.cli_shell import check_folder, note, show, show_json, working
-from planner.oom_report import FailureReport, OutOfMemory, failure_text
 from planner.plans.plan import Plan
-from planner.training import TrainingRun, train_planned
+from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
+from planner.training.oom_report import FailureReport, OutOfMemory, failure_text
+from planner.training.training import TrainingRun, train_planned
 from planner.units import format_bytes
 from profiler.measurement.device_memory import has_expandable_segments
 from profiler.workload.workload import Workload

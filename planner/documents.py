@@ -7,12 +7,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from planner.comparison import ComparisonRow
-from planner.oom_report import OutOfMemory, failure_document
 from planner.plans.offload_request import link_document
 from planner.plans.plan import Plan, PlannedStage
 from planner.plans.solving import NoPlan
-from planner.training import TrainingRun
+from planner.training.oom_report import OutOfMemory, failure_document
+from planner.training.solver_comparison import ComparisonRow
+from planner.training.training import TrainingRun
 from profiler.records import Profile
 
 _OF_PLAN = (

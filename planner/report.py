@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from planner.comparison import ComparisonRow
+from planner.training.solver_comparison import ComparisonRow
 from planner.units import format_bytes, format_seconds
 from profiler.records import OpRecord, Profile, StageRecord
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planner import report
-from planner.allocator_advice import advice_on_allocator, advice_on_malloc
+from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
 from profiler.measurement import step_measurement
 from profiler.measurement.step_measurement import measure
 from profiler.workload.workload import Workload

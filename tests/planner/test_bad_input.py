@@ -145,7 +145,7 @@ def test_a_model_that_fails_while_training_is_refused(files, monkeypatch):
     def fails(self: planner.Workload) -> torch.Tensor:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr("planner.training.measure", lambda workload: None)
+    monkeypatch.setattr("planner.training.training.measure", lambda workload: None)
     monkeypatch.setattr(planner.Workload, "forward", fails)
     message = refused("train", "zoo:mlp", *SMALL, "--plan", files / "plan.json")
     assert "training step 1" in message and "out of luck" in message

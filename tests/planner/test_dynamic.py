@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner import plan_book, zoo
-from planner.dynamic import DynamicHandle
+from planner import zoo
+from planner.training import plan_cache
+from planner.training.dynamic_shapes import DynamicHandle
 from profiler.workload.workload import Workload
 
 SHARE = 0.6  # of the unplanned peak of the largest batch
@@ -200,9 +201,9 @@ def test_each_new_signature_is_solved_for_once_and_counted(monkeypatch):
     model, handle = planned()
     assert handle.solves == 2
     asked = []
-    solve = plan_book.solve
+    solve = plan_cache.solve
     monkeypatch.setattr(
-        plan_book, "solve", lambda profile, *rest, **more: asked.append(1) or solve(profile, *rest, **more)
+        plan_cache, "solve", lambda profile, *rest, **more: asked.append(1) or solve(profile, *rest, **more)
     )
     for _ in range(3):
         for count in (100, 200, 256):
@@ -308,7 +309,7 @@ def test_an_error_on_the_thread_is_said_once_and_leaves_the_safe_plan(monkeypatc
     def broken(*_: Any, **__: Any) -> Any:
         raise KeyError("broken")
 
-    monkeypatch.setattr(plan_book, "solve", broken)
+    monkeypatch.setattr(plan_cache, "solve", broken)
     with pytest.warns(RuntimeWarning, match="KeyError") as caught:
         for count in (100, 110, 120):
             step(model, count)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner import training
 from planner.explain import measured_step
+from planner.training import training
 from profiler.workload.steps import resident_bytes_of
 from tests.odd_models import workload
 from tests.planner.test_exact import assert_same, budgets, state_after

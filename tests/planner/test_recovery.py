@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import planner
-from planner import recovery
 from planner.explain.timeline import Phase, Span, Timeline, predicted_timelines
-from planner.oom_diagnosis import _beside, _predicted_at
-from planner.oom_report import Alive, FailureReport, OutOfMemory, allocation_in, failure_text
-from planner.recovery import Guard, smaller_plan
-from planner.training import train_planned
+from planner.training import oom_recovery
+from planner.training.oom_diagnosis import _beside, _predicted_at
+from planner.training.oom_recovery import Guard, smaller_plan
+from planner.training.oom_report import Alive, FailureReport, OutOfMemory, allocation_in, failure_text
+from planner.training.training import train_planned
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 from tests.planner.small_device import Limit
@@ -288,7 +288,7 @@ def test_buffers_of_the_loss_are_put_back(monkeypatch):
 
 
 def test_steps_since_the_latest_copy_are_trained_again(monkeypatch):
-    monkeypatch.setattr("planner.recovery.COPY_EVERY_STEPS", 2)
+    monkeypatch.setattr("planner.training.oom_recovery.COPY_EVERY_STEPS", 2)
     work = workload()
     guard, before = Guard(work, copies=True), []
     for step in range(5):
@@ -341,13 +341,13 @@ def test_memory_that_runs_out_before_forward_undoes_nothing_and_loses_nothing(pl
     after_all, work = state_of(calm), workload()
     copied = iter([True, False, *[True] * STEPS])
 
-    class Short(recovery._BeforeStep):
+    class Short(oom_recovery._BeforeStep):
         def __init__(self, work: Workload) -> None:
             if not next(copied):
                 raise MemoryError("no room for a copy")
             super().__init__(work)
 
-    monkeypatch.setattr(recovery, "_BeforeStep", Short)
+    monkeypatch.setattr(oom_recovery, "_BeforeStep", Short)
     if retries:
         assert list(train_planned(work, plan, steps=STEPS, retries=1).losses) == losses
         assert same(state_of(work), after_all)
@@ -358,7 +358,7 @@ def test_memory_that_runs_out_before_forward_undoes_nothing_and_loses_nothing(pl
 
 
 def test_copies_leave_gradients_that_are_added_to_where_they_are(monkeypatch):
-    monkeypatch.setattr("planner.recovery.COPY_EVERY_STEPS", 1)
+    monkeypatch.setattr("planner.training.oom_recovery.COPY_EVERY_STEPS", 1)
     work = workload(accumulate=True)
     guard = Guard(work, copies=True)
     guard.run(0)

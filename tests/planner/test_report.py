@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 
 from planner import report
-from planner.comparison import ComparisonRow
 from planner.plans.pareto_curves import COLUMNS
+from planner.training.solver_comparison import ComparisonRow
 from profiler.records import OpRecord, Phase, Profile, ResidentBytes, StageRecord
 from tests.planner.texts import text_of
 

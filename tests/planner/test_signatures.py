@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from planner.capacity.scaling import Unlike
-from planner.signatures import Signature, SignatureReader
-from planner.size_lines import expected, lines_of
+from planner.training.input_signatures import Signature, SignatureReader
+from planner.training.signature_scaling import expected, lines_of
 from profiler.records import Phase, Profile, ResidentBytes, StageRecord
 
 

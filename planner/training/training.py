@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from planner.oom_diagnosis import report_of, stop_of
-from planner.oom_report import FailureReport, OutOfMemory, Stop
 from planner.plans.plan import Plan
-from planner.recovery import Guard, smaller_plan, wanted_bytes
 from planner.runtime.applier import apply, check_precision
 from planner.runtime.plan_checks import check_device, check_inputs
 from planner.runtime.step_trial import ran_out
+from planner.training.oom_diagnosis import report_of, stop_of
+from planner.training.oom_recovery import Guard, smaller_plan, wanted_bytes
+from planner.training.oom_report import FailureReport, OutOfMemory, Stop
 from profiler.measurement.step_measurement import Measurement, measure
 from profiler.workload.workload import Workload
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from planner.explain.measured_step import Places
 from planner.explain.timeline import Phase, Span, Timeline, predicted_timelines
-from planner.oom_report import Alive, FailureReport, Stop, allocation_in
 from planner.plans.plan import Plan
 from planner.runtime.applier import apply, split_name
 from planner.runtime.planned_step import Frame
 from planner.runtime.step_trial import ran_out
+from planner.training.oom_report import Alive, FailureReport, Stop, allocation_in
 from profiler.measurement.meter import Interval, Meter, memory_meter
 from profiler.measurement.planned_probe import StepMarks
 from profiler.workload.compiled_forwards import is_compiled, unwrapped

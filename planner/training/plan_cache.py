@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from planner.background import Background
 from planner.plans.headroom import headroom_from
 from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan
 from planner.plans.solving import SEARCH_SECONDS, Infeasible, NoPlan, quick_plan, solve
-from planner.signatures import Signature
-from planner.size_lines import Basis, SizeLine, expected, lines_of
+from planner.training.background import Background
+from planner.training.input_signatures import Signature
+from planner.training.signature_scaling import Basis, SizeLine, expected, lines_of
 from planner.units import format_bytes
 from profiler.records import Profile
 

@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import Literal
 
 from planner.capacity.scaling import STRAIGHT, Growth, whole_at
-from planner.signatures import Signature
+from planner.training.input_signatures import Signature
 from profiler.records import Profile
 
 Basis = Literal["interpolated", "extrapolated", "covered"]

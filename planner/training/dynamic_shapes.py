@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.dynamic_profiles import Training, profiles_of
-from planner.plan_book import Entry, PlanBook, Status, without_shapes
 from planner.plans.lowering import program_of
 from planner.plans.plan import Plan
 from planner.runtime.applier import Handle, PlannedCalls, check_unplanned, install, register
-from planner.signatures import Signature, SignatureReader
+from planner.training.dynamic_profiles import Training, profiles_of
+from planner.training.input_signatures import Signature, SignatureReader
+from planner.training.plan_cache import Entry, PlanBook, Status, without_shapes
 from planner.units import parse_bytes
 from profiler.trace.partition import StagePattern
 from profiler.workload.compiled_forwards import Forward, is_compiled, unwrapped

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.dynamic import apply_dynamic
-from planner.dynamic_profiles import Training
-from planner.plan_book import CACHE_SIZE
 from planner.plans.offload_request import Mode, Offload
 from planner.plans.profiling import profile
 from planner.plans.solving import solve
 from planner.runtime.applier import apply
+from planner.training.dynamic_profiles import Training
+from planner.training.dynamic_shapes import apply_dynamic
+from planner.training.plan_cache import CACHE_SIZE
 from profiler.trace.partition import StagePattern
 from profiler.workload.workload import LossFunction, Workload
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from planner.explain.timeline import Phase
-from planner.oom_report import FailureReport
 from planner.plans.plan import Plan
 from planner.plans.replanning import replan
 from planner.plans.solving import SEARCH_SECONDS, NoPlan
+from planner.training.oom_report import FailureReport
 from profiler.workload.preservation import RandomState, captured
 from profiler.workload.remembered import attributes_of
 from profiler.workload.tensor_trees import tensors_in

@@ -12,7 +12,7 @@ from torch import nn
 from planner.capacity.size_profiles import same_choices
 from planner.plans.profiling import profile
 from planner.runtime.applier import split_name
-from planner.signatures import Signature, SignatureReader
+from planner.training.input_signatures import Signature, SignatureReader
 from profiler.measurement import profiling
 from profiler.records import Profile
 from profiler.trace.partition import StagePattern
