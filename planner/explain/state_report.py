@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.markup import escape
 
+from planner.cli.tables import facts, plain_table
 from planner.explain.state_table import ModelStates, StateRow
-from planner.report import facts, plain_table
 from planner.units import format_bytes
 
 _NOTHING = "-"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from planner.cli import app
+from planner.cli.commands import app
 from solvers import Chain, Option, Stage
 
 SMALL = ["--set", "layers=8", "hidden=32", "batch=1024"]

@@ -19,7 +19,7 @@ from planner.capacity.advice_report import document_of, foremost, report_of, sho
 from planner.capacity.lever_search import Found, LeverSearch, _Form, _result_of_micro_batches
 from planner.capacity.levers import Combination, rank, worst
 from planner.capacity.workload_variants import Forms, PartLoss
-from planner.cli_shell import show
+from planner.cli.shell import show
 from planner.plans.offload_request import Offload
 from planner.plans.solving import quick_plan
 from profiler.workload.steps import ProfileError

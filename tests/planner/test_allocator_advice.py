@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner import report
+from planner.cli import tables
 from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
 from profiler.measurement import step_measurement
 from profiler.measurement.step_measurement import measure
@@ -49,9 +49,9 @@ def test_training_prints_it():
         "predicted_seconds": 0.01, "measured_seconds": 0.012, "unplanned_seconds": 0.008,
         "allocator_advice": "each step gets much anew",
     }  # fmt: skip
-    lines = text_of(report.training_report(document)).splitlines()
+    lines = text_of(tables.training_report(document)).splitlines()
     assert any("allocator" in line and "each step gets much anew" in line for line in lines)
-    silent = text_of(report.training_report({**document, "allocator_advice": ""}))
+    silent = text_of(tables.training_report({**document, "allocator_advice": ""}))
     assert "allocator" not in silent and "reserved" not in silent
 
 

@@ -170,7 +170,7 @@ def test_an_output_folder_that_is_not_there_is_refused_before_any_work(files, tm
         raise AssertionError("worked before looking at the output's folder")
 
     for name in ("profile", "problem_files.read_source", "_workload"):
-        monkeypatch.setattr(f"planner.cli.{name}", never)
+        monkeypatch.setattr(f"planner.cli.commands.{name}", never)
     missing = tmp_path / "no" / "folder"
     assert "create it" in refused("profile", "zoo:mlp", "-o", missing / "p.json")
     assert "create it" in refused("solve", files / "profile.json", "--budget", "85%", "-o", missing / "p.json")

@@ -11,8 +11,9 @@ import pandas as pd
 import pytest
 
 import planner
-from planner import cli_demo, zoo
-from planner.cli_shell import spread
+from planner import zoo
+from planner.cli import demo
+from planner.cli.shell import spread
 from planner.plans.pareto_curves import COLUMNS
 from profiler.json_files import write_document
 from solvers import Schedule, replay
@@ -228,15 +229,15 @@ def test_compare_exits_3_where_no_solver_fits(files):
 
 def test_the_demo_goes_the_whole_way(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    cli_demo.run_demo(build=lambda: zoo.build("mlp", layers=8, hidden=32, batch=1024))
+    demo.run_demo(build=lambda: zoo.build("mlp", layers=8, hidden=32, batch=1024))
     assert (tmp_path / "planner-demo" / "pareto.png").read_bytes().startswith(b"\x89PNG")
     assert "bit for bit" in capsys.readouterr().out
 
 
 def test_the_demo_refuses_a_plan_that_changes_the_losses(tmp_path, monkeypatch):
-    plain = cli_demo._Trained(1, (1.0,), [])
+    plain = demo._Trained(1, (1.0,), [])
     with pytest.raises(ValueError, match="the same losses"):
-        cli_demo._check_same(plain, plain._replace(losses=(1.5,)))
+        demo._check_same(plain, plain._replace(losses=(1.5,)))
 
 
 def test_stdout_holds_one_document_even_where_the_target_prints(files):

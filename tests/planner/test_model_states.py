@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import planner
 from planner import zoo
-from planner.cli import app
+from planner.cli.commands import app
 from planner.explain.optimizer_formulas import bytes_by_name, cast_bytes, optimizer_bytes
 from planner.explain.optimizer_steps import Room, Weight, adam_for_loop, adam_foreach, sgd_foreach
 from planner.explain.state_table import CASTS, GRADIENTS, OTHERS, PARAMETERS, TEMPORARIES, ModelStates, model_states

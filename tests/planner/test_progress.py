@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from planner import cli_shell
+from planner.cli import shell
 
 
 def test_lines_appear_while_the_work_goes_on(capsys, monkeypatch):
     clock = iter([100.0, 100.1, 101.0, 105.0, 105.5])
-    monkeypatch.setattr(cli_shell.time, "monotonic", lambda: next(clock))
-    with cli_shell.working() as progress:
+    monkeypatch.setattr(shell.time, "monotonic", lambda: next(clock))
+    with shell.working() as progress:
         progress("first", 1, 9)
         assert capsys.readouterr().err == "    0 s  first  1/9\n"
         progress("soon after", 2, 9)
@@ -22,6 +22,6 @@ def test_lines_appear_while_the_work_goes_on(capsys, monkeypatch):
 
 
 def test_nothing_is_said_of_work_that_had_no_parts(capsys):
-    with cli_shell.working():
+    with shell.working():
         pass
     assert capsys.readouterr().err == ""

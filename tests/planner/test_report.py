@@ -7,7 +7,7 @@ from typing import Literal
 import pandas as pd
 import pytest
 
-from planner import report
+from planner.cli import tables
 from planner.plans.pareto_curves import COLUMNS
 from planner.training.solver_comparison import ComparisonRow
 from profiler.records import OpRecord, Phase, Profile, ResidentBytes, StageRecord
@@ -39,7 +39,7 @@ def plan_document():
 
 
 def test_a_plan_shows_decision_bytes_runs_and_time_per_stage(plan_document):
-    text = text_of(report.plan_report(plan_document))
+    text = text_of(tables.plan_report(plan_document))
     row = line_with(text, "block[0].very.long.module.path")
     assert row.split() == ["block[0].very.long.module.path", "recompute", "256", "KiB", "2", "4.32", "ms"]
     assert line_with(text, "block.1", "segment").split()[-3:] == ["3", "12.50", "ms"]
@@ -47,7 +47,7 @@ def test_a_plan_shows_decision_bytes_runs_and_time_per_stage(plan_document):
 
 
 def test_a_plan_shows_its_claims(plan_document):
-    text = text_of(report.plan_report(plan_document))
+    text = text_of(tables.plan_report(plan_document))
     assert "50% of the unplanned 160 MiB" in line_with(text, "predicted peak")
     assert "10.0 MiB to spare" in line_with(text, "budget")
     assert "1.50 x" in line_with(text, "predicted time")
@@ -72,12 +72,12 @@ def test_a_plan_shows_its_claims(plan_document):
 )
 def test_a_plan_tells_stages_that_run_again_from_ops_inside_others(plan_document, stages, ops, said):
     own = [{**plan_document["stages"][0], "decision": decision, "runs": runs} for decision, runs in stages]
-    text = text_of(report.plan_report({**plan_document, "stages": own, "recomputed_ops": ops}))
+    text = text_of(tables.plan_report({**plan_document, "stages": own, "recomputed_ops": ops}))
     assert line_with(text, "recomputed").split(maxsplit=1)[1].strip() == said
 
 
 def test_an_optimal_plan_says_so(plan_document):
-    text = text_of(report.plan_report({**plan_document, "status": "optimal", "gap": 0.0}))
+    text = text_of(tables.plan_report({**plan_document, "status": "optimal", "gap": 0.0}))
     assert "no plan of these stages within the budget is faster" in line_with(text, "status", "optimal")
 
 
@@ -85,7 +85,7 @@ def test_a_solution_of_a_chain_needs_no_model(plan_document):
     document = {
         k: v for k, v in plan_document.items() if k not in ("model_class", "device", "precision", "recomputed_ops")
     }
-    text = text_of(report.plan_report(document))
+    text = text_of(tables.plan_report(document))
     assert "Solution of a chain" in text and "ops" not in line_with(text, "recomputed")
 
 
@@ -99,7 +99,7 @@ def test_a_graph_shows_its_claims_and_the_nodes_that_cost_most():
         "lower_bound_seconds": 1.4991, "gap": 0.0006, "solve_seconds": 0.02, "resident_bytes": 30 * MIB,
         "stages": [dict(zip(names, node, strict=True)) for node in nodes],
     }  # fmt: skip
-    text = text_of(report.graph_report(document))
+    text = text_of(tables.graph_report(document))
     assert "feasible: at most 0.06% of the time could be saved" in line_with(text, "status")
     assert "no schedule of this graph within the budget takes less than 1.50 s" in " ".join(text.split())
     assert "30 extra runs of 30 nodes of 31" in line_with(text, "recomputed")
@@ -131,7 +131,7 @@ def profile():
 
 
 def test_a_profile_shows_its_stages_and_why_some_never_run_again(profile):
-    text = text_of(report.profile_report(profile))
+    text = text_of(tables.profile_report(profile))
     assert line_with(text, "good").split() == ["good", "1.11", "2.22", "1.00", "MiB", "0", "B", "3.33", "17"]
     assert "never (1)" in line_with(text, "noisy.too")
     assert "never (2)" in line_with(text, "counter", "2.22")
@@ -140,7 +140,7 @@ def test_a_profile_shows_its_stages_and_why_some_never_run_again(profile):
 
 
 def test_a_profile_shows_what_is_resident(profile):
-    text = text_of(report.profile_report(profile))
+    text = text_of(tables.profile_report(profile))
     assert "parameters 1.00 MiB, optimizer 2.00 MiB, batch 512 B" in line_with(text, "resident")
     assert "buffers" not in text
     assert "9.00 MiB (9,437,184 bytes)" in line_with(text, "unplanned peak")
@@ -157,11 +157,11 @@ def test_ops_come_largest_first_with_totals_of_all():
         op("middle", 2048, True),
         op("back", 512, False, "backward"),
     ]
-    limited = text_of(report.ops_report(ops, limit=2))
+    limited = text_of(tables.ops_report(ops, limit=2))
     assert limited.index("large") < limited.index("middle")
     assert "small" not in limited
     assert "3 ops, 3.00 ms, 6.00 KiB of new storage, 3.00 KiB of it kept" in line_with(limited, "3 ops")
-    assert "small" in text_of(report.ops_report(ops, limit=0))
+    assert "small" in text_of(tables.ops_report(ops, limit=0))
 
 
 def test_a_frontier_shows_both_ends_of_every_curve():
@@ -171,7 +171,7 @@ def test_a_frontier_shows_both_ends_of_every_curve():
         ("rotor", 100 * MIB, 100 * MIB, 0.010, 0.010, "optimal", 0.001),
         ("lower_bound", 40 * MIB, None, 0.013, 0.013, "bound", 0.0),
     ]
-    text = text_of(report.frontier_report(pd.DataFrame(rows, columns=list(COLUMNS)), "title"))
+    text = text_of(tables.frontier_report(pd.DataFrame(rows, columns=list(COLUMNS)), "title"))
     expected = ["rotor", "2", "40.0", "MiB", "14.00", "ms", "10.00", "ms", "100", "MiB", "2.00", "ms"]
     assert line_with(text, "rotor").split() == expected
     assert "lower_bound" not in text
@@ -189,7 +189,7 @@ def test_a_comparison_shows_predicted_beside_measured_and_what_would_fit():
         ),
         ComparisonRow(solver="keep_all", status="infeasible", minimum_budget_bytes=100, reason="x needs 100 bytes"),
     ]  # fmt: skip
-    text = text_of(report.comparison_report(rows, 60))
+    text = text_of(tables.comparison_report(rows, 60))
     assert "+2.00%" in line_with(text, "rotor") and "1.25 x" in line_with(text, "rotor")
     assert line_with(text, "keep_all", "infeasible").split()[2:] == ["-"] * 6
     assert "x needs 100 bytes" in text
@@ -202,7 +202,7 @@ def test_a_comparison_has_what_was_reserved_where_an_allocator_says_so():
         ComparisonRow(solver="none", status="unplanned", measured_seconds=0.01, reserved_bytes=2048, **known),
         ComparisonRow(solver="keep_all", status="infeasible", minimum_budget_bytes=100, reason="x needs 100 bytes"),
     ]
-    text = text_of(report.comparison_report(rows, 60))
+    text = text_of(tables.comparison_report(rows, 60))
     assert "reserved 2.00 KiB (2,048 bytes)" in line_with(text, "none", "reserved")
     assert line_with(text, "keep_all", "infeasible").split()[2:] == ["-"] * 6
 
@@ -212,6 +212,6 @@ def test_training_says_whether_the_peak_kept_to_the_budget():
         "losses": [1.5, None], "budget_bytes": 100, "predicted_peak_bytes": 90, "measured_peak_bytes": 95,
         "predicted_seconds": 0.01, "measured_seconds": 0.012, "unplanned_seconds": 0.008,
     }  # fmt: skip
-    text = text_of(report.training_report(document))
+    text = text_of(tables.training_report(document))
     assert "1.5, not finite" in text and "within the budget" in text and "1.50 x" in text
-    assert "above the budget" in text_of(report.training_report({**document, "measured_peak_bytes": 101}))
+    assert "above the budget" in text_of(tables.training_report({**document, "measured_peak_bytes": 101}))

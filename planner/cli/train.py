@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from planner import documents, report
-from planner.cli_shell import check_folder, note, show, show_json, working
+from planner.cli import documents, tables
+from planner.cli.shell import check_folder, note, show, show_json, working
 from planner.plans.plan import Plan
 from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
 from planner.training.oom_report import FailureReport, OutOfMemory, failure_text
@@ -48,7 +48,7 @@ def run_train(
     if as_json:
         show_json(document)
     else:
-        show(report.training_report(document))
+        show(tables.training_report(document))
     if save_plan is not None:
         note(f"written: {save_plan} ({format_bytes(save_plan.stat().st_size)})")
 

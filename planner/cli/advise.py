@@ -10,7 +10,7 @@ import typer
 from planner.capacity.advice import Advice, advise
 from planner.capacity.advice_plot import draw_advice
 from planner.capacity.advice_report import document_of, report_of
-from planner.cli_options import (
+from planner.cli.options import (
     AsJson,
     BudgetText,
     Device,
@@ -23,7 +23,7 @@ from planner.cli_options import (
     Target,
     offload_wish,
 )
-from planner.cli_shell import NO_PLAN, check_folder, note, show, show_json, working
+from planner.cli.shell import NO_PLAN, check_folder, note, show, show_json, working
 from planner.explain.pareto_plot import check_picture
 from planner.plans.offload_request import Offload
 from planner.targets import parse_settings

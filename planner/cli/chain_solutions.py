@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from planner.documents import refusal_document
+from planner.cli.documents import refusal_document
 from planner.plans.offload_request import Offload, link_document, link_from, usable_link
 from planner.plans.offloadable import sent_bytes
 from planner.plans.problem_files import chain_from

@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from planner import chain_files, documents, report, solution_files
-from planner.cli_shell import check_folder, note, show, working
+from planner.cli import chain_solutions, documents, solution_files, tables
+from planner.cli.shell import check_folder, note, show, working
 from planner.explain.measured_step import StepView, view_step
 from planner.explain.op_decision_table import plan_ops_report
 from planner.explain.pareto_plot import check_picture
@@ -86,7 +86,7 @@ def run_show(file: Path, wanted: Wanted) -> None:
     kind = document["format"]
     if kind == PLAN_FORMAT:
         parts = _show_plan(Plan.load(file), str(file), wanted)
-    elif kind == chain_files.SOLUTION_FORMAT:
+    elif kind == chain_solutions.SOLUTION_FORMAT:
         solution_files.check_solution(document, str(file))
         parts = _show_chain(document, str(file), wanted)
     else:
@@ -105,9 +105,9 @@ def _show_other(document: Mapping[str, Any], file: Path, wanted: Wanted) -> list
             "pass the plan that planner solve -o wrote"
         )
     if document["format"] == PROFILE_FORMAT:
-        return [report.profile_report(Profile.load(file))]
+        return [tables.profile_report(Profile.load(file))]
     solution_files.check_solution(document, str(file))
-    return [report.graph_report(document)]
+    return [tables.graph_report(document)]
 
 
 def _show_chain(document: Mapping[str, Any], where: str, wanted: Wanted) -> list[RenderableType]:
@@ -117,10 +117,10 @@ def _show_chain(document: Mapping[str, Any], where: str, wanted: Wanted) -> list
             f"{where}: expected the plan of a model to show ops of or to measure, got the solution of a chain; "
             "solve a profile"
         )
-    parts: list[RenderableType] = [report.plan_report(document)]
+    parts: list[RenderableType] = [tables.plan_report(document)]
     if "chain" not in document and not wanted.step:
         return parts
-    chain, schedule, link = chain_files.solved_chain(document, where)
+    chain, schedule, link = chain_solutions.solved_chain(document, where)
     timelines = predicted_timelines(chain, schedule, link=link)
     step = _Step(
         timelines=timelines,
@@ -134,7 +134,7 @@ def _show_chain(document: Mapping[str, Any], where: str, wanted: Wanted) -> list
 
 
 def _show_plan(plan: Plan, where: str, wanted: Wanted) -> list[RenderableType]:
-    parts: list[RenderableType] = [report.plan_report(documents.plan_document(plan))]
+    parts: list[RenderableType] = [tables.plan_report(documents.plan_document(plan))]
     if plan.menus:
         parts += ["", plan_ops_report(plan, every_op=wanted.ops)]
     if plan.chain is None and not wanted.step:
@@ -195,7 +195,7 @@ def _verdict(plan: Plan, measured: StepView | None) -> list[RenderableType]:
     slowdown = planned.seconds / unplanned.seconds if unplanned.seconds else 1.0
     times = f"{slowdown:.2f} x the {format_seconds(unplanned.seconds)} without it"
     found.append(("time with the plan", f"{format_seconds(planned.seconds)}: {times}, {plan.slowdown:.2f} x predicted"))
-    return ["", report.facts(found)]
+    return ["", tables.facts(found)]
 
 
 def _both(size: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from planner import chain_files, documents, graph_files
+from planner.cli import chain_solutions, documents, graph_solutions
 from planner.plans.offload_request import Offload
 from planner.plans.problem_files import Source
 from planner.plans.rules import Rules
@@ -61,10 +61,10 @@ def solve_source(
             "--headroom: expected a profile, whose device has an allocator, got a problem file; lower the budget"
         )
     if isinstance(source, Graph):
-        document, actions = graph_files.solve_graph_document(
+        document, actions = graph_solutions.solve_graph_document(
             source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, gap=gap
         )
-        return document, graph_files.solution_file(document, source, actions)
+        return document, graph_solutions.solution_file(document, source, actions)
     if gap is not None:
         kind = "a profile" if isinstance(source, Profile) else "a chain problem"
         raise ValueError(f"--gap: expected a graph problem, whose solvers search until then, got {kind}; leave it out")
@@ -89,10 +89,10 @@ def solve_source(
             headroom=headroom or 0,
         )
         return documents.plan_document(plan), plan.to_document()
-    document, schedule = chain_files.solve_chain_document(
+    document, schedule = chain_solutions.solve_chain_document(
         source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, offload=offload or Offload()
     )
-    return document, chain_files.solution_file(document, source, schedule)
+    return document, chain_solutions.solution_file(document, source, schedule)
 
 
 def _given(budget: str | None) -> str:
@@ -106,9 +106,9 @@ def _given(budget: str | None) -> str:
 def refusal_of(refusal: NoPlan, source: Source) -> dict[str, Any]:
     """What ``solve --json`` says where no schedule came out."""
     if isinstance(source, Graph):
-        return graph_files.graph_refusal(refusal, source)
+        return graph_solutions.graph_refusal(refusal, source)
     if isinstance(source, Chain):
-        return chain_files.chain_refusal(refusal, source)
+        return chain_solutions.chain_refusal(refusal, source)
     return documents.profile_refusal(refusal, source)
 
 

@@ -12,13 +12,13 @@ import torch
 from rich.console import RenderableType
 
 from planner import Plan, Profile, Workload, zoo
-from planner.cli_shell import show, working
-from planner.documents import plan_document
+from planner.cli.documents import plan_document
+from planner.cli.shell import show, working
+from planner.cli.tables import facts, frontier_report, plan_report
 from planner.explain.pareto_plot import draw_pareto
 from planner.plans.pareto_curves import pareto
 from planner.plans.profiling import profile
 from planner.plans.solving import solve
-from planner.report import facts, frontier_report, plan_report
 from planner.runtime.applier import apply
 from planner.training.solver_comparison import seconds_in_turns
 from planner.training.training import train_steps

@@ -10,12 +10,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from planner import Infeasible, NoBatch, Plan, Rules, Workload, documents, problem_solving, report
+from planner import Infeasible, NoBatch, Plan, Rules, Workload
 from planner.capacity.batch_report import batch_document, limits_report, no_batch_document
 from planner.capacity.batch_search import max_batch
-from planner.cli_advise import advise_command
-from planner.cli_demo import run_demo
-from planner.cli_options import (
+from planner.cli import documents, problem_solving, tables
+from planner.cli.advise import advise_command
+from planner.cli.demo import run_demo
+from planner.cli.graph_solutions import SOLUTION_FORMAT as GRAPH_SOLUTION
+from planner.cli.options import (
     AsJson,
     BudgetText,
     Device,
@@ -33,13 +35,12 @@ from planner.cli_options import (
     Target,
     offload_wish,
 )
-from planner.cli_shell import Face, ManyValues, check_folder, note, show, show_json, working
-from planner.cli_show import Wanted, run_show
-from planner.cli_train import run_train
+from planner.cli.shell import Face, ManyValues, check_folder, note, show, show_json, working
+from planner.cli.show_file import Wanted, run_show
+from planner.cli.train import run_train
 from planner.explain import pareto_plot
 from planner.explain.state_report import states_report
 from planner.explain.state_table import model_states
-from planner.graph_files import SOLUTION_FORMAT as GRAPH_SOLUTION
 from planner.plans import pareto_curves, problem_files
 from planner.plans.offload_request import Offload
 from planner.plans.profiling import profile
@@ -57,11 +58,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-def main() -> None:
-    """The entry point of ``planner`` and of ``python -m planner``."""
-    app(prog_name="planner")
 
 
 @app.command("profile", cls=ManyValues)
@@ -92,11 +88,11 @@ def profile_command(
         measured = profile(workload, stages=stages or None, menus=not no_menus, rules=stated, progress=progress)
     if output is not None:
         measured.save(output)
-    show(report.profile_report(measured))
+    show(tables.profile_report(measured))
     if states:
         show("", states_report(model_states(workload)))
     if ops:
-        show("", report.ops_report(measured.op_records, limit=ops_limit))
+        show("", tables.ops_report(measured.op_records, limit=ops_limit))
     _say_written(output)
 
 
@@ -204,7 +200,7 @@ def pareto_command(
         write_whole(csv, frame.to_csv(index=False))
     if output is not None:
         pareto_plot.draw_pareto(frame, output, title=title)
-    show(report.frontier_report(frame, title))
+    show(tables.frontier_report(frame, title))
     _say_written(csv, output)
 
 
@@ -257,7 +253,7 @@ def compare_command(
     if as_json:
         show_json(document)
     else:
-        show(report.comparison_report(rows, budget_bytes))
+        show(tables.comparison_report(rows, budget_bytes))
     _fail_if_infeasible(document)
 
 
@@ -345,7 +341,7 @@ def _workload(target: str, settings: list[str] | None, device: str | None) -> Wo
 
 
 def _report(document: dict[str, Any], kind: str) -> RenderableType:
-    return report.graph_report(document) if kind == GRAPH_SOLUTION else report.plan_report(document)
+    return tables.graph_report(document) if kind == GRAPH_SOLUTION else tables.plan_report(document)
 
 
 def _fail_if_infeasible(document: dict[str, Any]) -> None:

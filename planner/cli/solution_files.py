@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from planner import chain_files, graph_files
+from planner.cli import chain_solutions, graph_solutions
 
 FORMATS = {
-    chain_files.SOLUTION_FORMAT: chain_files.SOLUTION_VERSION,
-    graph_files.SOLUTION_FORMAT: graph_files.SOLUTION_VERSION,
+    chain_solutions.SOLUTION_FORMAT: chain_solutions.SOLUTION_VERSION,
+    graph_solutions.SOLUTION_FORMAT: graph_solutions.SOLUTION_VERSION,
 }
 
 _NUMBERS = (
@@ -34,7 +34,7 @@ def check_solution(document: Mapping[str, Any], where: str) -> None:
     for name in ("solver", "status"):
         _expect(document, name, (str,), where)
     _expect(document, "stages", (list,), where)
-    of_chain = document["format"] == chain_files.SOLUTION_FORMAT
+    of_chain = document["format"] == chain_solutions.SOLUTION_FORMAT
     for i, stage in enumerate(document["stages"]):
         _check_stage(stage, f"{where}: stage {i}", of_chain=of_chain)
 

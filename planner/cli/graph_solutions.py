@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from planner.documents import refusal_document
+from planner.cli.documents import refusal_document
 from planner.plans.problem_files import all_bytes
 from planner.plans.solving import NoPlan, with_schedule
 from planner.units import parse_bytes

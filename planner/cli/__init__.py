@@ -1,0 +1,8 @@
+"""The command line and all that it prints."""
+
+
+def main() -> None:
+    """The entry point of ``planner`` and of ``python -m planner``."""
+    from planner.cli.commands import app
+
+    app(prog_name="planner")
