@@ -20,8 +20,8 @@ from planner.capacity.workload_variants import Forms
 from planner.plans.offload_request import Offload
 from planner.units import parse_bytes
 from profiler.measurement.meter import metered, time_meter
-from profiler.workload.preservation import preserved
-from profiler.workload.variants import varied
+from profiler.workload.snapshot import preserved
+from profiler.workload.workload import varied
 
 MODELS: dict[str, dict[str, Any]] = {"gpt2": {"layers": 6}, "resnet50": {"batch": 16}}
 BUDGETS = ("70%", "45%")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import planner
 from benchmarks.reporting import RESULTS, result_name, write_result
 from planner.zoo import build
-from profiler.workload.preservation import RandomState
+from profiler.workload.snapshot import RandomState
 
 SETTINGS: dict[str, dict[str, int]] = {
     "gpt2": {"layers": 4},

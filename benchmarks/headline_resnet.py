@@ -13,7 +13,7 @@ from benchmarks.fidelity import GPU_SETTINGS
 from benchmarks.peer_turns import in_turns, timed_step
 from benchmarks.reporting import MIB, RESULTS, result_name, write_result
 from planner.zoo import build
-from profiler.workload.preservation import preserved
+from profiler.workload.snapshot import preserved
 
 # res2a ... res5c in Paddle's example; each bottleneck returns its residual sum.
 CHECKPOINTS = planner.Rules(checkpoints="ResNetBottleNeckLayer")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import planner
 from benchmarks.one_step import seconds_of
-from profiler.workload.preservation import preserved
+from profiler.workload.snapshot import preserved
 from profiler.workload.workload import Workload
 
 

@@ -20,7 +20,7 @@ from benchmarks.simulated_gpu import on_gpu, repeated
 from planner.plans.cost_model import chain_of
 from planner.zoo import build
 from profiler.json_files import write_document
-from profiler.workload.preservation import preserved
+from profiler.workload.snapshot import preserved
 from solvers import Chain, Link, Problem, Solution, solve_chain
 
 GBPS = (0.02, 0.2, 1.0, 5.0, 25.0)

@@ -15,7 +15,7 @@ import planner
 from benchmarks.peer_turns import Turns, in_turns, timed_step
 from benchmarks.reporting import MIB, RESULTS, result_name, write_result
 from planner.zoo import build
-from profiler.workload.preservation import preserved
+from profiler.workload.snapshot import preserved
 
 MODELS = ("gpt2", "bert", "vit", "llama")
 LAYERS = 12

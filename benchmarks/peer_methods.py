@@ -15,7 +15,7 @@ import torch._functorch.config as functorch_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from profiler.workload.preservation import preserved
+from profiler.workload.snapshot import preserved
 from profiler.workload.workload import Workload
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from benchmarks.peer_methods import AOT_EAGER, INDUCTOR, SOLVERS, Peer, compiled
 from benchmarks.peer_turns import in_turns, timed_step
 from benchmarks.reporting import MIB, RESULTS, result_name, write_result
 from planner.zoo import build
-from profiler.workload.preservation import preserved
+from profiler.workload.snapshot import preserved
 
 LAYERS = 12
 BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)

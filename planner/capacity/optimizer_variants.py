@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from planner.capacity.levers import Lever
-from profiler.measurement.optimizer_meter import OptimizerCost, measure_optimizer
+from profiler.measurement.model_states import OptimizerCost, measure_optimizer
 from profiler.records import Phase, Profile, StageRecord
-from profiler.workload.variants import varied
-from profiler.workload.workload import Workload
+from profiler.workload.workload import Workload, varied
 
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 

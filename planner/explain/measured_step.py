@@ -21,7 +21,7 @@ from profiler.measurement.meter import Interval, Meter, memory_meter, time_meter
 from profiler.measurement.planned_probe import AGAIN, StepMarks
 from profiler.measurement.stage_probe import END, LOSS
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
-from profiler.workload.preservation import RandomState, preserved
+from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import first_step, resident_bytes_of
 from profiler.workload.workload import Workload
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from planner.runtime.copy_engine import Copy, Engine, Fetched, bytes_of
-from profiler.recomputation.geometry import Geometry, geometry_of, over
-from profiler.recomputation.held import version_of
+from profiler.recomputation.saved_tensors import Geometry, geometry_of, over, version_of
 from profiler.recomputation.selective_call import Kept
 from profiler.workload.compiled_forwards import leave_uncompiled
 

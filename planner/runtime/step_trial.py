@@ -11,9 +11,9 @@ import torch
 
 from planner.plans.plan import Plan
 from planner.runtime.applier import apply
-from profiler.measurement.host_room import available_host_bytes
+from profiler.measurement.device_memory import available_host_bytes
 from profiler.measurement.step_measurement import measure
-from profiler.workload.preservation import preserved
+from profiler.workload.snapshot import preserved
 from profiler.workload.steps import first_step, resident_bytes_of
 from profiler.workload.storages import distinct_bytes
 from profiler.workload.workload import Workload

@@ -19,7 +19,7 @@ from planner.training.oom_report import Alive, FailureReport, Stop, allocation_i
 from profiler.measurement.meter import Interval, Meter, memory_meter
 from profiler.measurement.planned_probe import StepMarks
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
-from profiler.workload.preservation import preserved
+from profiler.workload.snapshot import preserved
 from profiler.workload.steps import resident_bytes_of
 from profiler.workload.workload import Workload
 

@@ -12,8 +12,7 @@ from planner.plans.plan import Plan
 from planner.plans.replanning import replan
 from planner.plans.solving import SEARCH_SECONDS, NoPlan
 from planner.training.oom_report import FailureReport
-from profiler.workload.preservation import RandomState, captured
-from profiler.workload.remembered import attributes_of
+from profiler.workload.snapshot import RandomState, attributes_of, captured
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 

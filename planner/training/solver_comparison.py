@@ -15,7 +15,7 @@ from planner.runtime.applier import apply
 from profiler.measurement.meter import metered, time_meter
 from profiler.measurement.step_measurement import Measurement, measure
 from profiler.records import Profile
-from profiler.workload.preservation import RandomState, preserved
+from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import first_step
 from profiler.workload.workload import Workload
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -42,3 +46,67 @@ def faulted_bytes(device: torch.device) -> int | None:
 def has_expandable_segments() -> bool:
     """Whether the CUDA allocator grows its segments, as one of them shows that is there now."""
     return any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
+
+
+class _Files(NamedTuple):
+    """What a version of control groups calls the files of its limit and usage, and pages of files in its statistics."""
+
+    limit: str
+    usage: str
+    pages_of_files: tuple[str, str]
+
+
+_VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_VERSION_2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
+
+
+def available_host_bytes(root: Path = Path("/")) -> int | None:
+    """Host memory that this process may still take: free on the machine, and allowed by its control groups.
+
+    Args:
+        root: of the file system.
+
+    Returns:
+        Bytes, or None where the machine does not tell. Other programs may take them first.
+    """
+    known = [_free_bytes(root), *(_allowed_bytes(group, files) for group, files in _groups(root))]
+    return min((size for size in known if size is not None), default=None)
+
+
+def _free_bytes(root: Path) -> int | None:
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    names = getattr(os, "sysconf_names", {})
+    if "SC_AVPHYS_PAGES" not in names:
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
+    """The folder of each control group that this process is in, of both versions."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            base = root / "sys/fs/cgroup" / controllers
+            inner = base / path.strip("/")
+            for group in (inner, *(parent for parent in inner.parents if parent.is_relative_to(base))):
+                yield group, _VERSION_1 if controllers else _VERSION_2
+
+
+def _allowed_bytes(group: Path, files: _Files) -> int | None:
+    """What a group leaves; None where it has no limit ("max"). Pages of files count as used, and go where needed."""
+    most, used = _read(group / files.limit).strip(), _read(group / files.usage).strip()
+    if not (most.isdigit() and used.isdigit()):
+        return None
+    pages = dict(line.split(maxsplit=1) for line in _read(group / "memory.stat").splitlines())
+    held = int(used) - sum(int(pages.get(name, 0)) for name in files.pages_of_files)
+    return max(0, int(most) - max(0, held))
+
+
+def _read(path: Path) -> str:
+    """A file's text; empty where there is none."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -7,7 +7,7 @@ import statistics
 import torch
 from torch import Tensor
 
-from profiler.measurement.host_room import available_host_bytes
+from profiler.measurement.device_memory import available_host_bytes
 from profiler.records import LinkRecord
 
 # Long against the 10 microseconds that a copy takes to begin, short against the memory of a device: at 25 GB/s it takes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.measurement.meter import memory_meter, metered
+from profiler.measurement.meter import memory_meter, metered, time_meter
 from profiler.measurement.stage_probe import BACKWARD, END, FORWARD, OPTIMIZER
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
-from profiler.workload.preservation import RandomState, preserved
+from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import ProfileError, checked_step, resident_bytes_of
 from profiler.workload.storages import allocated_bytes, distinct_bytes
-from profiler.workload.workload import Workload, optimizer_tensors
+from profiler.workload.workload import Workload, optimizer_tensors, varied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,3 +191,45 @@ class _CastWatch(TorchDispatchMode):
     def alive_bytes(self) -> int:
         """Of the casts that are still alive."""
         return sum(size for reference, size in self._casts if reference() is not None)
+
+
+STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerCost:
+    """What an optimizer costs.
+
+    Attributes:
+        state_bytes: kept from step to step.
+        temporary_bytes: the most that a step holds beside gradients and states, clipping included.
+        seconds: of a step, the median of a few.
+    """
+
+    state_bytes: int
+    temporary_bytes: int
+    seconds: float
+
+
+def measure_optimizer(workload: Workload) -> OptimizerCost:
+    """Measure the optimizer's step of a workload on the gradients of one real backward.
+
+    Runs one forward and backward and then the optimizer's step a few times; the workload is left as it was found. A
+    scaler is left out: unscaling is done in place.
+
+    Raises:
+        Exception: whatever the model or the optimizer raises.
+    """
+    bare = varied(workload, scaler=None)
+    with preserved(bare):
+        bare.zero_grad()
+        bare.backward(bare.forward())
+        bare.update()  # States are made in it.
+        resident = resident_bytes_of(bare)
+        memory = metered(memory_meter(bare.device, resident.total), bare.update)
+        times = [sum(i.seconds for i in metered(time_meter(bare.device), bare.update)) for _ in range(STEPS)]
+    return OptimizerCost(
+        state_bytes=resident.optimizer,
+        temporary_bytes=max(i.peak_bytes - memory[0].start_bytes for i in memory),
+        seconds=statistics.median(times),
+    )

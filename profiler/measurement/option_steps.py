@@ -29,7 +29,7 @@ from profiler.measurement.stage_probe import StepProbe
 from profiler.op_graph import Choice
 from profiler.recomputation.selection import Selection
 from profiler.records import MenuRecord, OptionRecord
-from profiler.workload.preservation import RandomState
+from profiler.workload.snapshot import RandomState
 
 # Steps in which what runs again is held against the forward; each without the ops that the one before found.
 CHECKS = 3

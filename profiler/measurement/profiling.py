@@ -18,7 +18,7 @@ from profiler.measurement.stage_options import Propose, grouped, steps_for
 from profiler.measurement.stage_probe import FirstRun, StepProbe
 from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.recomputation.module_rerun import CallTraits, rerun_keeping, rerun_until_saved
-from profiler.recomputation.survivors import Survivors
+from profiler.recomputation.recompute_checks import Survivors
 from profiler.records import Profile
 from profiler.trace.compiled_trace import trace_compiled
 from profiler.trace.partition import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
@@ -26,7 +26,7 @@ from profiler.trace.stage_names import State
 from profiler.trace.step_trace import trace_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.forward_patches import is_patched
-from profiler.workload.preservation import RandomState, preserved
+from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import ProfileError, first_step, resident_bytes_of, until_stepped
 from profiler.workload.tensor_trees import map_tensors, tensors_in
 from profiler.workload.workload import Workload

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from profiler.measurement.meter import Interval, Meter
-from profiler.recomputation.checking import CheckedCall
 from profiler.recomputation.module_rerun import CallState, CallTraits, detached
+from profiler.recomputation.recompute_checks import CheckedCall
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall
 from profiler.trace.partition import ChosenStage

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from profiler.measurement.device_memory import faulted_bytes, release_cache, reserved_for
 from profiler.measurement.meter import Interval, Meter, memory_meter, metered, time_meter
-from profiler.workload.preservation import RandomState, preserved
+from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import first_step, resident_bytes_of, until_stepped
 from profiler.workload.workload import Workload
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from profiler.recomputation.geometry import geometry_of
 from profiler.recomputation.op_schema import traits_of, why_fixed
 from profiler.recomputation.op_tape import Lazy, Tape
+from profiler.recomputation.saved_tensors import geometry_of
 from profiler.recomputation.selective_call import Kept, unpack
 
 P = ParamSpec("P")

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.recomputation.geometry import geometry_of, over, view_of
-from profiler.recomputation.held import Held, Holder, held_in, version_of
 from profiler.recomputation.module_rerun import running_again
 from profiler.recomputation.op_schema import OpTraits, traits_of
 from profiler.recomputation.rng_state import drawing_as, drawing_state
+from profiler.recomputation.saved_tensors import Held, Holder, geometry_of, held_in, over, version_of, view_of
 
 
 class Remade:

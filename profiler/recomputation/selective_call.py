@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from profiler.recomputation.dispatch_watch import Watch
-from profiler.recomputation.held import Held, version_of
 from profiler.recomputation.module_rerun import CallState, detached
 from profiler.recomputation.op_tape import Lazy, Tape
+from profiler.recomputation.saved_tensors import Held, version_of
 from profiler.recomputation.selection import Selection
 from profiler.workload.compiled_forwards import leave_uncompiled
 

@@ -16,7 +16,7 @@ from profiler.recomputation.op_schema import traits_of, why_fixed
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name, unwrapped
 from profiler.workload.forward_patches import Forward, ForwardPatches
-from profiler.workload.preservation import RandomState
+from profiler.workload.snapshot import RandomState
 from profiler.workload.storages import StorageTable
 from profiler.workload.tensor_trees import opaque_holder, tensors_in
 from profiler.workload.workload import Workload

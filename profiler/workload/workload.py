@@ -249,3 +249,16 @@ def _autocast_dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
     if isinstance(autocast, str) and autocast in _AUTOCAST_DTYPES:
         return _AUTOCAST_DTYPES[autocast]
     raise ValueError(f"Workload: expected autocast to be None, bfloat16 or float16, got {autocast!r}; use one of them")
+
+
+_ARGUMENTS = ("model", "inputs", "loss", "optimizer", "autocast", "accumulate", "scaler", "clip_norm")
+
+
+def varied(workload: Workload, **changes: Any) -> Workload:
+    """A workload with some arguments changed; model, batch and the rest are shared with the original.
+
+    Raises:
+        TypeError: an argument that Workload does not take.
+        ValueError: as Workload.
+    """
+    return Workload(**{**{name: getattr(workload, name) for name in _ARGUMENTS}, **changes})

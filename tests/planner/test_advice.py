@@ -23,7 +23,7 @@ from planner.cli.shell import show
 from planner.plans.offload_request import Offload
 from planner.plans.solving import quick_plan
 from profiler.workload.steps import ProfileError
-from profiler.workload.variants import varied
+from profiler.workload.workload import varied
 from tests.planner.command_line import done, refused, run
 
 WIDTH = 64

@@ -12,9 +12,9 @@ from torch import nn
 import planner
 from planner.capacity.optimizer_variants import optimizer_named, replacements_for, with_optimizer
 from planner.plans.cost_model import chain_of
-from profiler.measurement.optimizer_meter import OptimizerCost, measure_optimizer
+from profiler.measurement.model_states import OptimizerCost, measure_optimizer
 from profiler.records import Phase
-from profiler.workload.variants import varied
+from profiler.workload.workload import varied
 from solvers import replay
 from solvers.chain import keep_all
 

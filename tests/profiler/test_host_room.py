@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from profiler.measurement.host_room import available_host_bytes
+from profiler.measurement.device_memory import available_host_bytes
 
 FREE = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    600 kB\n"
 

@@ -33,7 +33,7 @@ from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStora
 from profiler.records import MenuRecord, OptionRecord
 from profiler.trace.partition import choose_stages
 from profiler.trace.step_trace import trace_step
-from profiler.workload.preservation import RandomState
+from profiler.workload.snapshot import RandomState
 from tests.odd_models import workload
 
 INPUT, FIRST, SECOND, THIRD = range(4)

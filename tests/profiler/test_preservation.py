@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from profiler.workload.preservation import preserved
-from profiler.workload.remembered import Remembered, attributes_of
+from profiler.workload.snapshot import Remembered, attributes_of, preserved
 from profiler.workload.workload import Workload
 
 

@@ -14,7 +14,7 @@ from planner.plans.lowering import program_of
 from planner.runtime.applier import split_name
 from profiler.measurement.meter import memory_meter
 from profiler.measurement.planned_probe import AGAIN, StepMarks
-from profiler.workload.preservation import preserved
+from profiler.workload.snapshot import preserved
 from profiler.workload.steps import first_step, resident_bytes_of
 from profiler.workload.workload import Workload
 from tests.odd_models import WIDTH, Stack, workload

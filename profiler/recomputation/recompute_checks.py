@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.recomputation.op_tape import Lazy
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import Kept, SelectiveCall
+from profiler.workload.tensor_trees import tensors_in
 
 # GPU kernels may add in another order; what something out of sight has written differs by far more than this.
 _TOLERANCE = 0.05
@@ -66,3 +70,28 @@ def _same(again: Tensor, kept: Tensor) -> bool:
         return False
     tolerance = 0.0 if kept.device.type == "cpu" else _TOLERANCE
     return torch.allclose(again, kept, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+class Survivors(TorchDispatchMode):
+    """Watches every storage that ops inside return; ask ``any_left`` once all results have been let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: list[weakref.ref[Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        known = {id(t.untyped_storage()) for t in tensors_in((args, kwargs)) if t.layout is torch.strided}
+        output = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(output):
+            if tensor.layout is torch.strided and id(storage := tensor.untyped_storage()) not in known:
+                self._storages.append(weakref.ref(storage))
+        return output
+
+    def any_left(self) -> bool:
+        """Whether a storage made inside is still alive, cyclic garbage aside."""
+        if not any(reference() is not None for reference in self._storages):
+            return False
+        gc.collect()
+        return any(reference() is not None for reference in self._storages)
