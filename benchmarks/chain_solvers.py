@@ -13,7 +13,7 @@ import pandas as pd
 
 from benchmarks.reporting import MIB, RESULTS, write_result
 from solvers import Chain, Option, Problem, Stage, frontier, replay, solve_chain
-from solvers.chain import keep_all
+from solvers.chain import baselines
 from solvers.chain.minimum_memory import shortage
 from solvers.chain.revolve import forward_runs
 from solvers.chain.rotor import Table
@@ -46,7 +46,7 @@ def frontier_row(stages: int, menu: int) -> dict[str, Any]:
 
 def long_rows(name: str, chain: Chain) -> list[dict[str, Any]]:
     """One whole call per budget; the first one makes the table that the others read."""
-    low, top = shortage(chain).minimum_budget_bytes, replay(chain, keep_all.schedules(chain)[0]).peak_bytes
+    low, top = shortage(chain).minimum_budget_bytes, replay(chain, baselines.keep_all(chain)[0]).peak_bytes
     rows = []
     for depth in LONG_DEPTHS:
         budget = int(low + depth * (top - low))

@@ -16,8 +16,8 @@ from benchmarks.reporting import RESULTS, write_result
 from solvers.graph import exhaustive
 from solvers.graph.liveness import IndexedGraph, peak_profile
 from solvers.graph.registry import GraphSolution, graph_solver_names, solve_graph
-from solvers.problem.graph_problem import GraphProblem
 from solvers.problem.graph_simulator import replay_graph
+from solvers.problem.solution import GraphProblem
 from tests.solvers.graphs import random_graph
 
 SEEDS = 1000

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from solvers.graph.registry import DEFAULT_SECONDS, GraphSolution, solve_graph
 from solvers.problem.graph import Graph
-from solvers.problem.graph_problem import GraphProblem
 from solvers.problem.graph_simulator import replay_graph
+from solvers.problem.solution import GraphProblem
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_SECONDS = 60.0  # beyond its time limit, before a solve is killed

@@ -11,9 +11,8 @@ from typing import Literal, NamedTuple
 
 import highspy
 import numpy as np
+import pulp
 from numpy.typing import NDArray
-
-from solvers.interruptible import run
 
 Floats = NDArray[np.float64]
 
@@ -153,3 +152,30 @@ def _answer(highs: highspy.Highs, relaxed: bool) -> Answer:
         return Answer("optimal", values, objective, min(bound, objective))
     bound = -INFINITE if relaxed else float(info.mip_dual_bound)  # an unfinished relaxation proves nothing
     return Answer("stopped", values, objective, min(bound, objective))
+
+
+_LISTEN_SECONDS = 0.5  # a person who presses Ctrl-C does not wait longer
+
+
+def run(highs: highspy.Highs) -> None:
+    """Solve; after Ctrl-C HiGHS stops, keeps what it has found, and KeyboardInterrupt is raised."""
+    highs.HandleUserInterrupt = True
+    highs.startSolve()
+    try:
+        while not highs.wait(_LISTEN_SECONDS)[0]:
+            pass
+    except KeyboardInterrupt:
+        highs.cancelSolve()
+        highs.wait()
+        raise
+
+
+class InterruptibleHiGHS(pulp.HiGHS):
+    """PuLP's HiGHS; Ctrl-C ends it like its time limit does, so that the best solution until then is read."""
+
+    def callSolver(self, lp: pulp.LpProblem) -> None:
+        """Solve the program that PuLP has built."""
+        try:
+            run(lp.solverModel)  # type: ignore[attr-defined]  # set by PuLP
+        except KeyboardInterrupt:
+            return

@@ -16,8 +16,7 @@ from benchmarks.solvers import Ask, Case, open_case, options_from, plan, problem
 from solvers.graph.liveness import IndexedGraph, schedule_of
 from solvers.graph.registry import GraphSolution
 from solvers.problem.graph import Graph
-from solvers.problem.graph_problem import GraphProblem
-from solvers.problem.solution import Solution
+from solvers.problem.solution import GraphProblem, Solution
 from tests.solvers.graphs import training_graph
 
 MEDIUM, LARGE = CLAIMS[1].text, CLAIMS[2].text

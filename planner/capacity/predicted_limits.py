@@ -14,7 +14,7 @@ from planner.plans.plan import Plan
 from planner.plans.solving import SEARCH_SECONDS, Infeasible, quick_plan, solve, why_no_offload
 from planner.units import format_bytes
 from profiler.records import Profile
-from solvers.chain.keep_all import keep_all_replay
+from solvers.chain.baselines import keep_all_replay
 from solvers.chain.minimum_memory import shortage
 
 

@@ -20,7 +20,7 @@ from profiler.workload.precision import type_name, types_part
 from profiler.workload.steps import ProfileError
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import LossFunction, Workload, own_loss, varied
-from solvers.chain.keep_all import keep_all_replay
+from solvers.chain.baselines import keep_all_replay
 
 Target = str | Callable[..., Workload] | Workload
 Report = Callable[[str], None]

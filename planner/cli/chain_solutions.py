@@ -12,7 +12,7 @@ from planner.plans.problem_files import chain_from
 from planner.plans.solving import NoPlan, feasible_solution, method_of
 from planner.units import parse_bytes
 from solvers import Chain, Problem, Replay, Schedule, Solution, replay
-from solvers.chain.keep_all import keep_all_replay
+from solvers.chain.baselines import keep_all_replay
 from solvers.problem.link import Link
 
 SOLUTION_FORMAT = "planner-chain-solution"

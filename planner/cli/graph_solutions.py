@@ -12,9 +12,9 @@ from planner.units import parse_bytes
 from solvers.graph.liveness import unplanned_replay
 from solvers.graph.registry import DEFAULT_GAP, solve_graph
 from solvers.problem.graph import Graph
-from solvers.problem.graph_problem import GraphProblem
 from solvers.problem.graph_schedule import GraphSchedule
 from solvers.problem.graph_simulator import GraphReplay, replay_graph
+from solvers.problem.solution import GraphProblem
 
 SOLUTION_FORMAT = "planner-graph-solution"
 SOLUTION_VERSION = 1

@@ -15,7 +15,7 @@ from planner.plans.solving import plan_of
 from profiler.op_graph import kind_of
 from profiler.records import Profile, made_gradient_bytes
 from solvers import Chain, Problem, replay, solve_chain
-from solvers.chain import keep_all
+from solvers.chain import baselines
 
 Group = Literal["model states", "inputs", "activations", "temporaries"]
 GROUPS: tuple[Group, ...] = ("model states", "inputs", "activations", "temporaries")
@@ -115,7 +115,7 @@ def memory_maps(profile: Profile) -> tuple[MemoryMap, ...]:
         pieces add up to the profile's unplanned peak.
     """
     chain = chain_of(profile)
-    schedule = keep_all.schedules(chain)[0]
+    schedule = baselines.keep_all(chain)[0]
     problem = Problem(chain=chain, budget_bytes=replay(chain, schedule).peak_bytes)
     plan = plan_of(profile, problem, solve_chain(problem, solver="keep_all"))
     timeline = predicted_timelines(chain, schedule)[0]

@@ -11,7 +11,7 @@ import pandas as pd
 
 from planner.plans.plan import Plan
 from solvers import Chain, Schedule, replay
-from solvers.chain import keep_all
+from solvers.chain import baselines
 from solvers.problem.chain_simulator import Moment
 from solvers.problem.copy_engines import Copy
 from solvers.problem.link import Link
@@ -85,7 +85,7 @@ def predicted_timelines(
         beside_seconds: of the step outside of the chain: the optimizer's.
     """
     return [
-        _predicted(chain, keep_all.schedules(chain)[0], None, planned=False, beside_seconds=beside_seconds),
+        _predicted(chain, baselines.keep_all(chain)[0], None, planned=False, beside_seconds=beside_seconds),
         _predicted(chain, schedule, link, planned=True, beside_seconds=beside_seconds),
     ]
 

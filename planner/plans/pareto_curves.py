@@ -17,7 +17,7 @@ from planner.plans.problem_files import Source, read_source
 from profiler.records import Profile
 from solvers import Chain, Solution
 from solvers import frontier as solver_frontier
-from solvers.chain.keep_all import keep_all_replay
+from solvers.chain.baselines import keep_all_replay
 from solvers.chain.lower_bound import bound_seconds
 from solvers.graph.liveness import IndexedGraph, unplanned_replay
 from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set

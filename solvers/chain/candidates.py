@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from solvers.chain import chen_greedy, chen_sqrt, keep_all, recompute_all, revolve
+from solvers.chain import baselines, chen, revolve
 from solvers.chain.minimum_memory import smallest_schedule
 from solvers.chain.rotor import Table
 from solvers.problem.chain import Chain
@@ -17,10 +17,10 @@ from solvers.problem.link import Link
 from solvers.problem.solution import Problem
 
 BASELINES: dict[str, Callable[[Chain], list[Schedule]]] = {
-    "keep_all": keep_all.schedules,
-    "recompute_all": recompute_all.schedules,
-    "chen_sqrt": chen_sqrt.schedules,
-    "chen_greedy": chen_greedy.schedules,
+    "keep_all": baselines.keep_all,
+    "recompute_all": baselines.recompute_all,
+    "chen_sqrt": chen.sqrt_segments,
+    "chen_greedy": chen.greedy_segments,
     "revolve": revolve.schedules,
 }
 
@@ -80,7 +80,7 @@ def _of_table(chain: Chain, budget_bytes: int) -> list[Schedule]:
 
 
 def ends(chain: Chain) -> list[Schedule]:
-    return [*keep_all.schedules(chain), smallest_schedule(chain)]
+    return [*baselines.keep_all(chain), smallest_schedule(chain)]
 
 
 @lru_cache(maxsize=4)

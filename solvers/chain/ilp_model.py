@@ -10,7 +10,7 @@ from typing import Any
 
 import pulp
 
-from solvers.interruptible import InterruptibleHiGHS
+from solvers.highs import InterruptibleHiGHS
 from solvers.problem.chain_schedule import Action, Schedule
 from solvers.problem.solution import Problem
 

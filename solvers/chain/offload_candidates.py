@@ -1,18 +1,29 @@
-"""Answers with copies over a link, for the methods that weigh one: candidates placed, the fastest, the leanest."""
+"""Answers with copies over a link, for the methods that weigh one: candidates placed, the fastest, the leanest.
+
+Formulation: a schedule that recomputes less than the budget asks for fits it with some of what it holds away. Every
+candidate, whatever its own peak, is placed (``solvers.chain.transfer_placement``) under the budget and replayed with
+the link, those with the least computation first, until none that is left could be faster than the best.
+Guarantee: no slower than the fastest candidate that fits without copies, and none of the placed candidates is faster.
+The candidates' places depend on bytes alone, so that a faster link never gives a slower answer.
+Complexity: one placement and replay per candidate at most. Units: bytes and seconds.
+Source: Beaumont, Eyraud-Dubois, Shilova, "Efficient combination of rematerialization and offloading for training DNNs"
+(2021), on choosing both together; the list scheduling of copies is ours.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
-from solvers.chain import keep_all, offload, offload_ilp, pofo
+from solvers.chain import baselines, offload_ilp, pofo
 from solvers.chain.candidates import LONG_CHAIN, Found, of_baselines, replayed, rotor_frontier, sample
 from solvers.chain.minimum_memory import smallest_schedule
-from solvers.chain.parcels import has_parcels, without_parcels
 from solvers.chain.rotor import Table
 from solvers.chain.transfer_placement import Placement
-from solvers.problem.chain import Chain
+from solvers.problem.chain import Chain, Stage
 from solvers.problem.chain_schedule import Schedule
 from solvers.problem.chain_simulator import replay
 from solvers.problem.link import Link
@@ -27,6 +38,13 @@ SENT_POINTS = 30  # of each of these tables
 DRAFT_RATES = tuple(0.1 * 1.4**step for step in range(9))  # of that which sends all that is kept in a step's time
 ILP_SECONDS = 60.0  # of the integer program, where nothing else is asked for
 DRAFT_STAGES = 40  # beyond, the ladder takes more than some seconds
+
+
+class Placeable(NamedTuple):
+    """A schedule to place, and the method that made it."""
+
+    method: str
+    placement: Placement
 
 
 def carries(chain: Chain, link: Link | None) -> bool:
@@ -85,17 +103,30 @@ def _placed(problem: Problem, link: Link, solver: str) -> list[Found]:
 
 
 def _fastest(
-    problem: Problem, link: Link, candidates: tuple[offload.Placeable, ...], least_seconds: float = math.inf
+    problem: Problem, link: Link, candidates: Sequence[Placeable], least_seconds: float = math.inf
 ) -> list[Found]:
-    best = offload.fastest(problem, link, candidates, least_seconds)
-    return [replayed(problem.chain, method, schedule, link) for method, schedule in best]
+    """The fastest placed candidate within the budget, as a list of one.
+
+    Empty where none fits, or none takes fewer than ``least_seconds``. Candidates stand by rising seconds.
+    """
+    best: list[Found] = []
+    for method, placement in candidates:
+        if placement.seconds >= least_seconds:
+            break
+        count = placement.reach(problem.budget_bytes)
+        if count is None:
+            continue
+        placed = replayed(problem.chain, method, placement.placed(problem.budget_bytes, count), link)
+        if placed.seconds < least_seconds:
+            best, least_seconds = [placed], placed.seconds
+    return best
 
 
 @lru_cache(maxsize=16)
-def _drafts(chain: Chain, budget_bytes: int, link: Link) -> tuple[offload.Placeable, ...]:
+def _drafts(chain: Chain, budget_bytes: int, link: Link) -> tuple[Placeable, ...]:
     found = pofo.drafts(chain, budget_bytes, link)
     placed = [
-        offload.Placeable("pofo", Placement(chain, draft.schedule, link.host_bytes, draft.sent)) for draft in found
+        Placeable("pofo", Placement(chain, draft.schedule, link.host_bytes, draft.sent)) for draft in found
     ]
     return tuple(sorted(placed, key=lambda candidate: candidate.placement.seconds))
 
@@ -104,27 +135,37 @@ def leanest(problem: Problem, solver: str) -> Found:
     """The smallest peak that the method reaches with copies."""
     assert problem.link is not None
     known = "rotor" if solver in ("pofo", "offload_ilp") else solver
-    method, schedule = offload.smallest(_placeables(problem.chain, problem.link.host_bytes, known))
+    candidates = _placeables(problem.chain, problem.link.host_bytes, known)
+    method, placement = min(candidates, key=lambda candidate: candidate.placement.smallest_peak())
+    peak_bytes = placement.smallest_peak()
+    schedule = placement.placed(peak_bytes, placement.reach(peak_bytes) or 0)
     return replayed(problem.chain, method, schedule, problem.link)
 
 
 def entries_sent(chain: Chain, solver: str, link: Link) -> list[Found]:
     """Answers with copies for budgets from the smallest peak they reach to that of keeping everything."""
     low, steps = leanest(Problem(chain=chain, budget_bytes=0, link=link), solver).peak_bytes, LINK_BUDGETS - 1
-    high = max(low, replay(chain, keep_all.schedules(chain)[0]).peak_bytes)
+    high = max(low, replay(chain, baselines.keep_all(chain)[0]).peak_bytes)
     budgets = [low + (high - low) * i // steps for i in range(steps + 1)]
     return [found for b in budgets for found in sent_by(Problem(chain=chain, budget_bytes=b, link=link), solver)]
 
 
 @lru_cache(maxsize=4)
-def _placeables(chain: Chain, host_bytes: int | None, solver: str) -> tuple[offload.Placeable, ...]:
-    """What the method places. Remembered: parcels leave in the same order for all budgets and rates."""
-    found = [("offload_only", schedule) for schedule in keep_all.schedules(chain)]
+def _placeables(chain: Chain, host_bytes: int | None, solver: str) -> tuple[Placeable, ...]:
+    """What the method places, by rising seconds of computation; of equal schedules the first counts.
+
+    Remembered: parcels leave in the same order for all budgets and rates.
+    """
+    found = [("offload_only", schedule) for schedule in baselines.keep_all(chain)]
     if solver != "offload_only":
         found += [("rotor", schedule) for schedule in _of_tables(chain)]
     if solver == "auto":
         found += [(entry.solver, entry.schedule) for entry in of_baselines(chain)]
-    return offload.placeables(chain, found, host_bytes)
+    methods: dict[Schedule, str] = {}
+    for method, schedule in found:
+        methods.setdefault(schedule, method)
+    placed = [Placeable(method, Placement(chain, schedule, host_bytes)) for schedule, method in methods.items()]
+    return tuple(sorted(placed, key=lambda candidate: candidate.placement.seconds))
 
 
 def _of_tables(chain: Chain) -> list[Schedule]:
@@ -142,3 +183,34 @@ def _of_tables(chain: Chain) -> list[Schedule]:
     points = [(table, point) for table in tables for point in sample(table.points(), SENT_POINTS)]
     own = [entry.schedule for entry in rotor_frontier(chain)]
     return [*own, *lean, *(table.schedule(point) for table, point in points)]
+
+
+def has_parcels(chain: Chain, host_bytes: int | None = None) -> bool:
+    """Whether any stage holds something that could travel and that host memory has room for."""
+    sizes = (size for s in chain.stages for held in (s, *s.options) for size in held.parcels)
+    return any(size and (host_bytes is None or size <= host_bytes) for size in sizes)
+
+
+def without_parcels(chain: Chain, count: int | None = None) -> Chain:
+    """The chain as it would be if all parcels of the first ``count`` stages (None: of all) were always away.
+
+    At the start of every backward a schedule with copies holds at least what the same schedule holds in this chain, so
+    that ``lower_bound.bound_seconds`` of it bounds them all, however fast the link is.
+    """
+    stages = list(chain.stages)
+    resident_bytes = chain.resident_bytes
+    for k in range(len(stages) if count is None else min(count, len(stages))):
+        before_bytes = stages[k - 1].boundary_bytes if k else resident_bytes
+        sent_bytes = min(before_bytes, sum(stages[k].parcels))  # of its input, where it waits
+        if k:
+            stages[k - 1] = replace(stages[k - 1], boundary_bytes=before_bytes - sent_bytes)
+        else:
+            resident_bytes -= sent_bytes
+        stages[k] = _kept_away(stages[k], sent_bytes)
+    return replace(chain, stages=tuple(stages), resident_bytes=resident_bytes)
+
+
+def _kept_away(stage: Stage, sent_bytes: int) -> Stage:
+    """The stage with its kept parcels away; where it is kept, what it would send of its input while it waits stays."""
+    options = tuple(replace(o, kept_bytes=o.kept_bytes - sum(o.parcels) + sent_bytes) for o in stage.options)
+    return replace(stage, options=options)

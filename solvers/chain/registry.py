@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from solvers.chain import exhaustive, ilp, keep_all
+from solvers.chain import baselines, exhaustive, ilp
 from solvers.chain.candidates import (
     BASELINES,
     Found,
@@ -202,7 +202,7 @@ def _answer_beside(
     if solver in BASELINES:
         return of_baseline(problem.chain, solver), 0.0
     if solver == "offload_only":
-        return [*sent, *(replayed(problem.chain, solver, s) for s in keep_all.schedules(problem.chain))], 0.0
+        return [*sent, *(replayed(problem.chain, solver, s) for s in baselines.keep_all(problem.chain))], 0.0
     if solver in ("rotor", "pofo", "offload_ilp"):
         return sent + of_rotor(problem), 0.0
     if solver == "auto":
@@ -258,13 +258,13 @@ def _entries(chain: Chain, solver: str) -> list[Found]:
     if solver in BASELINES:
         return of_baseline(chain, solver)
     if solver == "offload_only":
-        return [replayed(chain, solver, schedule) for schedule in keep_all.schedules(chain)]
+        return [replayed(chain, solver, schedule) for schedule in baselines.keep_all(chain)]
     return list(rotor_frontier(chain))
 
 
 def _frontier_of_budgets(chain: Chain, solver: str, time_limit_seconds: float) -> list[Solution]:
     low = shortage(chain).minimum_budget_bytes
-    high = max(low, replay(chain, keep_all.schedules(chain)[0]).peak_bytes)
+    high = max(low, replay(chain, baselines.keep_all(chain)[0]).peak_bytes)
     steps = FRONTIER_BUDGETS - 1
     budgets = [low + (high - low) * i // steps for i in range(steps + 1)]
     share = time_limit_seconds / len(budgets)

@@ -24,10 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers.graph.checkmate_model import Matrices, Model
-from solvers.graph.graph_end import with_end
-from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
-from solvers.graph.spare_runs import without_spare_runs
-from solvers.problem.graph_problem import GraphCandidate
+from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of, with_end
+from solvers.graph.order_repair import without_spare_runs
+from solvers.problem.solution import GraphCandidate
 
 Chosen = NDArray[np.bool_]
 

@@ -11,7 +11,7 @@ import pulp
 from numpy.typing import NDArray
 
 from solvers.graph.liveness import IndexedGraph
-from solvers.interruptible import InterruptibleHiGHS
+from solvers.highs import InterruptibleHiGHS
 
 Term = tuple[pulp.LpVariable, float]
 Values = NDArray[np.float64]

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
-from solvers.problem.graph_problem import GraphCandidate
+from solvers.problem.solution import GraphCandidate
 
 MOST_NODES = 12
 

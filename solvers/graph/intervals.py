@@ -18,11 +18,10 @@ from __future__ import annotations
 import math
 import time
 
-from solvers.graph.graph_end import with_end
 from solvers.graph.intervals_model import Model
-from solvers.graph.liveness import IndexedGraph, peak_profile
-from solvers.graph.spare_runs import without_spare_runs
-from solvers.problem.graph_problem import GraphCandidate
+from solvers.graph.liveness import IndexedGraph, peak_profile, with_end
+from solvers.graph.order_repair import without_spare_runs
+from solvers.problem.solution import GraphCandidate
 
 MOST_NODES = 500  # building the program takes 7 s at 200 nodes of a chain and grows with their square
 

@@ -9,7 +9,7 @@ from typing import Any
 import pulp
 
 from solvers.graph.liveness import IndexedGraph
-from solvers.interruptible import InterruptibleHiGHS
+from solvers.highs import InterruptibleHiGHS
 
 Term = tuple[pulp.LpVariable, float]
 Value = tuple[list[Term], float]  # terms and a constant

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
-from solvers.problem.graph_problem import GraphCandidate
+from solvers.problem.solution import GraphCandidate
 
 Sets = NDArray[np.bool_]
 Answer = tuple[float, tuple[int, ...] | None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from solvers.graph.liveness import IndexedGraph, last_reads, peak_profile
-from solvers.graph.spare_runs import without_spare_runs
 
 
 def keep_what_fits(indexed: IndexedGraph, order: Sequence[int], budget_bytes: int) -> list[int]:
@@ -45,3 +44,23 @@ def _needless(indexed: IndexedGraph, order: list[int], budget_bytes: int) -> set
 def fits(indexed: IndexedGraph, order: Sequence[int], budget_bytes: int) -> bool:
     """Whether the budget holds throughout an order, its end included."""
     return int(peak_profile(indexed, order).max()) <= budget_bytes
+
+
+def without_spare_runs(indexed: IndexedGraph, order: Sequence[int]) -> list[int]:
+    """The order less every repeated run that is not read before the node's next run, or the end; never a higher peak.
+
+    >>> from solvers.problem.graph import Graph, Node
+    >>> a, b = Node(name="a", seconds=1, output_bytes=1), Node(name="b", seconds=1, output_bytes=1, inputs=("a",))
+    >>> without_spare_runs(IndexedGraph(Graph(nodes=(a, b), outputs=("b",))), [0, 1, 0, 1, 0])
+    [0, 1, 0, 1]
+    """
+    first = {k: place for place, k in reversed(list(enumerate(order)))}
+    read = {k for k in range(indexed.count) if indexed.is_output[k]}
+    kept: list[int] = []
+    for place in reversed(range(len(order))):
+        k = order[place]
+        if k in read or first[k] == place:
+            kept.append(k)
+            read.discard(k)
+            read.update(indexed.inputs[k])
+    return kept[::-1]

@@ -22,10 +22,9 @@ from solvers.graph.neighbourhood_search import Improvement
 from solvers.graph.on_demand import demand_orders
 from solvers.graph.order_merging import Merging
 from solvers.problem.graph import Graph
-from solvers.problem.graph_problem import GraphCandidate, GraphProblem
 from solvers.problem.graph_schedule import GraphSchedule
 from solvers.problem.graph_simulator import replay_graph
-from solvers.problem.solution import Shortage, Solution, check_time_limit
+from solvers.problem.solution import GraphCandidate, GraphProblem, Shortage, Solution, check_time_limit
 
 GraphSolution = Solution[GraphSchedule]
 Mask = NDArray[np.bool_]

@@ -13,7 +13,7 @@ from planner.capacity.scaling import Growth, Unlike, seconds_at, whole_at
 from planner.capacity.size_profiles import growth_over
 from planner.plans.cost_model import chain_of
 from solvers import replay
-from solvers.chain.keep_all import schedules
+from solvers.chain.baselines import keep_all
 from solvers.chain.minimum_memory import smallest_schedule
 
 SIZES = (2, 3, 4)
@@ -81,7 +81,7 @@ def test_a_profile_is_predicted_as_it_is_measured(growth, real):
     assert predicted.resident == real.resident
     assert growth.is_linear and not growth.notes()
     own, chain = chain_of(predicted), chain_of(real)
-    assert replay(own, schedules(own)[0]).peak_bytes == real.unplanned_peak_bytes
+    assert replay(own, keep_all(own)[0]).peak_bytes == real.unplanned_peak_bytes
     bare = chain_of(predicted.stage_level())
     assert replay(bare, smallest_schedule(bare)).peak_bytes == replay(chain, smallest_schedule(chain)).peak_bytes
 

@@ -13,7 +13,7 @@ from planner.explain.measured_step import view_step
 from planner.explain.timeline import Timeline, predicted_timelines
 from planner.plans.cost_model import chain_of
 from solvers import Action, Schedule
-from solvers.chain import keep_all
+from solvers.chain import baselines
 from tests.planner.test_exact import following
 
 WIDTH, BATCH = 32, 256
@@ -84,7 +84,7 @@ def test_no_option_of_a_second_run_needs_more_than_predicted(held: bool) -> None
     stages = [k for k, record in enumerate(profile.stages) if record.name.startswith("blocks")]
     assert any(chain.shared) == held and all(len(chain.stages[k].options) > 1 for k in stages)
     for option in range(min(len(chain.stages[k].options) for k in stages)):
-        schedule = running_again(keep_all.schedules(chain)[0], dict.fromkeys(stages, option))
+        schedule = running_again(baselines.keep_all(chain)[0], dict.fromkeys(stages, option))
         plan = following(profile, schedule)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from solvers import Action, Chain, Problem, Schedule, replay, solve_chain
-from solvers.chain import keep_all
+from solvers.chain import baselines
 from solvers.chain.fixed_stages import Piece, expanded, restricted, schedule_of
 from solvers.problem.chain import Shared
 from tests.solvers.chains import random_chain, unit_chain
@@ -36,7 +36,7 @@ def _joins(chain: Chain, k: int) -> bool:
 
 
 def everything_once(chain: Chain) -> Schedule:
-    return keep_all.schedules(chain)[0]
+    return baselines.keep_all(chain)[0]
 
 
 def test_a_segment_of_two_by_hand():

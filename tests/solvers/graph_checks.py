@@ -6,8 +6,8 @@ import math
 
 from solvers.graph import exhaustive
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of
-from solvers.problem.graph_problem import GraphCandidate
 from solvers.problem.graph_simulator import replay_graph
+from solvers.problem.solution import GraphCandidate
 
 
 def telling_budgets(indexed: IndexedGraph) -> list[int]:

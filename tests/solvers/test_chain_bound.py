@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from solvers import Chain, Link, Schedule, replay
-from solvers.chain import chen_sqrt, revolve
+from solvers.chain import chen, revolve
 from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.rotor import Table
 from solvers.chain.transfer_placement import Placement
@@ -18,7 +18,7 @@ from tests.solvers.chains import UNIT, large_chain, random_chain, with_parcels
 
 def refuters(chain: Chain, table_chain: Chain | None = None) -> list[Schedule]:
     table = Table(table_chain or chain)
-    return [table.schedule(p) for p in table.points()] + chen_sqrt.schedules(chain) + revolve.schedules(chain)
+    return [table.schedule(p) for p in table.points()] + chen.sqrt_segments(chain) + revolve.schedules(chain)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from solvers import Chain, Problem, frontier, replay, solve_chain
-from solvers.chain import keep_all
+from solvers.chain import baselines
 from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.minimum_memory import shortage, smallest_schedule
 from solvers.chain.rotor import Effort, Table
@@ -34,7 +34,7 @@ CHAINS = {
 
 
 def unplanned_peak(chain: Chain) -> int:
-    return replay(chain, keep_all.schedules(chain)[0]).peak_bytes
+    return replay(chain, baselines.keep_all(chain)[0]).peak_bytes
 
 
 @pytest.mark.parametrize("kind", CHAINS)

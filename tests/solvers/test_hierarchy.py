@@ -18,8 +18,8 @@ from solvers.graph.incumbent import Search
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.graph.moments import rerunnable_nodes
 from solvers.problem.graph import Graph, Node
-from solvers.problem.graph_problem import GraphCandidate
 from solvers.problem.graph_simulator import replay_graph
+from solvers.problem.solution import GraphCandidate
 from tests.solvers.graph_checks import checked_seconds, telling_budgets
 from tests.solvers.graphs import random_graph, training_graph
 

@@ -10,7 +10,7 @@ import pytest
 from solvers.graph import checkmate, exhaustive, intervals
 from solvers.graph.liveness import IndexedGraph
 from solvers.problem.graph import Graph, Node
-from solvers.problem.graph_problem import GraphCandidate
+from solvers.problem.solution import GraphCandidate
 from tests.solvers.graph_checks import checked_seconds, telling_budgets
 from tests.solvers.graphs import random_graph, training_graph
 

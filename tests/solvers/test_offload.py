@@ -11,7 +11,7 @@ import pytest
 
 from solvers import Chain, Link, Problem, Solution, frontier, replay, solve_chain
 from solvers.chain import offload_ilp
-from solvers.chain.parcels import without_parcels
+from solvers.chain.offload_candidates import without_parcels
 from solvers.problem.chain_schedule import TRANSFERS
 from tests.solvers.chains import UNIT, large_chain, with_parcels
 

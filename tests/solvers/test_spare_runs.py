@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from solvers.graph.liveness import IndexedGraph, last_reads, peak_profile, seconds_of
-from solvers.graph.spare_runs import without_spare_runs
+from solvers.graph.order_repair import without_spare_runs
 from tests.solvers.graphs import random_graph
 
 

@@ -1,0 +1,49 @@
+"""What people do without a solver: keep every stage, or recompute every stage on its own.
+
+Formulation: ``keep_all`` runs every stage once with option 0. ``recompute_all`` makes every stage a segment of its own:
+the boundary before it is held and the stage is recomputed directly before its backward; stages that must run once are
+kept with option 0.
+Guarantee: ``keep_all`` is the reference point, with the peak that every other schedule is held against; not always the
+fastest, since another option of a stage may be faster. With ``recompute_all`` every stage runs forward at most twice.
+Complexity: O(L). Units: bytes and seconds of the chain.
+Paper: the per-layer checkpoints of Chen et al., "Training deep nets with sublinear memory cost" (2016), section 4.
+"""
+
+from __future__ import annotations
+
+from solvers.chain.segments import Segment, segmented_schedule
+from solvers.problem.chain import Chain
+from solvers.problem.chain_schedule import Schedule
+from solvers.problem.chain_simulator import Replay, replay
+
+
+def keep_all(chain: Chain) -> list[Schedule]:
+    """The one schedule that keeps every stage.
+
+    >>> from solvers.problem.chain import Option, Stage
+    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
+    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> keep_all(Chain(stages=(stage,) * 3))[0].forward_runs()
+    3
+    """
+    return [segmented_schedule([Segment(0, len(chain.stages), kept=True)])]
+
+
+def keep_all_replay(chain: Chain) -> Replay:
+    """The step that keeps everything: what 100% of a budget and the unplanned seconds mean for a chain."""
+    return replay(chain, keep_all(chain)[0])
+
+
+def recompute_all(chain: Chain) -> list[Schedule]:
+    """The one schedule that recomputes every stage on its own.
+
+    >>> from solvers.problem.chain import Option, Stage
+    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
+    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> recompute_all(Chain(stages=(stage,) * 3))[0].forward_runs()
+    6
+    """
+    segments = [Segment(k, k + 1, kept=not stage.recomputable) for k, stage in enumerate(chain.stages)]
+    return [segmented_schedule(segments)]
