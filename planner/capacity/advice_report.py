@@ -12,8 +12,8 @@ from rich.table import Table
 
 from planner.capacity.advice import Advice
 from planner.capacity.levers import Combination, Lever
-from planner.cli.tables import facts, plain_table
 from planner.explain.memory_breakdown import GROUPS, MemoryMap
+from planner.explain.tables import facts, plain_table
 from planner.units import format_bytes, format_seconds
 
 ROWS = 8  # of kinds of stages, of kinds of ops and of combinations

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 
 from planner.capacity.batch_limits import WAYS, Limit, MaxBatch, NoBatch
-from planner.cli.tables import facts, plain_table
+from planner.explain.tables import facts, plain_table
 from planner.units import format_bytes
 
 _NOTHING = "-"

@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from planner.capacity.batch_limits import MaxBatch, NoBatch, States
-from planner.capacity.each_size import EachSize
 from planner.capacity.measured_limits import LimitSearch
 from planner.capacity.predicted_limits import Forecast
 from planner.capacity.scaling import Growth, Unlike
-from planner.capacity.size_profiles import growth_over, with_size
+from planner.capacity.size_profiles import EachSize, growth_over, with_size
 from planner.capacity.smallest_size import Footing, footing_of, ladder
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.offload_request import Mode, Offload, offload_from

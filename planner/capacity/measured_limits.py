@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.capacity.batch_limits import Limit, MaxBatch, Way
-from planner.capacity.each_size import NoProfile
 from planner.capacity.predicted_limits import Forecast
 from planner.capacity.size_bisection import Settled, settle
+from planner.capacity.size_profiles import NoProfile
 from planner.capacity.smallest_size import Footing, takes
 from planner.plans.plan import Plan
 from planner.runtime.step_trial import Build, Report, Trial, has_room, room_bytes, trial

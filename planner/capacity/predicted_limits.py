@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 
 from planner.capacity.batch_limits import Way
-from planner.capacity.each_size import EachSize, NoProfile
 from planner.capacity.scaling import Growth
 from planner.capacity.size_bisection import MOST, largest
+from planner.capacity.size_profiles import EachSize, NoProfile
 from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan

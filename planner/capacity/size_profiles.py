@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from planner.capacity.scaling import Growth, flow_of
+import torch
+
+from planner.capacity.scaling import Growth, flow_of, whole_at
 from planner.plans.profiling import profile
+from planner.runtime.step_trial import Build, has_room, ran_out, release
 from profiler.measurement import profiling
 from profiler.measurement.profiling import Progress
 from profiler.op_graph import Choice, StageOps
@@ -63,3 +66,82 @@ class SameChoices:
 
     def __call__(self, ops: StageOps) -> list[Choice]:
         return list(self._choices.get(flow_of(ops), {}).values())
+
+
+# Halving and doubling takes two profiles for each doubling of the limit, and each way of training has its own: enough
+# for limits of some hundred.
+MOST_PROFILES = 40
+
+
+class NoProfile(ValueError):
+    """A size of which no profile is to be had, so that nothing is known of it."""
+
+
+class EachSize:
+    """Stands in for a ``Growth``, with a real profile at every size.
+
+    Args:
+        build: the workload at a size.
+        known: sizes that are profiled already.
+        menus: measure options inside stages.
+        progress: the reporter of the profile at a size.
+        why: what differs between the sizes.
+    """
+
+    is_linear = False
+
+    def __init__(
+        self, build: Build, known: Growth, *, menus: bool, progress: Callable[[int], Progress], why: str
+    ) -> None:
+        self._build = build
+        self._menus = menus
+        self._progress = progress
+        self._why = why
+        self._refused: dict[int, NoProfile] = {}
+        self._found = dict(zip(known.sizes, known.profiles, strict=True))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Those profiled so far, rising."""
+        return tuple(sorted(self._found))
+
+    @property
+    def profiles(self) -> tuple[Profile, ...]:
+        """One for each of the sizes."""
+        return tuple(self._found[size] for size in self.sizes)
+
+    def notes(self) -> list[str]:
+        """What a person should know, one sentence each."""
+        return [f"models of other sizes have other stages, so every size in question was profiled ({self._why})"]
+
+    def at(self, size: int) -> Profile:
+        """The profile at a size.
+
+        Raises:
+            NoProfile: the step fails, the device has no room for it without a plan, or enough sizes were profiled.
+        """
+        if size in self._refused:
+            raise self._refused[size]
+        if size not in self._found:
+            if len(self._found) >= MOST_PROFILES:
+                raise NoProfile(f"not profiled, as {MOST_PROFILES} sizes were: give a larger --step to reach further")
+            if not self._has_room(size):
+                raise NoProfile("no room is left to profile it without a plan")
+            self._found[size] = self._profiled(size)
+        return self._found[size]
+
+    def _has_room(self, size: int) -> bool:
+        """Whether the device holds the step, by the line through the two largest sizes so far."""
+        first, last = self.profiles[-2:]
+        peaks = [first.unplanned_peak_bytes, last.unplanned_peak_bytes]
+        expected = whole_at(self.sizes[-2:], peaks, size, curved=False)
+        return has_room(torch.device(last.device), expected, last.resident.total)
+
+    def _profiled(self, size: int) -> Profile:
+        release()
+        try:
+            return profile(self._build(size), menus=self._menus, progress=self._progress(size))
+        except ValueError as error:
+            said = "no room is left to profile it without a plan" if ran_out(error) else f"refused: {error}"
+            self._refused[size] = NoProfile(said)
+            raise self._refused[size] from error

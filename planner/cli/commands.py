@@ -39,8 +39,7 @@ from planner.cli.shell import Face, ManyValues, check_folder, note, show, show_j
 from planner.cli.show_file import Wanted, run_show
 from planner.cli.train import run_train
 from planner.explain import pareto_plot
-from planner.explain.state_report import states_report
-from planner.explain.state_table import model_states
+from planner.explain.state_table import model_states, states_report
 from planner.plans import pareto_curves, problem_files
 from planner.plans.offload_request import Offload
 from planner.plans.profiling import profile

@@ -14,8 +14,9 @@ from rich.console import RenderableType
 from planner import Plan, Profile, Workload, zoo
 from planner.cli.documents import plan_document
 from planner.cli.shell import show, working
-from planner.cli.tables import facts, frontier_report, plan_report
+from planner.cli.tables import frontier_report, plan_report
 from planner.explain.pareto_plot import draw_pareto
+from planner.explain.tables import facts
 from planner.plans.pareto_curves import pareto
 from planner.plans.profiling import profile
 from planner.plans.solving import solve

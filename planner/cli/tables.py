@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from planner.explain.tables import facts, plain_table
 from planner.training.solver_comparison import ComparisonRow
 from planner.units import format_bytes, format_seconds
 from profiler.records import OpRecord, Profile, StageRecord
@@ -321,26 +321,6 @@ def _retries(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("out of memory", f"{_count(tried, 'time')}; each time a smaller plan went on from there"),
         ("", f"the last one: --save-plan FILE writes it, planner solve PROFILE --budget {budget} makes one like it"),
     ]
-
-
-def plain_table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
-    """A table without lines, its columns of text before those of numbers."""
-    table = Table(title=escape(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for name in texts:
-        table.add_column(name, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", overflow="fold")
-    return table
-
-
-def facts(rows: Sequence[tuple[str, str]]) -> Table:
-    """Names in bold with what is said of each, one a line."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, text in rows:
-        grid.add_row(name, text)
-    return grid
 
 
 def _ms(seconds: float) -> str:

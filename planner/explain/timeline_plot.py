@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -14,11 +14,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from planner.explain.engines_plot import draw_engines
 from planner.explain.pareto_plot import Units, check_picture, units_up_to
 from planner.explain.peak import Peak
 from planner.explain.peak_report import PeakRow
-from planner.explain.timeline import Phase, Timeline
+from planner.explain.timeline import Phase, Span, Timeline
 from planner.units import format_bytes
 from profiler.json_files import write_whole
 from profiler.op_graph import kind_of
@@ -229,3 +228,43 @@ def _add_legend(figure: Figure, axes: Axes, timelines: Sequence[Timeline]) -> No
         ncols=8,
         fontsize="small",
     )
+
+
+_ROWS = {"compute": 2, "to host": 1, "to device": 0}
+_COMPUTE = {"forward": "#56B4E9", "recompute": "#CC79A7", "backward": "#E69F00", "optimizer": "#009E73"}
+_COPY, _STALL = "#0072B2", "#B00020"
+_HEIGHT = 0.8
+
+
+def draw_engines(axes: Axes, timeline: Timeline, seconds_each: float) -> None:
+    """Draw the rows of a predicted step.
+
+    Args:
+        axes: empty ones, with the time of the step along x.
+        timeline: predicted, with its copies.
+        seconds_each: seconds of one unit of the x axis.
+    """
+    for action, colour in _COMPUTE.items():
+        spans = [span for span in timeline.spans if span.action == action]
+        busy = [(span.start_seconds + span.stall_seconds, span.end_seconds) for span in spans]
+        _bars(axes, "compute", busy, colour, action if spans else "", seconds_each)
+    _bars(axes, "compute", _stalls(timeline.spans), _STALL, "waits for a copy", seconds_each)
+    for direction, row in (("to_host", "to host"), ("to_device", "to device")):
+        copies = [copy for copy in timeline.copies if copy.direction == direction]
+        _bars(axes, row, [(copy.begin_seconds, copy.end_seconds) for copy in copies], _COPY, "", seconds_each)
+    axes.set_yticks(list(_ROWS.values()), list(_ROWS))
+    axes.set_ylim(-0.5, len(_ROWS) - 0.5)
+    axes.tick_params(left=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", frameon=False)
+
+
+def _stalls(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    return [(span.start_seconds, span.start_seconds + span.stall_seconds) for span in spans if span.stall_seconds > 0]
+
+
+def _bars(axes: Axes, row: str, times: list[tuple[float, float]], colour: str, label: str, seconds_each: float) -> None:
+    """Bars from begin to end; nothing where there are none, and no entry in the legend."""
+    if times:
+        widths = [(begin / seconds_each, (end - begin) / seconds_each) for begin, end in times]
+        place = (_ROWS[row] - _HEIGHT / 2, _HEIGHT)
+        axes.broken_barh(widths, place, facecolors=colour, edgecolors="white", linewidth=0.3, label=label or None)

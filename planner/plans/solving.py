@@ -12,8 +12,8 @@ from planner.plans.cost_model import chain_of
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.lowering import program_of
 from planner.plans.offload_request import Mode, Offload, offload_from, usable_link
-from planner.plans.plan import Plan, PlannedStage
-from planner.plans.stage_decisions import planned_stages
+from planner.plans.plan import Plan, PlannedStage, chain_in
+from planner.plans.stage_decisions import planned_stages, with_decisions
 from planner.units import format_bytes, format_seconds, parse_bytes
 from profiler.records import Profile, states_bytes
 from solvers import Problem, Replay, Schedule, Solution, replay, solve_chain
@@ -333,3 +333,33 @@ def why_no_offload(wish: Offload, profile: Profile) -> str:
         return "nothing is to be sent (--no-offload)"
     link, why = usable_link(wish, chain_of(profile), profile.link)
     return "" if link is not None else why or NO_LINK
+
+
+def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_seconds: float | None = None) -> Plan:
+    """Solve the plan's own chain again, over the same link.
+
+    Args:
+        plan: with its chain; nothing of it was stated by hand.
+        budget_bytes: that the plan may use; the headroom of ``plan`` comes on top.
+        solver: a name of ``solvers.solver_names()``. A plan that recomputes nothing by wish stays one.
+        time_limit_seconds: for solvers that search.
+
+    Raises:
+        Infeasible: nothing fits; carries the smallest budget that would, without headroom.
+        ValueError: a plan without its chain, or one stated by hand.
+    """
+    if plan.stated:
+        raise ValueError(
+            "a plan stated by hand: expected one that was solved for, as another budget needs another statement; "
+            "state and solve again"
+        )
+    chain = chain_in(plan)
+    beside = plan.unplanned_seconds - chain.unplanned_seconds
+    problem = Problem(chain=chain, budget_bytes=budget_bytes, link=plan.link)
+    method = OFFLOAD_ONLY if plan.offload_only else solver
+    solution = feasible_solution(problem, method, time_limit_seconds, beside_seconds=beside)
+    assert solution.schedule is not None
+    replayed = replay(chain, solution.schedule, plan.link)
+    stages = with_decisions(plan.stages, plan.menus, chain, solution.schedule, replayed)
+    claims = claims_of(stages, solution, replayed, beside_seconds=beside)
+    return replace(plan, budget_bytes=budget_bytes + plan.headroom_bytes, **claims)

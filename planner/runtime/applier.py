@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -13,9 +14,11 @@ from planner.plans.lowering import Program, program_of
 from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.compiled_models import CompiledCalls, made_compiled, module_named
 from planner.runtime.copy_engine import Engine
-from planner.runtime.links import device_of, engine_for
+from planner.runtime.cuda_link import CudaEngine
 from planner.runtime.planned_step import PlannedStep
-from planner.runtime.selections import selections_of
+from planner.runtime.simulated_link import ArtificialEngine
+from profiler.recomputation.selection import Selection
+from profiler.records import MenuRecord
 from profiler.workload.compiled_forwards import COMPILED, plain_name, unwrapped
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
 from profiler.workload.precision import autocast_now, autocast_part, precision_of, types_part
@@ -260,3 +263,42 @@ def _differences(model: nn.Module, stage: PlannedStage) -> list[str]:
         if shapes.get(key) != expected.get(key):
             return [f"{name}.{key} has shape {shapes.get(key)}, expected {expected.get(key)}"]
     return []
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device that a model computes on."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def engine_for(plan: Plan, program: Program, device: torch.device) -> Engine | None:
+    """The engine with its host memory, allocated here once; None where nothing travels.
+
+    On a device that has no streams beside the computation's nothing does, which is said.
+    """
+    if not program.transfers:
+        return None
+    if device.type == "cuda":
+        return CudaEngine(device, plan.host_bytes)
+    if device.type == "cpu" and plan.link is not None:
+        return ArtificialEngine(plan.link, plan.host_bytes)
+    warnings.warn(
+        f"apply: expected a device that copies beside its computation, got {device}; nothing is sent to host memory, "
+        "and the peak is not promised. Solve without offloading",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return None
+
+
+def selections_of(plan: Plan) -> dict[tuple[int, int], Selection]:
+    """What the ops of each stage are told, by stage and option, for all options that the schedule uses."""
+    runs = [action for action in plan.schedule.actions if action.kind in ("forward", "recompute")]
+    used = {(action.stage, action.option) for action in runs if action.option}
+    sending = {action.stage for action in plan.schedule.actions if action.kind == "offload"}
+    kinds = {(plan.stages[stage].menu, option, stage in sending) for stage, option in used}
+    found = {(m, o, all_saves): _selection(plan.menus[m], o, all_saves) for m, o, all_saves in kinds}
+    return {(k, option): found[plan.stages[k].menu, option, k in sending] for k, option in used}
+
+
+def _selection(menu: MenuRecord, option: int, all_saves: bool) -> Selection:
+    return Selection.of(menu.ops, menu.options[option - 1].rerun, all_saves=all_saves)

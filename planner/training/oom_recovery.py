@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from planner.explain.timeline import Phase
 from planner.plans.plan import Plan
-from planner.plans.replanning import replan
-from planner.plans.solving import SEARCH_SECONDS, NoPlan
+from planner.plans.solving import SEARCH_SECONDS, NoPlan, replan
 from planner.training.oom_report import FailureReport
 from profiler.workload.snapshot import RandomState, attributes_of, captured
 from profiler.workload.tensor_trees import tensors_in

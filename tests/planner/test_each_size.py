@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import planner
-from planner.capacity import each_size
-from planner.capacity.each_size import EachSize, NoProfile
+from planner.capacity import size_profiles
 from planner.capacity.measured_limits import LimitSearch
 from planner.capacity.predicted_limits import Forecast
 from planner.capacity.scaling import Growth
+from planner.capacity.size_profiles import EachSize, NoProfile
 from planner.capacity.smallest_size import Footing
 from planner.runtime.step_trial import Trial
 
@@ -55,7 +55,7 @@ def test_a_size_is_profiled_once(profiles):
 
 
 def test_the_largest_size_within_the_most_profiles_is_the_limit(profiles, monkeypatch):
-    monkeypatch.setattr(each_size, "MOST_PROFILES", 4)
+    monkeypatch.setattr(size_profiles, "MOST_PROFILES", 4)
     found = search(profiles, monkeypatch)  # 1 and 2 are known; doubling asks for 1, 3, 7 and 15
     assert found.profiled == (1, 2, 3, 7)
     for limit in (found.none, found.recompute):
@@ -76,7 +76,7 @@ def test_running_out_of_memory_is_told_from_a_refusal(profiles, monkeypatch):
     def full(*args, **options):
         raise planner.ProfileError("the step fails") from torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(each_size, "profile", full)
+    monkeypatch.setattr(size_profiles, "profile", full)
     with pytest.raises(NoProfile, match="no room"):
         profiles.at(5)
 
@@ -91,7 +91,7 @@ def test_a_size_is_profiled_where_there_is_room_for_its_peak_and_a_copy_of_what_
     three = Growth(sizes=(1, 2, 3), profiles=tuple(replace(p, unplanned_peak_bytes=peak) for p, peak in peaks))
     room = 8000 + last.resident.total - missing_bytes
     monkeypatch.setattr("planner.runtime.step_trial.room_bytes", lambda device: room)
-    monkeypatch.setattr(each_size, "profile", lambda workload, **options: last)
+    monkeypatch.setattr(size_profiles, "profile", lambda workload, **options: last)
     profiles = EachSize(build, three, menus=False, progress=lambda size: lambda what, done, total: None, why="")
     if missing_bytes:
         with pytest.raises(NoProfile, match="no room"):

@@ -12,10 +12,9 @@ import pytest
 
 import planner
 from planner import Offload, zoo
-from planner.explain.engines_plot import draw_engines
 from planner.explain.peak import predicted_peak
 from planner.explain.timeline import predicted_timelines
-from planner.explain.timeline_plot import timeline_figure
+from planner.explain.timeline_plot import draw_engines, timeline_figure
 from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import link_document, link_from, usable_link
 from planner.plans.offloadable import SMALLEST_PARCEL_BYTES, input_parcels, kept_parcel_bytes, kept_parcels

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import planner
-from planner.plans.replanning import replan
+from planner.plans.solving import replan
 
 
 def alike(plan: planner.Plan) -> planner.Plan:
