@@ -11,13 +11,13 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.random_chains import large_chain
 from benchmarks.reporting import MIB, RESULTS, write_result
 from solvers import Chain, Option, Problem, Stage, frontier, replay, solve_chain
 from solvers.chain import baselines
 from solvers.chain.minimum_memory import shortage
 from solvers.chain.revolve import forward_runs
 from solvers.chain.rotor import Table
-from tests.solvers.chains import large_chain
 
 FRONTIERS = ((48, 12), (50, 1), (50, 4), (200, 1), (200, 4), (1000, 1))
 LONG = 1000

@@ -12,13 +12,13 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.random_graphs import random_tiny_graph
 from benchmarks.reporting import RESULTS, write_result
 from solvers.graph import exhaustive
 from solvers.graph.liveness import IndexedGraph, peak_profile
 from solvers.graph.registry import GraphSolution, graph_solver_names, solve_graph
 from solvers.problem.graph_simulator import replay_graph
 from solvers.problem.solution import GraphProblem
-from tests.solvers.graphs import random_graph
 
 SEEDS = 1000
 LIMIT_SECONDS = 2.0
@@ -52,7 +52,7 @@ FINE = ("equal", "above", "no_plan_found", "infeasible_rightly", "infeasible_unp
 def instances(seeds: Sequence[int]) -> Iterator[Instance]:
     """Each graph with a budget too small, the smallest one, and one midway to the unplanned peak."""
     for seed in seeds:
-        graph = random_graph(seed)
+        graph = random_tiny_graph(seed)
         indexed = IndexedGraph(graph)
         low, high = exhaustive.smallest_peak(indexed), int(peak_profile(indexed, range(indexed.count)).max())
         for budget in (low - 1, low, (low + high) // 2):
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tallies = [tally(solver, asked) for solver in options.solvers]
     feasible = sum(instance.optimum_seconds is not None for instance in asked)
     remarks = [
-        f"{options.seeds} graphs of tests/solvers/graphs.py, budgets: one byte less than the smallest feasible, that "
+        f"{options.seeds} graphs of tests/support/graphs.py, budgets: one byte less than the smallest feasible, that "
         f"one, and midway to the unplanned peak; {feasible} of {len(asked)} are feasible",
         f"limit {LIMIT_SECONDS:g} s, {', '.join(f'{name} {limit:g} s' for name, limit in SHORT_SECONDS.items())}",
         f"equal to the optimum, above it, and so on; has to be 0: {', '.join(WRONG)}",

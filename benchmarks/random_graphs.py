@@ -120,3 +120,25 @@ def _kibibytes(size: float) -> int:
 
 def _round(seconds: float) -> float:
     return float(f"{seconds:.3g}")
+
+
+def random_tiny_graph(seed: int, count: int | None = None) -> Graph:
+    """A random DAG of 3 to 8 nodes (or ``count``): small whole numbers, some without bytes, seconds or readers."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(3, 9)) if count is None else count
+    nodes = []
+    for v in range(count):
+        most = min(v, 3)
+        picked = rng.choice(v, size=int(rng.integers(min(1, most), most + 1)), replace=False) if v else []
+        nodes.append(
+            Node(
+                name=f"n{v}",
+                seconds=float(rng.integers(0, 6)),
+                output_bytes=int(rng.integers(0, 6)),
+                transient_bytes=int(rng.integers(0, 3)),
+                inputs=tuple(f"n{i}" for i in sorted(picked)),
+                side="forward" if v < count // 2 else "backward",
+            )
+        )
+    extra = [f"n{v}" for v in range(count - 1) if rng.random() < 0.15]
+    return Graph(nodes=tuple(nodes), outputs=(*extra, f"n{count - 1}"), resident_bytes=int(rng.integers(0, 3)))

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import gc
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+import planner
+from planner import zoo
+from tests.support.command_line import SMALL, TARGETS, done
 
 THREADS = 2  # the same on every machine: reductions split over threads, so the last bits of a sum depend on it
 
@@ -29,6 +34,23 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What is imported by now stays: profiling and measuring collect garbage first, and need not look through it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model's profile and plan, made by the commands themselves, and a file of targets."""
+    folder = tmp_path_factory.mktemp("cli")
+    done("profile", "zoo:mlp", *SMALL, "-o", folder / "profile.json")
+    done("solve", folder / "profile.json", "--budget", "85%", "-o", folder / "plan.json")
+    (folder / "targets.py").write_text(TARGETS)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def blocks() -> planner.Profile:
+    """The profile of a small GPT-2 whose blocks are its stages, with their menus."""
+    work = zoo.build("gpt2", layers=3, batch=2, hidden=32, seq=32, vocab=100)
+    return planner.profile(work, stages=["transformer.h.*"])
 
 
 @pytest.fixture(autouse=True)

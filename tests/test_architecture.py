@@ -23,6 +23,7 @@ MOST_LINES = 400  # of one file
 
 SOLVER_LIBRARIES = {"numpy", "pulp", "highspy", "solvers"}  # and the standard library
 REGISTRIES = {"registry", "candidates", "offload_candidates"}
+TEST_FOLDERS = {"system", "support", "gpu", "benchmarks"}
 FORBIDDEN_NAMES = {"profile.py", "utils.py", "helpers.py"}
 
 
@@ -244,6 +245,26 @@ def file_names(root: Path) -> Iterator[str]:
                 yield f"{path.relative_to(root)}: name the file after what it owns"
 
 
+def mirrored_tests(root: Path) -> Iterator[str]:
+    """A folder of tests is named after a room, a package, or what it holds beside rooms."""
+    known = {room.replace(".", "/") for room in rooms(root)} | {*PACKAGES, *TEST_FOLDERS}
+    tests = root / "tests"
+    for folder in sorted({path.parent.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")} - {"."}):
+        if folder not in known:
+            yield f"tests/{folder}: named after no room of docs/architecture.md"
+
+
+def shared_builders(root: Path) -> Iterator[str]:
+    """What tests share lies in tests/support; benchmarks build what they measure themselves."""
+    for path in (*files(root, "tests"), *files(root, "benchmarks")):
+        found = {name for name in imports(path, root) if name.startswith("tests.")}
+        inside = path.relative_to(root).as_posix()
+        if inside.startswith("benchmarks/") and found:
+            yield f"{inside} imports {sorted(found)}: benchmarks take nothing from tests"
+        elif strange := {name for name in found if not name.startswith("tests.support")}:
+            yield f"{inside} imports {sorted(strange)}: put what tests share into tests/support"
+
+
 def hidden_submodules(root: Path) -> Iterator[str]:
     for package in PACKAGES:
         for folder in sorted({path.parent for path in files(root, package)}):
@@ -283,6 +304,8 @@ RULES: tuple[Callable[[Path], Iterator[str]], ...] = (
     simulators_stand_alone,
     file_names,
     hidden_submodules,
+    mirrored_tests,
+    shared_builders,
 )
 
 
@@ -333,6 +356,9 @@ BREACHES = [
     (hidden_submodules, "planner/__init__.py", "def plans(): ..."),
     (hidden_submodules, "planner/__init__.py", "from planner.other import build as plans"),
     (hidden_submodules, "solvers/chain/segments.py", "def rotor(): ..."),
+    (mirrored_tests, "tests/planner/other/test_plan.py", ""),
+    (shared_builders, "tests/planner/plans/test_plan.py", "from tests.planner.plans import test_rules"),
+    (shared_builders, "benchmarks/solvers.py", "from tests.support import chains"),
 ]
 
 
@@ -359,6 +385,8 @@ def tree(tmp_path):
         "planner/plans/plan.py": "import solvers.chain.rotor, torch, matplotlib\nclass Plan: ...",
         "planner/units.py": "",
         "planner/zoo/__init__.py": "from planner import units",
+        "tests/planner/plans/test_plan.py": "from tests.support.chains import small",
+        "tests/system/test_exact.py": "",
         **{f"planner/{room}/__init__.py": "" for room in ("plans", "cli")},
         **{f"planner/plans/plan_{k}.py": "" for k in range(23)},
     }

@@ -29,7 +29,7 @@ from solvers.problem.solution import GraphCandidate, GraphProblem, Shortage, Sol
 GraphSolution = Solution[GraphSchedule]
 Mask = NDArray[np.bool_]
 
-EXHAUSTIVE_NODES = 10  # auto asks the exact oracle up to here: milliseconds (tests/solvers/test_graph_suite.py)
+EXHAUSTIVE_NODES = 10  # auto asks the exact oracle up to here: milliseconds (tests/solvers/graph/test_registry.py)
 DEFAULT_SECONDS = 60.0
 LARGE_NODES, LARGE_SECONDS = 500, 25.0  # without a time limit of the user's, larger graphs get less: plans, not proofs
 DEFAULT_GAP = 1e-3  # within it a plan counts as good enough to stop

@@ -1,0 +1,257 @@
+"""The command line: every command's output, JSON keys and exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+
+import planner
+from planner import zoo
+from planner.cli import demo
+from planner.cli.shell import spread
+from planner.plans.pareto_curves import COLUMNS
+from profiler.json_files import write_document
+from solvers import Schedule, replay
+from tests.support import ROOT
+from tests.support.command_line import SMALL, SOLVE_KEYS, done, refused, run
+from tests.support.small_chain import small_chain
+
+TRAIN_KEYS = {
+    "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "predicted_seconds", "measured_seconds",
+    "unplanned_seconds", "losses",
+}  # fmt: skip
+ROW_KEYS = {
+    "solver", "status", "predicted_peak_bytes", "measured_peak_bytes", "predicted_seconds", "measured_seconds",
+}  # fmt: skip
+
+
+def test_profile_prints_its_stages_and_writes_a_profile(files):
+    result = done("profile", "zoo:mlp", *SMALL, "-o", files / "again.json")
+    profile = planner.Profile.load(files / "again.json")
+    assert all(stage.name in result.stdout for stage in profile.stages if stage.kind == "stage")
+    assert f"{profile.unplanned_peak_bytes:,} bytes" in result.stdout
+    assert "again.json" in result.stderr
+
+
+def test_profile_takes_several_stage_patterns_after_one_option(files):
+    done("profile", "zoo:mlp", *SMALL, "--stages", "4", "5", "-o", files / "named.json")
+    stages = [s.name for s in planner.Profile.load(files / "named.json").stages if s.kind == "stage"]
+    assert stages == ["4", "5"]
+
+
+def test_profile_ops_prints_the_largest_first_and_all_on_request(files):
+    limited = done("profile", "zoo:mlp", *SMALL, "--ops", "--ops-limit", "5").stdout
+    everything = done("profile", "zoo:mlp", *SMALL, "--ops", "--ops-limit", "0").stdout
+    assert limited.count("aten.") == 5
+    count = everything.count("aten.")
+    assert f"Ops: 5 of {count}," in limited and f"Ops: {count} of {count}," in everything
+    assert "of new storage" in limited
+
+
+def test_solve_json_has_the_keys_and_keeps_its_word(files):
+    result = done("solve", files / "profile.json", "--budget", "85%", "--json")
+    document = json.loads(result.stdout)
+    assert set(document) >= SOLVE_KEYS
+    assert document["status"] in ("optimal", "feasible")
+    assert document["predicted_peak_bytes"] <= document["budget_bytes"] < document["unplanned_peak_bytes"]
+    assert document["lower_bound_seconds"] <= document["predicted_seconds"]
+    assert all({"name", "decision"} <= set(stage) for stage in document["stages"])
+    assert any(stage["decision"] != "keep" for stage in document["stages"])
+
+
+def test_solve_prints_a_table_and_writes_the_plan_that_show_prints_again(files):
+    output = files / "printed.json"
+    printed = done("solve", files / "profile.json", "--budget", "85%", "--solver", "rotor", "-o", output).stdout
+    plan = planner.Plan.load(output)
+    assert plan.solver == "rotor"
+    assert f"{plan.predicted_peak_bytes:,} bytes" in printed
+    assert done("show", output).stdout.startswith(printed)
+
+
+def test_show_prints_a_profile_too(files):
+    profile = planner.Profile.load(files / "profile.json")
+    assert profile.fingerprint in done("show", files / "profile.json").stdout
+
+
+def test_profile_without_menus_measures_whole_stages_only(tmp_path):
+    settings = ["--set", "layers=2", "batch=2", "hidden=32", "seq=32", "vocab=100"]
+    for flags, measured in (((), True), (("--no-menus",), False)):
+        done("profile", "zoo:gpt2", *settings, "--stages", "transformer.h.*", *flags, "-o", tmp_path / "profile.json")
+        assert any(menu.options for menu in planner.Profile.load(tmp_path / "profile.json").menus) is measured
+
+
+def test_solve_without_menus_plans_with_whole_stages_only(blocks, tmp_path):
+    blocks.save(tmp_path / "profile.json")
+    for flags, given in (((), True), (("--no-menus",), False)):
+        done("solve", tmp_path / "profile.json", "--budget", "80%", *flags, "-o", tmp_path / "plan.json")
+        plan = planner.Plan.load(tmp_path / "plan.json")
+        assert any(menu.options for menu in plan.menus) is given
+        assert plan.recomputed_ops > 0 and plan.predicted_peak_bytes <= plan.budget_bytes
+    assert not any(action.option for action in plan.schedule.actions)
+
+
+def test_solve_without_menus_wants_a_profile_alone(blocks, tmp_path):
+    blocks.save(tmp_path / "profile.json")
+    write_document(tmp_path / "chain.json", small_chain().to_dict())
+    (tmp_path / "rules.toml").write_text('[[rules]]\nmodules = "transformer.h.1"\n')
+    chain = refused("solve", tmp_path / "chain.json", "--budget", "60%", "--no-menus")
+    rules = refused("solve", tmp_path / "profile.json", "--rules", tmp_path / "rules.toml", "--no-menus")
+    assert "--no-menus: expected a profile alone, got a problem file" in chain and "got rules" in rules
+
+
+def test_an_infeasible_budget_exits_3_and_the_smallest_one_it_names_is_feasible(files):
+    result = run("solve", files / "profile.json", "--budget", "1KiB", "--json", "-o", files / "never.json")
+    document = json.loads(result.stdout)
+    assert result.exit_code == 3
+    assert document["status"] == "infeasible" and document["reason"]
+    assert set(document) >= SOLVE_KEYS
+    assert document["lower_bound_seconds"] > 0
+    assert str(document["minimum_budget_bytes"]) in result.stderr
+    assert not (files / "never.json").exists()
+    assert done("solve", files / "profile.json", "--budget", str(document["minimum_budget_bytes"]))
+    below = run("solve", files / "profile.json", "--budget", str(document["minimum_budget_bytes"] - 1))
+    assert (below.exit_code, below.stdout) == (3, "")
+
+
+def test_solve_of_a_chain_file_writes_a_schedule_that_replays(tmp_path):
+    chain = small_chain()
+    write_document(tmp_path / "chain.json", chain.to_dict())
+    result = done(
+        "solve", tmp_path / "chain.json", "--budget", "60%", "--solver", "rotor", "--json", "-o", tmp_path / "out.json"
+    )
+    document, saved = json.loads(result.stdout), json.loads((tmp_path / "out.json").read_text())
+    assert set(document) >= SOLVE_KEYS
+    assert [stage["name"] for stage in document["stages"]] == ["first", "second", "third", "fourth"]
+    assert document["unplanned_seconds"] == 12.0
+    replayed = replay(chain, Schedule.from_list(saved["schedule"]))
+    assert saved["format"] == "planner-chain-solution"
+    assert replayed.peak_bytes == document["predicted_peak_bytes"] <= document["budget_bytes"]
+    assert replayed.seconds == document["predicted_seconds"] == 12.0 + document["recomputed_seconds"]
+
+
+def test_at_the_unplanned_peak_a_chain_recomputes_nothing(tmp_path):
+    write_document(tmp_path / "chain.json", small_chain().to_dict())
+    document = json.loads(done("solve", tmp_path / "chain.json", "--budget", "100%", "--json").stdout)
+    assert {stage["decision"] for stage in document["stages"]} == {"keep"}
+    assert (document["status"], document["recomputed_seconds"]) == ("optimal", 0.0)
+
+
+def test_an_infeasible_chain_exits_3(tmp_path):
+    write_document(tmp_path / "chain.json", small_chain().to_dict())
+    result = run("solve", tmp_path / "chain.json", "--budget", "2", "--json")
+    assert result.exit_code == 3
+    document = json.loads(result.stdout)
+    assert document["lower_bound_seconds"] >= 12.0
+    assert done("solve", tmp_path / "chain.json", "--budget", str(document["minimum_budget_bytes"]))
+
+
+def test_show_prints_the_solution_of_a_chain_again(tmp_path):
+    write_document(tmp_path / "chain.json", small_chain().to_dict())
+    printed = done("solve", tmp_path / "chain.json", "--budget", "60%", "-o", tmp_path / "solution.json").stdout
+    assert "third" in printed
+    assert done("show", tmp_path / "solution.json").stdout.startswith(printed)
+
+
+def test_pareto_writes_the_table_and_the_picture(files):
+    result = done("pareto", files / "profile.json", "-o", files / "curve.png", "--csv", files / "curve.csv")
+    frame = pd.read_csv(files / "curve.csv")
+    assert tuple(frame.columns) == COLUMNS
+    assert {"none", "keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "rotor"} <= set(frame["solver"])
+    assert (files / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "rotor" in result.stdout
+
+
+def test_pareto_of_a_chain_starts_at_the_step_that_keeps_everything(tmp_path):
+    write_document(tmp_path / "chain.json", small_chain().to_dict())
+    done("pareto", tmp_path / "chain.json", "-o", tmp_path / "curve.png", "--csv", tmp_path / "curve.csv")
+    frame = pd.read_csv(tmp_path / "curve.csv")
+    assert tuple(frame.columns) == COLUMNS
+    points = {row["solver"]: (row["peak_bytes"], row["seconds"]) for row in frame.to_dict("records")}
+    assert points["none"] == points["keep_all"] and points["none"][1] == 12.0
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_holds_the_prediction_against_the_measurement(files):
+    args = ("train", "zoo:mlp", *SMALL, "--plan", files / "plan.json", "--steps", "4")
+    document = json.loads(done(*args, "--json").stdout)
+    plan = planner.Plan.load(files / "plan.json")
+    assert set(document) >= TRAIN_KEYS
+    assert document["unplanned_seconds"] == plan.unplanned_seconds
+    assert document["predicted_peak_bytes"] == plan.predicted_peak_bytes
+    assert document["measured_peak_bytes"] <= plan.budget_bytes
+    assert len(document["losses"]) == 4
+    workload = zoo.build("mlp", layers=8, hidden=32, batch=1024)
+    assert document["losses"] == [workload.step() for _ in range(4)]  # the plan changes nothing
+    assert "within the budget" in done(*args).stdout
+
+
+def test_train_says_null_for_a_loss_that_is_no_number(files, tmp_path):
+    target = f"{files / 'targets.py'}:not_a_number"
+    done("profile", target, "-o", tmp_path / "profile.json")
+    done("solve", tmp_path / "profile.json", "--budget", "100%", "-o", tmp_path / "plan.json")
+    result = done("train", target, "--plan", tmp_path / "plan.json", "--steps", "1", "--json")
+    assert json.loads(result.stdout)["losses"] == [None]
+
+
+def test_compare_has_a_row_per_solver_and_the_unplanned_one(files):
+    document = json.loads(
+        done("compare", "zoo:mlp", "--set", "layers=6", "--set", "batch=512", "--budget", "85%", "--json").stdout
+    )
+    rows = {row["solver"]: row for row in document["rows"]}
+    assert list(rows) == ["none", "keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "rotor", "ilp", "auto"]
+    assert all(set(row) >= ROW_KEYS for row in rows.values())
+    assert rows["none"]["predicted_peak_bytes"] == rows["none"]["measured_peak_bytes"]
+    assert rows["keep_all"]["status"] == "infeasible" and rows["keep_all"]["measured_peak_bytes"] is None
+    for row in rows.values():
+        if row["status"] in ("optimal", "feasible"):
+            assert row["measured_peak_bytes"] <= document["budget_bytes"]
+    assert rows["auto"]["predicted_seconds"] <= rows["rotor"]["predicted_seconds"]
+
+
+def test_compare_exits_3_where_no_solver_fits(files):
+    result = run("compare", "zoo:mlp", *SMALL, "--budget", "1KiB", "--json")
+    document = json.loads(result.stdout)
+    assert result.exit_code == 3
+    assert document["status"] == "infeasible"
+    refused_rows = [row for row in document["rows"] if row["solver"] != "none"]
+    assert document["minimum_budget_bytes"] == min(row["minimum_budget_bytes"] for row in refused_rows)
+    assert "infeasible: " in result.stderr
+
+
+def test_the_demo_goes_the_whole_way(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    demo.run_demo(build=lambda: zoo.build("mlp", layers=8, hidden=32, batch=1024))
+    assert (tmp_path / "planner-demo" / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    assert "bit for bit" in capsys.readouterr().out
+
+
+def test_the_demo_refuses_a_plan_that_changes_the_losses(tmp_path, monkeypatch):
+    plain = demo._Trained(1, (1.0,), [])
+    with pytest.raises(ValueError, match="the same losses"):
+        demo._check_same(plain, plain._replace(losses=(1.5,)))
+
+
+def test_stdout_holds_one_document_even_where_the_target_prints(files):
+    command = [
+        sys.executable,
+        "-m",
+        "planner",
+        "compare",
+        f"{files / 'targets.py'}:talks",
+        "--budget",
+        "100%",
+        "--json",
+    ]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert len(json.loads(result.stdout)["rows"]) == 8
+    assert "hello from the target" in result.stderr
+
+
+def test_settings_and_patterns_spread_over_their_values():
+    assert spread(["t", "--set", "a=1", "b=2", "--steps", "3"]) == ["t", "--set", "a=1", "--set", "b=2", "--steps", "3"]
+    assert spread(["--stages", "h.*", "zoo:mlp"]) == ["--stages", "h.*", "zoo:mlp"]
+    assert spread(["--set", "a=1", "b.py:f"]) == ["--set", "a=1", "b.py:f"]

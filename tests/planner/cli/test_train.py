@@ -1,0 +1,101 @@
+"""``planner train --retry``: what a person and a program are told where the device is smaller than the plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import planner
+from tests.support.command_line import SMALL, done, run
+from tests.support.small_device import Limit
+
+TRAIN = ("train", "zoo:mlp", *SMALL, "--steps", "2")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    done("profile", "zoo:mlp", *SMALL, "--no-menus", "-o", folder / "profile.json")
+    done("solve", folder / "profile.json", "--budget", "100%", "-o", folder / "plan.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def needed(files) -> tuple[int, list[float]]:
+    """Bytes that the command allocates at most under the plan, copies in host memory included; the losses."""
+    with Limit(2**60) as roomy:
+        document = json.loads(done(*TRAIN, "--plan", files / "plan.json", "--json").stdout)
+    assert (document["status"], document["retries"], document["out_of_memory"]) == ("trained", 0, [])
+    return roomy.peak_bytes, document["losses"]
+
+
+def train(files: Path, limit_bytes: float, *args: str | Path):
+    with Limit(int(limit_bytes)):
+        return run(*TRAIN, "--plan", files / "plan.json", *args)
+
+
+def test_a_program_reads_each_failure_and_the_same_losses(files, needed, tmp_path):
+    peak_bytes, losses = needed
+    result = train(files, 0.8 * peak_bytes, "--retry", "5", "--json", "--save-plan", tmp_path / "smaller.json")
+    assert result.exit_code == 0, result.output
+    assert "written: " in result.stderr
+    document = json.loads(result.stdout)
+    failures = document["out_of_memory"]
+    assert document["status"] == "trained" and document["losses"] == losses
+    assert 1 <= document["retries"] == len(failures) <= 5
+    first = failures[0]
+    assert (first["step"], first["restored"], first["repeated"]) == (1, True, True)
+    assert first["phase"] in ("forward", "backward") and first["stage"]
+    assert first["actual_bytes"] <= first["predicted_bytes"] < first["actual_bytes"] + peak_bytes
+    assert first["allocation_bytes"] > 0
+    budgets = [failure["budget_bytes"] for failure in failures] + [document["budget_bytes"]]
+    assert budgets[1:] == [failure["next_budget_bytes"] for failure in failures]
+    assert budgets == sorted(budgets, reverse=True)
+    assert document["measured_peak_bytes"] <= document["budget_bytes"]
+    saved = planner.Plan.load(tmp_path / "smaller.json")
+    assert (saved.budget_bytes, saved.predicted_peak_bytes) == (budgets[-1], document["predicted_peak_bytes"])
+    with Limit(int(0.8 * peak_bytes)):  # the plan that was saved fits at once
+        again = json.loads(done(*TRAIN, "--plan", tmp_path / "smaller.json", "--json").stdout)
+    assert (again["retries"], again["losses"]) == (0, losses)
+
+
+def test_a_person_reads_where_it_was_and_what_comes_next(files, needed):
+    result = train(files, 0.8 * needed[0], "--retry")
+    assert result.exit_code == 0
+    assert "out of memory: step 1, forward of '" in result.stderr
+    for words in ("really alive there", "predicted there", "was refused", "the last actions", "nothing was lost"):
+        assert words in result.stderr
+    assert "trying again with a plan for " in result.stderr
+    assert "--save-plan FILE" in result.stdout and "planner solve PROFILE --budget " in result.stdout
+
+
+def test_without_retry_it_ends_with_3_and_says_what_to_do(files, needed, tmp_path):
+    saved = tmp_path / "never.json"
+    result = train(files, 0.8 * needed[0], "--json", "--save-plan", saved)
+    assert result.exit_code == 3 and not saved.exists() and "Traceback" not in result.output
+    document = json.loads(result.stdout)
+    assert (document["status"], document["retries"], document["losses"]) == ("out_of_memory", 0, [])
+    assert document["measured_peak_bytes"] is None
+    (failure,) = document["out_of_memory"]
+    assert failure["next_budget_bytes"] is None
+    assert "--retry N" in failure["why_not"] and failure["why_not"] in result.stderr
+    named = failure["why_not"].split("--budget ")[1].split()[0]
+    done("solve", files / "profile.json", "--budget", named, "-o", tmp_path / "next.json")
+    assert planner.Plan.load(tmp_path / "next.json").predicted_peak_bytes < failure["predicted_peak_bytes"]
+
+
+def test_a_device_that_no_plan_fits_ends_with_3_after_the_smallest(files, needed):
+    result = train(files, 0.3 * needed[0], "--retry", "9", "--json")
+    assert result.exit_code == 3
+    document = json.loads(result.stdout)
+    failures = document["out_of_memory"]
+    assert document["status"] == "out_of_memory" and document["retries"] == len(failures) - 1 >= 1
+    assert failures[-1]["why_not"].startswith("no plan needs less: ") and "planner advise" in failures[-1]["why_not"]
+    assert document["budget_bytes"] == failures[-1]["budget_bytes"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_training(files, tmp_path):
+    result = run(*TRAIN, "--plan", files / "plan.json", "--save-plan", tmp_path / "nowhere" / "plan.json")
+    assert result.exit_code == 2 and "nowhere" in result.stderr

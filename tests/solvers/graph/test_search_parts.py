@@ -1,0 +1,141 @@
+"""The parts of the graph search: every order they make replays, and none is better than the oracle's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.random_graphs import random_tiny_graph, random_training_graph
+from solvers.graph import exhaustive
+from solvers.graph.eviction import POWERS, eviction_order
+from solvers.graph.incumbent import Search
+from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
+from solvers.graph.moments import MomentSearch, first_moments, rerunnable_nodes
+from solvers.graph.moments_program import MomentsProgram
+from solvers.graph.neighbourhood_search import Improvement
+from solvers.graph.on_demand import demand_orders
+from solvers.graph.order_merging import Merging
+from solvers.graph.order_repair import keep_what_fits
+from solvers.graph.template_program import TemplateProgram, template_of
+from solvers.highs import Program
+from solvers.problem.graph_simulator import replay_graph
+from tests.support.graphs import training_graph
+
+SEEDS = range(40)
+
+
+def middle_budget(indexed: IndexedGraph) -> int:
+    low, high = exhaustive.smallest_peak(indexed), int(peak_profile(indexed, range(indexed.count)).max())
+    return (low + high) // 2
+
+
+def optimum_of(indexed: IndexedGraph, budget: int) -> float:
+    return exhaustive.solve(indexed, budget).lower_bound_seconds
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_demand_and_eviction_make_orders_that_replay(seed):
+    indexed = IndexedGraph(random_tiny_graph(seed))
+    budget, rerunnable = middle_budget(indexed), np.ones(indexed.count, dtype=bool)
+    made = [order for power in POWERS if (order := eviction_order(indexed, budget, rerunnable, power)) is not None]
+    for order in made:
+        assert replay_graph(indexed.graph, schedule_of(indexed, order)).peak_bytes <= budget
+        assert seconds_of(indexed, order) >= optimum_of(indexed, budget) - 1e-9
+    for order in demand_orders(indexed, rerunnable):
+        replay_graph(indexed.graph, schedule_of(indexed, order))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_tidying_is_never_slower_and_stays_in_the_budget(seed):
+    indexed = IndexedGraph(random_tiny_graph(seed))
+    budget = middle_budget(indexed)
+    for order in demand_orders(indexed, np.ones(indexed.count, dtype=bool)):
+        tidied = keep_what_fits(indexed, order, budget)
+        replay_graph(indexed.graph, schedule_of(indexed, tidied))
+        assert seconds_of(indexed, tidied) <= seconds_of(indexed, order)
+        if peak_profile(indexed, order).max() <= budget:
+            assert peak_profile(indexed, tidied).max() <= budget
+
+
+def everything(count: int) -> list[int]:
+    """A template in which every node may run again before each first run and at the end."""
+    return [v for t in range(count + 1) for v in (*range(t), t) if v < count]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_template_of_everything_is_as_good_as_the_oracle_unless_that_leaves_rising_order(seed):
+    indexed = IndexedGraph(random_tiny_graph(seed))
+    budget = middle_budget(indexed)
+    best = exhaustive.solve(indexed, budget).order
+    assert best is not None
+    template = template_of(indexed, [everything(indexed.count), best])
+    program = TemplateProgram(indexed, budget, template)
+    answer = program.program.solve(time_limit_seconds=20.0, start=program.encode(best))
+    assert answer.values is not None
+    order = program.order(answer.values)
+    assert replay_graph(indexed.graph, schedule_of(indexed, order)).peak_bytes <= budget
+    assert seconds_of(indexed, order) == pytest.approx(optimum_of(indexed, budget), rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_order_is_a_solution_of_the_programs_that_it_is_encoded_for(seed):
+    indexed = IndexedGraph(random_tiny_graph(seed))
+    budget = middle_budget(indexed)
+    best = exhaustive.solve(indexed, budget).order
+    assert best is not None
+    search = Search(indexed, budget, time_limit_seconds=60.0, gap=0.0)
+    moments = MomentsProgram(indexed, budget, first_moments(search), np.ones(indexed.count, dtype=bool))
+    template = TemplateProgram(indexed, budget, list(best))
+    for program, values in ((moments.program, moments.encode(best)), (template.program, template.encode(best))):
+        assert values is not None
+        for variable, value in enumerate(values):
+            program.fix(variable, float(value))
+        assert program.solve(time_limit_seconds=5.0).status == "optimal"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_moments_program_bounds_all_schedules(seed):
+    indexed = IndexedGraph(random_tiny_graph(seed))
+    for budget in (exhaustive.smallest_peak(indexed), middle_budget(indexed)):
+        optimum = optimum_of(indexed, budget)
+        for rerunnable in (rerunnable_nodes(indexed), np.ones(indexed.count, dtype=bool)):
+            program = MomentsProgram(indexed, budget, list(range(indexed.count)), rerunnable)
+            answer = program.program.solve(time_limit_seconds=20.0)
+            assert answer.bound * program.unit_seconds <= optimum * (1 + 1e-6) + 1e-9
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_moves_improve_and_keep_the_budget(seed):
+    graph = random_training_graph(60, seed)
+    indexed = IndexedGraph(graph)
+    profile = peak_profile(indexed, range(indexed.count))
+    search = Search(indexed, int((indexed.working_bytes.max() + profile.max()) // 2), time_limit_seconds=60.0, gap=0.0)
+    rerunnable = rerunnable_nodes(indexed)
+    for order in demand_orders(indexed, rerunnable):
+        search.offer(order, "demand")
+    start = search.seconds
+    merging, improvement, rounds = Merging(search), Improvement(search, rerunnable), MomentSearch(search, rerunnable)
+    for step in (merging.step, improvement.step, lambda: rounds.step(10.0), merging.step):
+        before = search.seconds
+        step()
+        assert search.seconds <= before
+    assert search.order is not None and search.seconds < start
+    replayed = replay_graph(graph, schedule_of(indexed, search.order))
+    assert replayed.peak_bytes <= search.budget_bytes
+    assert search.bound_seconds <= replayed.seconds * (1 + 1e-6)
+
+
+def test_a_program_says_when_it_is_infeasible():
+    program = Program()
+    variable = program.variable()
+    program.row([(variable, 1.0)], lower=2.0)
+    answer = program.solve(time_limit_seconds=5.0)
+    assert (answer.status, answer.values, answer.bound) == ("infeasible", None, float("inf"))
+
+
+def test_a_chain_by_hand():
+    """Four unit ops and their backwards in 4 bytes beside the gradient: known from the oracle, found by each part."""
+    indexed = IndexedGraph(training_graph(4))
+    budget = exhaustive.smallest_peak(indexed)
+    order = eviction_order(indexed, budget, rerunnable_nodes(indexed))
+    assert order is not None and peak_profile(indexed, order).max() <= budget

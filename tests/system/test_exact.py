@@ -1,0 +1,305 @@
+"""A planned model computes what the unplanned one computes, bit for bit, and takes the bytes that were predicted."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import planner
+from planner.plans.cost_model import chain_of
+from planner.runtime import planned_step
+from profiler.recomputation import module_rerun, op_tape
+from profiler.workload.workload import Workload
+from solvers import replay
+from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
+from tests.support.exactness import assert_same, budgets, choosing_inside, following, state_after
+from tests.support.odd_models import MODELS, workload
+
+
+class CountOps(TorchDispatchMode):
+    """Counts the model's aten ops: not ``detach``, and none of the applier's own bookkeeping."""
+
+    muted = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.detach.default and not CountOps.muted:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def muted(call: Any) -> Any:
+    def run(*args: Any) -> Any:
+        before, CountOps.muted = CountOps.muted, True
+        try:
+            return call(*args)
+        finally:
+            CountOps.muted = before
+
+    return run
+
+
+def muted_around(manager: Any) -> Any:
+    @contextmanager
+    def run(*args: Any) -> Iterator[None]:
+        entered = manager(*args)
+        muted(entered.__enter__)()
+        try:
+            yield
+        finally:
+            muted(entered.__exit__)(None, None, None)
+
+    return run
+
+
+@pytest.fixture
+def bookkeeping_muted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_rerun.CallState, "__init__", muted(module_rerun.CallState.__init__))
+    for name in ("_random_state", "_own_buffers"):
+        monkeypatch.setattr(module_rerun, name, muted_around(getattr(module_rerun, name)))
+    for name in ("view_of", "over", "drawing_state", "_spare", "_shaped"):
+        monkeypatch.setattr(op_tape, name, muted(getattr(op_tape, name)))
+    monkeypatch.setattr(op_tape, "drawing_as", muted_around(op_tape.drawing_as))
+
+
+@contextmanager
+def fresh(name: str, **settings: Any) -> Iterator[Workload]:
+    yield workload(name, **settings)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_plan_is_exact_and_takes_the_predicted_bytes(name: str) -> None:
+    profile = planner.profile(workload(name))
+    expected = state_after(workload(name))
+    for budget in budgets(profile):
+        plan = planner.solve(profile, budget, solver="rotor")
+        work = workload(name)
+        with planner.apply(work.model, plan):
+            assert_same(state_after(work), expected)
+            measured = planner.measure(work, repeats=1)
+        if name == "remembers":
+            continue  # What a model stored on itself in the step before is not known as resident.
+        assert measured.peak_bytes <= plan.predicted_peak_bytes <= budget
+        assert plan.predicted_peak_bytes - measured.peak_bytes <= 0.02 * measured.peak_bytes
+
+
+@pytest.mark.parametrize("name", ["plain", "dropout", "batchnorm", "skip", "sequential", "tuple", "shared"])
+def test_keeping_everything_replays_the_measured_peak_exactly(name: str) -> None:
+    work = workload(name)
+    profile = planner.profile(work)
+    plan = planner.solve(profile, profile.unplanned_peak_bytes)
+    assert plan.recomputed_ops == 0 and plan.status == "optimal"
+    assert replay(chain_of(profile), plan.schedule).peak_bytes == profile.unplanned_peak_bytes
+    assert planner.measure(work, repeats=1).peak_bytes == profile.unplanned_peak_bytes
+
+
+def extra_ops(work: Workload, plan: planner.Plan) -> int:
+    """Ops of a planned step beyond those of a plain one."""
+    work.step()  # Momentum is made in the first step only.
+    with CountOps() as plain:
+        work.step()
+    with planner.apply(work.model, plan), CountOps() as planned:
+        work.step()
+    return planned.count - plain.count
+
+
+@pytest.mark.parametrize("name", ["plain", "dropout", "batchnorm", "skip", "tuple", "in_place"])
+def test_extra_ops_are_those_of_the_plan(name: str, bookkeeping_muted: None) -> None:
+    work = workload(name)
+    profile = planner.profile(work)
+    plan = planner.solve(profile, next(budgets(profile)), solver="rotor")
+    assert plan.recomputed_ops > 0
+    assert extra_ops(work, plan) == plan.recomputed_ops
+
+
+@pytest.mark.parametrize("name", ["plain", "dropout", "batchnorm", "skip", "in_place"])
+def test_extra_ops_of_options_are_those_of_the_plan(name: str, bookkeeping_muted: None) -> None:
+    work = workload(name)
+    profile = planner.profile(work)
+    plan = following(profile, choosing_inside(chain_of(profile)))
+    assert {a.kind for a in plan.schedule.actions if a.option} == {"forward", "recompute"}
+    assert "selective" in {stage.decision for stage in plan.stages}
+    assert extra_ops(work, plan) == plan.recomputed_ops
+
+
+def test_what_nobody_takes_of_a_stage_run_again_does_not_outlive_it() -> None:
+    work = workload("explains")
+    profile = planner.profile(work, menus=False)
+    chain = chain_of(profile)
+    (first, end) = next((run.start, run.end) for run in droppable_runs(chain) if not run.kept)
+    for k in range(first, end - 1):
+        before = [Segment(j, j + 1, kept=True) for j in range(k)]
+        after = [Segment(j, j + 1, kept=True) for j in range(k + 2, len(chain.stages))]
+        plan = following(profile, segmented_schedule([*before, Segment(k, k + 2), *after]))
+        with planner.apply(work.model, plan):
+            assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("where", ["blocks.*", "blocks.2", "blocks.4"])
+def test_an_output_that_only_an_option_holds_is_predicted(where: str) -> None:
+    rule = planner.Rule(modules=where, ops="sigmoid")
+    work = workload("hints")
+    plan = planner.state(planner.profile(work, menus=False, rules=rule), rule)
+    with planner.apply(work.model, plan):
+        assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("where", ["*.blocks.*", "*.blocks.2", "*.blocks.4"])
+def test_what_an_option_holds_and_a_list_lets_go_is_not_predicted_too_low(where: str) -> None:
+    rule = planner.Rule(modules=where, ops="sigmoid")
+    work = workload("notes")
+    profile = planner.profile(work, stages=["*.blocks.*"], menus=False, rules=rule)
+    plan = planner.state(profile, rule)
+    with planner.apply(work.model, plan):
+        assert planner.measure(work, repeats=1).peak_bytes <= plan.predicted_peak_bytes <= profile.unplanned_peak_bytes
+
+
+def test_recomputing_under_autocast_casts_as_forward_did() -> None:
+    profile = planner.profile(workload("dropout", autocast=torch.bfloat16))
+    expected = state_after(workload("dropout", autocast=torch.bfloat16))
+    for budget in budgets(profile):
+        work = workload("dropout", autocast=torch.bfloat16)
+        with planner.apply(work.model, planner.solve(profile, budget, solver="rotor")):
+            assert_same(state_after(work), expected)
+
+
+def test_gradients_accumulate_over_two_backwards() -> None:
+    def gradients(work: Workload) -> list[torch.Tensor | None]:
+        torch.manual_seed(1)
+        work.zero_grad()
+        first, second = work.forward(), work.forward()
+        second.backward()
+        first.backward()
+        return [p.grad for p in work.model.parameters()]
+
+    work = workload("dropout")
+    profile = planner.profile(work)
+    expected = [g.clone() for g in gradients(work) if g is not None]
+    with planner.apply(work.model, planner.solve(profile, next(budgets(profile)), solver="rotor")):
+        planned = [g for g in gradients(work) if g is not None]
+    assert all(torch.equal(a, b) for a, b in zip(expected, planned, strict=True))
+
+
+def test_a_retained_graph_can_go_backward_twice() -> None:
+    work = workload("dropout")
+    profile = planner.profile(work)
+    with planner.apply(work.model, planner.solve(profile, next(budgets(profile)), solver="rotor")):
+        loss = work.forward()
+        parameters = [p for p in work.model.parameters() if p.requires_grad]
+        first = torch.autograd.grad(loss, parameters, retain_graph=True)
+        second = torch.autograd.grad(loss, parameters)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_part_of_the_graph_can_be_differentiated() -> None:
+    work = workload("plain")
+    profile = planner.profile(work)
+    wanted = [p for n, p in work.model.named_parameters() if n.startswith("blocks.1.")]
+    expected = torch.autograd.grad(work.forward(), wanted)
+    with planner.apply(work.model, planner.solve(profile, next(budgets(profile)), solver="rotor")):
+        planned = torch.autograd.grad(work.forward(), wanted)
+    assert all(torch.equal(a, b) for a, b in zip(expected, planned, strict=True))
+
+
+def test_second_derivatives_are_exact() -> None:
+    def curvature(work: Workload) -> torch.Tensor:
+        parameters = list(work.model.parameters())
+        gradients = torch.autograd.grad(work.forward(), parameters, create_graph=True)
+        return torch.autograd.grad(torch.stack([(g**2).sum() for g in gradients]).sum(), parameters)[0]
+
+    work = workload("plain")
+    profile = planner.profile(work)
+    expected = curvature(work)
+    with planner.apply(work.model, planner.solve(profile, next(budgets(profile)), solver="rotor")):
+        assert torch.equal(curvature(work), expected)
+
+
+def test_remove_puts_the_model_back() -> None:
+    work = workload("dropout")
+    profile = planner.profile(work)
+    keys, names = list(work.model.state_dict()), [n for n, _ in work.model.named_modules()]
+    handle = planner.apply(work.model, planner.solve(profile, next(budgets(profile)), solver="rotor"))
+    assert planner.handle_of(work.model) is handle
+    assert list(work.model.state_dict()) == keys and [n for n, _ in work.model.named_modules()] == names
+    assert planner.measure(work, repeats=1).peak_bytes < profile.unplanned_peak_bytes
+    handle.remove()
+    handle.remove()
+    assert all("forward" not in module.__dict__ for module in work.model.modules())
+    assert planner.measure(work, repeats=1).peak_bytes == profile.unplanned_peak_bytes
+
+
+def test_a_plan_is_inactive_in_eval_mode_and_without_gradients() -> None:
+    work = workload("dropout")
+    profile = planner.profile(work)
+    plan = planner.solve(profile, next(budgets(profile)), solver="rotor")
+    with planner.apply(work.model, plan):
+        with torch.no_grad(), CountOps() as ops:
+            work.model(work.inputs)
+        work.model.eval()
+        expected = work.model(work.inputs)
+        work.zero_grad()
+        loss = work.forward()
+        with CountOps() as backward:
+            loss.backward()
+    with torch.no_grad(), CountOps() as plain:
+        work.model.train()
+        work.model(work.inputs)
+    assert ops.count == plain.count
+    assert torch.equal(work.model.eval()(work.inputs), expected)
+    work.zero_grad()
+    loss = work.forward()
+    with CountOps() as plain_backward:
+        loss.backward()
+    assert backward.count == plain_backward.count
+
+
+def test_nothing_stays_behind_when_backward_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames: list[weakref.ref[planned_step.Frame]] = []
+    first = planned_step.Frame.run_first
+    monkeypatch.setattr(
+        planned_step.Frame, "run_first", lambda self, *a: frames.append(weakref.ref(self)) or first(self, *a)
+    )
+    work = workload("dropout")
+    profile = planner.profile(work)
+    with planner.apply(work.model, planner.solve(profile, next(budgets(profile)), solver="rotor")):
+        gc.disable()  # No cycles: everything goes when the graph does.
+        try:
+            loss = work.forward()
+            assert any(frame() is not None for frame in frames)
+            del loss
+            assert all(frame() is None for frame in frames)
+        finally:
+            gc.enable()
+
+
+def test_an_input_changed_in_place_between_forward_and_backward_is_refused() -> None:
+    work = workload("plain")
+    profile = planner.profile(work, stages=["blocks.*"])
+    with planner.apply(work.model, planner.solve(profile, next(budgets(profile)), solver="rotor")):
+        loss = work.forward()
+        work.inputs.add_(1)  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError, match="changed in place"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("name", ["plain", "dropout", "batchnorm", "skip", "tuple", "shared", "sequential", "in_place"])
+def test_keeping_everything_replays_every_measured_phase_exactly(name: str) -> None:
+    profile = planner.profile(workload(name))
+    chain = chain_of(profile)
+    plan = planner.solve(profile, profile.unplanned_peak_bytes)
+    for moment in replay(chain, plan.schedule).timeline:
+        record = profile.stages[moment.action.stage]
+        if moment.action.kind == "free":
+            continue
+        phase = record.forward if moment.action.kind == "forward" else record.backward
+        assert (moment.before_bytes, moment.peak_bytes) == (phase.start_bytes, phase.peak_bytes), record.name
