@@ -16,7 +16,7 @@ from benchmarks.one_step import peak_bytes_of
 from benchmarks.reporting import RESULTS, result_name, write_result
 from planner.capacity.levers import Combination
 from planner.capacity.optimizer_variants import optimizer_named
-from planner.capacity.workload_variants import Forms
+from planner.capacity.workload_variants import WorkloadVariants
 from planner.plans.offload_request import Offload
 from planner.units import parse_bytes
 from profiler.measurement.meter import metered, time_meter
@@ -42,7 +42,7 @@ class Real(NamedTuple):
     seconds: float
 
 
-def realised(forms: Forms, each: Combination) -> planner.Workload:
+def realised(forms: WorkloadVariants, each: Combination) -> planner.Workload:
     """The workload of one micro-batch with all levers of a combination but its plan."""
     work = forms.built(each.precision, each.micro_batches)
     if not each.optimizer:
@@ -50,7 +50,7 @@ def realised(forms: Forms, each: Combination) -> planner.Workload:
     return varied(work, optimizer=optimizer_named(each.optimizer, list(work.model.parameters())))
 
 
-def measured(forms: Forms, each: Combination) -> Real:
+def measured(forms: WorkloadVariants, each: Combination) -> Real:
     """Build a combination and run effective batches: every micro-batch, then the optimizer's step."""
     work = realised(forms, each)
 
@@ -75,13 +75,15 @@ def measured(forms: Forms, each: Combination) -> Real:
 def rows_of(name: str, device: str, link_gbps: float | None, menus: bool) -> Iterator[dict[str, Any]]:
     """The advised combination, the fastest one, and every lever alone, for each budget."""
     settings = MODELS[name]
-    wish = Offload(link_gbps=link_gbps) if link_gbps else Offload(mode="never")
+    offload_request = Offload(link_gbps=link_gbps) if link_gbps else Offload(mode="never")
     whole = 0
     for budget in BUDGETS:
         size = parse_bytes(budget, whole_bytes=whole) if whole else budget
-        advice = planner.advise(f"zoo:{name}", size, settings=settings, device=device, offload=wish, menus=menus)
+        advice = planner.advise(
+            f"zoo:{name}", size, settings=settings, device=device, offload=offload_request, menus=menus
+        )
         whole = advice.unplanned.peak_bytes
-        forms = Forms(f"zoo:{name}", settings, "batch", device, menus, None)
+        forms = WorkloadVariants(f"zoo:{name}", settings, "batch", device, menus, None)
         plain = measured(forms, advice.unplanned)
         for what, each in _chosen(advice):
             real = measured(forms, each)

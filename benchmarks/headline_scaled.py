@@ -12,9 +12,9 @@ import planner
 from benchmarks.headline_models import bert_small
 from benchmarks.headline_rows import OFFLOAD_TIMES, Row
 from benchmarks.one_step import peak_bytes_of, seconds_of
-from planner.capacity.batch_limits import WAYS, Way
-from planner.capacity.predicted_limits import Forecast
-from planner.capacity.size_profiles import growth_over
+from planner.capacity.batch_limits import WAYS, TrainingMode
+from planner.capacity.predicted_limits import PredictedLimits
+from planner.capacity.size_profiles import scaling_over
 from planner.units import format_bytes
 from profiler.workload.workload import Workload
 
@@ -53,8 +53,8 @@ def scaled(
     build = build or (lambda batch: bert_small(batch=batch))
     cap = planner.measure(build(UNPLANNED), repeats=1).peak_bytes
     _say(f"cap {format_bytes(cap)}; profiling")
-    growth = growth_over(build, PROFILED, menus=True, progress=lambda _: lambda *_: None)
-    forecast = Forecast(growth, cap, planner.Offload(link_gbps=LINK_GBPS))
+    growth = scaling_over(build, PROFILED, menus=True, progress=lambda _: lambda *_: None)
+    forecast = PredictedLimits(growth, cap, planner.Offload(link_gbps=LINK_GBPS))
     largest = forecast.largest("recompute", floor=UNPLANNED, step=1, vary="batch")
     batches, more = (_within(largest, times) for times in (measured, PREDICTED))
     rows = _measured_rows(build, forecast, batches, rounds)
@@ -79,7 +79,7 @@ def _within(largest: int, multiples: Sequence[int]) -> list[int]:
     return [times * UNPLANNED for times in multiples if times * UNPLANNED <= largest]
 
 
-def _measured_rows(build: Build, forecast: Forecast, batches: Sequence[int], rounds: int) -> list[Row]:
+def _measured_rows(build: Build, forecast: PredictedLimits, batches: Sequence[int], rounds: int) -> list[Row]:
     """The unplanned row, and one for each batch."""
     plans = [forecast.plan_at("none", UNPLANNED), *(forecast.plan_at("recompute", batch) for batch in batches)]
     trainings = [_Training(build(n), plan) for n, (plan, _) in zip([UNPLANNED, *batches], plans, strict=True)]
@@ -108,9 +108,9 @@ def _measured_rows(build: Build, forecast: Forecast, batches: Sequence[int], rou
 
 
 def _forecast_row(
-    forecast: Forecast,
+    forecast: PredictedLimits,
     none: Row,
-    way: Way,
+    way: TrainingMode,
     batch: int,
     rate: float | None = None,
     relative: float | None = None,
@@ -134,7 +134,7 @@ def _forecast_row(
     )
 
 
-def _limit_row(build: Build, forecast: Forecast, none: Row, batch: int) -> Row:
+def _limit_row(build: Build, forecast: PredictedLimits, none: Row, batch: int) -> Row:
     """The largest batch that any plan fits: its peak, and one step's seconds."""
     _say(f"the largest batch, {batch}")
     training = _Training(build(batch), forecast.plan_at("recompute", batch)[0])
@@ -143,7 +143,7 @@ def _limit_row(build: Build, forecast: Forecast, none: Row, batch: int) -> Row:
     return _forecast_row(forecast, none, "recompute", batch, rate, None, peak, "the largest that fits; one step")
 
 
-def _offload_rows(forecast: Forecast, none: Row) -> list[Row]:
+def _offload_rows(forecast: PredictedLimits, none: Row) -> list[Row]:
     largest = forecast.largest("offload", floor=UNPLANNED, step=1, vary="batch")
     batches = sorted({min(largest, round(OFFLOAD_TIMES * UNPLANNED)), largest})
     return [_forecast_row(forecast, none, "offload", batch) for batch in batches]

@@ -49,9 +49,9 @@ class Oracle:
             return self._measured(workload) <= self._budget_bytes
         if size not in self._profiles:
             self._profiles[size] = planner.profile(workload)
-        wish = self._offload if way == "offload" else planner.Offload(mode="never")
+        offload_request = self._offload if way == "offload" else planner.Offload(mode="never")
         try:
-            plan = planner.solve(self._profiles[size], self._budget_bytes, solver="rotor", offload=wish)
+            plan = planner.solve(self._profiles[size], self._budget_bytes, solver="rotor", offload=offload_request)
         except planner.Infeasible:
             return False
         with planner.apply(workload.model, plan):

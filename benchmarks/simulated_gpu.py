@@ -34,7 +34,7 @@ def repeated(chain: Chain, k: int, times: int) -> Chain:
         stages=(*chain.stages[:k], *again, *chain.stages[k + 1 :]),
         shared=shared,
         resident_bytes=chain.resident_bytes + grown,
-        other_peak_bytes=0,
+        optimizer_peak_bytes=0,
     )
 
 
@@ -67,7 +67,7 @@ def _stage(stage: Stage, batch: int, speed: float) -> Stage:
         forward_peak_bytes=stage.forward_peak_bytes * batch,
         residue_bytes=stage.residue_bytes * batch,
         gradient_bytes=stage.gradient_bytes * batch,
-        parcels=tuple(size * batch for size in stage.parcels),
+        offload_units=tuple(size * batch for size in stage.offload_units),
     )
 
 
@@ -83,5 +83,5 @@ def _option(option: Option, stage: Stage, batch: int, speed: float) -> Option:
         forward_peak_bytes=option.forward_peak_bytes * batch,
         backward_peak_bytes=parameters + (option.backward_peak_bytes - parameters) * batch,
         recompute_peak_bytes=option.recompute_peak_bytes * batch,
-        parcels=tuple(size * batch for size in option.parcels),
+        offload_units=tuple(size * batch for size in option.offload_units),
     )

@@ -47,9 +47,7 @@ def _from_number(number: int) -> int:
     try:
         return index(number)
     except TypeError as error:
-        raise ValueError(
-            f"size: {_EXPECTED}, got {number!r}; pass bytes as an int or a text with a unit"
-        ) from error
+        raise ValueError(f"size: {_EXPECTED}, got {number!r}; pass bytes as an int or a text with a unit") from error
 
 
 def _from_text(text: str, whole_bytes: int | None) -> int:

@@ -1,4 +1,4 @@
-"""Files: JSON documents with a format and a version, written whole or not at all, and read with clear errors."""
+"""JSON files with a format and a version: written whole or not at all, read with clear errors, made into records."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
+
+Record = TypeVar("Record")
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
@@ -81,3 +86,43 @@ def _refuse_nan(value: Any, path: str, where: str) -> None:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         _refuse_nan(item, path, f"{where}.{key}")
+
+
+def to_plain(record: Any, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of a record, and of records in it; ``keys`` has those attributes that files call otherwise."""
+    return _renamed(msgspec.to_builtins(record), keys)
+
+
+def from_plain(kind: type[Record], data: Mapping[str, Any], keys: Mapping[str, str]) -> Record:
+    """Read what ``to_plain`` wrote.
+
+    Raises:
+        ValueError: a field is missing, unknown, or of another kind; says which, and where it stands.
+    """
+    named = _renamed(data, {key: attribute for attribute, key in keys.items()})
+    try:
+        record = msgspec.convert(named, kind)
+    except msgspec.ValidationError as error:
+        said = str(error).replace("`", "").replace(" - at $.", " at ")
+        raise ValueError(said[:1].lower() + said[1:]) from error
+    if unknown := _unread(named, msgspec.to_builtins(record)):
+        raise ValueError(f"expected fields of this release, got also {', '.join(sorted(unknown))}")
+    return record
+
+
+def _unread(given: Any, read: Any) -> set[str]:
+    """Names of fields that were given and not read."""
+    if isinstance(given, Mapping) and isinstance(read, Mapping):
+        known = (_unread(value, read[key]) for key, value in given.items() if key in read)
+        return (given.keys() - read.keys()).union(*known)
+    if isinstance(given, list) and isinstance(read, tuple):
+        return set().union(*map(_unread, given, read))
+    return set()
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, Mapping):
+        return {names.get(key, key): _renamed(item, names) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_renamed(item, names) for item in value]
+    return value

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
-Value = tuple[int, int]
+StorageVersion = tuple[int, int]
 _KINDS_NAMED = 4
+# Attributes that files of version 1 call otherwise.
+KEYS = {
+    "allocates": "makes",
+    "not_rerunnable_reason": "fixed",
+    "always_live": "held",
+    "dies_after_stage": "exclusive",
+}
 
 
 class ChoiceError(ValueError):
@@ -27,7 +33,7 @@ def kind_of(op: str) -> str:
 _ROOM = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 
 
-def makes_room(op: str) -> bool:
+def is_allocation(op: str) -> bool:
     """Whether an op only makes room that another one fills; whoever names the maker of a tensor means that one.
 
     >>> makes_room("aten.empty_like.default"), makes_room("aten.zeros_like.default")
@@ -60,8 +66,8 @@ class StageStorage:
     versions: int = 0
     saved: bool = False
     saved_in: tuple[str, ...] = ()
-    held: bool = False
-    exclusive: bool = False
+    always_live: bool = False
+    dies_after_stage: bool = False
     returned: bool = False
 
 
@@ -83,11 +89,11 @@ class StageOp:
     op: str
     module: str
     seconds: float
-    reads: tuple[Value, ...] = ()
-    makes: tuple[int, ...] = ()
+    reads: tuple[StorageVersion, ...] = ()
+    allocates: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     random: bool = False
-    fixed: str = ""
+    not_rerunnable_reason: str = ""
 
     @property
     def kind(self) -> str:
@@ -118,12 +124,12 @@ class StageOps:
         """Bytes that the unplanned stage saves of what it makes."""
         return sum(storage.size_bytes for storage in self.storages if storage.saved and storage.op >= 0)
 
-    def writers(self) -> dict[Value, int]:
+    def writers(self) -> dict[StorageVersion, int]:
         """The op that makes each value of the stage."""
-        found: dict[Value, int] = {}
+        found: dict[StorageVersion, int] = {}
         version = [0] * len(self.storages)
         for ordinal, op in enumerate(self.ops):
-            for storage in op.makes:
+            for storage in op.allocates:
                 found[storage, 0] = ordinal
             for storage in op.writes:
                 version[storage] += 1
@@ -140,7 +146,7 @@ class StageOps:
         Raises:
             ChoiceError: an op that must not run again would have to; the message names it.
         """
-        held = set(kept) | {n for n, storage in enumerate(self.storages) if storage.held}
+        held = set(kept) | {n for n, storage in enumerate(self.storages) if storage.always_live}
         writers = self.writers()
         waiting = [(n, s.versions) for n, s in enumerate(self.storages) if s.saved and n not in held]
         found: set[int] = set()
@@ -157,10 +163,10 @@ class StageOps:
             if ordinal in found:
                 continue
             op = self.ops[ordinal]
-            if op.fixed and ordinal not in forced:
+            if op.not_rerunnable_reason and ordinal not in forced:
                 raise ChoiceError(
                     f"op {ordinal} ({op.op} in {op.module or 'the stage itself'}): expected one that may run again, "
-                    f"got one that must not: {op.fixed}; keep what it makes"
+                    f"got one that must not: {op.not_rerunnable_reason}; keep what it makes"
                 )
             found.add(ordinal)
             waiting.extend(op.reads)
@@ -177,31 +183,12 @@ class StageOps:
 
     def held_for(self, rerun: Collection[int]) -> dict[int, frozenset[int]]:
         """Storages that ops read when they run again, and that no such op makes: each with the ops that read it."""
-        made = {number for ordinal in rerun for number in self.ops[ordinal].makes}
+        made = {number for ordinal in rerun for number in self.ops[ordinal].allocates}
         found: dict[int, set[int]] = {}
         for ordinal in rerun:
             for number in {number for number, _ in self.ops[ordinal].reads} - made:
                 found.setdefault(number, set()).add(ordinal)
         return {number: frozenset(readers) for number, readers in found.items()}
-
-    def to_document(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "ops": [asdict(op) for op in self.ops],
-            "storages": [asdict(s) for s in self.storages],
-            "modules": list(self.modules),
-            "saves": list(self.saves),
-        }
-
-    @classmethod
-    def from_document(cls, data: Mapping[str, Any]) -> StageOps:
-        """Read what ``to_document`` wrote; raises KeyError or TypeError on anything else."""
-        return cls(
-            ops=tuple(_op(row) for row in data["ops"]),
-            storages=tuple(StageStorage(**{**row, "saved_in": tuple(row["saved_in"])}) for row in data["storages"]),
-            modules=tuple((name, kind) for name, kind in data.get("modules", ())),
-            saves=tuple(data.get("saves", ())),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +220,7 @@ class Choice:
         Raises:
             ChoiceError: an op that must not run again would have to.
         """
-        own = tuple(sorted({number for number in kept if not ops.storages[number].held}))
+        own = tuple(sorted({number for number in kept if not ops.storages[number].always_live}))
         rerun = ops.rerun(own, forced)
         return cls(name or _named(ops, own, rerun), own, rerun)
 
@@ -254,7 +241,7 @@ def _kept_without(ops: StageOps, dropped: set[int]) -> set[int]:
     dropped_storages = {number for (number, _), ordinal in writers.items() if ordinal in dropped}
     kept = {n for n, s in enumerate(ops.storages) if s.saved and n not in dropped_storages}
     waiting = [(n, s.versions) for n, s in enumerate(ops.storages) if s.saved and n in dropped_storages]
-    seen: set[Value] = set()
+    seen: set[StorageVersion] = set()
     while waiting:
         number, version = value = waiting.pop()
         if value in seen or (number in kept and version == ops.storages[number].versions):
@@ -278,10 +265,3 @@ def _named(ops: StageOps, kept: tuple[int, ...], rerun: frozenset[int]) -> str:
     kinds = sorted(seconds, key=lambda kind: (-seconds[kind], kind))
     more = ", ..." if len(kinds) > _KINDS_NAMED else ""
     return f"{', '.join(kinds[:_KINDS_NAMED])}{more} ({len(rerun)} ops)"
-
-
-def _op(row: Mapping[str, Any]) -> StageOp:
-    values = dict(row)
-    values["reads"] = tuple((number, version) for number, version in values["reads"])
-    values["makes"], values["writes"] = tuple(values["makes"]), tuple(values["writes"])
-    return StageOp(**values)

@@ -8,26 +8,35 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-import pandas as pd
+import msgspec
 
-from profiler.json_files import read_document, write_document
+from profiler.json_files import from_plain, read_document, to_plain, write_document
+from profiler.op_graph import KEYS as OP_GRAPH_KEYS
 from profiler.op_graph import StageOps
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FORMAT = "planner-profile"
 VERSION = 1
+# Attributes that files of version 1 call otherwise.
+KEYS = {**OP_GRAPH_KEYS, "parents": "around"}
 OP_COLUMNS = ("side", "place", "module", "op", "seconds", "output_bytes", "kept")
+
+Bytes = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
     """One phase of the step: bytes alive on the device at its start, peak and end, and its seconds."""
 
-    start_bytes: int = 0
-    peak_bytes: int = 0
-    end_bytes: int = 0
-    seconds: float = 0.0
+    start_bytes: Bytes = 0
+    peak_bytes: Bytes = 0
+    end_bytes: Bytes = 0
+    seconds: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,19 +77,19 @@ class StageRecord:
     forward: Phase
     backward: Phase
     dropped: Phase = Phase()
-    recompute_seconds: float = 0.0
-    recompute_peak_bytes: int = 0
+    recompute_seconds: Seconds = 0.0
+    recompute_peak_bytes: Bytes = 0
     recompute_ops: int = 0
     forward_ops: int = 0
-    output_bytes: int = 0
-    boundary_bytes: int = 0
-    kept_output_bytes: int = 0
-    lasting_output_bytes: int = 0
-    kept_bytes: int = 0
+    output_bytes: Bytes = 0
+    boundary_bytes: Bytes = 0
+    kept_output_bytes: Bytes = 0
+    lasting_output_bytes: Bytes = 0
+    kept_bytes: Bytes = 0
     saved_tensors: int = 0
     links: tuple[tuple[int, int], ...] = ()
-    parameter_bytes: int = 0
-    parameter_gradient_bytes: int = 0
+    parameter_bytes: Bytes = 0
+    parameter_gradient_bytes: Bytes = 0
     parameter_shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     input_shapes: tuple[tuple[int, ...], ...] = ()
     draws_random: bool = False
@@ -88,7 +97,7 @@ class StageRecord:
     recomputable: bool = False
     reason: str = ""
     menu: int = -1
-    around: tuple[tuple[str, str], ...] = ()
+    parents: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +117,11 @@ class OptionRecord:
     name: str
     kept: tuple[int, ...]
     rerun: tuple[int, ...]
-    forward_seconds: float
-    backward_seconds: float
+    forward_seconds: Seconds
+    backward_seconds: Seconds
     freed_bytes: int
-    forward_peak_bytes: int
-    backward_peak_bytes: int
+    forward_peak_bytes: Bytes
+    backward_peak_bytes: Bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +137,8 @@ class MenuRecord:
 
     ops: StageOps
     options: tuple[OptionRecord, ...] = ()
-    keep_forward_seconds: float = 0.0
-    keep_backward_seconds: float = 0.0
+    keep_forward_seconds: Seconds = 0.0
+    keep_backward_seconds: Seconds = 0.0
     reason: str = ""
 
     def extra_seconds(self, option: OptionRecord) -> tuple[float, float]:
@@ -158,7 +167,7 @@ class SharedRecord:
         recast_in: stages that found it made, and make it themselves when they run again.
     """
 
-    size_bytes: int
+    size_bytes: Bytes
     born: int
     readers: tuple[int, ...]
     linked_readers: tuple[int, ...]
@@ -176,13 +185,13 @@ class ResidentBytes:
     ``other_parameters``: of the loss, and those of the optimizer that are not the model's (master copies, say).
     """
 
-    parameters: int
-    buffers: int
-    optimizer: int
-    inputs: int
-    gradients: int = 0
-    other_parameters: int = 0
-    scaler: int = 0
+    parameters: Bytes
+    buffers: Bytes
+    optimizer: Bytes
+    inputs: Bytes
+    gradients: Bytes = 0
+    other_parameters: Bytes = 0
+    scaler: Bytes = 0
 
     @property
     def total(self) -> int:
@@ -190,16 +199,15 @@ class ResidentBytes:
         return sum(getattr(self, each.name) for each in dataclasses.fields(self))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpRecord:
+class OpRecord(NamedTuple):
     """One aten op: where it ran, how long, the bytes of new storage it returned, and whether backward keeps them."""
 
     side: Literal["forward", "backward"]
     place: str
     module: str
     op: str
-    seconds: float
-    output_bytes: int
+    seconds: Seconds
+    output_bytes: Bytes
     kept: bool
 
 
@@ -217,9 +225,9 @@ class LinkRecord:
 
     to_host_bytes_per_second: float
     to_device_bytes_per_second: float
-    latency_seconds: float = 0.0
+    latency_seconds: Seconds = 0.0
     devices: int = 1
-    host_bytes: int | None = None
+    host_bytes: Bytes | None = None
     pinned: bool = True
 
 
@@ -253,9 +261,9 @@ class Profile:
     shared: tuple[SharedRecord, ...]
     resident: ResidentBytes
     optimizer: Phase
-    unplanned_peak_bytes: int
-    unplanned_seconds: float
-    step_seconds: tuple[float, ...]
+    unplanned_peak_bytes: Bytes
+    unplanned_seconds: Seconds
+    step_seconds: tuple[Seconds, ...]
     op_records: tuple[OpRecord, ...]
     menus: tuple[MenuRecord, ...] = ()
     link: LinkRecord | None = None
@@ -279,15 +287,14 @@ class Profile:
         ``output_bytes`` (new storage only: views and in-place ops have 0),
         ``kept`` (its output is kept for backward).
         """
-        rows = [[getattr(record, name) for name in OP_COLUMNS] for record in self.op_records]
-        return pd.DataFrame(rows, columns=list(OP_COLUMNS))
+        import pandas as pd
+
+        return pd.DataFrame(self.op_records, columns=list(OP_COLUMNS))
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all."""
-        document = dataclasses.asdict(self)
-        document["op_records"] = [list(dataclasses.astuple(op)) for op in self.op_records]
-        document["menus"] = [menu_document(menu) for menu in self.menus]
-        write_document(path, {"format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint, **document})
+        own = {"format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint}
+        write_document(path, {**own, **to_plain(self, KEYS)})
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -304,77 +311,14 @@ class Profile:
         """Build a profile from its JSON document; ``where`` names it in errors."""
         data = {key: value for key, value in document.items() if key not in ("format", "version", "fingerprint")}
         try:
-            data["stages"] = tuple(_stage(stage) for stage in data["stages"])
-            data["shared"] = tuple(_shared(tensor) for tensor in data["shared"])
-            data["resident"] = ResidentBytes(**data["resident"])
-            data["optimizer"] = Phase(**data["optimizer"])
-            data["input_shapes"] = tuple(tuple(shape) for shape in data["input_shapes"])
-            data["step_seconds"] = tuple(data["step_seconds"])
-            names = [field.name for field in dataclasses.fields(OpRecord)]
-            data["op_records"] = tuple(OpRecord(**dict(zip(names, row, strict=True))) for row in data["op_records"])
-            data["menus"] = tuple(menu_from(menu) for menu in data.get("menus", ()))
-            data["link"] = None if data.get("link") is None else LinkRecord(**data["link"])
-            profile = cls(**data)
-        except (KeyError, TypeError, ValueError) as error:
+            profile = from_plain(cls, data, KEYS)
+        except ValueError as error:
             raise ValueError(
                 f"{where}: expected the fields of a profile, got a mismatch: {error}; profile again"
             ) from error
         if document.get("fingerprint") != profile.fingerprint:
             raise ValueError(f"{where}: expected its fingerprint to match its contents, it does not; profile again")
-        _check_numbers(profile, where)
         return profile
-
-
-def _stage(data: Mapping[str, Any]) -> StageRecord:
-    values = dict(data)
-    for name in ("forward", "backward", "dropped"):
-        values[name] = Phase(**values[name])
-    values["links"] = tuple((i, j) for i, j in values["links"])
-    values["parameter_shapes"] = tuple((name, tuple(shape)) for name, shape in values["parameter_shapes"])
-    values["input_shapes"] = tuple(tuple(shape) for shape in values["input_shapes"])
-    values["mutated_buffers"] = tuple(values["mutated_buffers"])
-    values["around"] = tuple((name, kind) for name, kind in values.get("around", ()))
-    return StageRecord(**values)
-
-
-def menu_document(menu: MenuRecord) -> dict[str, Any]:
-    """A menu as plain data."""
-    own = {f.name: getattr(menu, f.name) for f in dataclasses.fields(menu) if f.name not in ("ops", "options")}
-    options = [dataclasses.asdict(option) for option in menu.options]
-    return {"ops": menu.ops.to_document(), "options": options, **own}
-
-
-def menu_from(data: Mapping[str, Any]) -> MenuRecord:
-    """Read what ``menu_document`` wrote; raises KeyError, TypeError or ValueError on anything else."""
-    options = tuple(
-        OptionRecord(**{**row, "kept": tuple(row["kept"]), "rerun": tuple(row["rerun"])}) for row in data["options"]
-    )
-    return MenuRecord(**{**data, "ops": StageOps.from_document(data["ops"]), "options": options})
-
-
-def _shared(data: Mapping[str, Any]) -> SharedRecord:
-    lists = {key: tuple(data.get(key, ())) for key in ("readers", "linked_readers", "savers", "recast_in")}
-    return SharedRecord(**{**data, **lists})
-
-
-_MAY_BE_NEGATIVE = {"freed_bytes"}
-
-
-def _check_numbers(record: Any, where: str) -> None:
-    for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
-        if field.name.endswith(("_bytes", "_seconds", "seconds")) and isinstance(value, (int, float, str, type(None))):
-            kind = (int,) if field.name.endswith("_bytes") else (int, float)
-            negative = value < 0 and field.name not in _MAY_BE_NEGATIVE if isinstance(value, (int, float)) else False
-            if not isinstance(value, kind) or isinstance(value, bool) or negative:
-                raise ValueError(
-                    f"{where}: expected {field.name} to be a number, not negative, got {value!r}; profile again"
-                )
-        elif dataclasses.is_dataclass(value):
-            _check_numbers(value, f"{where} {field.name}")
-        elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
-            for item in value:
-                _check_numbers(item, f"{where} {getattr(item, 'name', field.name)}")
 
 
 def states_bytes(profile: Profile) -> int:

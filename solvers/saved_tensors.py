@@ -36,7 +36,7 @@ _MOST_UNITS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldTensor:
     """A storage that ops make or read.
 
     Attributes:
@@ -51,7 +51,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class RerunCandidate:
     """One op, in order.
 
     Attributes:
@@ -64,17 +64,17 @@ class Step:
 
     seconds: float
     reads: tuple[Value, ...] = ()
-    makes: tuple[int, ...] = ()
+    allocates: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
-    fixed: bool = False
+    must_run_once: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedSets:
     """The choice for one stage: its ops in order and its storages."""
 
-    steps: tuple[Step, ...]
-    storages: tuple[Held, ...]
+    steps: tuple[RerunCandidate, ...]
+    storages: tuple[HeldTensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def _add_rows(program: Program, problem: SavedSets, keep: Sequence[int], again: 
         if storage.outside and not storage.size_bytes:
             program.fix(keep[number], 1.0)
     for ordinal, step in enumerate(problem.steps):
-        if step.fixed:
+        if step.must_run_once:
             program.fix(again[ordinal], 0.0)
             continue
         for value in (*step.reads, *_overwritten(problem, ordinal)):
@@ -171,7 +171,7 @@ def _makers(problem: SavedSets) -> tuple[dict[Value, int], list[int]]:
     makers: dict[Value, int] = {}
     version = [0] * len(problem.storages)
     for ordinal, step in enumerate(problem.steps):
-        for number in step.makes:
+        for number in step.allocates:
             makers[number, 0] = ordinal
         for number in step.writes:
             version[number] += 1

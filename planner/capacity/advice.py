@@ -8,9 +8,9 @@ from typing import Any
 
 from planner.capacity.lever_search import Found, LeverSearch
 from planner.capacity.levers import Combination, Lever
-from planner.capacity.workload_variants import Forms, Target
-from planner.explain.memory_breakdown import MemoryMap, memory_maps
-from planner.plans.offload_request import Mode, Offload, offload_from
+from planner.capacity.workload_variants import Target, WorkloadVariants
+from planner.explain.memory_breakdown import MemoryBreakdown, memory_maps
+from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.units import format_bytes, parse_bytes
 from profiler.measurement.profiling import Progress
 from profiler.records import states_bytes
@@ -43,7 +43,7 @@ class Advice:
     samples: int
     budget_bytes: int
     states_bytes: int
-    memory: tuple[MemoryMap, ...]
+    memory: tuple[MemoryBreakdown, ...]
     levers: tuple[Lever, ...]
     combinations: tuple[Combination, ...]
     exact: Combination | None
@@ -82,7 +82,7 @@ def advise(
     settings: Mapping[str, Any] | None = None,
     batch_key: str = "batch",
     device: str | None = None,
-    offload: Offload | Mode = "auto",
+    offload: Offload | OffloadMode = "auto",
     menus: bool = True,
     progress: Progress | None = None,
 ) -> Advice:
@@ -109,7 +109,7 @@ def advise(
     """
     if isinstance(budget, int) or not budget.strip().endswith("%"):
         parse_bytes(budget)  # refused before anything is measured
-    forms = Forms(target, settings or {}, batch_key, device, menus, progress)
+    forms = WorkloadVariants(target, settings or {}, batch_key, device, menus, progress)
     base = forms.profile("", 1)
     budget_bytes = parse_bytes(budget, whole_bytes=base.unplanned_peak_bytes)
     found = LeverSearch(forms, budget_bytes, offload_from(offload)).run()

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from planner.capacity.advice import Advice
 from planner.capacity.advice_report import foremost, shortened
 from planner.capacity.levers import Combination
-from planner.explain.memory_breakdown import GROUPS, MemoryMap
+from planner.explain.memory_breakdown import GROUPS, MemoryBreakdown
 from planner.explain.pareto_plot import check_picture, memory_unit
 from planner.units import format_bytes, format_seconds
 from profiler.json_files import write_whole
@@ -98,7 +98,7 @@ def _draw_moments(axes: Axes, advice: Advice, unit: str, each: float) -> None:
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize="small", frameon=False)
 
 
-def _slices(own: MemoryMap) -> list[tuple[str, int, str]]:
+def _slices(own: MemoryBreakdown) -> list[tuple[str, int, str]]:
     """Name, bytes and colour of each part with any bytes."""
     found = [(name, own.by_what("model states").get(name, 0), colour) for name, colour in _STATE_COLOURS.items()]
     found += [(group, own.of_group(group), _COLOURS[group]) for group in GROUPS if group in _COLOURS]

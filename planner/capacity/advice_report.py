@@ -12,7 +12,7 @@ from rich.table import Table
 
 from planner.capacity.advice import Advice
 from planner.capacity.levers import Combination, Lever
-from planner.explain.memory_breakdown import GROUPS, MemoryMap
+from planner.explain.memory_breakdown import GROUPS, MemoryBreakdown
 from planner.explain.tables import facts, plain_table
 from planner.units import format_bytes, format_seconds
 
@@ -41,7 +41,7 @@ def document_of(advice: Advice) -> dict[str, Any]:
     }
 
 
-def _map_document(own: MemoryMap) -> dict[str, Any]:
+def _map_document(own: MemoryBreakdown) -> dict[str, Any]:
     return {
         "moment": own.moment,
         "phase": own.phase,
@@ -91,7 +91,7 @@ def _memory_table(advice: Advice) -> Table:
     return table
 
 
-def _part(own: MemoryMap, size: int) -> str:
+def _part(own: MemoryBreakdown, size: int) -> str:
     return f"{format_bytes(size)} ({size / own.peak_bytes:.0%})" if size else _NOTHING
 
 

@@ -9,8 +9,12 @@ from planner.plans.plan import Plan
 from planner.plans.solving import Infeasible
 from planner.units import format_bytes
 
-Way = Literal["none", "recompute", "offload"]
-WAYS: dict[Way, str] = {"none": "no plan", "recompute": "recompute", "offload": "recompute and offload"}  # in words
+TrainingMode = Literal["none", "recompute", "offload"]
+WAYS: dict[TrainingMode, str] = {
+    "none": "no plan",
+    "recompute": "recompute",
+    "offload": "recompute and offload",
+}  # in words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +35,7 @@ class Limit:
         plan: for ``size``; None without one.
     """
 
-    way: Way
+    way: TrainingMode
     size: int | None
     predicted_size: int | None = None
     peak_bytes: int | None = None
@@ -76,7 +80,7 @@ class MaxBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class States:
+class StateBytes:
     """What a model's states take, whatever the batch.
 
     Attributes:
@@ -98,7 +102,7 @@ class NoBatch(Infeasible):
         states: of the model.
     """
 
-    def __init__(self, refusal: Infeasible, *, vary: str, size: int, states: States) -> None:
+    def __init__(self, refusal: Infeasible, *, vary: str, size: int, states: StateBytes) -> None:
         self.vary, self.size, self.states = vary, size, states
         super().__init__(
             minimum_budget_bytes=refusal.minimum_budget_bytes,

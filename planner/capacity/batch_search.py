@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.capacity.batch_limits import MaxBatch, NoBatch, States
+from planner.capacity.batch_limits import MaxBatch, NoBatch, StateBytes
 from planner.capacity.measured_limits import LimitSearch
-from planner.capacity.predicted_limits import Forecast
-from planner.capacity.scaling import Growth, Unlike
-from planner.capacity.size_profiles import EachSize, growth_over, with_size
-from planner.capacity.smallest_size import Footing, footing_of, ladder
+from planner.capacity.predicted_limits import PredictedLimits
+from planner.capacity.scaling import IncompatibleProfiles, ProfileScaling
+from planner.capacity.size_profiles import PerSizeProfiles, scaling_over, with_size
+from planner.capacity.smallest_size import SearchStart, doubling_steps, search_start
 from planner.plans.headroom import Headroom, headroom_from
-from planner.plans.offload_request import Mode, Offload, offload_from
+from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.plans.profiling import profile
 from planner.plans.solving import Infeasible, planned_inside, quick_plan, why_no_offload
 from planner.runtime.step_trial import Build, ran_out, release
@@ -34,7 +34,7 @@ def max_batch(
     settings: Mapping[str, Any] | None = None,
     step: int = 1,
     device: str | None = None,
-    offload: Offload | Mode = "auto",
+    offload: Offload | OffloadMode = "auto",
     menus: bool = True,
     headroom: str | int = 0,
     progress: Progress | None = None,
@@ -68,9 +68,9 @@ def max_batch(
         raise ValueError(f"--step: expected at least 1, got {step}; give a whole number above zero")
     build = _builder(target, vary, settings or {}, device)
     report = _Counter(progress, vary)
-    footing = footing_of(build, vary, step, report)
+    footing = search_start(build, vary, step, report)
     growth, refused = _growth(build, vary, footing, room, offload_from(offload), menus, report)
-    forecast = Forecast(growth, room.usable_bytes, offload_from(offload))
+    forecast = PredictedLimits(growth, room.usable_bytes, offload_from(offload))
     limits = LimitSearch(build, vary, footing, forecast, report, refused=refused)
     unused = [f"{vary} is what is searched for: the value in --set is not used"] if vary in (settings or {}) else []
     found = limits.run((*unused, *footing.notes))
@@ -131,23 +131,23 @@ class _Counter:
 
 
 def _growth(
-    build: Build, vary: str, footing: Footing, room: _Room, wish: Offload, menus: bool, report: _Counter
-) -> tuple[Growth | EachSize, int | None]:
+    build: Build, vary: str, footing: SearchStart, room: _Room, offload_request: Offload, menus: bool, report: _Counter
+) -> tuple[ProfileScaling | PerSizeProfiles, int | None]:
     """Profiles at three sizes up to the largest that was seen to fit, and the size that was refused on the way there.
 
     Raises NoBatch where there is no hope.
     """
-    steps, refused = ladder(build, footing, vary, room.usable_bytes, report)
+    steps, refused = doubling_steps(build, footing, vary, room.usable_bytes, report)
     fitting = [own.size for own in steps if own.fits(room.usable_bytes)]
     if not fitting:  # one profile is enough to know
         smallest = profile(build(footing.start), menus=menus, progress=report.at(footing.start))
-        _check_smallest(smallest, vary, footing, room, wish)
+        _check_smallest(smallest, vary, footing, room, offload_request)
     # Where hardly any size fits unplanned, those up to three steps above the smallest are profiled.
     high = max([*fitting, footing.start + 3 * footing.step])
     while True:
         sizes = _profiled_sizes(footing, high)
         try:
-            found = growth_over(build, sizes, menus=menus, progress=report.at)
+            found = scaling_over(build, sizes, menus=menus, progress=report.at)
         except ProfileError as error:
             if not ran_out(error):
                 raise
@@ -158,7 +158,7 @@ def _growth(
         high = sizes[-2]
 
 
-def _profiled_sizes(footing: Footing, high: int) -> list[int]:
+def _profiled_sizes(footing: SearchStart, high: int) -> list[int]:
     """From half the largest size up to it: at a batch of one torch leaves out copies that all others need."""
     step = footing.step
     low = max(footing.start, high // 2 // step * step)
@@ -173,28 +173,30 @@ def _check_two(sizes: list[int], vary: str, error: ProfileError) -> None:
         ) from error
 
 
-def _alike(found: Growth, build: Build, step: int, menus: bool, report: _Counter) -> Growth | EachSize:
+def _alike(
+    found: ProfileScaling, build: Build, step: int, menus: bool, report: _Counter
+) -> ProfileScaling | PerSizeProfiles:
     """The growth, without the smallest size where that differs from the others; else a profile at every size."""
     why = ""
     for first in range(len(found.sizes) - 1):
-        growth = Growth(sizes=found.sizes[first:], profiles=found.profiles[first:])
+        growth = ProfileScaling(sizes=found.sizes[first:], profiles=found.profiles[first:])
         difference = _difference(growth)
         if not difference:
             return _with_third(growth, build, step, report) if first else growth
         why = why or difference
-    return EachSize(build, found, menus=menus, progress=report.at, why=why)
+    return PerSizeProfiles(build, found, menus=menus, progress=report.at, why=why)
 
 
-def _difference(growth: Growth) -> str:
+def _difference(growth: ProfileScaling) -> str:
     """What keeps the profiles from being put side by side; empty where nothing does."""
     try:
         growth.at(growth.sizes[-1])
-    except Unlike as error:
+    except IncompatibleProfiles as error:
         return error.difference
     return ""
 
 
-def _with_third(growth: Growth, build: Build, step: int, report: _Counter) -> Growth:
+def _with_third(growth: ProfileScaling, build: Build, step: int, report: _Counter) -> ProfileScaling:
     """With two sizes left, one more between or above them, as two do not tell a line from a curve."""
     low, high = growth.sizes[0], growth.sizes[-1]
     middle = low + (high - low) // 2 // step * step
@@ -209,13 +211,13 @@ def _with_third(growth: Growth, build: Build, step: int, report: _Counter) -> Gr
     return growth
 
 
-def _check_smallest(smallest: Profile, vary: str, footing: Footing, room: _Room, wish: Offload) -> None:
+def _check_smallest(smallest: Profile, vary: str, footing: SearchStart, room: _Room, offload_request: Offload) -> None:
     """Raises NoBatch where not even the smallest size has a plan."""
-    usable = wish if not why_no_offload(wish, smallest) else Offload(mode="never")
+    usable = offload_request if not why_no_offload(offload_request, smallest) else Offload(mode="never")
     try:
         planned_inside(room.budget_bytes, room.headroom, lambda within: quick_plan(smallest, within, usable))
     except Infeasible as refusal:
-        states = States(
+        states = StateBytes(
             total_bytes=footing.states_bytes,
             optimizer_bytes=smallest.resident.optimizer,
             halves=types_part(smallest.precision) == "float32",

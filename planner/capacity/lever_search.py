@@ -10,7 +10,7 @@ from torch import nn
 
 from planner.capacity.levers import Basis, Combination, Lever, Recipe, Result, rank, worst
 from planner.capacity.optimizer_variants import replacements_for, with_optimizer
-from planner.capacity.workload_variants import Forms
+from planner.capacity.workload_variants import WorkloadVariants
 from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan
@@ -61,7 +61,7 @@ class LeverSearch:
         offload: what may be sent to host memory.
     """
 
-    def __init__(self, forms: Forms, budget_bytes: int, offload: Offload) -> None:
+    def __init__(self, forms: WorkloadVariants, budget_bytes: int, offload: Offload) -> None:
         self._forms = forms
         self._budget_bytes = budget_bytes
         self._offload = offload

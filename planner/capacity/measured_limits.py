@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.capacity.batch_limits import Limit, MaxBatch, Way
-from planner.capacity.predicted_limits import Forecast
-from planner.capacity.size_bisection import Settled, settle
+from planner.capacity.batch_limits import Limit, MaxBatch, TrainingMode
+from planner.capacity.predicted_limits import PredictedLimits
+from planner.capacity.size_bisection import BisectionResult, bisect_size
 from planner.capacity.size_profiles import NoProfile
-from planner.capacity.smallest_size import Footing, takes
+from planner.capacity.smallest_size import SearchStart, takes
 from planner.plans.plan import Plan
 from planner.runtime.step_trial import Build, Report, Trial, has_room, room_bytes, trial
 from planner.units import format_bytes
@@ -37,8 +37,8 @@ class LimitSearch:
         self,
         build: Build,
         vary: str,
-        footing: Footing,
-        forecast: Forecast,
+        footing: SearchStart,
+        forecast: PredictedLimits,
         report: Report,
         *,
         refused: int | None = None,
@@ -49,8 +49,8 @@ class LimitSearch:
         self._forecast = forecast
         self._report = report
         self._end = refused
-        self._trials: dict[tuple[Way, int], Trial] = {}
-        self._untried: dict[Way, str] = {}
+        self._trials: dict[tuple[TrainingMode, int], Trial] = {}
+        self._untried: dict[TrainingMode, str] = {}
         self._refused: dict[int, str] = {}
 
     def run(self, notes: tuple[str, ...]) -> MaxBatch:
@@ -76,7 +76,7 @@ class LimitSearch:
             best=best,
         )
 
-    def _limit(self, way: Way, weaker: Limit | None) -> Limit:
+    def _limit(self, way: TrainingMode, weaker: Limit | None) -> Limit:
         """The largest size of a way; that of a weaker one fits in any case."""
         start, step = self._footing.start, self._footing.step
         floor = (weaker.size or 0) if weaker is not None else 0
@@ -84,7 +84,7 @@ class LimitSearch:
         self._report(f"solve, {way}")
         guess = self._forecast.largest(way, floor=low, step=step, vary=self._vary)
         first = guess if self._end is None else max(low, min(guess, self._end - step))
-        settled = settle(first, lambda size: self._attempt(way, size), floor=low, step=step, tries=TRIES)
+        settled = bisect_size(first, lambda size: self._attempt(way, size), floor=low, step=step, tries=TRIES)
         if settled.size < start:
             predicted = guess if guess >= start else 0
             reason = "" if settled.next_fails else self._untried.get(way, "")
@@ -96,7 +96,7 @@ class LimitSearch:
             return _faster(self._reported(way, settled, guess), same)
         return self._reported(way, settled, guess)
 
-    def _attempt(self, way: Way, size: int) -> bool | None:
+    def _attempt(self, way: TrainingMode, size: int) -> bool | None:
         """A real step at a size, with the plan for it; None where nothing is known of it, or the device has no room."""
         budget_bytes = self._forecast.budget_bytes
         try:
@@ -118,7 +118,7 @@ class LimitSearch:
             return False
         return self._try(way, size, plan, expected).fits(budget_bytes)
 
-    def _may_try(self, way: Way, size: int, plan: Plan | None, expected: int) -> bool:
+    def _may_try(self, way: TrainingMode, size: int, plan: Plan | None, expected: int) -> bool:
         device = self._footing.device
         on_host = plan.host_bytes if plan is not None and device.type == "cpu" else 0
         if has_room(device, expected + on_host, self._forecast.profile_at(size).resident.total):
@@ -129,7 +129,7 @@ class LimitSearch:
         )
         return False
 
-    def _taken(self, way: Way, size: int, plan: Plan | None, expected: int) -> Trial | None:
+    def _taken(self, way: TrainingMode, size: int, plan: Plan | None, expected: int) -> Trial | None:
         """The step, None where the target does not take the size."""
         try:
             return self._try(way, size, plan, expected)
@@ -139,21 +139,21 @@ class LimitSearch:
             self._refused[size] = f"{self._vary}={size} is refused: {error}"
             return None
 
-    def _try(self, way: Way, size: int, plan: Plan | None, expected: int) -> Trial:
+    def _try(self, way: TrainingMode, size: int, plan: Plan | None, expected: int) -> Trial:
         self._report(f"{self._vary}={size}: a step, {way}")
         short = self._forecast.seconds_at(size, plan) <= LONG_SECONDS
         repeats = REPEATS if short and expected <= self._forecast.budget_bytes else 1
         self._trials[way, size] = trial(self._build, size, plan, repeats=repeats)
         return self._trials[way, size]
 
-    def _reported(self, way: Way, settled: Settled, guess: int) -> Limit:
+    def _reported(self, way: TrainingMode, settled: BisectionResult, guess: int) -> Limit:
         limit = self._tried(way, settled.size)
         refused = self._refused.get(settled.size + self._footing.step, "")
         next_fails = settled.next_fails and not refused
         reason = "" if limit.confirmed and next_fails else refused or self._untried.get(way, "")
         return replace(limit, predicted_size=guess, next_fails=next_fails, reason=reason)
 
-    def _tried(self, way: Way, size: int) -> Limit:
+    def _tried(self, way: TrainingMode, size: int) -> Limit:
         """A size as measured, or as predicted where it was not tried."""
         forecast, found = self._forecast, self._trials.get((way, size))
         plan, expected = forecast.plan_at(way, size)
@@ -207,7 +207,7 @@ class LimitSearch:
             return []
         return [f"the measured peak of {self._vary}={size}, {way}, is {share:+.1%} off its prediction"]
 
-    def _expected(self, way: Way, found: Trial) -> int:
+    def _expected(self, way: TrainingMode, found: Trial) -> int:
         return self._forecast.plan_at(way, found.size)[1] if found.plan is None else found.plan.predicted_peak_bytes
 
 

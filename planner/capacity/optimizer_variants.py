@@ -26,7 +26,7 @@ class _Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OtherOptimizer:
+class OptimizerVariant:
     """A lever, and what its optimizer was measured to cost; None where it does not apply."""
 
     lever: Lever
@@ -49,7 +49,7 @@ _CANDIDATES = (
 )
 
 
-def replacements_for(workload: Workload, state_bytes: int) -> list[OtherOptimizer]:
+def replacements_for(workload: Workload, state_bytes: int) -> list[OptimizerVariant]:
     """Adafactor and SGD with momentum in place of the workload's optimizer, each measured on its parameters.
 
     Args:
@@ -64,21 +64,21 @@ def optimizer_named(name: str, parameters: list[torch.Tensor]) -> torch.optim.Op
     return next(candidate for candidate in _CANDIDATES if candidate.name == name).make(parameters)
 
 
-def _tried(workload: Workload, candidate: _Candidate, state_bytes: int) -> OtherOptimizer:
+def _tried(workload: Workload, candidate: _Candidate, state_bytes: int) -> OptimizerVariant:
     lever = Lever(kind="optimizer", name=candidate.name, change=candidate.change)
     why = _why_not(workload, candidate, state_bytes)
     if why:
-        return OtherOptimizer(lever=replace(lever, applies=False, reason=why))
+        return OptimizerVariant(lever=replace(lever, applies=False, reason=why))
     try:
         own = candidate.make(_parameters(workload))
         cost = measure_optimizer(varied(workload, optimizer=own))
     except (RuntimeError, ValueError, TypeError) as error:  # torch says so of sparse and complex ones, say
         why = f"it does not run with these parameters: {str(error).splitlines()[0] if str(error) else error!r}"
-        return OtherOptimizer(lever=replace(lever, applies=False, reason=why))
+        return OptimizerVariant(lever=replace(lever, applies=False, reason=why))
     if cost.state_bytes >= state_bytes:
         why = f"it keeps no less than the workload's own {type(workload.optimizer).__name__}"
-        return OtherOptimizer(lever=replace(lever, applies=False, reason=why))
-    return OtherOptimizer(lever=lever, cost=cost)
+        return OptimizerVariant(lever=replace(lever, applies=False, reason=why))
+    return OptimizerVariant(lever=lever, cost=cost)
 
 
 def _why_not(workload: Workload, candidate: _Candidate, state_bytes: int) -> str:

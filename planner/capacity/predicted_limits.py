@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from planner.capacity.batch_limits import Way
-from planner.capacity.scaling import Growth
+from planner.capacity.batch_limits import TrainingMode
+from planner.capacity.scaling import ProfileScaling
 from planner.capacity.size_bisection import MOST, largest
-from planner.capacity.size_profiles import EachSize, NoProfile
+from planner.capacity.size_profiles import NoProfile, PerSizeProfiles
 from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan
@@ -18,7 +18,7 @@ from solvers.chain.baselines import keep_all_replay
 from solvers.chain.minimum_memory import shortage
 
 
-class Forecast:
+class PredictedLimits:
     """Predicts for every size from the profiles at a few.
 
     Args:
@@ -27,14 +27,14 @@ class Forecast:
         offload: what may be sent to host memory.
     """
 
-    def __init__(self, growth: Growth | EachSize, budget_bytes: int, offload: Offload) -> None:
+    def __init__(self, growth: ProfileScaling | PerSizeProfiles, budget_bytes: int, offload: Offload) -> None:
         self.growth = growth
         self.budget_bytes = budget_bytes
         self._offload = offload
         self._profiles: dict[int, Profile] = {}
-        self._plans: dict[tuple[Way, int, int], Plan] = {}
+        self._plans: dict[tuple[TrainingMode, int, int], Plan] = {}
         # By how much a measured peak was above the predicted one: plans leave so much free from then on.
-        self.margin_bytes: defaultdict[Way, int] = defaultdict(int)
+        self.margin_bytes: defaultdict[TrainingMode, int] = defaultdict(int)
 
     def profile_at(self, size: int) -> Profile:
         """The profile to expect."""
@@ -56,7 +56,7 @@ class Forecast:
         """Why nothing can be sent to host memory; empty where it can."""
         return why_no_offload(self._offload, self.growth.profiles[-1])
 
-    def largest(self, way: Way, *, floor: int, step: int, vary: str) -> int:
+    def largest(self, way: TrainingMode, *, floor: int, step: int, vary: str) -> int:
         """The largest size that is predicted to fit; ``floor`` where no larger one does.
 
         Raises:
@@ -70,7 +70,7 @@ class Forecast:
             )
         return found
 
-    def _fits(self, way: Way, size: int) -> bool:
+    def _fits(self, way: TrainingMode, size: int) -> bool:
         try:
             chain = chain_of(self.profile_at(size))
         except NoProfile:
@@ -81,14 +81,14 @@ class Forecast:
             return shortage(chain).minimum_budget_bytes <= self.budget_bytes
         return self.quick(way, size) is not None
 
-    def quick(self, way: Way, size: int) -> Plan | None:
+    def quick(self, way: TrainingMode, size: int) -> Plan | None:
         """A plan by the method that weighs most in little time; None where none fits."""
         try:
             return quick_plan(self.profile_at(size), self.budget_bytes, self._wish(way))
         except (Infeasible, NoProfile):
             return None
 
-    def plan_at(self, way: Way, size: int) -> tuple[Plan | None, int]:
+    def plan_at(self, way: TrainingMode, size: int) -> tuple[Plan | None, int]:
         """The plan for a size, the leanest where none is predicted to fit, and its predicted peak."""
         own = self.profile_at(size)
         if way == "none":
@@ -98,15 +98,15 @@ class Forecast:
             self._plans[key] = self._planned(own, way)
         return self._plans[key], self._plans[key].predicted_peak_bytes
 
-    def _planned(self, own: Profile, way: Way) -> Plan:
-        wish, budget_bytes = self._wish(way), max(1, self.budget_bytes - self.margin_bytes[way])
+    def _planned(self, own: Profile, way: TrainingMode) -> Plan:
+        offload_request, budget_bytes = self._wish(way), max(1, self.budget_bytes - self.margin_bytes[way])
         try:
-            quick_plan(own, budget_bytes, wish)
+            quick_plan(own, budget_bytes, offload_request)
         except Infeasible as refusal:
-            return quick_plan(own, refusal.minimum_budget_bytes, wish)
-        return solve(own, budget_bytes, time_limit_seconds=SEARCH_SECONDS, offload=wish)
+            return quick_plan(own, refusal.minimum_budget_bytes, offload_request)
+        return solve(own, budget_bytes, time_limit_seconds=SEARCH_SECONDS, offload=offload_request)
 
-    def _wish(self, way: Way) -> Offload:
+    def _wish(self, way: TrainingMode) -> Offload:
         return self._offload if way == "offload" else Offload(mode="never")
 
     def seconds_at(self, size: int, plan: Plan | None) -> float:

@@ -20,7 +20,7 @@ _COUNTS = ("recompute_ops", "forward_ops", "saved_tensors", "alike")
 _ROWS_OF_BYTES = ("parameters", "buffers", "optimizer", "inputs", "gradients")
 
 
-class Unlike(ValueError):
+class IncompatibleProfiles(ValueError):
     """Profiles of two sizes that do not have the same parts; ``difference`` names the first one."""
 
     def __init__(self, difference: str) -> None:
@@ -31,7 +31,7 @@ class Unlike(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
+class ProfileScaling:
     """Profiles of one model at rising sizes, and what follows for other sizes.
 
     Attributes:
@@ -196,8 +196,8 @@ def _whole(parts: Sequence[int], fit: _Fit, name: str) -> int:
     return parts[-1]
 
 
-def _unlike(name: str, parts: Sequence[Any]) -> Unlike:
-    return Unlike(f"{name!r} {' and '.join(str(part) for part in parts)}")
+def _unlike(name: str, parts: Sequence[Any]) -> IncompatibleProfiles:
+    return IncompatibleProfiles(f"{name!r} {' and '.join(str(part) for part in parts)}")
 
 
 def _aligned(profiles: Sequence[Profile]) -> list[Profile]:
@@ -249,8 +249,12 @@ def _common(menus: Sequence[MenuRecord | None]) -> list[MenuRecord]:
 
 def flow_of(ops: StageOps) -> tuple[Any, ...]:
     """What a stage's ops do, whatever the sizes of their tensors and their seconds."""
-    steps = tuple((op.op, op.module, op.reads, op.makes, op.writes, op.random, op.fixed) for op in ops.ops)
-    storages = tuple((s.op, s.output, s.versions, s.saved, s.held, s.exclusive, s.returned) for s in ops.storages)
+    steps = tuple(
+        (op.op, op.module, op.reads, op.allocates, op.writes, op.random, op.not_rerunnable_reason) for op in ops.ops
+    )
+    storages = tuple(
+        (s.op, s.output, s.versions, s.saved, s.always_live, s.dies_after_stage, s.returned) for s in ops.storages
+    )
     return steps, storages, ops.modules, ops.saves
 
 

@@ -31,7 +31,7 @@ def _between(low: int, high: int, step: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
+class BisectionResult:
     """What trying came to.
 
     Attributes:
@@ -45,7 +45,9 @@ class Settled:
     next_fails: bool
 
 
-def settle(guess: int, attempt: Callable[[int], bool | None], *, floor: int, step: int, tries: int) -> Settled:
+def bisect_size(
+    guess: int, attempt: Callable[[int], bool | None], *, floor: int, step: int, tries: int
+) -> BisectionResult:
     """Try ``guess``, the size behind it, and where that says otherwise the sizes around, until the limit is found.
 
     Args:
@@ -63,7 +65,7 @@ def settle(guess: int, attempt: Callable[[int], bool | None], *, floor: int, ste
     for _ in range(tries):
         outcome = attempt(size)
         if outcome is None:
-            return Settled(size=max(low, guess if high is None else low), tried=low > floor, next_fails=False)
+            return BisectionResult(size=max(low, guess if high is None else low), tried=low > floor, next_fails=False)
         low, high = (size, high) if outcome else (low, size)
         if high is not None and high - low <= step:
             break
@@ -73,4 +75,4 @@ def settle(guess: int, attempt: Callable[[int], bool | None], *, floor: int, ste
             size = max(floor + step, high - step)
         else:
             size = _between(low, high, step)
-    return Settled(size=low, tried=low > floor, next_fails=high is not None and high - low <= step)
+    return BisectionResult(size=low, tried=low > floor, next_fails=high is not None and high - low <= step)

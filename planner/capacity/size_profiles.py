@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from planner.capacity.scaling import Growth, flow_of, whole_at
+from planner.capacity.scaling import ProfileScaling, flow_of, whole_at
 from planner.plans.profiling import profile
 from planner.runtime.step_trial import Build, has_room, ran_out, release
 from profiler.measurement import profiling
@@ -16,9 +16,9 @@ from profiler.records import MenuRecord, Profile
 from profiler.workload.workload import Workload
 
 
-def growth_over(
+def scaling_over(
     build: Callable[[int], Workload], sizes: Sequence[int], *, menus: bool, progress: Callable[[int], Progress]
-) -> Growth:
+) -> ProfileScaling:
     """Profile the workload at each size, the largest first: what is worth measuring inside a stage is found there.
 
     Args:
@@ -32,17 +32,17 @@ def growth_over(
     """
     largest = profile(build(sizes[-1]), menus=menus, progress=progress(sizes[-1]))
     found = [_like(largest, build(size), progress(size)) for size in sizes[:-1]]
-    return Growth(sizes=tuple(sizes), profiles=(*found, largest))
+    return ProfileScaling(sizes=tuple(sizes), profiles=(*found, largest))
 
 
 def with_size(
-    growth: Growth, build: Callable[[int], Workload], size: int, *, progress: Callable[[int], Progress]
-) -> Growth:
+    growth: ProfileScaling, build: Callable[[int], Workload], size: int, *, progress: Callable[[int], Progress]
+) -> ProfileScaling:
     """The growth with a profile at one more size, with the options of the largest; raises ProfileError."""
     found = dict(zip(growth.sizes, growth.profiles, strict=True))
     found[size] = _like(growth.profiles[-1], build(size), progress(size))
     sizes = tuple(sorted(found))
-    return Growth(sizes=sizes, profiles=tuple(found[size] for size in sizes))
+    return ProfileScaling(sizes=sizes, profiles=tuple(found[size] for size in sizes))
 
 
 def _like(other: Profile, workload: Workload, progress: Progress) -> Profile:
@@ -77,8 +77,8 @@ class NoProfile(ValueError):
     """A size of which no profile is to be had, so that nothing is known of it."""
 
 
-class EachSize:
-    """Stands in for a ``Growth``, with a real profile at every size.
+class PerSizeProfiles:
+    """Stands in for a ``ProfileScaling``, with a real profile at every size.
 
     Args:
         build: the workload at a size.
@@ -91,7 +91,7 @@ class EachSize:
     is_linear = False
 
     def __init__(
-        self, build: Build, known: Growth, *, menus: bool, progress: Callable[[int], Progress], why: str
+        self, build: Build, known: ProfileScaling, *, menus: bool, progress: Callable[[int], Progress], why: str
     ) -> None:
         self._build = build
         self._menus = menus

@@ -16,7 +16,7 @@ STARTS = 10  # doublings of the step in search of a size that the target takes: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Footing:
+class SearchStart:
     """Where a search begins.
 
     Attributes:
@@ -34,7 +34,7 @@ class Footing:
     notes: tuple[str, ...] = ()
 
 
-def footing_of(build: Build, vary: str, step: int, report: Report) -> Footing:
+def search_start(build: Build, vary: str, step: int, report: Report) -> SearchStart:
     """Try the step, twice the step and so on, until the target takes one and the model trains with it.
 
     Raises:
@@ -59,7 +59,7 @@ def footing_of(build: Build, vary: str, step: int, report: Report) -> Footing:
             continue
         unit = _unit(build, size, step)
         notes = (f"{vary}: multiples of {unit} are tried, as {size + unit // 2} is refused",) if unit > step else ()
-        return Footing(start=size, step=unit, states_bytes=states, device=device, notes=notes)
+        return SearchStart(start=size, step=unit, states_bytes=states, device=device, notes=notes)
     assert first is not None
     last = step << STARTS - 1
     raise ValueError(
@@ -85,8 +85,8 @@ def takes(build: Build, size: int) -> bool:
     return True
 
 
-def ladder(
-    build: Build, footing: Footing, vary: str, budget_bytes: int, report: Report
+def doubling_steps(
+    build: Build, footing: SearchStart, vary: str, budget_bytes: int, report: Report
 ) -> tuple[list[Trial], int | None]:
     """Real unplanned steps at doubled sizes, as long as they are taken, predicted to fit and have room.
 

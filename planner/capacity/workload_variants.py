@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capacity.scaling import Growth, Unlike
+from planner.capacity.scaling import IncompatibleProfiles, ProfileScaling
 from planner.plans.cost_model import chain_of
 from planner.plans.profiling import profile
 from planner.runtime.step_trial import ran_out, release
@@ -28,7 +28,7 @@ SIZES = 3  # of smaller batches, from which a larger one is foretold
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Forms:
+class WorkloadVariants:
     """A workload, and what it is built from.
 
     Args:
@@ -162,8 +162,8 @@ class Forms:
             raise failure
         sizes = tuple(sorted(found))
         try:
-            grown = Growth(sizes=sizes, profiles=tuple(found[size] for size in sizes)).at(self.samples // parts)
-        except Unlike as error:
+            grown = ProfileScaling(sizes=sizes, profiles=tuple(found[size] for size in sizes)).at(self.samples // parts)
+        except IncompatibleProfiles as error:
             raise ProfileError(f"{failure}; nor does it follow from smaller batches: {error}") from failure
         whole = keep_all_replay(chain_of(grown))  # The peak may stand elsewhere than at a smaller batch.
         return replace(grown, unplanned_peak_bytes=whole.peak_bytes)

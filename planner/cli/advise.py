@@ -15,12 +15,12 @@ from planner.cli.options import (
     BudgetText,
     Device,
     DevicesPerLink,
-    HostMemory,
+    HostMemoryOption,
     LinkGbps,
     NoMenus,
     NoOffload,
     Settings,
-    Target,
+    TargetArgument,
     offload_wish,
 )
 from planner.cli.shell import NO_PLAN, check_folder, note, show, show_json, working
@@ -31,7 +31,7 @@ from planner.units import format_bytes
 
 
 def advise_command(
-    target: Target,
+    target: TargetArgument,
     budget: BudgetText,
     settings: Settings = None,
     batch_key: Annotated[
@@ -42,7 +42,7 @@ def advise_command(
     no_offload: NoOffload = False,
     link_gbps: LinkGbps = None,
     devices_per_link: DevicesPerLink = None,
-    host_memory: HostMemory = None,
+    host_memory: HostMemoryOption = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Picture: .png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:

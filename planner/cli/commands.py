@@ -23,7 +23,7 @@ from planner.cli.options import (
     Device,
     DevicesPerLink,
     HeadroomText,
-    HostMemory,
+    HostMemoryOption,
     LinkGbps,
     NoMenus,
     NoOffload,
@@ -32,11 +32,11 @@ from planner.cli.options import (
     RulesFile,
     Settings,
     SolverName,
-    Target,
+    TargetArgument,
     offload_wish,
 )
-from planner.cli.shell import Face, ManyValues, check_folder, note, show, show_json, working
-from planner.cli.show_file import Wanted, run_show
+from planner.cli.shell import ManyValues, PlannerGroup, check_folder, note, show, show_json, working
+from planner.cli.show_file import ShowRequest, run_show
 from planner.cli.train import run_train
 from planner.explain import pareto_plot
 from planner.explain.state_table import model_states, states_report
@@ -51,7 +51,7 @@ from profiler.json_files import write_document, write_whole
 from solvers.graph.registry import DEFAULT_GAP, DEFAULT_SECONDS, LARGE_NODES, LARGE_SECONDS
 
 app = typer.Typer(
-    cls=Face,
+    cls=PlannerGroup,
     help="Profile a PyTorch model, plan its training step under a memory budget, and train under the plan.",
     no_args_is_help=True,
     add_completion=False,
@@ -61,7 +61,7 @@ app = typer.Typer(
 
 @app.command("profile", cls=ManyValues)
 def profile_command(
-    target: Target,
+    target: TargetArgument,
     settings: Settings = None,
     device: Device = None,
     stages: Annotated[
@@ -116,7 +116,7 @@ def solve_command(
     offload_only: OffloadOnly = False,
     link_gbps: LinkGbps = None,
     devices_per_link: DevicesPerLink = None,
-    host_memory: HostMemory = None,
+    host_memory: HostMemoryOption = None,
     gap: Annotated[
         float | None,
         typer.Option(help=f"Graphs only: the search ends this close to the bound, a share ({DEFAULT_GAP:g} if unset)."),
@@ -135,7 +135,7 @@ def solve_command(
     """
     check_folder(output)
     stated = None if rules is None else Rules.load(rules)
-    wish = offload_wish(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
+    offload_request = offload_wish(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
     source = problem_files.read_source(file)
     if no_menus:
         source = problem_solving.stage_level(source, stated)
@@ -148,7 +148,7 @@ def solve_command(
                 time_limit_seconds=time_limit,
                 gap=gap,
                 rules=stated,
-                offload=wish,
+                offload=offload_request,
                 headroom=headroom,
             )
     except NoPlan as refusal:
@@ -180,17 +180,17 @@ def pareto_command(
     offload_only: OffloadOnly = False,
     link_gbps: LinkGbps = None,
     devices_per_link: DevicesPerLink = None,
-    host_memory: HostMemory = None,
+    host_memory: HostMemoryOption = None,
 ) -> None:
     """Draw every solver's memory/time curve, the unplanned point and the lower bound."""
     check_folder(output)
     check_folder(csv)
     if output is not None:
         pareto_plot.check_picture(output)
-    wish = offload_wish(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
+    offload_request = offload_wish(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
     source = problem_files.read_source(file)
     with contextlib.redirect_stdout(sys.stderr):
-        frame = pareto_curves.pareto(source, time_limit_seconds=time_limit, offload=wish or Offload())
+        frame = pareto_curves.pareto(source, time_limit_seconds=time_limit, offload=offload_request or Offload())
     _say_without(frame.attrs.get("no_offload"))
     if frame.attrs.get("left_out"):
         note(f"left out: {', '.join(frame.attrs['left_out'])}; they come to their turn with a larger --time-limit")
@@ -205,7 +205,7 @@ def pareto_command(
 
 @app.command("train", cls=ManyValues)
 def train_command(
-    target: Target,
+    target: TargetArgument,
     plan: Annotated[Path, typer.Option(help="The plan to apply.")],
     settings: Settings = None,
     device: Device = None,
@@ -233,7 +233,7 @@ def train_command(
 
 @app.command("compare", cls=ManyValues)
 def compare_command(
-    target: Target,
+    target: TargetArgument,
     budget: BudgetText,
     settings: Settings = None,
     device: Device = None,
@@ -258,7 +258,7 @@ def compare_command(
 
 @app.command("max-batch", cls=ManyValues)
 def max_batch_command(
-    target: Target,
+    target: TargetArgument,
     budget: Annotated[str, typer.Option("--budget", help="Of the whole step, as 32GB: 8GiB, 512MiB or bytes.")],
     vary: Annotated[str, typer.Option(metavar="KEY", help="The --set key to search over, as seq.")] = "batch",
     step: Annotated[int, typer.Option(min=1, help="Sizes tried are multiples of it.")] = 1,
@@ -268,7 +268,7 @@ def max_batch_command(
     no_offload: NoOffload = False,
     link_gbps: LinkGbps = None,
     devices_per_link: DevicesPerLink = None,
-    host_memory: HostMemory = None,
+    host_memory: HostMemoryOption = None,
     headroom: HeadroomText = None,
     as_json: AsJson = False,
 ) -> None:
@@ -276,7 +276,7 @@ def max_batch_command(
 
     Profiles a few sizes, predicts how bytes and seconds grow, and confirms the limits by real steps.
     """
-    wish = offload_wish(no_offload, link_gbps, devices_per_link, host_memory) or Offload()
+    offload_request = offload_wish(no_offload, link_gbps, devices_per_link, host_memory) or Offload()
     try:
         with working() as progress:
             found = max_batch(
@@ -286,7 +286,7 @@ def max_batch_command(
                 settings=parse_settings(settings or []),
                 step=step,
                 device=device,
-                offload=wish,
+                offload=offload_request,
                 menus=not no_menus,
                 headroom=headroom or 0,
                 progress=progress,
@@ -323,7 +323,7 @@ def show_command(
     if measure is None and (settings or device):
         raise ValueError("--set, --device: expected them beside --measure TARGET, got no TARGET; name the model")
     build = None if measure is None else lambda: _workload(measure, settings, device)
-    run_show(file, Wanted(ops=ops, timeline=timeline, csv=csv, peak_csv=peak_csv, workload=build))
+    run_show(file, ShowRequest(ops=ops, timeline=timeline, csv=csv, peak_csv=peak_csv, workload=build))
 
 
 app.command("advise", cls=ManyValues)(advise_command)

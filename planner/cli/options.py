@@ -11,7 +11,9 @@ from planner.plans.offload_request import Offload
 from solvers import solver_names
 from solvers.graph.registry import graph_solver_names
 
-Target = Annotated[str, typer.Argument(metavar="TARGET", help="zoo:NAME, path/to/file.py:function or module:function")]
+TargetArgument = Annotated[
+    str, typer.Argument(metavar="TARGET", help="zoo:NAME, path/to/file.py:function or module:function")
+]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE ...", help="Arguments of the target's function.")
 ]
@@ -42,7 +44,7 @@ LinkGbps = Annotated[
 DevicesPerLink = Annotated[
     int | None, typer.Option(metavar="K", help="Devices that share the link, each with 1/K of it.")
 ]
-HostMemory = Annotated[
+HostMemoryOption = Annotated[
     str | None, typer.Option(metavar="B", help="The most that this device may hold in host memory, as 64GiB.")
 ]
 Out = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
@@ -59,10 +61,10 @@ def offload_wish(
     """What was said of offloading; None where nothing was."""
     if no_offload and offload_only:
         raise ValueError("--no-offload, --offload-only: expected one of them, got both; leave one out")
-    wish = Offload(
+    offload_request = Offload(
         mode="never" if no_offload else "only" if offload_only else "auto",
         link_gbps=link_gbps,
         devices_per_link=devices_per_link,
         host_memory=host_memory,
     )
-    return None if wish == Offload() else wish
+    return None if offload_request == Offload() else offload_request

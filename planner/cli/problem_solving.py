@@ -79,13 +79,13 @@ def solve_source(
         )
         return documents.plan_document(plan), plan.to_document()
     if isinstance(source, Profile):
-        wish = offload or Offload()
+        offload_request = offload or Offload()
         plan = solve(
             source,
             _given(budget),
             solver=solver,
             time_limit_seconds=time_limit_seconds,
-            offload=wish,
+            offload=offload_request,
             headroom=headroom or 0,
         )
         return documents.plan_document(plan), plan.to_document()

@@ -27,7 +27,7 @@ LINE_SECONDS = 2.0  # between lines of progress there: a log says what goes on w
 Report = Callable[[str, int, int], None]
 
 
-class Face(TyperGroup):
+class PlannerGroup(TyperGroup):
     """The commands, ending as the contract says: 2 for wrong input, 3 where no plan comes out."""
 
     def invoke(self, ctx: Any) -> Any:

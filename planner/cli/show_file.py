@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 from planner.cli import chain_solutions, documents, solution_files, tables
 from planner.cli.shell import check_folder, note, show, working
-from planner.explain.measured_step import StepView, view_step
+from planner.explain.measured_step import MeasuredStep, view_step
 from planner.explain.op_decision_table import plan_ops_report
 from planner.explain.pareto_plot import check_picture
 from planner.explain.peak import Peak, predicted_peak
@@ -32,7 +32,7 @@ FORMATS = {PLAN_FORMAT: PLAN_VERSION, PROFILE_FORMAT: PROFILE_VERSION} | solutio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class ShowRequest:
     """What to show beside the tables.
 
     Attributes:
@@ -71,7 +71,7 @@ class _Step:
     title: str
 
 
-def run_show(file: Path, wanted: Wanted) -> None:
+def run_show(file: Path, wanted: ShowRequest) -> None:
     """Print a file, and draw, write and measure what is wanted.
 
     Raises:
@@ -97,7 +97,7 @@ def run_show(file: Path, wanted: Wanted) -> None:
             note(f"written: {path} ({format_bytes(path.stat().st_size)})")
 
 
-def _show_other(document: Mapping[str, Any], file: Path, wanted: Wanted) -> list[RenderableType]:
+def _show_other(document: Mapping[str, Any], file: Path, wanted: ShowRequest) -> list[RenderableType]:
     """Profiles and solutions of graphs: tables alone."""
     if wanted.ops or wanted.step:
         raise ValueError(
@@ -110,7 +110,7 @@ def _show_other(document: Mapping[str, Any], file: Path, wanted: Wanted) -> list
     return [tables.graph_report(document)]
 
 
-def _show_chain(document: Mapping[str, Any], where: str, wanted: Wanted) -> list[RenderableType]:
+def _show_chain(document: Mapping[str, Any], where: str, wanted: ShowRequest) -> list[RenderableType]:
     """A chain's solution: stages have no ops and no model."""
     if wanted.ops or wanted.workload is not None:
         raise ValueError(
@@ -133,7 +133,7 @@ def _show_chain(document: Mapping[str, Any], where: str, wanted: Wanted) -> list
     return [*parts, "", *_peaks(step)]
 
 
-def _show_plan(plan: Plan, where: str, wanted: Wanted) -> list[RenderableType]:
+def _show_plan(plan: Plan, where: str, wanted: ShowRequest) -> list[RenderableType]:
     parts: list[RenderableType] = [tables.plan_report(documents.plan_document(plan))]
     if plan.menus:
         parts += ["", plan_ops_report(plan, every_op=wanted.ops)]
@@ -142,7 +142,7 @@ def _show_plan(plan: Plan, where: str, wanted: Wanted) -> list[RenderableType]:
         return parts
     chain = chain_in(plan, where)
     beside = beside_seconds_of(plan, chain)
-    timelines = predicted_timelines(chain, plan.schedule, link=plan.link, beside_seconds=beside)
+    timelines = predicted_timelines(chain, plan.schedule, link=plan.link, seconds_outside_chain=beside)
     peaks = [predicted_peak(chain, plan.schedule, timelines[1], plan=plan)]
     measured = _measured(plan, wanted.workload) if wanted.workload is not None else None
     if measured is not None:
@@ -159,14 +159,14 @@ def _show_plan(plan: Plan, where: str, wanted: Wanted) -> list[RenderableType]:
     return [*parts, "", *_peaks(step), *_verdict(plan, measured)]
 
 
-def _measured(plan: Plan, build: Callable[[], Workload]) -> StepView:
+def _measured(plan: Plan, build: Callable[[], Workload]) -> MeasuredStep:
     with working() as progress:
         workload = build()
         progress("measure steps", 0, 1)
         return view_step(workload, plan)
 
 
-def _write(step: _Step, wanted: Wanted) -> None:
+def _write(step: _Step, wanted: ShowRequest) -> None:
     if wanted.csv is not None:
         write_whole(wanted.csv, timeline_table(step.timelines).to_csv(index=False, float_format="%.9g"))
     if wanted.peak_csv is not None:
@@ -182,7 +182,7 @@ def _peaks(step: _Step) -> list[RenderableType]:
     return [part for peak in step.peaks for part in (peak_shown(peak, step.plan), "")][:-1]
 
 
-def _verdict(plan: Plan, measured: StepView | None) -> list[RenderableType]:
+def _verdict(plan: Plan, measured: MeasuredStep | None) -> list[RenderableType]:
     """Measured beside predicted."""
     if measured is None:
         return []

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from planner.explain.peak import KEPT, MADE_AGAIN, Part, Peak
-from planner.explain.timeline import Kind, Phase, Span, Timeline
-from planner.plans.lowering import program_of
+from planner.explain.timeline import PhaseName, Span, SpanKind, Timeline
+from planner.plans.lowering import lowered
 from planner.plans.plan import Plan
 from planner.runtime.applier import apply, check_precision, split_name
 from planner.runtime.plan_checks import check_device, check_inputs
-from profiler.measurement.live_tensors import AlivePeak, AliveStorage, AliveWatch
+from profiler.measurement.live_tensors import LiveStorage, LiveTensorTracker, PeakSnapshot
 from profiler.measurement.meter import Interval, Meter, memory_meter, time_meter
 from profiler.measurement.planned_probe import AGAIN, StepMarks
 from profiler.measurement.stage_probe import END, LOSS
@@ -29,7 +29,7 @@ ROUNDS = 3  # timed steps each of the model without the plan and with it, in tur
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepView:
+class MeasuredStep:
     """What was measured: both timelines, and the planned step's peak explained."""
 
     unplanned: Timeline
@@ -37,7 +37,7 @@ class StepView:
     peak: Peak
 
 
-def view_step(workload: Workload, plan: Plan, *, rounds: int = ROUNDS) -> StepView:
+def view_step(workload: Workload, plan: Plan, *, rounds: int = ROUNDS) -> MeasuredStep:
     """Run the workload's step without the plan and with it, and look at what is alive.
 
     The workload is left as it was found. Bytes are of one step under the
@@ -78,17 +78,20 @@ class _Viewer:
         self._places = Places(plan)
         self._resident_bytes = resident_bytes_of(workload).total
 
-    def view(self, rounds: int) -> StepView:
+    def view(self, rounds: int) -> MeasuredStep:
         with StepMarks(self._workload, self._places.calls, self._places.again) as marks:
             bytes_of = {planned: self._run(marks, self._memory(), planned) for planned in (False, True)}
             seconds_of: dict[bool, list[list[Interval]]] = {False: [], True: []}
             for planned in [False, True] * rounds:
                 seconds_of[planned].append(self._run(marks, time_meter(self._workload.device), planned))
-            with AliveWatch(self._workload, marks, self._memory()) as watch, apply(self._workload.model, self._plan):
+            with (
+                LiveTensorTracker(self._workload, marks, self._memory()) as watch,
+                apply(self._workload.model, self._plan),
+            ):
                 self._randomness.restore()
                 peak = watch.step()
         unplanned, planned = (self._timeline(bytes_of[p], seconds_of[p], planned=p) for p in (False, True))
-        return StepView(unplanned=unplanned, planned=planned, peak=self._places.peak(peak))
+        return MeasuredStep(unplanned=unplanned, planned=planned, peak=self._places.peak(peak))
 
     def _memory(self) -> Meter:
         return memory_meter(self._workload.device, self._resident_bytes)
@@ -122,7 +125,7 @@ class Places:
         own = [k for k, stage in enumerate(plan.stages) if stage.kind == "stage"]
         place = {k: i for i, k in enumerate(own)}
         self.calls = [split_name(plan.stages[k].name) for k in own]
-        reruns = program_of(plan.stages, plan.schedule).before_backward
+        reruns = lowered(plan.stages, plan.schedule).before_backward
         self.again = {place[k]: [place[r.stage] for r in found] for k, found in reruns.items() if k in place}
         self._stages = [plan.stages[k].name for k in own]
         self._outside = [self._outside_name(plan, own, i) for i in range(len(own) + 1)]
@@ -159,13 +162,13 @@ class Places:
             )
             now += length
 
-    def _what(self, label: str) -> tuple[Phase, str, Kind]:
+    def _what(self, label: str) -> tuple[PhaseName, str, SpanKind]:
         phase, stage = _phase_of(label), self.stage(label)
         if phase == "optimizer":
             return phase, stage, "optimizer"
         return phase, stage, "recompute" if label.startswith(AGAIN) else phase
 
-    def peak(self, found: AlivePeak) -> Peak:
+    def peak(self, found: PeakSnapshot) -> Peak:
         """The peak in the words of a plan; what no storage explains is a temporary of the op's kernel."""
         phase, stage, action = self._what(found.label)
         at = f"{found.op} in {found.module}" if found.module else found.op
@@ -182,7 +185,7 @@ class Places:
             parts=tuple(part for part in (*parts, temporary) if part.size_bytes),
         )
 
-    def _part(self, storage: AliveStorage, peak: AlivePeak, phase: Phase) -> Part:
+    def _part(self, storage: LiveStorage, peak: PeakSnapshot, phase: PhaseName) -> Part:
         if storage.label == "resident":
             return Part(what=_RESIDENT[storage.kind], size_bytes=storage.size_bytes, module=storage.module, tensors=1)
         stage = self.stage(storage.label)
@@ -206,7 +209,7 @@ _RESIDENT: Mapping[str, str] = {
 }
 
 
-def _why_alive(storage: AliveStorage, peak: AlivePeak, phase: Phase) -> str:
+def _why_alive(storage: LiveStorage, peak: PeakSnapshot, phase: PhaseName) -> str:
     if storage.kind == "gradient":
         return "gradients of parameters"
     made_in = _phase_of(storage.label)
@@ -217,7 +220,7 @@ def _why_alive(storage: AliveStorage, peak: AlivePeak, phase: Phase) -> str:
     return "made by the optimizer's step" if made_in == "optimizer" else "made as its backward runs"
 
 
-def _phase_of(label: str) -> Phase:
+def _phase_of(label: str) -> PhaseName:
     if label.startswith("forward"):
         return "forward"
     return "optimizer" if label in ("optimizer", END) else "backward"

@@ -17,8 +17,8 @@ from profiler.records import Profile, made_gradient_bytes
 from solvers import Chain, Problem, replay, solve_chain
 from solvers.chain import baselines
 
-Group = Literal["model states", "inputs", "activations", "temporaries"]
-GROUPS: tuple[Group, ...] = ("model states", "inputs", "activations", "temporaries")
+MemoryGroup = Literal["model states", "inputs", "activations", "temporaries"]
+GROUPS: tuple[MemoryGroup, ...] = ("model states", "inputs", "activations", "temporaries")
 STEP, OPTIMIZER = "forward and backward", "optimizer's step"
 _STATES = {
     "parameters": "parameters",
@@ -36,7 +36,7 @@ _NOT_TOLD = "not told apart"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class MemoryItem:
     """Some of the bytes alive at one moment.
 
     Attributes:
@@ -48,7 +48,7 @@ class Piece:
         op: kind of the op that made it, of activations.
     """
 
-    group: Group
+    group: MemoryGroup
     what: str
     size_bytes: int
     stage: str = ""
@@ -57,7 +57,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryMap:
+class MemoryBreakdown:
     """All bytes alive at one moment of the unplanned step.
 
     Attributes:
@@ -71,13 +71,13 @@ class MemoryMap:
     phase: str
     stage: str
     peak_bytes: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MemoryItem, ...]
 
-    def of_group(self, group: Group) -> int:
+    def of_group(self, group: MemoryGroup) -> int:
         """Bytes of a group."""
         return sum(piece.size_bytes for piece in self.pieces if piece.group == group)
 
-    def by_what(self, group: Group) -> dict[str, int]:
+    def by_what(self, group: MemoryGroup) -> dict[str, int]:
         """Bytes of a group by what they are there for, largest first."""
         return _summed((piece.what, piece.size_bytes) for piece in self.pieces if piece.group == group)
 
@@ -96,7 +96,7 @@ class MemoryMap:
         """Bytes of activations by the kind of op that made them, largest first."""
         return _summed((piece.op, piece.size_bytes) for piece in self._activations())
 
-    def _activations(self) -> Iterator[Piece]:
+    def _activations(self) -> Iterator[MemoryItem]:
         return (piece for piece in self.pieces if piece.group == "activations")
 
 
@@ -107,7 +107,7 @@ def _summed(pairs: Iterator[tuple[str, int]]) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def memory_maps(profile: Profile) -> tuple[MemoryMap, ...]:
+def memory_maps(profile: Profile) -> tuple[MemoryBreakdown, ...]:
     """Where the memory goes in a profiled step without a plan: at its highest moment, and at the other one.
 
     Returns:
@@ -125,11 +125,11 @@ def memory_maps(profile: Profile) -> tuple[MemoryMap, ...]:
     return tuple(sorted(found, key=lambda own: -own.peak_bytes))
 
 
-def _of_step(chain: Chain, plan: Plan, timeline: Timeline) -> MemoryMap:
+def _of_step(chain: Chain, plan: Plan, timeline: Timeline) -> MemoryBreakdown:
     spans = tuple(span for span in timeline.spans if span.phase != "optimizer")
     peak = predicted_peak(chain, plan.schedule, replace(timeline, spans=spans), plan=plan)
     kinds = _stage_kinds(plan)
-    return MemoryMap(
+    return MemoryBreakdown(
         moment=STEP,
         phase=peak.phase,
         stage=peak.stage,
@@ -138,14 +138,14 @@ def _of_step(chain: Chain, plan: Plan, timeline: Timeline) -> MemoryMap:
     )
 
 
-def _piece(part: Part, kinds: dict[str, str]) -> Piece:
+def _piece(part: Part, kinds: dict[str, str]) -> MemoryItem:
     if part.what in _STATES:
-        return Piece(group="model states", what=_STATES[part.what], size_bytes=part.size_bytes)
+        return MemoryItem(group="model states", what=_STATES[part.what], size_bytes=part.size_bytes)
     if part.what == "batch":
-        return Piece(group="inputs", what="batch", size_bytes=part.size_bytes)
+        return MemoryItem(group="inputs", what="batch", size_bytes=part.size_bytes)
     if part.what.startswith("made ") or part.what == "gradients of activations":
-        return Piece(group="temporaries", what=part.what, size_bytes=part.size_bytes, stage=part.stage)
-    return Piece(
+        return MemoryItem(group="temporaries", what=part.what, size_bytes=part.size_bytes, stage=part.stage)
+    return MemoryItem(
         group="activations",
         what=part.what,
         size_bytes=part.size_bytes,
@@ -163,7 +163,7 @@ def _stage_kinds(plan: Plan) -> dict[str, str]:
     return {name: names_in_short(names) for names in groups.values() for name in names}
 
 
-def _of_optimizer(profile: Profile) -> MemoryMap:
+def _of_optimizer(profile: Profile) -> MemoryBreakdown:
     """Gradients are all there and activations are gone, but for what somebody still holds: the loss, an output."""
     resident, phase = profile.resident, profile.optimizer
     gradient_bytes = made_gradient_bytes(profile)
@@ -178,12 +178,12 @@ def _of_optimizer(profile: Profile) -> MemoryMap:
     made_in_it = phase.peak_bytes - phase.start_bytes
     left_bytes = phase.start_bytes - resident.total - gradient_bytes
     pieces = [
-        *(Piece(group="model states", what=what, size_bytes=size) for what, size in states.items()),
-        Piece(group="inputs", what="batch", size_bytes=resident.inputs),
-        Piece(group="temporaries", what="still there after backward", size_bytes=left_bytes),
-        Piece(group="temporaries", what="made by the optimizer's step", size_bytes=made_in_it),
+        *(MemoryItem(group="model states", what=what, size_bytes=size) for what, size in states.items()),
+        MemoryItem(group="inputs", what="batch", size_bytes=resident.inputs),
+        MemoryItem(group="temporaries", what="still there after backward", size_bytes=left_bytes),
+        MemoryItem(group="temporaries", what="made by the optimizer's step", size_bytes=made_in_it),
     ]
-    return MemoryMap(
+    return MemoryBreakdown(
         moment=OPTIMIZER,
         phase="optimizer",
         stage="",

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from planner.explain.op_decisions import OpFate, fates_of_ops, grouped_fates, held_bytes
+from planner.explain.op_decisions import OpDecision, fates_of_ops, grouped_fates, held_bytes
 from planner.explain.stage_groups import StageKind, kinds_of_stages
 from planner.plans.plan import Plan
 from planner.units import format_bytes, format_seconds
@@ -82,20 +82,20 @@ def _held(kind: StageKind) -> str:
     return f"held anyway: {_count(count, 'tensor')} from outside (inputs, parameters), {format_bytes(size)}"
 
 
-def _short(fate: OpFate) -> str:
+def _short(fate: OpDecision) -> str:
     size = f" {format_bytes(fate.size_bytes)}" if fate.size_bytes else ""
     return f"{_times(fate)} {fate.op}{size}".strip()
 
 
-def _first(fates: Sequence[OpFate], part: str) -> list[OpFate]:
+def _first(fates: Sequence[OpDecision], part: str) -> list[OpDecision]:
     return [fate for fate in fates if fate.fate == part and (fate.size_bytes or part != "kept")][:SHOWN]
 
 
-def _times(fate: OpFate) -> str:
+def _times(fate: OpDecision) -> str:
     return f"{len(fate.ordinals)} x" if len(fate.ordinals) > 1 else ""
 
 
-def _rest(fates: Sequence[OpFate], part: str) -> str:
+def _rest(fates: Sequence[OpDecision], part: str) -> str:
     if not fates:
         return ""
     count = _count(sum(len(fate.ordinals) for fate in fates), "op")
@@ -107,7 +107,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _table(rows: Sequence[tuple[str, OpFate]], first: str) -> Table:
+def _table(rows: Sequence[tuple[str, OpDecision]], first: str) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column(first, justify="right", no_wrap=True)
     for name in ("op", "module", "fate"):

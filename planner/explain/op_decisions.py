@@ -9,15 +9,15 @@ from typing import Literal
 
 from planner.explain.stage_groups import StageKind
 from planner.units import format_seconds
-from profiler.op_graph import ChoiceError, StageOps, makes_room
+from profiler.op_graph import ChoiceError, StageOps, is_allocation
 from profiler.records import MenuRecord, OptionRecord
 
-Fate = Literal["recomputed", "kept", "not needed", "view"]
+Decision = Literal["recomputed", "kept", "not needed", "view"]
 _SMALL = 10  # what an op frees is no reason to run it again where an op that reads it frees so many times more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpFate:
+class OpDecision:
     """What happens to one op, or to several that are alike.
 
     Attributes:
@@ -35,13 +35,13 @@ class OpFate:
     ordinals: tuple[int, ...]
     op: str
     module: str
-    fate: Fate
+    fate: Decision
     size_bytes: int
     seconds: float
     why: str
 
 
-def fates_of_ops(kind: StageKind) -> list[OpFate]:
+def fates_of_ops(kind: StageKind) -> list[OpDecision]:
     """Every op of a kind of stages on its own, in order; none where the ops are not known."""
     if kind.menu is None:
         return []
@@ -49,7 +49,7 @@ def fates_of_ops(kind: StageKind) -> list[OpFate]:
     return [stage.fate_of([ordinal]) for ordinal in range(len(kind.menu.ops.ops))]
 
 
-def grouped_fates(kind: StageKind) -> list[OpFate]:
+def grouped_fates(kind: StageKind) -> list[OpDecision]:
     """Ops of the same kind, module and fate together; views left out; first those that run again, largest first."""
     if kind.menu is None:
         return []
@@ -58,7 +58,7 @@ def grouped_fates(kind: StageKind) -> list[OpFate]:
     for ordinal, op in enumerate(ops):
         groups.setdefault((stage.what(ordinal), op.kind, op.module), []).append(ordinal)
     found = [stage.fate_of(ordinals) for ordinals in groups.values()]
-    order: tuple[Fate, ...] = ("recomputed", "kept", "not needed")
+    order: tuple[Decision, ...] = ("recomputed", "kept", "not needed")
     return sorted(
         (fate for fate in found if fate.fate in order),
         key=lambda fate: (order.index(fate.fate), -fate.size_bytes, -fate.seconds),
@@ -67,10 +67,10 @@ def grouped_fates(kind: StageKind) -> list[OpFate]:
 
 def makers(ops: StageOps) -> dict[int, int]:
     """The op to name for each storage that is made in a stage: where one only makes room, the one that fills it."""
-    found = {number: ordinal for ordinal, op in enumerate(ops.ops) for number in op.makes}
+    found = {number: ordinal for ordinal, op in enumerate(ops.ops) for number in op.allocates}
     for ordinal, op in enumerate(ops.ops):
         for number in op.writes:
-            if number in found and makes_room(ops.ops[found[number]].op):
+            if number in found and is_allocation(ops.ops[found[number]].op):
                 found[number] = ordinal
     return found
 
@@ -89,7 +89,7 @@ def kept_by(ops: StageOps, option: OptionRecord) -> list[int]:
 def held_bytes(kind: StageKind) -> tuple[int, int]:
     """Tensors from outside of the stage that its backward reads and that are alive anyway, and their bytes."""
     storages = kind.menu.ops.storages if kind.menu is not None else ()
-    held = [storage.size_bytes for storage in storages if storage.held and storage.saved]
+    held = [storage.size_bytes for storage in storages if storage.always_live and storage.saved]
     return len(held), sum(held)
 
 
@@ -120,7 +120,7 @@ class _Stage:
         writers = self._ops.writers()
         return 1 + max((writers[n, self._storages[n].versions] for n in saved), default=-1)
 
-    def what(self, ordinal: int) -> Fate:
+    def what(self, ordinal: int) -> Decision:
         op = self._ops.ops[ordinal]
         touched = {*self._made[ordinal], *op.writes}
         if not touched:
@@ -129,7 +129,7 @@ class _Stage:
             return "recomputed"
         return "kept" if self._kept & touched else "not needed"
 
-    def fate_of(self, ordinals: Sequence[int]) -> OpFate:
+    def fate_of(self, ordinals: Sequence[int]) -> OpDecision:
         """The fate of ops that share one."""
         first = self._ops.ops[ordinals[0]]
         fate = self.what(ordinals[0])
@@ -140,7 +140,7 @@ class _Stage:
             counted = made & self._kept
         size = sum(self._storages[n].size_bytes for n in counted)
         seconds = sum(self._ops.ops[ordinal].seconds for ordinal in ordinals)
-        return OpFate(
+        return OpDecision(
             ordinals=tuple(ordinals),
             op=first.kind,
             module=first.module,
@@ -150,7 +150,7 @@ class _Stage:
             why=self._why(ordinals, fate, counted, size, seconds),
         )
 
-    def _why(self, ordinals: Sequence[int], fate: Fate, counted: set[int], size: int, seconds: float) -> str:
+    def _why(self, ordinals: Sequence[int], fate: Decision, counted: set[int], size: int, seconds: float) -> str:
         if fate == "recomputed":
             return self._why_again(ordinals, size, seconds)
         if fate == "kept":
@@ -202,8 +202,12 @@ class _Stage:
         while waiting:
             ordinal = waiting.pop()
             op = self._ops.ops[ordinal]
-            if op.fixed:
-                return op.fixed if ordinal in ordinals else f"op {ordinal} ({op.kind}) before it must not, {op.fixed}"
+            if op.not_rerunnable_reason:
+                return (
+                    op.not_rerunnable_reason
+                    if ordinal in ordinals
+                    else f"op {ordinal} ({op.kind}) before it must not, {op.not_rerunnable_reason}"
+                )
             for number, version in op.reads:
                 stays = number in self._kept - dropped and version == self._storages[number].versions
                 writer = writers.get((number, version), -1)

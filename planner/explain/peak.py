@@ -160,13 +160,13 @@ class _Explained:
     def _take_away(self, k: int, parcel: int) -> None:
         option, menu = self._alive.kept.get(k), self._menu(k)
         if option is None:
-            self._outputs[k - 1] -= self._stages[k].parcels[parcel]
+            self._outputs[k - 1] -= self._stages[k].offload_units[parcel]
             return
-        number = -1 if self._plan is None else self._plan.stages[k].parcels[parcel]
+        number = -1 if self._plan is None else self._plan.stages[k].offload_units[parcel]
         if menu is not None and number >= 0 and menu.ops.storages[number].op < 0:
-            self._outputs[k - 1] -= option.parcels[parcel]
+            self._outputs[k - 1] -= option.offload_units[parcel]
         else:
-            self._away[k] += option.parcels[parcel]
+            self._away[k] += option.offload_units[parcel]
             self._gone.setdefault(k, set()).add(number)
 
     def parts(self) -> list[Part]:
@@ -246,9 +246,11 @@ def _kept_storages(menu: MenuRecord, option: int) -> list[int]:
     storages = menu.ops.storages
     if option:
         chosen = kept_by(menu.ops, menu.options[option - 1])
-        kept = [n for n in chosen if storages[n].op >= 0 or not storages[n].exclusive]
+        kept = [n for n in chosen if storages[n].op >= 0 or not storages[n].dies_after_stage]
     else:
-        kept = [n for n, storage in enumerate(storages) if storage.saved and storage.op >= 0 and not storage.held]
+        kept = [
+            n for n, storage in enumerate(storages) if storage.saved and storage.op >= 0 and not storage.always_live
+        ]
     return sorted(kept, key=lambda n: storages[n].returned)
 
 

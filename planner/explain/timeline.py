@@ -12,12 +12,12 @@ import pandas as pd
 from planner.plans.plan import Plan
 from solvers import Chain, Schedule, replay
 from solvers.chain import baselines
-from solvers.problem.chain_simulator import Moment
+from solvers.problem.chain_simulator import ReplayedAction
 from solvers.problem.copy_engines import Copy
 from solvers.problem.link import Link
 
-Phase = Literal["forward", "backward", "optimizer"]
-Kind = Literal["forward", "recompute", "backward", "free", "offload", "release", "prefetch", "optimizer"]
+PhaseName = Literal["forward", "backward", "optimizer"]
+SpanKind = Literal["forward", "recompute", "backward", "free", "offload", "release", "prefetch", "optimizer"]
 _TIMES, _SIZES = ("start_seconds", "seconds"), ("bytes_before", "bytes_peak", "bytes_after")
 COLUMNS = ("series", "phase", "stage", "action", *_TIMES, *_SIZES)
 
@@ -29,9 +29,9 @@ class Span:
     ``recompute`` is any run of a stage but its first. Its first ``stall_seconds`` it waits for a copy.
     """
 
-    phase: Phase
+    phase: PhaseName
     stage: str
-    action: Kind
+    action: SpanKind
     start_seconds: float
     end_seconds: float
     before_bytes: int
@@ -64,7 +64,7 @@ class Timeline:
         """Of the whole step."""
         return self.spans[-1].end_seconds
 
-    def phases(self) -> list[tuple[Phase, float, float]]:
+    def phases(self) -> list[tuple[PhaseName, float, float]]:
         """Each phase with its first and last second."""
         found = []
         for phase, spans in itertools.groupby(self.spans, key=lambda span: span.phase):
@@ -74,7 +74,7 @@ class Timeline:
 
 
 def predicted_timelines(
-    chain: Chain, schedule: Schedule, *, link: Link | None = None, beside_seconds: float = 0.0
+    chain: Chain, schedule: Schedule, *, link: Link | None = None, seconds_outside_chain: float = 0.0
 ) -> list[Timeline]:
     """The step that keeps everything, and the one that follows ``schedule``.
 
@@ -85,8 +85,10 @@ def predicted_timelines(
         beside_seconds: of the step outside of the chain: the optimizer's.
     """
     return [
-        _predicted(chain, baselines.keep_all(chain)[0], None, planned=False, beside_seconds=beside_seconds),
-        _predicted(chain, schedule, link, planned=True, beside_seconds=beside_seconds),
+        _predicted(
+            chain, baselines.keep_all(chain)[0], None, planned=False, seconds_outside_chain=seconds_outside_chain
+        ),
+        _predicted(chain, schedule, link, planned=True, seconds_outside_chain=seconds_outside_chain),
     ]
 
 
@@ -96,12 +98,12 @@ def beside_seconds_of(plan: Plan, chain: Chain) -> float:
 
 
 def _predicted(
-    chain: Chain, schedule: Schedule, link: Link | None, *, planned: bool, beside_seconds: float
+    chain: Chain, schedule: Schedule, link: Link | None, *, planned: bool, seconds_outside_chain: float
 ) -> Timeline:
     spans: list[Span] = []
     seen: set[int] = set()
     now = 0.0
-    phase: Phase = "forward"
+    phase: PhaseName = "forward"
     replayed = replay(chain, schedule, link)
     for moment in replayed.timeline:
         kind, again = moment.action.kind, moment.action.stage in seen
@@ -111,12 +113,12 @@ def _predicted(
             seen.add(moment.action.stage)
         spans.append(_span(chain, moment, phase, now, again=again))
         now += moment.seconds
-    if chain.other_peak_bytes:
-        spans.append(_optimizer(chain, spans[-1].after_bytes, now, beside_seconds))
+    if chain.optimizer_peak_bytes:
+        spans.append(_optimizer(chain, spans[-1].after_bytes, now, seconds_outside_chain))
     return Timeline(source="predicted", planned=planned, spans=tuple(spans), copies=replayed.copies)
 
 
-def _span(chain: Chain, moment: Moment, phase: Phase, start: float, *, again: bool) -> Span:
+def _span(chain: Chain, moment: ReplayedAction, phase: PhaseName, start: float, *, again: bool) -> Span:
     kind = moment.action.kind
     return Span(
         phase=phase,
@@ -139,7 +141,7 @@ def _optimizer(chain: Chain, before_bytes: int, start: float, seconds: float) ->
         start_seconds=start,
         end_seconds=start + seconds,
         before_bytes=before_bytes,
-        peak_bytes=max(before_bytes, chain.other_peak_bytes),
+        peak_bytes=max(before_bytes, chain.optimizer_peak_bytes),
         after_bytes=before_bytes,
     )
 

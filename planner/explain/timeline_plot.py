@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from planner.explain.pareto_plot import Units, check_picture, units_up_to
 from planner.explain.peak import Peak
 from planner.explain.peak_report import PeakRow
-from planner.explain.timeline import Phase, Span, Timeline
+from planner.explain.timeline import PhaseName, Span, Timeline
 from planner.units import format_bytes
 from profiler.json_files import write_whole
 from profiler.op_graph import kind_of
@@ -26,7 +26,7 @@ TOP_PARTS = 5
 _TEXT_WIDTH = 40  # characters of the column beside the curves
 # Colours after Okabe and Ito: told apart with colour-blind eyes too.
 _LINES = {"predicted": "#0072B2", "measured": "#D55E00"}
-_PHASES: dict[Phase, str] = {"forward": "#56B4E9", "backward": "#E69F00", "optimizer": "#009E73"}
+_PHASES: dict[PhaseName, str] = {"forward": "#56B4E9", "backward": "#E69F00", "optimizer": "#009E73"}
 _STRIP = 0.025  # of the axes' height
 _HEADROOM = 1.16  # times the highest point: the peak's own words stand above it
 

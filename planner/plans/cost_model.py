@@ -34,7 +34,7 @@ def chain_of(profile: Profile) -> Chain:
         stages=stages,
         shared=shared,
         resident_bytes=profile.stages[0].forward.start_bytes,
-        other_peak_bytes=profile.optimizer.peak_bytes,
+        optimizer_peak_bytes=profile.optimizer.peak_bytes,
     )
 
 
@@ -228,7 +228,7 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
         backward_peak_bytes=record.backward.peak_bytes - record.backward.start_bytes,
         recompute_seconds=record.recompute_seconds,
         recompute_peak_bytes=again.peak_bytes(record.recompute_peak_bytes),
-        parcels=kept_parcel_bytes(timeline.profile, k, None),
+        offload_units=kept_parcel_bytes(timeline.profile, k, None),
     )
     casts = _Casts(timeline.profile, k)
     menu = timeline.profile.menus[record.menu] if record.menu >= 0 else None
@@ -239,7 +239,7 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
         else tuple(
             replace(
                 _option(option, menu, record, keep, released, again),
-                parcels=kept_parcel_bytes(timeline.profile, k, option),
+                offload_units=kept_parcel_bytes(timeline.profile, k, option),
             )
             for option in menu.options
         )
@@ -257,7 +257,7 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
         recomputable=record.recomputable,
         # In a segment it would be kept by a second run while others are, each with casts of its own.
         linked=bool(record.links) and not casts.again_bytes and not _Casts(timeline.profile, k - 1).again_bytes,
-        parcels=input_parcel_bytes(timeline.profile, k),
+        offload_units=input_parcel_bytes(timeline.profile, k),
     )
 
 
@@ -310,8 +310,8 @@ def _held_beyond(option: OptionRecord, ops: StageOps, released_bytes: int) -> in
     Those are inputs, which go when the next stage runs, and outputs: they may go at any time.
     """
     kept = [ops.storages[number] for number in option.kept]
-    exclusive = sum(storage.size_bytes for storage in kept if storage.op < 0 and storage.exclusive)
-    others = sum(storage.size_bytes for storage in kept if storage.op < 0 and not storage.exclusive)
+    exclusive = sum(storage.size_bytes for storage in kept if storage.op < 0 and storage.dies_after_stage)
+    others = sum(storage.size_bytes for storage in kept if storage.op < 0 and not storage.dies_after_stage)
     outputs = sum(storage.size_bytes for storage in kept if storage.op >= 0 and storage.returned and not storage.saved)
     casts = sum(storage.size_bytes for storage in kept if _is_unsaved_cast(storage, ops))
     return others + min(exclusive, released_bytes) + outputs + casts
@@ -322,7 +322,9 @@ def _is_unsaved_cast(storage: StageStorage, ops: StageOps) -> bool:
     if storage.op < 0 or storage.saved or storage.returned:
         return False
     maker = ops.ops[storage.op]
-    return maker.kind == "_to_copy" and all(ops.storages[n].op < 0 and ops.storages[n].held for n, _ in maker.reads)
+    return maker.kind == "_to_copy" and all(
+        ops.storages[n].op < 0 and ops.storages[n].always_live for n, _ in maker.reads
+    )
 
 
 def _perhaps_stored(option: OptionRecord, ops: StageOps) -> int:

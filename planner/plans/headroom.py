@@ -28,7 +28,7 @@ class Headroom:
         """
         return self.fixed_bytes + math.ceil(self.share * budget_bytes)
 
-    def around(self, planned_bytes: int) -> int:
+    def parents(self, planned_bytes: int) -> int:
         """The smallest budget that leaves ``planned_bytes`` to the plan.
 
         >>> headroom_from("5%").around(950)

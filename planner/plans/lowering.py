@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from planner.plans.plan import PlannedStage
-from solvers.problem.chain_schedule import TRANSFERS, Action, Kind, Schedule
+from solvers.problem.chain_schedule import TRANSFERS, Action, ActionKind, Schedule
 
-Mode = Literal["drop", "keep", "until_saved"]
+RerunMode = Literal["drop", "keep", "until_saved"]
 # Forward (0) or backward (1), how many of it come before, and in backward how many reruns directly before it.
-Moment = tuple[int, int, int]
+TransferMoment = tuple[int, int, int]
 _RUNS = ("forward", "recompute")
 
 
@@ -24,7 +24,7 @@ class Rerun:
     """Run a stage again: keep nothing, keep (by an option; 0 keeps all), or stop once all is saved; hold its input."""
 
     stage: int
-    mode: Mode
+    mode: RerunMode
     hold: bool
     option: int = 0
 
@@ -36,14 +36,14 @@ class Transfer:
     ``option`` says of which list of the stage it is one: with what the stage is kept, or None for its held input.
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     parcel: int
     option: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class LoweredSchedule:
     """What to do.
 
     Attributes:
@@ -62,12 +62,12 @@ class Program:
     holding: frozenset[int]
     before_backward: dict[int, tuple[Rerun, ...]]
     releases: dict[int, tuple[int, ...]]
-    transfers: tuple[tuple[Moment, Transfer], ...] = ()
+    transfers: tuple[tuple[TransferMoment, Transfer], ...] = ()
     travelling: frozenset[tuple[int, int | None]] = frozenset()
     order: dict[int, int] = field(default_factory=dict)
 
 
-def program_of(stages: Sequence[PlannedStage], schedule: Schedule) -> Program:
+def lowered(stages: Sequence[PlannedStage], schedule: Schedule) -> LoweredSchedule:
     """Translate a schedule.
 
     Raises:
@@ -91,7 +91,7 @@ def program_of(stages: Sequence[PlannedStage], schedule: Schedule) -> Program:
         releases[backward] = tuple(sorted(gone))
         alive = boundaries
     transfers = tuple(_transfers(first, phases))
-    return Program(
+    return LoweredSchedule(
         dropped=frozenset(dropped),
         selective=selective,
         holding=frozenset(holding),
@@ -105,9 +105,9 @@ def program_of(stages: Sequence[PlannedStage], schedule: Schedule) -> Program:
 
 def _transfers(
     first: Sequence[Action], phases: Sequence[tuple[int, list[Action]]]
-) -> Iterator[tuple[Moment, Transfer]]:
+) -> Iterator[tuple[TransferMoment, Transfer]]:
     """What travels, with its moment: after how many first forwards, or before which backward."""
-    moment: Moment = (0, 0, 0)
+    moment: TransferMoment = (0, 0, 0)
     options: dict[int, int | None] = {}
     for number, (_, actions) in enumerate([(None, first), *phases]):
         if number:

@@ -12,8 +12,8 @@ from profiler.records import LinkRecord
 from solvers.problem.chain import Chain
 from solvers.problem.link import Link
 
-Mode = Literal["auto", "never", "only"]
-MODES: tuple[Mode, ...] = get_args(Mode)
+OffloadMode = Literal["auto", "never", "only"]
+MODES: tuple[OffloadMode, ...] = get_args(OffloadMode)
 GIGABYTE = 10**9
 _RATES = ("to_host_bytes_per_second", "to_device_bytes_per_second")
 
@@ -31,7 +31,7 @@ class Offload:
             found.
     """
 
-    mode: Mode = "auto"
+    mode: OffloadMode = "auto"
     link_gbps: float | None = None
     devices_per_link: int | None = None
     host_memory: str | int | None = None
@@ -67,24 +67,24 @@ class Offload:
         )
 
 
-def offload_from(wish: Offload | Mode) -> Offload:
+def offload_from(offload_request: Offload | OffloadMode) -> Offload:
     """The request that a word stands for."""
-    return wish if isinstance(wish, Offload) else Offload(mode=wish)
+    return offload_request if isinstance(offload_request, Offload) else Offload(mode=offload_request)
 
 
-def usable_link(wish: Offload, chain: Chain, measured: LinkRecord | None) -> tuple[Link | None, str]:
+def usable_link(offload_request: Offload, chain: Chain, measured: LinkRecord | None) -> tuple[Link | None, str]:
     """The link that the solver may count on, or why there is none (empty where none was asked for).
 
     Raises:
         ValueError: offloading was demanded, and nothing can be sent.
     """
-    link = wish.link(measured)
+    link = offload_request.link(measured)
     why = _why_not(link, chain)
     if not why:
         return link, ""
-    if wish.mode == "only":
+    if offload_request.mode == "only":
         raise ValueError(f"offload: expected a link over which something can be sent, got none: {why}")
-    asked = wish.mode == "auto" and (link is not None or wish != Offload())
+    asked = offload_request.mode == "auto" and (link is not None or offload_request != Offload())
     return None, why if asked else ""
 
 
@@ -121,6 +121,6 @@ def link_from(data: Mapping[str, Any] | None) -> Link | None:
 
 def _parcels(chain: Chain) -> Iterable[int]:
     for stage in chain.stages:
-        yield from stage.parcels
+        yield from stage.offload_units
         for option in stage.options:
-            yield from option.parcels
+            yield from option.offload_units

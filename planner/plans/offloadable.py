@@ -27,7 +27,7 @@ def kept_parcels(profile: Profile, k: int, option: OptionRecord | None) -> tuple
     record = profile.stages[k]
     if record.menu < 0 or not record.recomputable:
         return ()
-    return parcels_among(profile.menus[record.menu].ops, option, with_input=bool(input_parcels(profile, k)))
+    return parcels_among(profile.menus[record.menu].ops, option, with_input=bool(input_offload_units(profile, k)))
 
 
 def parcels_among(ops: StageOps, option: OptionRecord | None, *, with_input: bool) -> tuple[int, ...]:
@@ -41,8 +41,8 @@ def parcels_among(ops: StageOps, option: OptionRecord | None, *, with_input: boo
         if storage.size_bytes >= SMALLEST_PARCEL_BYTES
         and not storage.returned
         and (
-            (storage.op >= 0 and number in kept and not storage.held)
-            or (storage.exclusive and with_input and (number in ops.saves or number in kept))
+            (storage.op >= 0 and number in kept and not storage.always_live)
+            or (storage.dies_after_stage and with_input and (number in ops.saves or number in kept))
         )
     }
     return tuple(sorted(found - _not_told_apart(ops, option, found)))
@@ -69,7 +69,7 @@ def _held(ops: StageOps, option: OptionRecord) -> set[int]:
 
     All that an op to run again makes is made again, kept or not: the statistics of a norm beside its output.
     """
-    again = {number for ordinal in option.rerun for number in (*ops.ops[ordinal].makes, *ops.ops[ordinal].writes)}
+    again = {number for ordinal in option.rerun for number in (*ops.ops[ordinal].allocates, *ops.ops[ordinal].writes)}
     return set(option.kept) & (_saved(ops) | set(ops.held_for(option.rerun))) - again
 
 
@@ -79,7 +79,7 @@ def kept_parcel_bytes(profile: Profile, k: int, option: OptionRecord | None) -> 
     return tuple(profile.menus[profile.stages[k].menu].ops.storages[number].size_bytes for number in numbers)
 
 
-def input_parcels(profile: Profile, k: int) -> tuple[tuple[int, ...], ...]:
+def input_offload_units(profile: Profile, k: int) -> tuple[tuple[int, ...], ...]:
     """Input tensors (numbers among the call's tensors) that may travel while stage ``k`` waits to run again.
 
     One parcel of all that comes from the stage before and lives for this stage alone; none where the stage before keeps
@@ -96,8 +96,8 @@ def input_parcels(profile: Profile, k: int) -> tuple[tuple[int, ...], ...]:
 
 
 def input_parcel_bytes(profile: Profile, k: int) -> tuple[int, ...]:
-    """Bytes of each of ``input_parcels``."""
-    return tuple(profile.stages[k - 1].boundary_bytes for _ in input_parcels(profile, k))
+    """Bytes of each of ``input_offload_units``."""
+    return tuple(profile.stages[k - 1].boundary_bytes for _ in input_offload_units(profile, k))
 
 
 def sent_bytes(chain: Chain, schedule: Schedule) -> Counter[int]:
@@ -110,6 +110,6 @@ def sent_bytes(chain: Chain, schedule: Schedule) -> Counter[int]:
         elif action.kind == "offload":
             stage = chain.stages[action.stage]
             option = kept.get(action.stage)
-            parcels = stage.parcels if option is None else stage.options[option].parcels
+            parcels = stage.offload_units if option is None else stage.options[option].offload_units
             found[action.stage] += parcels[action.option or 0]
     return found

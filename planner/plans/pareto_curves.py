@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from planner.plans.cost_model import chain_of
-from planner.plans.offload_request import Mode, Offload, offload_from, usable_link
+from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.problem_files import Source, read_source
 from profiler.records import Profile
 from solvers import Chain, Solution
@@ -40,7 +40,7 @@ def pareto(
     *,
     solvers: Sequence[str] | None = None,
     time_limit_seconds: float | None = None,
-    offload: Offload | Mode = "auto",
+    offload: Offload | OffloadMode = "auto",
 ) -> pd.DataFrame:
     """The memory/time frontier of every solver.
 
@@ -66,9 +66,9 @@ def pareto(
     unplanned = _unplanned_profile(source) if isinstance(source, Profile) else _unplanned_chain(source)
     beside = unplanned["seconds"] - chain.unplanned_seconds
     rows = [unplanned]
-    wish = offload_from(offload)
-    link, why = usable_link(wish, chain, source.link if isinstance(source, Profile) else None)
-    for name in solvers or (*(() if wish.mode == "only" else SOLVERS), *(SENDING if link else ())):
+    offload_request = offload_from(offload)
+    link, why = usable_link(offload_request, chain, source.link if isinstance(source, Profile) else None)
+    for name in solvers or (*(() if offload_request.mode == "only" else SOLVERS), *(SENDING if link else ())):
         over = link if name in SENDING else None
         rows += [_row(s, beside, name) for s in solver_frontier(chain, name, time_limit_seconds, over)]
     peaks = [row["peak_bytes"] for row in rows]

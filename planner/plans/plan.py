@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from planner.plans.offload_request import link_document, link_from
-from profiler.json_files import read_document, write_document
-from profiler.records import MenuRecord, ResidentBytes, menu_document, menu_from
+from profiler.json_files import from_plain, read_document, to_plain, write_document
+from profiler.records import KEYS as PROFILE_KEYS
+from profiler.records import MenuRecord, ResidentBytes
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Action, Schedule
 from solvers.problem.chain_simulator import replay
@@ -18,6 +17,8 @@ from solvers.problem.link import Link
 
 FORMAT = "planner-plan"
 VERSION = 1
+# Attributes that files of version 1 call otherwise.
+KEYS = {**PROFILE_KEYS, "offload_units": "parcels", "input_offload_units": "input_parcels"}
 Decision = Literal["keep", "selective", "offload", "recompute", "segment"]
 
 
@@ -58,8 +59,8 @@ class PlannedStage:
     option: str = ""
     menu: int = -1
     recomputable: bool = True
-    parcels: tuple[int, ...] = ()
-    input_parcels: tuple[tuple[int, ...], ...] = ()
+    offload_units: tuple[int, ...] = ()
+    input_offload_units: tuple[tuple[int, ...], ...] = ()
     offloaded_bytes: int = 0
     forward_ops: int = 0
     recompute_ops: int = 0
@@ -127,10 +128,10 @@ class Plan:
     restricted: bool = False
     headroom_bytes: int = 0
 
-    def parcels_of(self, stage: int, option: int | None) -> tuple[tuple[int, ...], ...]:
-        """What parcel i of a stage is: numbers of storages while it is kept, of input tensors while it is dropped."""
+    def offload_units_of(self, stage: int, option: int | None) -> tuple[tuple[int, ...], ...]:
+        """Per offload unit of a stage its storages, by number, where it is kept; its input tensors where it is dropped."""
         planned = self.stages[stage]
-        return planned.input_parcels if option is None else tuple((number,) for number in planned.parcels)
+        return planned.input_offload_units if option is None else tuple((number,) for number in planned.offload_units)
 
     @property
     def slowdown(self) -> float:
@@ -139,13 +140,10 @@ class Plan:
 
     def to_document(self) -> dict[str, Any]:
         """Plain data, as it stands in the file."""
-        document = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        document["stages"] = [dataclasses.asdict(stage) for stage in self.stages]
+        document = to_plain(replace(self, chain=None, link=None), KEYS)
         document["schedule"] = self.schedule.to_list()
-        document["menus"] = [menu_document(menu) for menu in self.menus]
         document["chain"] = None if self.chain is None else self.chain.to_dict()
         document["link"] = link_document(self.link)
-        document["resident"] = None if self.resident is None else dataclasses.asdict(self.resident)
         return {"format": FORMAT, "version": VERSION, **document}
 
     def save(self, path: str | Path) -> None:
@@ -163,15 +161,11 @@ class Plan:
         document = read_document(path, {FORMAT: VERSION})
         data = {key: value for key, value in document.items() if key not in ("format", "version")}
         try:
-            data["stages"] = tuple(_stage(stage) for stage in data["stages"])
-            data["input_shapes"] = tuple(tuple(shape) for shape in data["input_shapes"])
-            data["schedule"] = Schedule.from_list(data["schedule"])
-            data["menus"] = tuple(menu_from(menu) for menu in data.get("menus", ()))
-            data["chain"] = None if data.get("chain") is None else Chain.from_dict(data["chain"])
-            data["resident"] = None if data.get("resident") is None else _resident(data["resident"])
-            data["link"] = link_from(data.get("link"))
-            data["stated"] = tuple(data.get("stated", ()))
-            plan = cls(**data)
+            schedule = Schedule.from_list(data.pop("schedule"))
+            chain = None if data.get("chain") is None else Chain.from_dict(data["chain"])
+            link = link_from(data.get("link"))
+            plain = {**data, "schedule": {"actions": []}, "chain": None, "link": None}
+            plan = replace(from_plain(cls, plain, KEYS), schedule=schedule, chain=chain, link=link)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: expected the fields of a plan, got a mismatch: {error}; solve again") from error
         if any(not 0 <= action.stage < len(plan.stages) for action in plan.schedule.actions):
@@ -186,7 +180,7 @@ class Plan:
 def _known_option(plan: Plan, action: Action) -> bool:
     if action.kind in TRANSFERS:
         stage = plan.stages[action.stage]
-        return 0 <= (action.option or 0) < max(len(stage.parcels), len(stage.input_parcels))
+        return 0 <= (action.option or 0) < max(len(stage.offload_units), len(stage.input_offload_units))
     return 0 <= (action.option or 0) <= _options(plan, action.stage)
 
 
@@ -198,23 +192,6 @@ def _options(plan: Plan, stage: int) -> int:
 def _fits(chain: Chain, plan: Plan) -> bool:
     own = [(stage.name, 1 + _options(plan, k)) for k, stage in enumerate(plan.stages)]
     return own == [(stage.name, len(stage.options)) for stage in chain.stages]
-
-
-def _resident(data: Mapping[str, Any]) -> ResidentBytes:
-    if not all(type(size) is int and size >= 0 for size in data.values()):
-        raise ValueError(f"resident: expected whole numbers of bytes, got {dict(data)}")
-    return ResidentBytes(**data)
-
-
-def _stage(data: Mapping[str, Any]) -> PlannedStage:
-    values = dict(data)
-    values["links"] = tuple((i, j) for i, j in values["links"])
-    values["input_shapes"] = tuple(tuple(shape) for shape in values["input_shapes"])
-    values["parameter_shapes"] = tuple((name, tuple(shape)) for name, shape in values["parameter_shapes"])
-    values["mutated_buffers"] = tuple(values["mutated_buffers"])
-    values["parcels"] = tuple(values.get("parcels", ()))
-    values["input_parcels"] = tuple(tuple(leaves) for leaves in values.get("input_parcels", ()))
-    return PlannedStage(**values)
 
 
 def chain_in(plan: Plan, where: str = "a plan") -> Chain:

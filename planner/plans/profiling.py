@@ -15,7 +15,7 @@ from profiler.trace.partition import StagePattern
 from profiler.trace.stage_names import NamedStage
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.workload import Workload
-from solvers.saved_tensors import Held, SavedSets, Step, frontier
+from solvers.saved_tensors import HeldTensor, RerunCandidate, SavedSets, frontier
 
 
 def profile(
@@ -102,15 +102,22 @@ def _frontier(ops: StageOps) -> Iterator[Choice]:
     problem = SavedSets(
         steps=tuple(_step(op) for op in ops.ops),
         storages=tuple(
-            Held(size_bytes=0 if s.held else s.size_bytes, saved=s.saved, outside=s.op < 0) for s in ops.storages
+            HeldTensor(size_bytes=0 if s.always_live else s.size_bytes, saved=s.saved, outside=s.op < 0)
+            for s in ops.storages
         ),
     )
     for answer in frontier(problem, FRONTIER_CHOICES):
         yield Choice.of(ops, answer.kept)
 
 
-def _step(op: StageOp) -> Step:
-    return Step(seconds=op.seconds + OP_SECONDS, reads=op.reads, makes=op.makes, writes=op.writes, fixed=bool(op.fixed))
+def _step(op: StageOp) -> RerunCandidate:
+    return RerunCandidate(
+        seconds=op.seconds + OP_SECONDS,
+        reads=op.reads,
+        allocates=op.allocates,
+        writes=op.writes,
+        must_run_once=bool(op.not_rerunnable_reason),
+    )
 
 
 def _by_hand(ops: StageOps) -> Iterator[Choice]:

@@ -36,7 +36,7 @@ def names_around(pattern: str, stage: NamedStage) -> list[str]:
     """Names of the modules around a stage that a pattern means; the model's is empty."""
     path = stage.module.split(".")
     containers = {".".join(path[:end]): "" for end in range(1, len(path))}  # those that never run themselves, too
-    return [name for name, kind in {**containers, **dict(stage.around)}.items() if _is_called(pattern, (name, kind))]
+    return [name for name, kind in {**containers, **dict(stage.parents)}.items() if _is_called(pattern, (name, kind))]
 
 
 def ops_inside(ops: StageOps, module: str) -> list[int]:
@@ -64,8 +64,8 @@ def makers_of_outputs(ops: StageOps, inside: Collection[int]) -> set[int]:
     others = {number for number, storage in enumerate(ops.storages) if storage.returned or storage.op < 0}
     for ordinal in set(range(len(ops.ops))) - set(inside):
         op = ops.ops[ordinal]
-        others |= {number for number, _ in op.reads} | {*op.makes, *op.writes}
-    return {ordinal for ordinal in inside if others & {*ops.ops[ordinal].makes, *ops.ops[ordinal].writes}}
+        others |= {number for number, _ in op.reads} | {*op.allocates, *op.writes}
+    return {ordinal for ordinal in inside if others & {*ops.ops[ordinal].allocates, *ops.ops[ordinal].writes}}
 
 
 def no_module(where: str, pattern: str, stages: Sequence[NamedStage], outside: Iterable[str]) -> ChoiceError:
@@ -75,7 +75,7 @@ def no_module(where: str, pattern: str, stages: Sequence[NamedStage], outside: I
             f"{where}: expected stages or modules inside them, got {pattern!r}, which runs outside of stages and is "
             "always kept; make it a stage when profiling (--stages)"
         )
-    known = (name for stage in stages for pair in (*stage.around, *stage.inside(), (stage.name,)) for name in pair)
+    known = (name for stage in stages for pair in (*stage.parents, *stage.inside(), (stage.name,)) for name in pair)
     return ChoiceError(
         f"{where}: expected the name, glob pattern or class of a module that runs, got {pattern!r}, which matches "
         f"nothing; nearest: {_nearest(pattern, known)}"

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from planner.plans import rule_patterns
-from planner.plans.rules import Rule, Rules, Target
+from planner.plans.rules import Rule, Rules, RuleTarget
 from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.trace.stage_names import NamedStage
 
-Kind = Literal["keep", "recompute", "segment", "choice", "solve"]
+DirectiveKind = Literal["keep", "recompute", "segment", "choice", "solve"]
 _CHECKPOINTS = -1  # stands for the checkpoints where a rule's number is expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fate:
+class StageDirective:
     """What is stated of one stage.
 
     Attributes:
@@ -27,7 +27,7 @@ class Fate:
         source: what states it, in words.
     """
 
-    kind: Kind
+    kind: DirectiveKind
     choice: Choice | None = None
     ends: bool = False
     source: str = ""
@@ -37,7 +37,7 @@ class Fate:
 class Stated:
     """What rules make of a model's stages: one fate each, and one line for each rule that says what it came to."""
 
-    fates: tuple[Fate, ...]
+    fates: tuple[StageDirective, ...]
     lines: tuple[str, ...]
 
     def choices(self) -> dict[int, Choice]:
@@ -64,7 +64,7 @@ class _Part:
     """One stage while the rules are applied."""
 
     stage: NamedStage
-    kind: Kind | None = None
+    kind: DirectiveKind | None = None
     ends: bool = False
     again: set[int] = field(default_factory=set)
     forced: set[int] = field(default_factory=set)
@@ -75,7 +75,7 @@ class _Part:
     def ops(self) -> StageOps:
         return self.stage.ops
 
-    def whole(self, kind: Kind, number: int, force: bool = False) -> set[int]:
+    def whole(self, kind: DirectiveKind, number: int, force: bool = False) -> set[int]:
         """State what becomes of the whole stage; returns its ops."""
         every = set(range(len(self.ops.ops)))
         self.kind, self.source = kind, number
@@ -142,7 +142,7 @@ class _Statement:
             f"{inside[0]!r}; name that one, or make it a stage when profiling (--stages)"
         )
 
-    def _apply(self, number: int, rule: Rule, target: Target) -> None:
+    def _apply(self, number: int, rule: Rule, target: RuleTarget) -> None:
         called = ((k, rule_patterns.modules_called(target.module, stage)) for k, stage in enumerate(self._stages))
         found = {k: modules for k, modules in called if modules}
         if not found:
@@ -159,7 +159,7 @@ class _Statement:
             self._hit(number, k, own)
 
     def _modules_named(
-        self, number: int, rule: Rule, target: Target, found: dict[int, list[str]]
+        self, number: int, rule: Rule, target: RuleTarget, found: dict[int, list[str]]
     ) -> dict[int, set[int]]:
         """The ops of modules; to recompute one inside a stage, those that make its output are left out."""
         inner = [k for k, modules in found.items() if "" not in modules]
@@ -178,7 +178,7 @@ class _Statement:
             named[k] = {o for ops, own in zip(each, kept, strict=True) for o in ops if o not in own}
         return named
 
-    def _ops_named(self, number: int, target: Target, found: dict[int, list[str]]) -> dict[int, set[int]]:
+    def _ops_named(self, number: int, target: RuleTarget, found: dict[int, list[str]]) -> dict[int, set[int]]:
         """The ops that the patterns of a target mean; each pattern means some."""
         named: dict[int, set[int]] = {k: set() for k in found}
         inside = {k: [rule_patterns.ops_inside(self._parts[k].ops, m) for m in modules] for k, modules in found.items()}
@@ -214,12 +214,12 @@ class _Statement:
             f"{self._text(owners[0])}; remove one of them, or let the later one name less"
         )
 
-    def _fate(self, part: _Part) -> Fate:
+    def _fate(self, part: _Part) -> StageDirective:
         if part.kind is None:
-            return Fate(kind=self._rules.rest)
+            return StageDirective(kind=self._rules.rest)
         source = self._text(part.source)
         if part.kind != "choice":
-            return Fate(kind=part.kind, ends=part.ends, source=source)
+            return StageDirective(kind=part.kind, ends=part.ends, source=source)
         try:
             choice = Choice.dropping(part.ops, part.again, forced=part.forced)
         except ChoiceError as error:
@@ -227,10 +227,10 @@ class _Statement:
                 f"{source}: stage {part.stage.name!r}: {error} by a later rule, or set force = true to run it anyway"
             ) from error
         if not choice.rerun:
-            return Fate(kind="keep", source=source)
-        return Fate(kind="choice", choice=replace(choice, stated=True), source=source)
+            return StageDirective(kind="keep", source=source)
+        return StageDirective(kind="choice", choice=replace(choice, stated=True), source=source)
 
-    def _lines(self, fates: Sequence[Fate]) -> Iterator[str]:
+    def _lines(self, fates: Sequence[StageDirective]) -> Iterator[str]:
         if self._rules.checkpoint_patterns:
             count = sum(fate.kind == "segment" for fate in fates)
             yield f"{self._text(_CHECKPOINTS)}: {_counted(count, 'stage')} in segments"
@@ -239,7 +239,7 @@ class _Statement:
         if self._rules.rest == "solve":
             yield "the rest: solved for"
 
-    def _effect(self, number: int, rule: Rule, fates: Sequence[Fate]) -> str:
+    def _effect(self, number: int, rule: Rule, fates: Sequence[StageDirective]) -> str:
         """What became of a rule."""
         owned = {k: {o for o, owner in part.owners.items() if owner == number} for k, part in enumerate(self._parts)}
         stages = [k for k, own in owned.items() if own]

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-Action = Literal["recompute", "keep", "solve"]
+RuleAction = Literal["recompute", "keep", "solve"]
 Rest = Literal["keep", "solve"]
 Pattern = str | type[nn.Module]
 _OP = re.compile(r"[^#\s]+(#[0-9]{1,9})?|#[0-9]{1,9}")
@@ -31,7 +31,7 @@ _ENDINGS = {".toml": tomllib.loads, ".json": json.loads}
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class RuleTarget:
     """Parts of a model: ops inside modules, or whole modules where ``ops`` is empty."""
 
     module: str
@@ -58,14 +58,14 @@ class Rule:
 
     modules: Pattern | Sequence[Pattern] = ()
     ops: str | int | Sequence[str | int] = ()
-    action: Action = "recompute"
+    action: RuleAction = "recompute"
     force: bool = False
 
     def __post_init__(self) -> None:
         modules = _listed(self.modules, "modules", _module, "a name, a glob pattern or a class")
         ops = _listed(self.ops, "ops", _op, "an op's name or number")
-        if self.action not in get_args(Action):
-            raise ValueError(f"a rule: expected action {_either(Action)}, got {self.action!r}; choose one of them")
+        if self.action not in get_args(RuleAction):
+            raise ValueError(f"a rule: expected action {_either(RuleAction)}, got {self.action!r}; choose one of them")
         if not isinstance(self.force, bool):
             raise ValueError(f"a rule: expected force to be true or false, got {self.force!r}; correct it")
         if ops and any(":" in text for text in modules):
@@ -81,12 +81,12 @@ class Rule:
             raise ValueError("a rule: expected whole stages to solve for, got ops; leave the ops out, or state them")
 
     @property
-    def targets(self) -> tuple[Target, ...]:
+    def targets(self) -> tuple[RuleTarget, ...]:
         """What it names, one entry per pattern of modules."""
         modules: tuple[str, ...] = self.modules  # type: ignore[assignment]  # as __post_init__ left them
         ops: tuple[str, ...] = self.ops  # type: ignore[assignment]
         parts = [text.partition(":") for text in modules]
-        return tuple(Target(module, (op,) if colon else ops) for module, colon, op in parts)
+        return tuple(RuleTarget(module, (op,) if colon else ops) for module, colon, op in parts)
 
     @property
     def text(self) -> str:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from planner.plans.cost_model import chain_of
 from planner.plans.headroom import Headroom, headroom_from
-from planner.plans.lowering import program_of
-from planner.plans.offload_request import Mode, Offload, offload_from, usable_link
+from planner.plans.lowering import lowered
+from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.plan import Plan, PlannedStage, chain_in
 from planner.plans.stage_decisions import planned_stages, with_decisions
 from planner.units import format_bytes, format_seconds, parse_bytes
@@ -133,7 +133,7 @@ def solve(
     *,
     solver: str = "auto",
     time_limit_seconds: float | None = None,
-    offload: Offload | Mode = "auto",
+    offload: Offload | OffloadMode = "auto",
     headroom: str | int = 0,
 ) -> Plan:
     """Choose what to keep, recompute and offload so that the step's true peak stays within ``budget``.
@@ -159,15 +159,15 @@ def solve(
         profile = Profile.load(profile)
     budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
     chain = chain_of(profile)
-    wish = offload_from(offload)
-    link, why = usable_link(wish, chain, profile.link)
+    offload_request = offload_from(offload)
+    link, why = usable_link(offload_request, chain, profile.link)
     beside = profile.unplanned_seconds - chain.unplanned_seconds
-    method = method_of(wish, solver)
+    method = method_of(offload_request, solver)
 
     def within(planned_bytes: int) -> Plan:
         problem = Problem(chain=chain, budget_bytes=planned_bytes, link=link)
         try:
-            solution = feasible_solution(problem, method, time_limit_seconds, beside_seconds=beside)
+            solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain=beside)
         except NoPlan as refusal:
             above = _states_above(profile, planned_bytes)
             if not above:
@@ -207,14 +207,14 @@ def planned_inside(budget_bytes: int, headroom: Headroom, within: Callable[[int]
     try:
         return replace(within(budget_bytes - held_bytes), budget_bytes=budget_bytes, headroom_bytes=held_bytes)
     except NoPlan as refusal:
-        least_bytes = headroom.around(refusal.minimum_budget_bytes)
+        least_bytes = headroom.parents(refusal.minimum_budget_bytes)
         reason = f"{refusal.reason}; {format_bytes(headroom.of(least_bytes))} of it is headroom"
         raise refusal.restated(reason=reason, minimum_budget_bytes=least_bytes, budget_bytes=budget_bytes) from refusal
 
 
-def method_of(wish: Offload, solver: str) -> str:
+def method_of(offload_request: Offload, solver: str) -> str:
     """The method to ask: where nothing may be recomputed it follows from that."""
-    if wish.mode != "only" or solver == OFFLOAD_ONLY:
+    if offload_request.mode != "only" or solver == OFFLOAD_ONLY:
         return solver
     if solver != "auto":
         raise ValueError(
@@ -225,24 +225,24 @@ def method_of(wish: Offload, solver: str) -> str:
 
 
 def feasible_solution(
-    problem: Problem, solver: str, time_limit_seconds: float | None, *, beside_seconds: float = 0.0
+    problem: Problem, solver: str, time_limit_seconds: float | None, *, seconds_outside_chain: float = 0.0
 ) -> Solution[Schedule]:
     """The solver's answer for a chain; raises Infeasible where it has none.
 
-    ``beside_seconds`` of a step lie outside the chain: a refusal's bound has them.
+    ``seconds_outside_chain`` of a step lie outside the chain: a refusal's bound has them.
     """
     solution = solve_chain(problem, solver=solver, time_limit_seconds=time_limit_seconds)
-    return with_schedule(solution, problem.budget_bytes, solver, beside_seconds=beside_seconds)
+    return with_schedule(solution, problem.budget_bytes, solver, seconds_outside_chain=seconds_outside_chain)
 
 
 def with_schedule(
-    solution: Solution[AnySchedule], budget_bytes: int, solver: str, *, beside_seconds: float = 0.0
+    solution: Solution[AnySchedule], budget_bytes: int, solver: str, *, seconds_outside_chain: float = 0.0
 ) -> Solution[AnySchedule]:
     """The solution itself; raises Infeasible or NothingFound where it has no schedule."""
     if solution.schedule is not None:
         return solution
     assert solution.shortage is not None
-    bound = solution.lower_bound_seconds + beside_seconds
+    bound = solution.lower_bound_seconds + seconds_outside_chain
     raise (Infeasible if solution.status == "infeasible" else NothingFound)(
         minimum_budget_bytes=solution.shortage.minimum_budget_bytes,
         reason=solution.shortage.reason,
@@ -284,12 +284,12 @@ def plan_of(
         link=problem.link,
         no_offload=no_offload,
         offload_only=offload_only,
-        **claims_of(stages, solution, replayed, beside_seconds=beside),
+        **claims_of(stages, solution, replayed, seconds_outside_chain=beside),
     )
 
 
 def claims_of(
-    stages: tuple[PlannedStage, ...], solution: Solution[Schedule], replayed: Replay, *, beside_seconds: float
+    stages: tuple[PlannedStage, ...], solution: Solution[Schedule], replayed: Replay, *, seconds_outside_chain: float
 ) -> dict[str, Any]:
     """The fields of a plan that follow from its schedule.
 
@@ -301,9 +301,9 @@ def claims_of(
     """
     assert solution.schedule is not None and solution.gap is not None
     assert solution.status in ("optimal", "feasible")
-    program_of(stages, solution.schedule)  # Refuses here what could not be applied.
-    seconds = replayed.seconds + beside_seconds
-    bound = min(seconds, solution.lower_bound_seconds + beside_seconds)
+    lowered(stages, solution.schedule)  # Refuses here what could not be applied.
+    seconds = replayed.seconds + seconds_outside_chain
+    bound = min(seconds, solution.lower_bound_seconds + seconds_outside_chain)
     return {
         "solver": solution.solver,
         "status": solution.status,
@@ -321,17 +321,17 @@ def claims_of(
     }
 
 
-def quick_plan(profile: Profile, budget_bytes: int, wish: Offload) -> Plan:
+def quick_plan(profile: Profile, budget_bytes: int, offload_request: Offload) -> Plan:
     """A plan by the method that weighs most in little time; raises Infeasible."""
-    solver = "auto" if wish.mode == "only" else "rotor"
-    return solve(profile, budget_bytes, solver=solver, offload=wish)
+    solver = "auto" if offload_request.mode == "only" else "rotor"
+    return solve(profile, budget_bytes, solver=solver, offload=offload_request)
 
 
-def why_no_offload(wish: Offload, profile: Profile) -> str:
+def why_no_offload(offload_request: Offload, profile: Profile) -> str:
     """Why nothing can be sent to host memory; empty where it can."""
-    if wish.mode == "never":
+    if offload_request.mode == "never":
         return "nothing is to be sent (--no-offload)"
-    link, why = usable_link(wish, chain_of(profile), profile.link)
+    link, why = usable_link(offload_request, chain_of(profile), profile.link)
     return "" if link is not None else why or NO_LINK
 
 
@@ -357,9 +357,9 @@ def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_se
     beside = plan.unplanned_seconds - chain.unplanned_seconds
     problem = Problem(chain=chain, budget_bytes=budget_bytes, link=plan.link)
     method = OFFLOAD_ONLY if plan.offload_only else solver
-    solution = feasible_solution(problem, method, time_limit_seconds, beside_seconds=beside)
+    solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain=beside)
     assert solution.schedule is not None
     replayed = replay(chain, solution.schedule, plan.link)
     stages = with_decisions(plan.stages, plan.menus, chain, solution.schedule, replayed)
-    claims = claims_of(stages, solution, replayed, beside_seconds=beside)
+    claims = claims_of(stages, solution, replayed, seconds_outside_chain=beside)
     return replace(plan, budget_bytes=budget_bytes + plan.headroom_bytes, **claims)

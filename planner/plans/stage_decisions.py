@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.plans.offloadable import input_parcels, parcels_among, sent_bytes
+from planner.plans.offloadable import input_offload_units, parcels_among, sent_bytes
 from planner.plans.plan import Decision, PlannedStage
 from profiler.records import MenuRecord, Profile
 from solvers import Chain, Schedule
@@ -38,7 +38,7 @@ def _bare_stage(profile: Profile, k: int) -> PlannedStage:
         mutated_buffers=record.mutated_buffers,
         menu=record.menu,
         recomputable=record.recomputable,
-        input_parcels=input_parcels(profile, k),
+        input_offload_units=input_offload_units(profile, k),
         forward_ops=record.forward_ops,
         recompute_ops=record.recompute_ops,
         saved_bytes=record.kept_bytes if inside else max(0, record.forward.end_bytes - record.forward.start_bytes),
@@ -72,7 +72,7 @@ def with_decisions(
             extra_seconds=float(again.get(k, 0.0)),
             extra_ops=extra_ops[k],
             option=chain.stages[k].options[chosen[k]].name if k in chosen else "",
-            parcels=_parcels(stage, menus, chosen.get(k, 0)),
+            offload_units=_parcels(stage, menus, chosen.get(k, 0)),
             offloaded_bytes=sent[k],
         )
         for k, stage in enumerate(stages)
@@ -103,7 +103,7 @@ def _parcels(stage: PlannedStage, menus: Sequence[MenuRecord], option: int) -> t
         return ()
     menu = menus[stage.menu]
     chosen = menu.options[option - 1] if option else None
-    return parcels_among(menu.ops, chosen, with_input=bool(stage.input_parcels))
+    return parcels_among(menu.ops, chosen, with_input=bool(stage.input_offload_units))
 
 
 def _chosen_options(chain: Chain, schedule: Schedule) -> dict[int, int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from planner.plans.cost_model import chain_of
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.plan import Plan
-from planner.plans.rule_resolution import Fate, Stated, stated_by
+from planner.plans.rule_resolution import StageDirective, Stated, stated_by
 from planner.plans.rules import Rule, Rules, rules_from
 from planner.plans.solving import Infeasible, plan_of, planned_inside, with_schedule
 from planner.units import parse_bytes
@@ -18,11 +18,11 @@ from profiler.op_graph import StageOps
 from profiler.records import Profile, StageRecord
 from profiler.trace.stage_names import NamedStage
 from solvers import Chain, Problem, Solution, replay, solve_chain
-from solvers.chain.fixed_stages import Piece, expanded, restricted, schedule_of
+from solvers.chain.fixed_stages import FixedSpan, expanded, restricted, schedule_of
 from solvers.chain.minimum_memory import shortage_of
 
 SOLVER = "by hand"
-_KEPT = Fate(kind="keep")
+_KEPT = StageDirective(kind="keep")
 
 
 def state(
@@ -79,12 +79,12 @@ def state(
 
 def _with_room(plan: Plan, headroom: Headroom) -> Plan:
     """The plan with a headroom beside what it needs."""
-    whole_bytes = headroom.around(plan.budget_bytes)
+    whole_bytes = headroom.parents(plan.budget_bytes)
     return replace(plan, budget_bytes=whole_bytes, headroom_bytes=whole_bytes - plan.budget_bytes)
 
 
 def _stated_plan(
-    profile: Profile, chain: Chain, pieces: Sequence[Piece], budget_bytes: int | None, start: float
+    profile: Profile, chain: Chain, pieces: Sequence[FixedSpan], budget_bytes: int | None, start: float
 ) -> Plan:
     """Everything is stated: the schedule is there, and the solver only bounds it."""
     schedule = schedule_of(pieces)
@@ -113,14 +113,14 @@ def _stated_plan(
 
 
 def _solved_plan(
-    profile: Profile, pieces: Sequence[Piece], problem: Problem, solver: str, time_limit_seconds: float | None
+    profile: Profile, pieces: Sequence[FixedSpan], problem: Problem, solver: str, time_limit_seconds: float | None
 ) -> Plan:
     """A part is stated: the solver plans for the chain in which that part is fixed."""
     chain = problem.chain
     small = replace(problem, chain=restricted(chain, pieces))
     beside = profile.unplanned_seconds - chain.unplanned_seconds
     found = solve_chain(small, solver=solver, time_limit_seconds=time_limit_seconds)
-    with_schedule(found, problem.budget_bytes, f"{SOLVER} and {solver}", beside_seconds=beside)
+    with_schedule(found, problem.budget_bytes, f"{SOLVER} and {solver}", seconds_outside_chain=beside)
     assert found.schedule is not None
     solution = replace(found, schedule=expanded(found.schedule, pieces), solver=f"{SOLVER} and {found.solver}")
     plan = plan_of(profile, problem, solution)
@@ -130,7 +130,7 @@ def _solved_plan(
 
 def _named_stages(profile: Profile) -> list[NamedStage]:
     return [
-        NamedStage(name=record.name, around=record.around, ops=_ops(profile, record))
+        NamedStage(name=record.name, parents=record.parents, ops=_ops(profile, record))
         for record in profile.stages
         if record.kind == "stage"
     ]
@@ -146,10 +146,10 @@ def _names_outside(profile: Profile) -> set[str]:
     return {op.module for op in profile.op_records if op.place == "outside"}
 
 
-def _pieces(profile: Profile, stated: Stated) -> list[Piece]:
+def _pieces(profile: Profile, stated: Stated) -> list[FixedSpan]:
     """The chain cut by what is stated; what lies outside of stages is kept."""
     fates = iter(stated.fates)
-    found: list[Piece] = []
+    found: list[FixedSpan] = []
     open_segment = False
     for k, record in enumerate(profile.stages):
         fate = next(fates) if record.kind == "stage" else _KEPT
@@ -162,15 +162,15 @@ def _pieces(profile: Profile, stated: Stated) -> list[Piece]:
     return found
 
 
-def _piece(profile: Profile, k: int, fate: Fate) -> Piece:
+def _piece(profile: Profile, k: int, fate: StageDirective) -> FixedSpan:
     if fate.kind in ("recompute", "segment"):
-        return Piece(k, k + 1)
+        return FixedSpan(k, k + 1)
     if fate.kind == "choice":
-        return Piece(k, k + 1, option=_option(profile, profile.stages[k], fate))
-    return Piece(k, k + 1, option=0, free=fate.kind == "solve")
+        return FixedSpan(k, k + 1, option=_option(profile, profile.stages[k], fate))
+    return FixedSpan(k, k + 1, option=0, free=fate.kind == "solve")
 
 
-def _check_recomputable(record: StageRecord, fate: Fate) -> None:
+def _check_recomputable(record: StageRecord, fate: StageDirective) -> None:
     if fate.kind in ("recompute", "segment") and not record.recomputable:
         reason = record.reason or "it does not repeat its result"
         raise ValueError(
@@ -179,7 +179,7 @@ def _check_recomputable(record: StageRecord, fate: Fate) -> None:
         )
 
 
-def _option(profile: Profile, record: StageRecord, fate: Fate) -> int:
+def _option(profile: Profile, record: StageRecord, fate: StageDirective) -> int:
     """The number of the measured option that is the choice."""
     assert fate.choice is not None
     menu = profile.menus[record.menu]

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from planner.plans.lowering import Program, program_of
+from planner.plans.lowering import LoweredSchedule, lowered
 from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.compiled_models import CompiledCalls, made_compiled, module_named
-from planner.runtime.copy_engine import Engine
-from planner.runtime.cuda_link import CudaEngine
+from planner.runtime.copy_engine import CopyEngine
+from planner.runtime.cuda_link import CudaCopyEngine
 from planner.runtime.planned_step import PlannedStep
-from planner.runtime.simulated_link import ArtificialEngine
+from planner.runtime.simulated_link import SimulatedCopyEngine
 from profiler.recomputation.selection import Selection
 from profiler.records import MenuRecord
 from profiler.workload.compiled_forwards import COMPILED, plain_name, unwrapped
@@ -77,7 +77,7 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
     check_unplanned(model)
     _check_model(model, plan)
     _check_types(model, plan)
-    program = program_of(plan.stages, plan.schedule)
+    program = lowered(plan.stages, plan.schedule)
     patches = ForwardPatches()
     if program.dropped or program.selective or program.transfers or made_compiled(plan):
         planned = PlannedCalls(plan, program, model)
@@ -129,7 +129,7 @@ def install(model: nn.Module, planned: Wrappers, stages: Iterable[str], patches:
 class PlannedCalls:
     """The wrappers of one applied plan, and the forward that is under way."""
 
-    def __init__(self, plan: Plan, program: Program, model: nn.Module) -> None:
+    def __init__(self, plan: Plan, program: LoweredSchedule, model: nn.Module) -> None:
         self._device = device_of(model)
         self._engine = engine_for(plan, program, self._device)
         self._autocast = _autocast_of(plan)
@@ -173,7 +173,7 @@ class PlannedCalls:
 
         return run
 
-    def _engine_beside(self, model: nn.Module) -> Engine | None:
+    def _engine_beside(self, model: nn.Module) -> CopyEngine | None:
         """What carries bytes from and to the device that the model is on now."""
         if device_of(model) != self._device:
             self._device = device_of(model)
@@ -270,7 +270,7 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def engine_for(plan: Plan, program: Program, device: torch.device) -> Engine | None:
+def engine_for(plan: Plan, program: LoweredSchedule, device: torch.device) -> CopyEngine | None:
     """The engine with its host memory, allocated here once; None where nothing travels.
 
     On a device that has no streams beside the computation's nothing does, which is said.
@@ -278,9 +278,9 @@ def engine_for(plan: Plan, program: Program, device: torch.device) -> Engine | N
     if not program.transfers:
         return None
     if device.type == "cuda":
-        return CudaEngine(device, plan.host_bytes)
+        return CudaCopyEngine(device, plan.host_bytes)
     if device.type == "cpu" and plan.link is not None:
-        return ArtificialEngine(plan.link, plan.host_bytes)
+        return SimulatedCopyEngine(plan.link, plan.host_bytes)
     warnings.warn(
         f"apply: expected a device that copies beside its computation, got {device}; nothing is sent to host memory, "
         "and the peak is not promised. Solve without offloading",

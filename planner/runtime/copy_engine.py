@@ -12,7 +12,7 @@ from profiler.workload.compiled_forwards import leave_uncompiled
 leave_uncompiled(__name__)
 
 
-class Fetched(Protocol):
+class PendingFetch(Protocol):
     """A copy on its way back to the device."""
 
     def wait(self) -> Tensor:
@@ -20,7 +20,7 @@ class Fetched(Protocol):
         ...
 
 
-class Copy(Protocol):
+class OffloadedCopy(Protocol):
     """A copy on its way to host memory, or there.
 
     Whoever lets go of it gives the host memory back; what is under way until then is waited for by the computation,
@@ -31,15 +31,15 @@ class Copy(Protocol):
         """Let the computation wait until the copy is done: what it was made of may go from then on."""
         ...
 
-    def fetch(self) -> Fetched:
+    def fetch(self) -> PendingFetch:
         """Take memory on the device and begin to copy back into it."""
         ...
 
 
-class Engine(Protocol):
+class CopyEngine(Protocol):
     """Carries bytes in both directions, in each in the order asked for, beside the computation."""
 
-    def send(self, source: Tensor) -> Copy | None:
+    def send(self, source: Tensor) -> OffloadedCopy | None:
         """Begin to copy ``source``, one row of bytes, to host memory; None where that is full."""
         ...
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from planner.runtime.copy_engine import room_for
-from planner.runtime.host_pool import HostMemory, Spans
+from planner.runtime.host_pool import HostPool, Spans
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.storages import CUDA_BLOCK_BYTES
 
 leave_uncompiled(__name__)
 
 
-class CudaEngine:
+class CudaCopyEngine:
     """Copies on side streams, into pinned memory that is allocated here, once.
 
     Each copy waits on its stream for what was computed before it was asked for; the computation's stream waits for the
@@ -30,7 +30,7 @@ class CudaEngine:
     """
 
     def __init__(self, device: torch.device, host_bytes: int) -> None:
-        self.memory = HostMemory(host_bytes, CUDA_BLOCK_BYTES)
+        self.memory = HostPool(host_bytes, CUDA_BLOCK_BYTES)
         self.bytes = host_buffer(self.memory.size_bytes)
         self.device = device
         self.to_host = torch.cuda.Stream(device)
@@ -74,7 +74,7 @@ class CudaEngine:
 class CudaCopy:
     """A copy on the stream to host memory, with its source until the computation waits for it."""
 
-    def __init__(self, engine: CudaEngine, source: Tensor, spans: Spans, own: torch.cuda.Stream) -> None:
+    def __init__(self, engine: CudaCopyEngine, source: Tensor, spans: Spans, own: torch.cuda.Stream) -> None:
         self.done: torch.cuda.Event | None = None
         self._engine = engine
         self._source: Tensor | None = source
@@ -87,11 +87,11 @@ class CudaCopy:
         _wait(self.done, self._own, self._engine.device)
         self._source = None
 
-    def fetch(self) -> CudaFetched:
+    def fetch(self) -> CudaFetch:
         """Begin the copy back."""
         engine, device = self._engine, self._engine.device
         own = torch.cuda.current_stream(device)
-        fetched = CudaFetched(self, room_for(self._size_bytes, device), own)
+        fetched = CudaFetch(self, room_for(self._size_bytes, device), own)
         engine.to_device.wait_stream(own)  # Its memory may have been another tensor's, still in use there.
         if self.done is not None:
             engine.to_device.wait_event(self.done)
@@ -121,7 +121,7 @@ class CudaCopy:
         self.give_back()
 
 
-class CudaFetched:
+class CudaFetch:
     """A copy on the stream back to the device."""
 
     def __init__(self, copy: CudaCopy, target: Tensor, own: torch.cuda.Stream) -> None:

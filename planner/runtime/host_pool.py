@@ -11,7 +11,7 @@ from profiler.workload.compiled_forwards import leave_uncompiled
 leave_uncompiled(__name__)
 
 
-class Span(NamedTuple):
+class HostBlock(NamedTuple):
     """Bytes ``begin`` to ``end - 1`` of the buffer."""
 
     begin: int
@@ -22,10 +22,10 @@ class Span(NamedTuple):
         return self.end - self.begin
 
 
-Spans = tuple[Span, ...]
+Spans = tuple[HostBlock, ...]
 
 
-class HostMemory:
+class HostPool:
     """Hands out spans of a buffer of ``size_bytes`` and takes them back.
 
     What is asked for is given in one span where one is long enough, else in several: as long as that many bytes are
@@ -45,7 +45,7 @@ class HostMemory:
         self._granule_bytes = granule_bytes
         self.size_bytes = self._rounded(size_bytes)
         self.peak_bytes = 0
-        self._free: list[Span] = [Span(0, self.size_bytes)] if size_bytes else []
+        self._free: list[HostBlock] = [HostBlock(0, self.size_bytes)] if size_bytes else []
         # Whoever holds spans may be let go of at any moment, also in the middle of ``take``.
         self._returned: deque[Spans] = deque()
 
@@ -60,7 +60,7 @@ class HostMemory:
         wanted = self._rounded(size_bytes)
         if wanted > self.size_bytes - self.held_bytes:
             return None
-        found: list[Span] = []
+        found: list[HostBlock] = []
         while wanted:
             span = min((s for s in self._free if s.size_bytes >= wanted), key=_size, default=None)
             span = span or max(self._free, key=_size)
@@ -76,28 +76,28 @@ class HostMemory:
     def _rounded(self, size_bytes: int) -> int:
         return -(-size_bytes // self._granule_bytes) * self._granule_bytes
 
-    def _cut(self, span: Span, most_bytes: int) -> Span:
+    def _cut(self, span: HostBlock, most_bytes: int) -> HostBlock:
         """The first bytes of a free span."""
         position = self._free.index(span)
         end = min(span.end, span.begin + most_bytes)
-        self._free[position : position + 1] = [Span(end, span.end)] if end < span.end else []
-        return Span(span.begin, end)
+        self._free[position : position + 1] = [HostBlock(end, span.end)] if end < span.end else []
+        return HostBlock(span.begin, end)
 
     def _absorb(self) -> None:
         while self._returned:
             for span in self._returned.popleft():
                 self._insert(span)
 
-    def _insert(self, span: Span) -> None:
+    def _insert(self, span: HostBlock) -> None:
         """Add a free span, as one with those beside it."""
         position = bisect.bisect(self._free, span)
         if position < len(self._free) and self._free[position].begin == span.end:
-            span = Span(span.begin, self._free.pop(position).end)
+            span = HostBlock(span.begin, self._free.pop(position).end)
         if position and self._free[position - 1].end == span.begin:
             position -= 1
-            span = Span(self._free.pop(position).begin, span.end)
+            span = HostBlock(self._free.pop(position).begin, span.end)
         self._free.insert(position, span)
 
 
-def _size(span: Span) -> int:
+def _size(span: HostBlock) -> int:
     return span.size_bytes

@@ -8,15 +8,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from planner.runtime.copy_engine import Copy, Engine, Fetched, bytes_of
-from profiler.recomputation.saved_tensors import Geometry, geometry_of, over, version_of
-from profiler.recomputation.selective_call import Kept
+from planner.runtime.copy_engine import CopyEngine, OffloadedCopy, PendingFetch, bytes_of
+from profiler.recomputation.saved_tensors import Geometry, geometry_of, tensor_over, version_of
+from profiler.recomputation.selective_call import SavedTensor
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
 
 
-class Piece(Kept):
+class OffloadableTensor(SavedTensor):
     """Stands in the graph, or in a stage's input, for a tensor that may be away in the meantime.
 
     Whoever needs the tensor owns the piece, and the pieces own their luggage: all goes when the graph does.
@@ -27,7 +27,7 @@ class Piece(Kept):
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)
         self._geometry: Geometry | None = None
-        self._luggage: Luggage | None = None
+        self._luggage: OffloadedStorage | None = None
         self._requires_grad = tensor.requires_grad
 
     @property
@@ -40,7 +40,7 @@ class Piece(Kept):
         """Whether the tensor is in host memory alone."""
         return self._geometry is not None
 
-    def join(self, luggage: Luggage) -> None:
+    def join(self, luggage: OffloadedStorage) -> None:
         """It is a view of this luggage from now on."""
         self._luggage = luggage
 
@@ -60,29 +60,29 @@ class Piece(Kept):
     def take(self, storage: torch.UntypedStorage) -> None:
         """The tensor is there again, in a storage of its own."""
         if self._geometry is not None:
-            self._tensor = over(storage, self._geometry).requires_grad_(self._requires_grad)
+            self._tensor = tensor_over(storage, self._geometry).requires_grad_(self._requires_grad)
             self._version = version_of(self._tensor)
             self._geometry = None
 
 
-class Luggage:
+class OffloadedStorage:
     """One storage with the pieces that view it: copied once, however many they are."""
 
     __slots__ = ("__weakref__", "_copy", "_fetched", "_pieces")
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
-        self._pieces: list[weakref.ref[Piece]] = []
-        self._copy: Copy | None = None
-        self._fetched: Fetched | None = None
+    def __init__(self, pieces: Iterable[OffloadableTensor]) -> None:
+        self._pieces: list[weakref.ref[OffloadableTensor]] = []
+        self._copy: OffloadedCopy | None = None
+        self._fetched: PendingFetch | None = None
         for piece in pieces:
             self.add(piece)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: OffloadableTensor) -> None:
         """One more piece that views the storage."""
         self._pieces.append(weakref.ref(piece))
         piece.join(self)
 
-    def send(self, engine: Engine) -> bool:
+    def send(self, engine: CopyEngine) -> bool:
         """Begin to copy it to host memory; False where that is full."""
         piece = next((piece for piece in self._alive() if not piece.away), None)
         if piece is None or self._copy is not None:
@@ -121,5 +121,5 @@ class Luggage:
         self.prefetch()
         self.arrive()
 
-    def _alive(self) -> list[Piece]:
+    def _alive(self) -> list[OffloadableTensor]:
         return [piece for reference in self._pieces if (piece := reference()) is not None]

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.plans.lowering import Program, Rerun
+from planner.plans.lowering import LoweredSchedule, Rerun
 from planner.plans.plan import Plan, PlannedStage
-from planner.runtime.copy_engine import Engine
-from planner.runtime.offload_matching import Saves, input_luggage
-from planner.runtime.offloaded_tensors import Luggage, Piece
-from planner.runtime.transfers import Journey, before_backward
+from planner.runtime.copy_engine import CopyEngine
+from planner.runtime.offload_matching import SavedTensorLog, offloaded_inputs
+from planner.runtime.offloaded_tensors import OffloadableTensor, OffloadedStorage
+from planner.runtime.transfers import TransferExecutor, before_backward
 from profiler.recomputation.module_rerun import (
     CallState,
     CallTraits,
@@ -25,9 +25,9 @@ from profiler.recomputation.module_rerun import (
     rerun_keeping,
     rerun_until_saved,
 )
-from profiler.recomputation.op_tape import Lazy
+from profiler.recomputation.op_tape import RecomputedTensor
 from profiler.recomputation.selection import Selection
-from profiler.recomputation.selective_call import Kept, SelectiveCall, rerun_selecting, unpack
+from profiler.recomputation.selective_call import SavedTensor, SelectiveCall, rerun_selecting, unpack
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
@@ -41,46 +41,46 @@ class PlannedStep:
     def __init__(
         self,
         plan: Plan,
-        program: Program,
+        program: LoweredSchedule,
         selections: dict[tuple[int, int], Selection],
-        strays: set[int],
-        engine: Engine | None = None,
+        diverged_stages: set[int],
+        engine: CopyEngine | None = None,
     ) -> None:
         self.plan = plan
         self.program = program
         self.selections = selections
         # Selective stages that were seen to run other ops than when profiled: they are recomputed whole.
-        self.strays = strays
-        self.frames: dict[int, weakref.ref[Frame]] = {}
-        self._last: tuple[int, Frame, list[weakref.ref[Tensor]]] | None = None
-        self.journey: Journey | None = None
+        self.diverged_stages = diverged_stages
+        self.frames: dict[int, weakref.ref[DroppedStage]] = {}
+        self._last: tuple[int, DroppedStage, list[weakref.ref[Tensor]]] | None = None
+        self.transfers: TransferExecutor | None = None
         if engine is not None and program.transfers:
-            self.journey = Journey(plan, program, engine, self.frames, _warn_once)
+            self.transfers = TransferExecutor(plan, program, engine, self.frames, _warn_once)
         self._left = next_node()
 
     def run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run stage ``position`` for the first time, keeping on the device nothing but what the program says."""
-        if self.journey is None:
+        if self.transfers is None:
             first = next_node()
             output = self._run(position, module, forward, args, kwargs)
             if position in self.frames:
                 self._watch(position, tensors_in(output), first)
             return output
-        self.journey.forward_done(position - 1)
+        self.transfers.forward_done(position - 1)
         if position and self.plan.stages[position - 1].kind == "outside":
             self._watch(position - 1, tensors_in((args, kwargs)), self._left)
         first = next_node()
         output = self._run(position, module, forward, args, kwargs)
-        self.journey.forward_done(position)
+        self.transfers.forward_done(position)
         self._watch(position, tensors_in(output), first)
         self._left = next_node()
         return output
 
     def leave(self, output: Any) -> None:
         """The model's forward is over, and has returned this."""
-        if self.journey is not None:
+        if self.transfers is not None:
             last = len(self.plan.stages) - 1
-            self.journey.forward_done(last)
+            self.transfers.forward_done(last)
             self._watch(last, tensors_in(output), self._left)
 
     def _watch(self, position: int, outputs: Sequence[Tensor], first: int) -> None:
@@ -92,16 +92,16 @@ class PlannedStep:
         frame = None if reference is None else reference()
         if frame is not None and frame.needed:
             frame.materialise()
-        elif self.journey is not None and (frame is None or frame.done):
-            self.journey.backward_begins(position)
-            self.journey.arrive(position)
+        elif self.transfers is not None and (frame is None or frame.done):
+            self.transfers.backward_begins(position)
+            self.transfers.arrive(position)
 
     def _run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if position in self.program.selective and position not in self.strays:
+        if position in self.program.selective and position not in self.diverged_stages:
             return self._run_selective(position, module, forward, args, kwargs)
-        if position not in self.program.dropped and position not in self.strays:
+        if position not in self.program.dropped and position not in self.diverged_stages:
             return self._run_kept(position, forward, args, kwargs)
-        frame = Frame(self, position, module, forward)
+        frame = DroppedStage(self, position, module, forward)
         frame.take((args, kwargs), self._before(position))
         output = frame.run_first(args, kwargs)
         self.frames[position] = weakref.ref(frame)
@@ -113,10 +113,12 @@ class PlannedStep:
     ) -> Any:
         _check_shapes(self.plan.stages[position], tensors_in((args, kwargs)))
         option = self.program.selective[position]
-        saves = Saves() if self.travels(position, option) else None
+        saves = SavedTensorLog() if self.travels(position, option) else None
         selection = self.selections[position, option]
         call = (
-            SelectiveCall(module, selection) if saves is None else SelectiveCall(module, selection, Piece, saves.note)
+            SelectiveCall(module, selection)
+            if saves is None
+            else SelectiveCall(module, selection, OffloadableTensor, saves.note)
         )
         output = call.run(forward, args, kwargs)
         self.check_followed(position, call)
@@ -128,7 +130,7 @@ class PlannedStep:
         if not self.travels(position, 0):
             return forward(*args, **kwargs)
         _check_shapes(self.plan.stages[position], tensors_in((args, kwargs)))
-        saves = Saves()
+        saves = SavedTensorLog()
         with torch.autograd.graph.saved_tensors_hooks(saves.pack, unpack):
             output = forward(*args, **kwargs)
         self.load(position, 0, saves.pieces())
@@ -136,12 +138,14 @@ class PlannedStep:
 
     def travels(self, position: int, option: int | None) -> bool:
         """Whether anything of a stage is to be sent to host memory."""
-        return self.journey is not None and self.journey.travels(position, option)
+        return self.transfers is not None and self.transfers.travels(position, option)
 
     def load(self, position: int, option: int, saved: Sequence[Any], call: SelectiveCall | None = None) -> None:
         """A run of a stage has kept these saved tensors."""
-        assert self.journey is not None
-        self.journey.load(position, option, [each if isinstance(each, Piece) else None for each in saved], call)
+        assert self.transfers is not None
+        self.transfers.load(
+            position, option, [each if isinstance(each, OffloadableTensor) else None for each in saved], call
+        )
 
     def check_followed(self, position: int, call: SelectiveCall) -> None:
         """Where a stage ran other ops than when profiled, say so once, and recompute it whole from now on."""
@@ -154,9 +158,9 @@ class PlannedStep:
             f"it runs other ops than when profiled (from its {call.diverged + 1}. watched op on); it {instead}",
         )
         if stage.recomputable:
-            self.strays.add(position)
+            self.diverged_stages.add(position)
 
-    def _before(self, position: int) -> tuple[Frame, list[Tensor | None]] | None:
+    def _before(self, position: int) -> tuple[DroppedStage, list[Tensor | None]] | None:
         """The frame of the stage directly before, with its outputs as far as they are alive."""
         if self._last is None or self._last[0] != position - 1:
             return None
@@ -167,7 +171,7 @@ class PlannedStep:
         self._last = None
 
 
-class Saved:
+class SavedPlaceholder:
     """Stands in the graph for a tensor that a dropped stage would have saved; holds it once it has been made again.
 
     The autograd node owns it, so what it holds is let go exactly when
@@ -176,12 +180,12 @@ class Saved:
 
     __slots__ = ("__weakref__", "frame", "value")
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: DroppedStage) -> None:
         self.frame = frame
-        self.value: Tensor | Kept | Lazy | None = None
+        self.value: Tensor | SavedTensor | RecomputedTensor | None = None
 
 
-class Frame:
+class DroppedStage:
     """One dropped stage call: its input as far as it is held, its surroundings, and the places of what it saved."""
 
     def __init__(self, step: PlannedStep, position: int, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -192,17 +196,17 @@ class Frame:
         self._module = module
         self._state: CallState | None = None
         self._tree: Any = None
-        self._leaves: list[Tensor | Piece | None] = []
+        self._leaves: list[Tensor | OffloadableTensor | None] = []
         self._versions: list[int] = []
         self._parameters: list[tuple[Tensor, int]] = []
-        self._saved: list[weakref.ref[Saved]] = []
+        self._saved: list[weakref.ref[SavedPlaceholder]] = []
         self._links: dict[int, int] = {}
-        self._previous: Frame | None = None
+        self._previous: DroppedStage | None = None
         self.done = False
 
     # Forward -----------------------------------------------------------------
 
-    def take(self, tree: Any, before: tuple[Frame, list[Tensor | None]] | None) -> None:
+    def take(self, tree: Any, before: tuple[DroppedStage, list[Tensor | None]] | None) -> None:
         """Take the arguments: hold them, but for linked tensors that the program drops."""
         program = self.step.program
         hold_linked = self.position in program.holding or self.position not in program.dropped
@@ -231,11 +235,11 @@ class Frame:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             return self._forward(*args, **kwargs)
 
-    def _pack(self, tensor: Tensor) -> Tensor | Saved:
+    def _pack(self, tensor: Tensor) -> Tensor | SavedPlaceholder:
         if tensor.is_leaf and tensor.requires_grad:
             self._saved.append(_GONE)  # A parameter: there anyway. Its place in the order still counts.
             return tensor
-        saved = Saved(self)
+        saved = SavedPlaceholder(self)
         self._saved.append(weakref.ref(saved))
         return saved
 
@@ -248,7 +252,7 @@ class Frame:
 
     def materialise(self) -> None:
         """Make again what this stage saved, and whatever the program makes along with it."""
-        program, journey = self.step.program, self.step.journey
+        program, journey = self.step.program, self.step.transfers
         output: tuple[int, list[Tensor]] | None = None
         for number, rerun in enumerate(program.before_backward.get(self.position, ())):
             if journey is not None:
@@ -266,7 +270,7 @@ class Frame:
             if frame is not None:
                 frame._release_linked()
 
-    def _sibling(self, position: int) -> Frame | None:
+    def _sibling(self, position: int) -> DroppedStage | None:
         reference = self.step.frames.get(position)
         return None if reference is None else reference()
 
@@ -285,7 +289,7 @@ class Frame:
         elif rerun.mode == "keep":
             saved, result = rerun_keeping(self._forward, self._state, args, kwargs)
             if self.step.travels(self.position, 0):
-                saved = [Piece(tensor) for tensor in saved]
+                saved = [OffloadableTensor(tensor) for tensor in saved]
                 self.step.load(self.position, 0, saved)
             self._fill(saved)
         else:
@@ -300,7 +304,13 @@ class Frame:
         selection = self.step.selections[self.position, option]
         travels = self.step.travels(self.position, option)
         call, saved, result = rerun_selecting(
-            self._forward, self._module, self._state, args, kwargs, selection, Piece if travels else Kept
+            self._forward,
+            self._module,
+            self._state,
+            args,
+            kwargs,
+            selection,
+            OffloadableTensor if travels else SavedTensor,
         )
         self.step.check_followed(self.position, call)
         if travels:
@@ -308,23 +318,25 @@ class Frame:
         self._fill(saved)
         return result
 
-    def input_luggage(self, leaves: Sequence[int]) -> list[Luggage]:
+    def offloaded_inputs(self, leaves: Sequence[int]) -> list[OffloadedStorage]:
         """Luggage of input tensors that are held, by their numbers; those that were changed since stay."""
-        pieces: dict[int, Piece] = {}
+        pieces: dict[int, OffloadableTensor] = {}
         for i in () if self.done else leaves:
             tensor = self._leaves[i]
             if isinstance(tensor, Tensor) and tensor._version == self._versions[i]:
-                self._leaves[i] = pieces.setdefault(id(tensor), Piece(tensor))
-        return input_luggage(list(pieces.values()))
+                self._leaves[i] = pieces.setdefault(id(tensor), OffloadableTensor(tensor))
+        return offloaded_inputs(list(pieces.values()))
 
     def _held(self) -> list[Tensor | None]:
         """The input as far as it is held; what is in host memory is brought back."""
-        away = [isinstance(leaf, Piece) and leaf.away for leaf in self._leaves]  # All pieces of a storage come at once.
+        away = [
+            isinstance(leaf, OffloadableTensor) and leaf.away for leaf in self._leaves
+        ]  # All pieces of a storage come at once.
         for i, leaf in enumerate(self._leaves):
-            if isinstance(leaf, Piece):
+            if isinstance(leaf, OffloadableTensor):
                 self._leaves[i] = tensor = leaf.tensor() if away[i] else leaf.value
                 self._versions[i] = tensor._version if away[i] else self._versions[i]
-        return [None if isinstance(leaf, Piece) else leaf for leaf in self._leaves]
+        return [None if isinstance(leaf, OffloadableTensor) else leaf for leaf in self._leaves]
 
     def _inputs(self, output: tuple[int, list[Tensor]] | None) -> list[Tensor]:
         """Every input tensor: held, or from the stage before, which is run again where need be."""
@@ -357,7 +369,7 @@ class Frame:
                     "changed in place since; leave this stage out of the plan or change a copy"
                 )
 
-    def _fill(self, tensors: Sequence[Tensor | Kept | Lazy]) -> None:
+    def _fill(self, tensors: Sequence[Tensor | SavedTensor | RecomputedTensor]) -> None:
         if len(tensors) != len(self._saved):
             raise RuntimeError(
                 f"stage {self.stage.name!r}: expected {len(self._saved)} tensors saved for backward as in forward, "
@@ -377,7 +389,7 @@ class Frame:
             self._leaves = [None if i in self._links else t for i, t in enumerate(self._leaves)]
 
 
-def _unpack(packed: Tensor | Saved) -> Tensor:
+def _unpack(packed: Tensor | SavedPlaceholder) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     if packed.value is None:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from planner.runtime.copy_engine import room_for
-from planner.runtime.host_pool import HostMemory, Spans
+from planner.runtime.host_pool import HostPool, Spans
 from profiler.workload.compiled_forwards import leave_uncompiled
 from solvers.problem.link import Link
 
 leave_uncompiled(__name__)
 
 
-class ArtificialEngine:
+class SimulatedCopyEngine:
     """Copies into memory outside torch's allocator, which then counts what is on the "device" alone.
 
     The bytes are copied at once; a clock for each direction says when they would have been on a real link, and the
@@ -37,20 +37,20 @@ class ArtificialEngine:
         now: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.memory = HostMemory(host_bytes)
+        self.memory = HostPool(host_bytes)
         self.bytes = np.empty(self.memory.size_bytes, dtype=np.uint8)
         self.stall_seconds = 0.0
         self._link = link
         self._now, self._sleep = now, sleep
         self._to_host_free = self._to_device_free = 0.0
 
-    def send(self, source: Tensor) -> ArtificialCopy | None:
+    def send(self, source: Tensor) -> SimulatedCopy | None:
         """Begin to copy one row of bytes to host memory; None where that is full."""
         spans = self.memory.take(source.numel())
         if spans is None:
             return None
         self._to_host_free = max(self._to_host_free, self._now()) + self._link.to_host_seconds(source.numel())
-        copy = ArtificialCopy(self, spans, source.numel(), self._to_host_free)
+        copy = SimulatedCopy(self, spans, source.numel(), self._to_host_free)
         values, offset = source.numpy(), 0
         for begin, end in spans:
             self.bytes[begin:end] = values[offset : offset + end - begin]
@@ -71,10 +71,10 @@ class ArtificialEngine:
             self._sleep(seconds)
 
 
-class ArtificialCopy:
+class SimulatedCopy:
     """A copy that is in host memory from ``done`` on."""
 
-    def __init__(self, engine: ArtificialEngine, spans: Spans, size_bytes: int, done: float) -> None:
+    def __init__(self, engine: SimulatedCopyEngine, spans: Spans, size_bytes: int, done: float) -> None:
         self._engine = engine
         self._spans = spans
         self._size_bytes = size_bytes
@@ -84,14 +84,14 @@ class ArtificialCopy:
         """Until the copy is done."""
         self._engine.wait_until(self._done)
 
-    def fetch(self) -> ArtificialFetched:
+    def fetch(self) -> SimulatedFetch:
         """Begin the copy back."""
         engine, target = self._engine, room_for(self._size_bytes, torch.device("cpu"))
         values, offset = target.numpy(), 0
         for begin, end in self._spans:
             values[offset : offset + end - begin] = engine.bytes[begin:end]
             offset += end - begin
-        return ArtificialFetched(self, engine, target, engine.fetching(self._size_bytes, self._done))
+        return SimulatedFetch(self, engine, target, engine.fetching(self._size_bytes, self._done))
 
     def give_back(self) -> None:
         """The host memory is free again."""
@@ -103,10 +103,10 @@ class ArtificialCopy:
         self.give_back()
 
 
-class ArtificialFetched:
+class SimulatedFetch:
     """A copy that is back on the device from ``arrives`` on."""
 
-    def __init__(self, copy: ArtificialCopy, engine: ArtificialEngine, target: Tensor, arrives: float) -> None:
+    def __init__(self, copy: SimulatedCopy, engine: SimulatedCopyEngine, target: Tensor, arrives: float) -> None:
         self._copy = copy
         self._engine = engine
         self._target = target

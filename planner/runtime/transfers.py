@@ -9,29 +9,29 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from planner.plans.lowering import Moment, Program, Transfer
+from planner.plans.lowering import LoweredSchedule, Transfer, TransferMoment
 from planner.plans.plan import Plan
-from planner.runtime.copy_engine import Engine
-from planner.runtime.offload_matching import stowed
-from planner.runtime.offloaded_tensors import Luggage, Piece
+from planner.runtime.copy_engine import CopyEngine
+from planner.runtime.offload_matching import match_saved_storages
+from planner.runtime.offloaded_tensors import OffloadableTensor, OffloadedStorage
 from profiler.recomputation.selective_call import SelectiveCall
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
 
 _ALL = 10**9  # more reruns than any backward has before it
-_Parcels = dict[int, list[weakref.ref[Luggage]]]
+_Parcels = dict[int, list[weakref.ref[OffloadedStorage]]]
 
 
-class Holding(Protocol):
+class WaitingStage(Protocol):
     """A stage that waits to run again."""
 
-    def input_luggage(self, leaves: Sequence[int]) -> list[Luggage]:
+    def offloaded_inputs(self, leaves: Sequence[int]) -> list[OffloadedStorage]:
         """Luggage of input tensors that it holds, by their numbers."""
         ...
 
 
-class Journey:
+class TransferExecutor:
     """Carries out a program's transfers as the step comes to their moments, each once, in order.
 
     It owns nothing that travels: what is not in the graph any more is not sent. What is used before its planned
@@ -47,8 +47,8 @@ class Journey:
     def __init__(
         self,
         plan: Plan,
-        program: Program,
-        engine: Engine,
+        program: LoweredSchedule,
+        engine: CopyEngine,
         waiting: Mapping[int, weakref.ref[Any]],
         warn: Callable[[str, str], None],
     ) -> None:
@@ -65,12 +65,14 @@ class Journey:
         """Whether anything of a stage is to be sent."""
         return (stage, option) in self._program.travelling
 
-    def load(self, stage: int, option: int, pieces: Sequence[Piece | None], call: SelectiveCall | None = None) -> None:
+    def load(
+        self, stage: int, option: int, pieces: Sequence[OffloadableTensor | None], call: SelectiveCall | None = None
+    ) -> None:
         """A run of a stage has kept these saved tensors."""
-        parcels = self._plan.parcels_of(stage, option)
+        parcels = self._plan.offload_units_of(stage, option)
         menu = self._plan.menus[self._plan.stages[stage].menu]
         wanted = {number for parcel in parcels for number in parcel}
-        found = stowed(pieces, menu.ops, wanted, call)
+        found = match_saved_storages(pieces, menu.ops, wanted, call)
         if found is None:
             self._cannot(stage, "it saves other tensors than when profiled; they stay on the device")
             return
@@ -99,7 +101,7 @@ class Journey:
                     for each in _alive(luggage):
                         each.arrive()
 
-    def _advance(self, moment: Moment) -> None:
+    def _advance(self, moment: TransferMoment) -> None:
         transfers = self._program.transfers
         while self._next < len(transfers) and transfers[self._next][0] <= moment:
             self._next += 1
@@ -123,16 +125,16 @@ class Journey:
     def _load_input(self, stage: int, parcel: int) -> None:
         """The input that a stage holds becomes luggage."""
         reference = self._waiting.get(stage)
-        holding: Holding | None = None if reference is None else reference()
+        holding: WaitingStage | None = None if reference is None else reference()
         if holding is not None:
-            luggage = holding.input_luggage(self._plan.parcels_of(stage, None)[parcel])
+            luggage = holding.offloaded_inputs(self._plan.offload_units_of(stage, None)[parcel])
             self._loads.setdefault((stage, None), {})[parcel] = [weakref.ref(each) for each in luggage]
 
     def _cannot(self, stage: int, why: str) -> None:
         self._warn(self._plan.stages[stage].name, f"{why}; the peak is not promised")
 
 
-def _alive(references: Sequence[weakref.ref[Luggage]]) -> list[Luggage]:
+def _alive(references: Sequence[weakref.ref[OffloadedStorage]]) -> list[OffloadedStorage]:
     return [luggage for reference in references if (luggage := reference()) is not None]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.plans.offload_request import Mode, Offload
+from planner.plans.offload_request import Offload, OffloadMode
 from planner.plans.profiling import profile
 from planner.plans.solving import solve
 from planner.runtime.applier import apply
@@ -29,7 +29,7 @@ def auto_checkpoint(
     autocast: torch.dtype | str | None = None,
     stages: Sequence[StagePattern] | None = None,
     solver: str = "auto",
-    offload: Offload | Mode = "auto",
+    offload: Offload | OffloadMode = "auto",
     headroom: str | int = 0,
     dynamic: bool = False,
     sizes: Sequence[Any] = (),
@@ -94,7 +94,7 @@ def auto_checkpoint(
     return model
 
 
-def _check_no_offload(offload: Offload | Mode) -> None:
+def _check_no_offload(offload: Offload | OffloadMode) -> None:
     if offload not in ("auto", "never"):
         raise ValueError(
             f"offload: expected 'auto' or 'never' with dynamic=True, got {offload!r}; plans for changing shapes "

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.plans.lowering import program_of
+from planner.plans.lowering import lowered
 from planner.plans.plan import Plan
 from planner.runtime.applier import Handle, PlannedCalls, check_unplanned, install, register
 from planner.training.dynamic_profiles import Training, profiles_of
 from planner.training.input_signatures import Signature, SignatureReader
-from planner.training.plan_cache import Entry, PlanBook, Status, without_shapes
+from planner.training.plan_cache import Entry, PlanCache, PlanStatus, without_shapes
 from planner.units import parse_bytes
 from profiler.trace.partition import StagePattern
 from profiler.workload.compiled_forwards import Forward, is_compiled, unwrapped
@@ -55,7 +55,7 @@ class DynamicHandle(Handle):
         return {entry.signature: entry.plan for entry in self._book.entries()}
 
     @property
-    def statuses(self) -> dict[Signature, Status]:
+    def statuses(self) -> dict[Signature, PlanStatus]:
         """What each plan rests on."""
         return {entry.signature: entry.status for entry in self._book.entries()}
 
@@ -140,7 +140,7 @@ class Switch:
     handle: DynamicHandle
 
     def __init__(
-        self, model: nn.Module, book: PlanBook, training: Training, stages: Sequence[StagePattern] | None, strict: bool
+        self, model: nn.Module, book: PlanCache, training: Training, stages: Sequence[StagePattern] | None, strict: bool
     ) -> None:
         self.book = book
         self.reader = SignatureReader(model)
@@ -186,7 +186,7 @@ class Switch:
         if made is None or made[0] is not plan:
             # Only where such a batch was profiled are the shapes inside known: elsewhere they are not compared.
             acting = plan if status == "profiled" else without_shapes(plan)
-            made = self._calls[entry] = plan, PlannedCalls(acting, program_of(plan.stages, plan.schedule), model)
+            made = self._calls[entry] = plan, PlannedCalls(acting, lowered(plan.stages, plan.schedule), model)
         self.handle.plan = plan
         self.choosing_seconds += time.perf_counter() - begin
         return made[1]
@@ -231,7 +231,7 @@ def apply_dynamic(
     profiles = profiles_of(workloads, reader, stages, {})
     first = reader.of_batch(workloads[0].inputs)
     budget_bytes = parse_bytes(budget, whole_bytes=profiles[first].unplanned_peak_bytes)
-    book = PlanBook(budget_bytes=budget_bytes, solver=solver, headroom=headroom, cache_size=cache_size)
+    book = PlanCache(budget_bytes=budget_bytes, solver=solver, headroom=headroom, cache_size=cache_size)
     book.add(profiles)
     refusals = [entry.refusal for entry in book.entries() if entry.refusal is not None]
     if refusals:

@@ -10,12 +10,12 @@ from types import TracebackType
 from torch import nn
 
 from planner.explain.measured_step import Places
-from planner.explain.timeline import Phase, Span, Timeline, predicted_timelines
+from planner.explain.timeline import PhaseName, Span, Timeline, predicted_timelines
 from planner.plans.plan import Plan
 from planner.runtime.applier import apply, split_name
-from planner.runtime.planned_step import Frame
+from planner.runtime.planned_step import DroppedStage
 from planner.runtime.step_trial import ran_out
-from planner.training.oom_report import Alive, FailureReport, Stop, allocation_in
+from planner.training.oom_report import ActionMemory, FailureReport, Stop, allocation_in
 from profiler.measurement.meter import Interval, Meter, memory_meter
 from profiler.measurement.planned_probe import StepMarks
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
@@ -24,7 +24,7 @@ from profiler.workload.steps import resident_bytes_of
 from profiler.workload.workload import Workload
 
 
-def stop_of(error: BaseException, model: nn.Module, plan: Plan, *, step: int, phase: Phase | None) -> Stop:
+def stop_of(error: BaseException, model: nn.Module, plan: Plan, *, step: int, phase: PhaseName | None) -> Stop:
     """What an error that ``ran_out`` says by itself; holds no tensor and no frame."""
     causes = list(_causes(error))
     stages = [stage for cause in causes for stage in _stages_in(cause.__traceback__, model, plan)]
@@ -52,7 +52,7 @@ def _stages_in(traceback: TracebackType | None, model: nn.Module, plan: Plan) ->
     stages = {split_name(stage.name)[0]: stage.name for stage in reversed(plan.stages) if stage.kind == "stage"}
     while traceback is not None:
         owner = traceback.tb_frame.f_locals.get("self")
-        if isinstance(owner, Frame):
+        if isinstance(owner, DroppedStage):
             yield owner.stage.name
         elif id(owner) in names and names[id(owner)] in stages:
             yield stages[names[id(owner)]]
@@ -133,19 +133,19 @@ def _predicted(plan: Plan) -> Timeline | None:
     return predicted_timelines(plan.chain, plan.schedule, link=plan.link)[1]
 
 
-def _predicted_at(plan: Plan, phase: Phase | None, stage: str) -> int | None:
+def _predicted_at(plan: Plan, phase: PhaseName | None, stage: str) -> int | None:
     timeline = _predicted(plan)
     sizes = [] if timeline is None else [s.peak_bytes for s in timeline.spans if (s.phase, s.stage) == (phase, stage)]
     return max(sizes, default=None)
 
 
-def _beside(spans: list[Span], predicted: Timeline | None) -> tuple[Alive, ...]:
+def _beside(spans: list[Span], predicted: Timeline | None) -> tuple[ActionMemory, ...]:
     """Each action with the bytes that the plan predicts for its n-th time, where it has it."""
     known: dict[tuple[object, ...], int] = {}
     for key, span in _numbered(list(predicted.spans) if predicted else []):
         known[key] = span.peak_bytes
     return tuple(
-        Alive(
+        ActionMemory(
             phase=span.phase,
             stage=span.stage,
             action=span.action,

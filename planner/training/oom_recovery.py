@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from planner.explain.timeline import Phase
+from planner.explain.timeline import PhaseName
 from planner.plans.plan import Plan
 from planner.plans.solving import SEARCH_SECONDS, NoPlan, replan
 from planner.training.oom_report import FailureReport
@@ -21,7 +21,7 @@ COPY_EVERY_STEPS = 100
 LEAST_CUT = 0.05  # of the budget: what a retry takes off at least
 
 
-class Guard:
+class StepRollback:
     """Runs training steps, and can undo the one that failed.
 
     Until the optimizer's step begins only buffers, attributes of modules and random states have changed: they are
@@ -37,7 +37,7 @@ class Guard:
         self._restore: Callable[[], None] | None = None
         self._before: _BeforeStep | None = None
         self._step = 0
-        self.phase: Phase | None = None
+        self.phase: PhaseName | None = None
 
     def run(self, step: int) -> float:
         """One whole training step, as ``Workload.step``; its loss.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from planner.explain.timeline import Kind, Phase
+from planner.explain.timeline import PhaseName, SpanKind
 from planner.units import format_bytes
 
 _CUDA = re.compile(r"Tried to allocate ([0-9.]+) (KiB|MiB|GiB|bytes)")
@@ -32,22 +32,22 @@ class Stop:
     """
 
     step: int
-    phase: Phase | None
+    phase: PhaseName | None
     stage: str
     message: str
     allocation_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alive:
+class ActionMemory:
     """One action of the step: the most bytes alive during it; ``predicted_bytes`` is None where the plan has no such.
 
     ``actual_bytes`` of the action that failed does not have the allocation that was refused.
     """
 
-    phase: Phase
+    phase: PhaseName
     stage: str
-    action: Kind
+    action: SpanKind
     predicted_bytes: int | None
     actual_bytes: int
 
@@ -74,13 +74,13 @@ class FailureReport:
     """
 
     step: int
-    phase: Phase | None
+    phase: PhaseName | None
     stage: str
     predicted_bytes: int | None
     actual_bytes: int | None
     allocation_bytes: int | None
     message: str
-    timeline: tuple[Alive, ...]
+    timeline: tuple[ActionMemory, ...]
     repeated: bool
     restored: bool
     budget_bytes: int
@@ -139,7 +139,7 @@ def _place(report: FailureReport) -> str:
     return _words(report.phase, report.stage, again=again)
 
 
-def _words(phase: Phase, stage: str, *, again: bool) -> str:
+def _words(phase: PhaseName, stage: str, *, again: bool) -> str:
     if not stage:
         return phase
     return f"{phase}, {stage!r} running again" if again else f"{phase} of {stage!r}"

@@ -18,7 +18,7 @@ from planner.training.signature_scaling import Basis, SizeLine, expected, lines_
 from planner.units import format_bytes
 from profiler.records import Profile
 
-Status = Literal["profiled", "safe"] | Basis
+PlanStatus = Literal["profiled", "safe"] | Basis
 CACHE_SIZE = 64  # signatures; a plan with its chain takes some hundred kilobytes
 _NEVER = Offload(mode="never")
 _UNLIKE_PROFILED = ("safe", "covered", "extrapolated")
@@ -38,13 +38,13 @@ class Entry:
 
     signature: Signature
     plan: Plan
-    status: Status
+    status: PlanStatus
     promised: bool
     refusal: NoPlan | None = None
     count: int = 0
 
 
-class PlanBook:
+class PlanCache:
     """Plans per signature. ``choose`` is quick and never solves; solving happens on another thread.
 
     A safe plan is one of a signature that covers the new one, if there is any: the same actions on tensors none of

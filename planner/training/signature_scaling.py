@@ -9,7 +9,7 @@ from fractions import Fraction
 from itertools import combinations
 from typing import Literal
 
-from planner.capacity.scaling import STRAIGHT, Growth, whole_at
+from planner.capacity.scaling import STRAIGHT, ProfileScaling, whole_at
 from planner.training.input_signatures import Signature
 from profiler.records import Profile
 
@@ -26,7 +26,7 @@ class SizeLine:
     """
 
     signatures: tuple[Signature, ...]
-    growth: Growth
+    growth: ProfileScaling
 
     @property
     def axis(self) -> int:
@@ -40,7 +40,7 @@ class SizeLine:
         sizes, profiles = self.growth.sizes, self.growth.profiles
         if len(sizes) < 3:
             return False
-        curved = len(sizes) > 3 and Growth(sizes=sizes[:-1], profiles=profiles[:-1]).bend > STRAIGHT
+        curved = len(sizes) > 3 and ProfileScaling(sizes=sizes[:-1], profiles=profiles[:-1]).bend > STRAIGHT
         return all(_foretold(sizes, values, curved=curved) for values in _totals(profiles))
 
     def at(self, size: int) -> Signature:
@@ -131,7 +131,7 @@ def _line(signatures: Sequence[Signature], profiled: Mapping[Signature, Profile]
     first, last = signatures[0].dims, signatures[-1].dims
     axis = next(k for k, (a, b) in enumerate(zip(first, last, strict=True)) if a != b)
     sizes = tuple(signature.dims[axis] for signature in signatures)
-    growth = Growth(sizes=sizes, profiles=tuple(profiled[signature] for signature in signatures))
+    growth = ProfileScaling(sizes=sizes, profiles=tuple(profiled[signature] for signature in signatures))
     return SizeLine(signatures=tuple(signatures), growth=growth)
 
 

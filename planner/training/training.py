@@ -14,7 +14,7 @@ from planner.runtime.applier import apply, check_precision
 from planner.runtime.plan_checks import check_device, check_inputs
 from planner.runtime.step_trial import ran_out
 from planner.training.oom_diagnosis import report_of, stop_of
-from planner.training.oom_recovery import Guard, smaller_plan, wanted_bytes
+from planner.training.oom_recovery import StepRollback, smaller_plan, wanted_bytes
 from planner.training.oom_report import FailureReport, OutOfMemory, Stop
 from profiler.measurement.step_measurement import Measurement, measure
 from profiler.workload.workload import Workload
@@ -107,7 +107,7 @@ class _Training:
     def __init__(self, workload: Workload, steps: int, *, copies: bool) -> None:
         self._workload = workload
         self._steps = steps
-        self._guard = Guard(workload, copies=copies)
+        self._guard = StepRollback(workload, copies=copies)
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.measured: Measurement | None = None

@@ -14,7 +14,7 @@ MASK_WEIGHT = -0.0001
 DROPOUT = 0.1
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """One block of the tutorial's network; (batch, seq, heads, width) to the same shape.
 
     Every position looks at every other through its own input (query, key and
@@ -43,7 +43,7 @@ class Blocks(nn.Module):
 
     def __init__(self, *, blocks: int, batch: int, seq: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(batch, seq) for _ in range(blocks))
+        self.blocks = nn.ModuleList(ResidualBlock(batch, seq) for _ in range(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

@@ -14,7 +14,7 @@ from profiler.measurement.meter import Interval
 from profiler.measurement.stage_probe import BACKWARD, FORWARD, LOSS, OPTIMIZER, Place, outside_place, stage_place
 from profiler.records import MenuRecord, OpRecord, Phase, Profile, ResidentBytes, SharedRecord, StageRecord
 from profiler.trace.partition import ChosenStage, why_not_recomputable
-from profiler.trace.stage_names import around
+from profiler.trace.stage_names import parents_of
 from profiler.trace.step_trace import Call, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
 from profiler.workload.precision import precision_of
@@ -95,7 +95,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         input_shapes=tuple(tuple(t.shape) for t in tensors_in(workload.inputs)),
         device=str(device),
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        torch_version=torch.__version__,
+        torch_version=str(torch.__version__),
         precision=precision_of(workload.model, workload.autocast) + (COMPILED if is_compiled(workload.model) else ""),
         stages=assembly.records(),
         shared=assembly.shared(),
@@ -316,7 +316,7 @@ class _Assembly:
             recomputable=not reason,
             reason=reason,
             menu=m.menu_of[k],
-            around=around(m.trace, call),
+            parents=parents_of(m.trace, call),
         )
 
     def _lasting(self, k: int, boundary: frozenset[int]) -> set[int]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.measurement.meter import Interval, Meter
 from profiler.measurement.planned_probe import AGAIN, QuietPatches, StepMarks
-from profiler.op_graph import makes_room
+from profiler.op_graph import is_allocation
 from profiler.recomputation.module_rerun import RUNNING_AGAIN
 from profiler.recomputation.op_schema import traits_of
 from profiler.workload.autograd_nodes import next_node
@@ -22,12 +22,12 @@ from profiler.workload.storages import allocated_bytes
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload, optimizer_tensors, scaler_tensors
 
-Kind = Literal["parameter", "buffer", "optimizer state", "batch", "gradient", "made in step"]
+StorageOrigin = Literal["parameter", "buffer", "optimizer state", "batch", "gradient", "made in step"]
 _RESIDENT = "resident"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AliveStorage:
+class LiveStorage:
     """A storage that is alive at the highest moment.
 
     Attributes:
@@ -40,7 +40,7 @@ class AliveStorage:
         shape, dtype: of the tensor as it was made.
     """
 
-    kind: Kind
+    kind: StorageOrigin
     size_bytes: int
     op: str = ""
     module: str = ""
@@ -51,7 +51,7 @@ class AliveStorage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlivePeak:
+class PeakSnapshot:
     """The highest moment of a step.
 
     Attributes:
@@ -67,7 +67,7 @@ class AlivePeak:
     label: str
     op: str
     module: str
-    storages: tuple[AliveStorage, ...]
+    storages: tuple[LiveStorage, ...]
 
     @property
     def explained_bytes(self) -> int:
@@ -75,7 +75,7 @@ class AlivePeak:
         return sum(storage.size_bytes for storage in self.storages)
 
 
-class AliveWatch:
+class LiveTensorTracker:
     """Watches one step of a workload.
 
     Use as a context manager together with its ``StepMarks``, and apply a plan
@@ -94,7 +94,7 @@ class AliveWatch:
         self._patches = QuietPatches()
         self._modules: list[str] = []
 
-    def __enter__(self) -> AliveWatch:
+    def __enter__(self) -> LiveTensorTracker:
         for name, module in self._workload.model.named_modules():
             self._patches.wrap(module, lambda forward, n=name: self._named(forward, n))
         return self
@@ -112,7 +112,7 @@ class AliveWatch:
 
         return run
 
-    def step(self) -> AlivePeak:
+    def step(self) -> PeakSnapshot:
         """Run one step and tell what was alive at its highest moment."""
         log = _Log(self._workload.device)
         log.add_resident(self._workload)
@@ -142,27 +142,27 @@ class _Log:
     def __init__(self, device: torch.device) -> None:
         self._device_type = device.type
         self.events: list[tuple[int, int]] = []
-        self.storages: list[AliveStorage] = []
+        self.storages: list[LiveStorage] = []
         self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     def add_resident(self, workload: Workload) -> None:
         model = workload.model
         for name, parameter in model.named_parameters():
-            self.add([parameter], AliveStorage(kind="parameter", size_bytes=0, module=name))
+            self.add([parameter], LiveStorage(kind="parameter", size_bytes=0, module=name))
             if parameter.grad is not None:
-                self.add([parameter.grad], AliveStorage(kind="gradient", size_bytes=0, module=name))
+                self.add([parameter.grad], LiveStorage(kind="gradient", size_bytes=0, module=name))
         for name, buffer in model.named_buffers():
-            self.add([buffer], AliveStorage(kind="buffer", size_bytes=0, module=name))
+            self.add([buffer], LiveStorage(kind="buffer", size_bytes=0, module=name))
         beside = list(workload.parameters_beside())
-        self.add(beside, AliveStorage(kind="parameter", size_bytes=0))  # Those of the model are known by name already.
-        self.add((p.grad for p in beside if p.grad is not None), AliveStorage(kind="gradient", size_bytes=0))
-        self.add(scaler_tensors(workload.scaler), AliveStorage(kind="optimizer state", size_bytes=0))
+        self.add(beside, LiveStorage(kind="parameter", size_bytes=0))  # Those of the model are known by name already.
+        self.add((p.grad for p in beside if p.grad is not None), LiveStorage(kind="gradient", size_bytes=0))
+        self.add(scaler_tensors(workload.scaler), LiveStorage(kind="optimizer state", size_bytes=0))
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for owner, _, tensor in optimizer_tensors(workload.optimizer):
-            self.add([tensor], AliveStorage(kind="optimizer state", size_bytes=0, module=names.get(id(owner), "")))
-        self.add(tensors_in(workload.inputs), AliveStorage(kind="batch", size_bytes=0))
+            self.add([tensor], LiveStorage(kind="optimizer state", size_bytes=0, module=names.get(id(owner), "")))
+        self.add(tensors_in(workload.inputs), LiveStorage(kind="batch", size_bytes=0))
 
-    def add(self, tensors: Iterable[Tensor], made: AliveStorage) -> None:
+    def add(self, tensors: Iterable[Tensor], made: LiveStorage) -> None:
         """Log storages that are new, and those whose size has changed."""
         for tensor in tensors:
             if tensor.layout is not torch.strided or tensor.device.type != self._device_type:
@@ -183,7 +183,7 @@ class _Log:
         """An op has changed these in place: where they were mere room, it is their maker."""
         for tensor in tensors:
             number = self._number(tensor.untyped_storage()) if tensor.layout is torch.strided else None
-            if number is not None and number >= 0 and makes_room(self.storages[number].op):
+            if number is not None and number >= 0 and is_allocation(self.storages[number].op):
                 self.storages[number] = replace(self.storages[number], op=op)
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
@@ -256,7 +256,7 @@ class _Step:
         self._add(mark)
         output = op(*args, **kwargs)
         again = RUNNING_AGAIN.get() > 0 or mark.label.startswith(AGAIN)
-        made = AliveStorage(
+        made = LiveStorage(
             kind="made in step", size_bytes=0, op=mark.op, module=mark.module, label=mark.label, again=again
         )
         before = len(self._log.events)
@@ -274,11 +274,11 @@ class _Step:
             self._module_of.setdefault(next_node() - 1, module)
         return module
 
-    def peak(self) -> AlivePeak:
+    def peak(self) -> PeakSnapshot:
         place, highest = max(enumerate(self._intervals), key=lambda pair: pair[1].peak_bytes)
         mark = self._marks[place]
         alive = dict([*self._log.events[: mark.events], *mark.made])
-        return AlivePeak(
+        return PeakSnapshot(
             peak_bytes=highest.peak_bytes,
             before_bytes=highest.start_bytes,
             label=mark.label,

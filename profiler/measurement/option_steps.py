@@ -14,7 +14,7 @@ from profiler.measurement.stage_options import (
     Assignment,
     ChoiceCost,
     Costs,
-    Group,
+    OptionGroup,
     Propose,
     at_fault,
     families_of,
@@ -55,7 +55,7 @@ class MenuSteps:
         self._report = report
         self._diverged: set[int] = set()
 
-    def check(self, groups: Sequence[Group], propose: Propose) -> None:
+    def check(self, groups: Sequence[OptionGroup], propose: Propose) -> None:
         """Find the ops that do not give the same again, and propose choices without them instead.
 
         Raises:
@@ -72,7 +72,7 @@ class MenuSteps:
             if group.family in wrong:
                 group.choices = [choice for choice in group.choices if choice.stated]
 
-    def _wrong(self, groups: Sequence[Group]) -> dict[int, set[int]]:
+    def _wrong(self, groups: Sequence[OptionGroup]) -> dict[int, set[int]]:
         """Family -> ops that do not give the same again, when all that its choices run again runs again.
 
         Choices with an op that a person forces are left out: they are at the person's own risk.
@@ -92,20 +92,20 @@ class MenuSteps:
             return {}
         return {families[k].family: at_fault(families[k].ops, reruns[k], o) for k, o in self._probe.wrong.items()}
 
-    def measure(self, groups: Sequence[Group]) -> list[MenuRecord]:
+    def measure(self, groups: Sequence[OptionGroup]) -> list[MenuRecord]:
         """One menu per group; a group of which a choice cannot be carried out has none and says why."""
         costs = self._costs(groups)
         if isinstance(costs, str) and len(groups) > 1:  # Some group fails: find out which, each on its own.
             return [menu for group in groups for menu in self.measure([group])]
         if isinstance(costs, str):
             return [MenuRecord(ops=group.ops, reason=costs) for group in groups]
-        strays = {group.family for group in groups if self._diverged & set(group.members)}
+        diverged_stages = {group.family for group in groups if self._diverged & set(group.members)}
         return [
-            _menu(group, own, "it does not run the same ops in every step" if group.family in strays else "")
+            _menu(group, own, "it does not run the same ops in every step" if group.family in diverged_stages else "")
             for group, own in zip(groups, costs, strict=True)
         ]
 
-    def _costs(self, groups: Sequence[Group]) -> list[list[ChoiceCost]] | str:
+    def _costs(self, groups: Sequence[OptionGroup]) -> list[list[ChoiceCost]] | str:
         """The costs by group and choice; or why a step failed."""
         costs, families = Costs(groups, self._plain), families_of(groups)
         try:
@@ -121,14 +121,14 @@ class MenuSteps:
             return f"running it with a choice of what to keep fails: {type(error).__name__}: {error}"
         return costs.finish()
 
-    def _step(self, meter: Meter, groups: Sequence[Group], assignment: Assignment) -> list[Interval]:
+    def _step(self, meter: Meter, groups: Sequence[OptionGroup], assignment: Assignment) -> list[Interval]:
         self._randomness.restore()
         found = self._probe.step(meter, selections=selections(groups, assignment))
         self._diverged |= self._probe.diverged
         return found
 
 
-def _menu(group: Group, costs: Sequence[ChoiceCost], reason: str) -> MenuRecord:
+def _menu(group: OptionGroup, costs: Sequence[ChoiceCost], reason: str) -> MenuRecord:
     if reason or not group.choices:
         return MenuRecord(ops=group.ops, reason=reason)
     whole = MenuRecord(

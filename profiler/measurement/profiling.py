@@ -18,7 +18,7 @@ from profiler.measurement.stage_options import Propose, grouped, steps_for
 from profiler.measurement.stage_probe import FirstRun, StepProbe
 from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.recomputation.module_rerun import CallTraits, rerun_keeping, rerun_until_saved
-from profiler.recomputation.recompute_checks import Survivors
+from profiler.recomputation.recompute_checks import EscapedTensors
 from profiler.records import Profile
 from profiler.trace.compiled_trace import trace_compiled
 from profiler.trace.partition import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
@@ -222,7 +222,7 @@ def _rerun(first: FirstRun, device: torch.device, compiled: bool) -> RerunTimes:
     """Run a call again: does it give the same, and how long does it take?"""
     try:
         args, kwargs = _fresh(first.arguments)
-        with Survivors() as survivors:
+        with EscapedTensors() as survivors:
             saved, output = rerun_keeping(first.call, first.state, args, kwargs)
         if compiled:  # Under the survivors' dispatch mode it ran uncompiled.
             args, kwargs = _fresh(first.arguments)

@@ -25,7 +25,7 @@ _UNLIKE = "run again, it did not give the same"
 
 
 @dataclass(slots=True)
-class Group:
+class OptionGroup:
     """Stages that are alike, with the choices to measure on them.
 
     Attributes:
@@ -70,7 +70,7 @@ def grouped(
     plain: Mapping[str, list[Interval]],
     propose: Propose,
     state: State | None = None,
-) -> list[Group]:
+) -> list[OptionGroup]:
     """The groups of stages that do the same ops, on the same kinds of storages and in the same bytes, with choices.
 
     Args:
@@ -83,10 +83,10 @@ def grouped(
     Raises:
         ChoiceError: what a person asks for cannot be.
     """
-    found: dict[tuple[int, StageOps], Group] = {}
+    found: dict[tuple[int, StageOps], OptionGroup] = {}
     flows = [stage_ops_of(trace, stage) for stage in stages]
     for k, flow in enumerate(flows):
-        found.setdefault((kinds[k], without_seconds(flow)), Group(flow, [])).members.append(k)
+        found.setdefault((kinds[k], without_seconds(flow)), OptionGroup(flow, [])).members.append(k)
     stated = {} if state is None else state(with_names(trace, stages, flows), names_outside(trace, stages))
     all_bytes = sum(group.ops.saved_bytes * len(group.members) for group in found.values())
     for group in found.values():
@@ -99,13 +99,13 @@ def grouped(
     return [part for number, group in families for part in _parts(group, number, plain)]
 
 
-def _parts(group: Group, family: int, plain: Mapping[str, list[Interval]]) -> list[Group]:
+def _parts(group: OptionGroup, family: int, plain: Mapping[str, list[Interval]]) -> list[OptionGroup]:
     """The group, split where the bytes of its stages' phases differ."""
-    found: dict[tuple[int, ...], Group] = {}
+    found: dict[tuple[int, ...], OptionGroup] = {}
     for k in group.members:
         phases = [plain.get(stage_place(k).label(phase), []) for phase in (FORWARD, BACKWARD)]
         bytes_of = tuple(number for phase in phases for number in (_growth(phase), _peak(phase)))
-        found.setdefault(bytes_of, Group(group.ops, [], group.choices, family)).members.append(k)
+        found.setdefault(bytes_of, OptionGroup(group.ops, [], group.choices, family)).members.append(k)
     return list(found.values())
 
 
@@ -119,16 +119,20 @@ def at_fault(ops: StageOps, rerun: Collection[int], wrong: Collection[int]) -> s
         if ordinal in wrong and not misled:
             found.add(ordinal)
         if ordinal in wrong or misled:
-            spoilt |= {*op.makes, *op.writes}
+            spoilt |= {*op.allocates, *op.writes}
     return found
 
 
-def unforced(group: Group) -> list[Choice]:
+def unforced(group: OptionGroup) -> list[Choice]:
     """The choices in which no op runs again that must not."""
-    return [choice for choice in group.choices if not any(group.ops.ops[ordinal].fixed for ordinal in choice.rerun)]
+    return [
+        choice
+        for choice in group.choices
+        if not any(group.ops.ops[ordinal].not_rerunnable_reason for ordinal in choice.rerun)
+    ]
 
 
-def without(group: Group, wrong: set[int], propose: Propose) -> None:
+def without(group: OptionGroup, wrong: set[int], propose: Propose) -> None:
     """Give the group choices in which none of these ops runs again: they do not give the same again.
 
     Raises:
@@ -142,28 +146,31 @@ def without(group: Group, wrong: set[int], propose: Propose) -> None:
                     f"op {ordinal} ({group.ops.ops[ordinal].op}): expected one that gives the same when it runs again, "
                     "got another result (something out of torch's sight writes to it); keep what it makes"
                 )
-    ops = [replace(op, fixed=op.fixed or _UNLIKE) if k in wrong else op for k, op in enumerate(group.ops.ops)]
+    ops = [
+        replace(op, not_rerunnable_reason=op.not_rerunnable_reason or _UNLIKE) if k in wrong else op
+        for k, op in enumerate(group.ops.ops)
+    ]
     group.ops = replace(group.ops, ops=tuple(ops))
     own = {choice.rerun for choice in stated}
     group.choices = [*stated, *(choice for choice in propose(group.ops) if choice.rerun not in own)]
 
 
-def families_of(groups: Sequence[Group]) -> list[Group]:
+def families_of(groups: Sequence[OptionGroup]) -> list[OptionGroup]:
     """One group per family, with all its members."""
-    found: dict[int, Group] = {}
+    found: dict[int, OptionGroup] = {}
     for group in groups:
-        family = found.setdefault(group.family, Group(group.ops, [], group.choices, group.family))
+        family = found.setdefault(group.family, OptionGroup(group.ops, [], group.choices, group.family))
         family.members = sorted([*family.members, *group.members])
     return list(found.values())
 
 
-def steps_for(groups: Sequence[Group]) -> int:
+def steps_for(groups: Sequence[OptionGroup]) -> int:
     """How many steps the measurement takes."""
     timed = len(time_assignments(families_of(groups)))
     return len(memory_assignments(groups)) + timed * rounds_for(timed)
 
 
-def memory_assignments(groups: Sequence[Group]) -> list[Assignment]:
+def memory_assignments(groups: Sequence[OptionGroup]) -> list[Assignment]:
     """Steps in which every choice is run once; stages that are alike share the work.
 
     Never two neighbouring stages in one step where what the first keeps is the
@@ -175,7 +182,7 @@ def memory_assignments(groups: Sequence[Group]) -> list[Assignment]:
     return [step for step in found if step]
 
 
-def time_assignments(families: Sequence[Group], shift: int = 0) -> list[Assignment]:
+def time_assignments(families: Sequence[OptionGroup], shift: int = 0) -> list[Assignment]:
     """The same, with keeping everything as one more choice: what is compared is timed in the same steps.
 
     Args:
@@ -185,7 +192,7 @@ def time_assignments(families: Sequence[Group], shift: int = 0) -> list[Assignme
     return _spread(families, [[*range(len(g.choices)), KEEP] if g.choices else [] for g in families], shift)
 
 
-def _spread(groups: Sequence[Group], choices: Sequence[Sequence[int]], shift: int) -> list[Assignment]:
+def _spread(groups: Sequence[OptionGroup], choices: Sequence[Sequence[int]], shift: int) -> list[Assignment]:
     steps = max((-(-len(own) // len(group.members)) for own, group in zip(choices, groups, strict=True)), default=0)
     found: list[Assignment] = [{} for _ in range(steps)]
     for number, group in enumerate(groups):
@@ -195,15 +202,15 @@ def _spread(groups: Sequence[Group], choices: Sequence[Sequence[int]], shift: in
     return found
 
 
-def _neighbours_meddle(groups: Sequence[Group]) -> bool:
+def _neighbours_meddle(groups: Sequence[OptionGroup]) -> bool:
     """Whether a stage keeps what it returns while the next one, that takes it, does not."""
     flows = {k: group.ops for group in groups for k in group.members}
     keeps = {k for k, ops in flows.items() if any(s.saved and s.returned and s.op >= 0 for s in ops.storages)}
-    lets_go = {k for k, ops in flows.items() if any(s.exclusive and not s.held for s in ops.storages)}
+    lets_go = {k for k, ops in flows.items() if any(s.dies_after_stage and not s.always_live for s in ops.storages)}
     return any(k + 1 in lets_go for k in keeps)
 
 
-def selections(groups: Sequence[Group], assignment: Assignment) -> dict[int, Selection]:
+def selections(groups: Sequence[OptionGroup], assignment: Assignment) -> dict[int, Selection]:
     """What the stages of one step are told."""
     return {k: Selection.of(groups[g].ops, groups[g].choices[c].rerun) for k, (g, c) in assignment.items() if c != KEEP}
 
@@ -216,7 +223,7 @@ def rounds_for(steps: int) -> int:
 class Costs:
     """Collects what the steps showed."""
 
-    def __init__(self, groups: Sequence[Group], plain: dict[str, list[Interval]]) -> None:
+    def __init__(self, groups: Sequence[OptionGroup], plain: dict[str, list[Interval]]) -> None:
         self._plain = plain
         self._groups = groups
         self._bytes = [[ChoiceCost() for _ in group.choices] for group in groups]

@@ -13,20 +13,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.recomputation.module_rerun import RUNNING_AGAIN
 from profiler.recomputation.op_schema import traits_of
-from profiler.recomputation.op_tape import Tape
-from profiler.recomputation.selection import Selection, Turn
+from profiler.recomputation.op_tape import OpTape
+from profiler.recomputation.selection import ModuleSwitch, Selection
 
 _MISSING = object()
 _NOTHING = nullcontext()
 
 
-class Watch(TorchDispatchMode):
+class RecordingMode(TorchDispatchMode):
     """Counts the ops of one call in the watched modules, and has those recorded that will run again.
 
     A dispatch mode costs about 5 microseconds an op, so it is left while a module runs in which nothing runs again.
     """
 
-    def __init__(self, tape: Tape, module: nn.Module, selection: Selection) -> None:
+    def __init__(self, tape: OpTape, module: nn.Module, selection: Selection) -> None:
         super().__init__()
         self._tape = tape
         self._expected, self._writing = _overloads(selection.ops)
@@ -114,7 +114,7 @@ class Watch(TorchDispatchMode):
                 else:
                     module.__dict__["forward"] = forward
 
-    def _turn(self, turn: Turn, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _turn(self, turn: ModuleSwitch, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():  # As the trace did not tell modules apart there.
             return forward(*args, **kwargs)
         watching = self._watching if turn.watched is None else turn.watched
@@ -149,7 +149,7 @@ class Watch(TorchDispatchMode):
         return self._diverged
 
 
-def _turning(module: nn.Module, selection: Selection) -> list[tuple[nn.Module | None, Turn]]:
+def _turning(module: nn.Module, selection: Selection) -> list[tuple[nn.Module | None, ModuleSwitch]]:
     """The turns with their modules; None for the stage itself. Modules that are not there any more turn nothing."""
     found = [(_module_at(module, turn.module) if turn.module else None, turn) for turn in selection.turns]
     return [(inner, turn) for inner, turn in found if inner is not None or not turn.module]

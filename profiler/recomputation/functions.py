@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from profiler.recomputation.op_schema import traits_of, why_fixed
-from profiler.recomputation.op_tape import Lazy, Tape
+from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
+from profiler.recomputation.op_tape import OpTape, RecomputedTensor
 from profiler.recomputation.saved_tensors import geometry_of
-from profiler.recomputation.selective_call import Kept, unpack
+from profiler.recomputation.selective_call import SavedTensor, unpack
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,14 +89,14 @@ class _Call:
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.is_leaf and tensor.requires_grad:
-            return Kept(tensor)
-        remade = self._recorder.tape.remade_of(tensor)
+            return SavedTensor(tensor)
+        remade = self._recorder.tape.recomputed_storage_of(tensor)
         if remade is not None:
-            return Lazy(self._recorder.tape, remade, tensor)
+            return RecomputedTensor(self._recorder.tape, remade, tensor)
         with torch._C._DisableTorchDispatch() if type(tensor) in _PLAIN else self._recorder.unseen():
             kept = tensor.detach()
         if self._around is None:
-            return Kept(kept)
+            return SavedTensor(kept)
         self._passed.append(_Passed(kept))
         return self._passed[-1]
 
@@ -106,7 +106,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tape = Tape()
+        self.tape = OpTape()
         self._ordinal = 0
         self._read: set[int] = set()  # storages from outside that recorded ops read
         self._paused = False
@@ -122,7 +122,7 @@ class _Recorder(TorchDispatchMode):
         if not _may_run_again(func, args, kwargs, given):
             self.tape.spoil(func, args, kwargs)
             return func(*args, **kwargs)
-        self._read.update(_storage(tensor) for tensor in given if self.tape.remade_of(tensor) is None)
+        self._read.update(_storage(tensor) for tensor in given if self.tape.recomputed_storage_of(tensor) is None)
         self._ordinal += 1
         return self.tape.run(self._ordinal, func, args, kwargs)
 
@@ -131,18 +131,18 @@ class _Recorder(TorchDispatchMode):
         traits = traits_of(func)
         if not traits.changes_in_place:
             return
-        outside = [t for t in traits.writes(args, kwargs) if self.tape.remade_of(t) is None]
+        outside = [t for t in traits.writes(args, kwargs) if self.tape.recomputed_storage_of(t) is None]
         if any(_storage(tensor) in self._read for tensor in outside):
             self.tape.settle()
             self.tape.finish()
-            self.tape = Tape()
+            self.tape = OpTape()
             self._read.clear()
 
     def unseen(self) -> _Unseen:
         """Inside, ops are no ops of the function."""
         return _Unseen(self)
 
-    def finish(self) -> Tape:
+    def finish(self) -> OpTape:
         """The call is over; its tape."""
         self.tape.finish()
         self.tape.trim()
@@ -172,7 +172,7 @@ def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
 
 
 def _may_run_again(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:
-    if why_fixed(traits_of(func), args, kwargs):
+    if why_not_rerunnable(traits_of(func), args, kwargs):
         return False
     return all(type(tensor) in _PLAIN and tensor.layout is torch.strided for tensor in given)
 

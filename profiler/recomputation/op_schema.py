@@ -69,7 +69,7 @@ class OpTraits:
     fills: bool
     state: int
     aliases: bool
-    fixed: str
+    not_rerunnable_reason: str
 
     def writes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors that a call changes in place, as far as its schema says."""
@@ -95,7 +95,7 @@ _UNKNOWN = OpTraits(
     fills=False,
     state=-1,
     aliases=False,
-    fixed="it is no plain op",
+    not_rerunnable_reason="it is no plain op",
 )
 
 
@@ -123,14 +123,14 @@ def traits_of(op: Any) -> OpTraits:
         fills=schema.name in _FILLING or any(argument.is_out for argument in schema.arguments),
         state=names.index("dropout_state") if "dropout_state" in names else -1,
         aliases=any(result.alias_info is not None for result in schema.returns),
-        fixed="it communicates with other processes" if op.namespace in _COLLECTIVES else "",
+        not_rerunnable_reason="it communicates with other processes" if op.namespace in _COLLECTIVES else "",
     )
 
 
-def why_fixed(traits: OpTraits, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def why_not_rerunnable(traits: OpTraits, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Why this call must not run again; empty where it may."""
-    if traits.fixed:
-        return traits.fixed
+    if traits.not_rerunnable_reason:
+        return traits.not_rerunnable_reason
     if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
         return "it draws from a generator of its own, whose state is not known"
     if 0 <= traits.state < len(args) and isinstance(args[traits.state], Tensor):

@@ -18,10 +18,18 @@ from torch import Tensor
 from profiler.recomputation.module_rerun import running_again
 from profiler.recomputation.op_schema import OpTraits, traits_of
 from profiler.recomputation.rng_state import drawing_as, drawing_state
-from profiler.recomputation.saved_tensors import Held, Holder, geometry_of, held_in, over, version_of, view_of
+from profiler.recomputation.saved_tensors import (
+    RecordedInput,
+    TensorHolder,
+    geometry_of,
+    recorded_inputs_in,
+    tensor_over,
+    version_of,
+    view_of,
+)
 
 
-class Remade:
+class RecomputedStorage:
     """A storage that an op on the tape makes: gone after forward, made again in backward."""
 
     __slots__ = ("base", "live", "pending", "readers", "root", "version", "waiting", "writers")
@@ -35,7 +43,7 @@ class Remade:
         self.writers = [writer]
         self.readers: list[list[int]] = [[]]
         # For its last version: as for any saved tensor, what is written to the storage later counts.
-        self.waiting: list[weakref.ref[Lazy]] = []
+        self.waiting: list[weakref.ref[RecomputedTensor]] = []
         self.pending = 0
         self.root: Tensor | None = None
 
@@ -45,12 +53,12 @@ class Remade:
         self.writers.append(writer)
         self.readers.append([])
 
-    def unfilled(self) -> list[Lazy]:
+    def unfilled(self) -> list[RecomputedTensor]:
         """The placeholders that wait for it."""
         return [lazy for reference in self.waiting if (lazy := reference()) is not None and lazy.waits()]
 
 
-class Lazy:
+class RecomputedTensor:
     """Stands in the graph for a saved tensor that is made again when backward asks for it; then holds it.
 
     The autograd node owns it, so what it holds goes exactly when autograd lets go of a saved tensor.
@@ -58,8 +66,8 @@ class Lazy:
 
     __slots__ = ("__weakref__", "_geometry", "_remade", "_tape", "_value")
 
-    def __init__(self, tape: Tape, remade: Remade, tensor: Tensor) -> None:
-        self._tape: Tape | None = tape
+    def __init__(self, tape: OpTape, remade: RecomputedStorage, tensor: Tensor) -> None:
+        self._tape: OpTape | None = tape
         self._remade = remade
         self._geometry = geometry_of(tensor)
         self._value: Tensor | None = None
@@ -89,21 +97,21 @@ class Lazy:
 
     def fill_from(self, storage: Any) -> None:
         """Take the tensor from the storage itself, which is still alive."""
-        self._value = over(storage, self._geometry)
+        self._value = tensor_over(storage, self._geometry)
         self._tape = None
 
 
-class _Made:
+class _RecomputedView:
     """In an op's recorded arguments: a view of a storage that is made again."""
 
     __slots__ = ("geometry", "remade")
 
-    def __init__(self, remade: Remade, tensor: Tensor) -> None:
+    def __init__(self, remade: RecomputedStorage, tensor: Tensor) -> None:
         self.remade = remade
         self.geometry = geometry_of(tensor)
 
 
-class _Shape:
+class _ShapeOnly:
     """In an op's recorded arguments: a tensor of which only shape and kind matter."""
 
     __slots__ = ("device", "dtype", "size", "stride")
@@ -113,10 +121,10 @@ class _Shape:
         self.dtype, self.device = tensor.dtype, tensor.device
 
 
-class Record:
+class RecordedOp:
     """One op that may run again, with its arguments."""
 
-    __slots__ = ("args", "done", "grad", "kwargs", "makes", "op", "ordinal", "random", "reads", "traits", "writes")
+    __slots__ = ("allocates", "args", "done", "grad", "kwargs", "op", "ordinal", "random", "reads", "traits", "writes")
 
     def __init__(self, ordinal: int, op: Any, traits: OpTraits) -> None:
         self.ordinal = ordinal
@@ -124,32 +132,32 @@ class Record:
         self.traits = traits
         self.args: Any = ()
         self.kwargs: Any = {}
-        self.reads: list[tuple[Remade, int]] = []
-        self.makes: list[tuple[int, Remade]] = []
-        self.writes: list[tuple[Remade, int]] = []
+        self.reads: list[tuple[RecomputedStorage, int]] = []
+        self.allocates: list[tuple[int, RecomputedStorage]] = []
+        self.writes: list[tuple[RecomputedStorage, int]] = []
         self.random: Any = None
         self.grad = torch.is_grad_enabled()  # Some kernels make more where it is.
         self.done = False
 
 
-class Tape:
+class OpTape:
     """Records ops during forward; runs them again on demand, each at most once, freeing what nothing needs any more."""
 
     def __init__(self) -> None:
-        self._made: dict[int, Remade] = {}
-        self._records: dict[int, Record] = {}
+        self._made: dict[int, RecomputedStorage] = {}
+        self._records: dict[int, RecordedOp] = {}
         self._recording = True
         self._handed_over = False
 
     # Forward -----------------------------------------------------------------
 
-    def remade_of(self, tensor: Tensor) -> Remade | None:
+    def recomputed_storage_of(self, tensor: Tensor) -> RecomputedStorage | None:
         """The storage under ``tensor`` if an op on the tape made it and only such ops changed it since."""
         found = self._under(tensor)
         # Fewer changes are no sign of others: pieces of ``unsafe_split`` count their own alone, ``_foreach`` ops none.
         return found if found is not None and version_of(tensor) <= found.base + found.version else None
 
-    def _under(self, tensor: Tensor) -> Remade | None:
+    def _under(self, tensor: Tensor) -> RecomputedStorage | None:
         if tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
@@ -170,20 +178,22 @@ class Tape:
         self._recording = False
         self._made.clear()
 
-    def hand_over(self, holder_of: Callable[[Tensor], Holder]) -> None:
+    def hand_over(self, holder_of: Callable[[Tensor], TensorHolder]) -> None:
         """Let somebody else hold what the recorded ops read from outside; for after the call."""
         for _, held in self.held():
             held.hand_over(holder_of)
 
-    def held(self) -> list[tuple[int, Held]]:
+    def held(self) -> list[tuple[int, RecordedInput]]:
         """What the recorded ops read from outside, each with the op's ordinal, for somebody else to hold it."""
         self._handed_over = True
         records = self._records.values()
-        return [(record.ordinal, held) for record in records for held in held_in((record.args, record.kwargs))]
+        return [
+            (record.ordinal, held) for record in records for held in recorded_inputs_in((record.args, record.kwargs))
+        ]
 
     def trim(self) -> None:
         """Forget the ops that nothing needs; for after a call of which not only those were recorded."""
-        made = [remade for record in self._records.values() for _, remade in record.makes]
+        made = [remade for record in self._records.values() for _, remade in record.allocates]
         wanted = [remade.writers[-1] for remade in made if remade.unfilled()]
         needed = {record.ordinal for writer in wanted for record in self._needed(writer)}
         for ordinal in self._records.keys() - needed:
@@ -193,11 +203,11 @@ class Tape:
     def settle(self) -> None:
         """Fill every placeholder and take no more: what comes now may change what the recorded ops read."""
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch.no_grad():
-            for remade in [remade for record in self._records.values() for _, remade in record.makes]:
+            for remade in [remade for record in self._records.values() for _, remade in record.allocates]:
                 self._settle(remade)
         self._made.clear()
 
-    def _settle(self, remade: Remade) -> None:
+    def _settle(self, remade: RecomputedStorage) -> None:
         storage = remade.live()
         for lazy in remade.unfilled():
             if storage is not None:
@@ -209,10 +219,10 @@ class Tape:
         """Run an op and record it."""
         traits = traits_of(op)
         written = traits.writes(args, kwargs) if traits.changes_in_place else ()
-        if any(self.remade_of(tensor) is None for tensor in written):
+        if any(self.recomputed_storage_of(tensor) is None for tensor in written):
             self.spoil(op, args, kwargs)
             return op(*args, **kwargs)  # It changes what is kept, and must not do so twice.
-        record = Record(ordinal, op, traits)
+        record = RecordedOp(ordinal, op, traits)
         given: set[int] = set()
         record.args = self._encoded(args, record, given)
         if kwargs:
@@ -221,7 +231,7 @@ class Tape:
             record.random = drawing_state(args, kwargs)
         result = op(*args, **kwargs)
         for tensor in written:
-            found = self.remade_of(tensor)
+            found = self.recomputed_storage_of(tensor)
             if found is not None:
                 found.written(ordinal)
                 record.writes.append((found, found.version))
@@ -233,7 +243,7 @@ class Tape:
         self._records[ordinal] = record
         return result
 
-    def _register(self, result: Any, record: Record, given: set[int]) -> None:
+    def _register(self, result: Any, record: RecordedOp, given: set[int]) -> None:
         """Note the storages that an op made: those under its results that were not under its arguments."""
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         for leaf, tensor in enumerate(outputs):
@@ -244,37 +254,37 @@ class Tape:
             if key in given:
                 continue
             given.add(key)
-            remade = self._made[key] = Remade(weakref.ref(storage), version_of(tensor), record.ordinal)
-            record.makes.append((leaf, remade))
+            remade = self._made[key] = RecomputedStorage(weakref.ref(storage), version_of(tensor), record.ordinal)
+            record.allocates.append((leaf, remade))
 
-    def _encoded(self, args: tuple[Any, ...], record: Record, given: set[int]) -> list[Any]:
+    def _encoded(self, args: tuple[Any, ...], record: RecordedOp, given: set[int]) -> list[Any]:
         if record.traits.shape_only and args[0].layout is torch.strided:
-            return [_Shape(args[0]), *(self._encode(value, record, given) for value in args[1:])]
+            return [_ShapeOnly(args[0]), *(self._encode(value, record, given) for value in args[1:])]
         return [self._encode(value, record, given) for value in args]
 
-    def _encode(self, value: Any, record: Record, given: set[int]) -> Any:
+    def _encode(self, value: Any, record: RecordedOp, given: set[int]) -> Any:
         if isinstance(value, Tensor):
             if value.layout is not torch.strided:
-                return Held(value)
+                return RecordedInput(value)
             storage = value.untyped_storage()
             key = storage._cdata
             given.add(key)
             found = self._made.get(key)
             if found is None or found.live() is not storage or version_of(value) > found.base + found.version:
-                return Held(value)
+                return RecordedInput(value)
             record.reads.append((found, found.version))
-            return _Made(found, value)
+            return _RecomputedView(found, value)
         if isinstance(value, (list, tuple)):
             return [self._encode(item, record, given) for item in value]
         return value
 
     # Backward ----------------------------------------------------------------
 
-    def make(self, remade: Remade) -> None:
+    def make(self, remade: RecomputedStorage) -> None:
         """Make a storage again, in its last version."""
         if self._handed_over:  # Who holds something may have to run a part of the model for it, gradients and all.
             for record in self._needed(remade.writers[-1]):
-                for held in held_in((record.args, record.kwargs)):
+                for held in recorded_inputs_in((record.args, record.kwargs)):
                     held.tensor()
         with running_again(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch.no_grad():
             if self._recording and remade.live() is not None:
@@ -284,12 +294,12 @@ class Tape:
             for record in needed:
                 _again(record)
         if self._recording:  # A backward inside the call: what it had made is recorded no further.
-            known = {id(made) for record in needed for _, made in record.makes}
+            known = {id(made) for record in needed for _, made in record.allocates}
             self._made = {key: made for key, made in self._made.items() if id(made) not in known}
 
-    def _needed(self, wanted: int) -> list[Record]:
+    def _needed(self, wanted: int) -> list[RecordedOp]:
         """The ops that must run before and including ``wanted``, in order."""
-        found: dict[int, Record] = {}
+        found: dict[int, RecordedOp] = {}
         waiting = [wanted]
         while waiting:
             ordinal = waiting.pop()
@@ -304,8 +314,8 @@ class Tape:
         return [found[ordinal] for ordinal in sorted(found)]
 
 
-def _again(record: Record) -> None:
-    shaped = record.traits.shape_only and isinstance(record.args[0], _Shape)
+def _again(record: RecordedOp) -> None:
+    shaped = record.traits.shape_only and isinstance(record.args[0], _ShapeOnly)
     args = _shaped(record) if shaped else [_decoded(value) for value in record.args]
     if record.traits.renews_statistics(tuple(args)):
         for place in record.traits.statistics:  # They have been updated once, by the forward.
@@ -317,7 +327,7 @@ def _again(record: Record) -> None:
     outputs = result if isinstance(result, (tuple, list)) else (result,)
     record.done = True
     record.args, record.kwargs = (), {}
-    for leaf, remade in record.makes:
+    for leaf, remade in record.allocates:
         _made_again(remade, 0, outputs[leaf])
     for remade, version in record.writes:
         assert remade.root is not None
@@ -332,7 +342,7 @@ def _spare(statistics: Tensor | None) -> Tensor | None:
     return None if statistics is None else statistics.clone()
 
 
-def _made_again(remade: Remade, version: int, root: Tensor) -> None:
+def _made_again(remade: RecomputedStorage, version: int, root: Tensor) -> None:
     if version == remade.version:
         for lazy in remade.unfilled():
             lazy.fill(root)
@@ -340,18 +350,18 @@ def _made_again(remade: Remade, version: int, root: Tensor) -> None:
     remade.root = root if remade.pending else None
 
 
-def _shaped(record: Record) -> list[Any]:
-    shape: _Shape = record.args[0]
+def _shaped(record: RecordedOp) -> list[Any]:
+    shape: _ShapeOnly = record.args[0]
     record.kwargs = {**record.kwargs, "device": record.kwargs.get("device") or shape.device}
     blank = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device="meta")
     return [blank, *(_decoded(value) for value in record.args[1:])]
 
 
 def _decoded(value: Any) -> Any:
-    if isinstance(value, _Made):
+    if isinstance(value, _RecomputedView):
         assert value.remade.root is not None
         return view_of(value.remade.root, value.geometry)
-    if isinstance(value, Held):
+    if isinstance(value, RecordedInput):
         return value.tensor()
     if isinstance(value, list):
         return [_decoded(item) for item in value]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.recomputation.op_tape import Lazy
+from profiler.recomputation.op_tape import RecomputedTensor
 from profiler.recomputation.selection import Selection
-from profiler.recomputation.selective_call import Kept, SelectiveCall
+from profiler.recomputation.selective_call import SavedTensor, SelectiveCall
 from profiler.workload.tensor_trees import tensors_in
 
 # GPU kernels may add in another order; what something out of sight has written differs by far more than this.
@@ -36,12 +36,12 @@ class CheckedCall(SelectiveCall):
 
     def _pack(self, tensor: Tensor) -> Any:
         packed = super()._pack(tensor)
-        if not isinstance(packed, Lazy):
+        if not isinstance(packed, RecomputedTensor):
             return packed
         with self._watch.unseen(tensor):
-            return _Checked(packed, Kept(tensor.detach()), self)
+            return _Checked(packed, SavedTensor(tensor.detach()), self)
 
-    def compare(self, lazy: Lazy, kept: Tensor) -> None:
+    def compare(self, lazy: RecomputedTensor, kept: Tensor) -> None:
         """Note who made the saved tensor if it is not the same again."""
         if not _same(lazy.tensor(), kept):
             self.wrong |= {self._ordinals[position] for position in lazy.writers}
@@ -52,7 +52,7 @@ class _Checked:
 
     __slots__ = ("_call", "_kept", "_lazy")
 
-    def __init__(self, lazy: Lazy, kept: Kept, call: CheckedCall) -> None:
+    def __init__(self, lazy: RecomputedTensor, kept: SavedTensor, call: CheckedCall) -> None:
         self._lazy, self._kept, self._call = lazy, kept, call
 
     def tensor(self) -> Tensor:
@@ -72,7 +72,7 @@ def _same(again: Tensor, kept: Tensor) -> bool:
     return torch.allclose(again, kept, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-class Survivors(TorchDispatchMode):
+class EscapedTensors(TorchDispatchMode):
     """Watches every storage that ops inside return; ask ``any_left`` once all results have been let go."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from profiler.recomputation.module_rerun import RerunError
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView
 
 
-class Holder(Protocol):
+class TensorHolder(Protocol):
     """Holds a tensor for a tape."""
 
     def tensor(self) -> Tensor:
@@ -21,7 +21,7 @@ class Holder(Protocol):
         ...
 
 
-class Held:
+class RecordedInput:
     """In an op's recorded arguments: a tensor that is alive anyway, kept for this op, or held by somebody else."""
 
     __slots__ = ("_holder", "_tensor", "_version")
@@ -29,9 +29,9 @@ class Held:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = _cut_off(tensor)
         self._version = version_of(tensor)
-        self._holder: Holder | None = None
+        self._holder: TensorHolder | None = None
 
-    def hand_over(self, holder_of: Callable[[Tensor], Holder]) -> None:
+    def hand_over(self, holder_of: Callable[[Tensor], TensorHolder]) -> None:
         """Let somebody else hold it, unless it was changed since."""
         if self._tensor is not None and version_of(self._tensor) == self._version:
             self._holder, self._tensor = holder_of(self._tensor), None
@@ -49,15 +49,15 @@ class Held:
         return self._tensor
 
 
-def held_in(value: Any) -> Iterator[Held]:
+def recorded_inputs_in(value: Any) -> Iterator[RecordedInput]:
     """The held tensors among an op's recorded arguments."""
-    if isinstance(value, Held):
+    if isinstance(value, RecordedInput):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from held_in(item)
+            yield from recorded_inputs_in(item)
     elif isinstance(value, dict):
-        yield from held_in(list(value.values()))
+        yield from recorded_inputs_in(list(value.values()))
 
 
 def version_of(tensor: Tensor) -> int:
@@ -92,7 +92,7 @@ def view_of(root: Tensor, geometry: Geometry) -> Tensor:
     """The tensor that lies so in the storage of ``root``."""
     size, stride, offset, dtype, conjugate, negative = geometry
     if root.dtype != dtype:
-        return over(root.untyped_storage(), geometry)
+        return tensor_over(root.untyped_storage(), geometry)
     if root.size() == size and root.stride() == stride and root.storage_offset() == offset:
         plain = root.detach()
     else:
@@ -100,7 +100,7 @@ def view_of(root: Tensor, geometry: Geometry) -> Tensor:
     return _read_as(plain, conjugate, negative)
 
 
-def over(storage: torch.UntypedStorage, geometry: Geometry) -> Tensor:
+def tensor_over(storage: torch.UntypedStorage, geometry: Geometry) -> Tensor:
     """The tensor that lies so in a storage."""
     size, stride, offset, dtype, conjugate, negative = geometry
     whole = torch.empty(0, dtype=dtype, device=storage.device)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from profiler.op_graph import StageOps
 
 
-class Turn(NamedTuple):
+class ModuleSwitch(NamedTuple):
     """A module at which something changes: whether ops are watched (None: as before), whether saved tensors are."""
 
     module: str
@@ -33,7 +33,7 @@ class Selection:
 
     ops: tuple[str, ...]
     rerun: frozenset[int]
-    turns: tuple[Turn, ...] = (Turn("", True, True),)
+    turns: tuple[ModuleSwitch, ...] = (ModuleSwitch("", True, True),)
     ordinals: tuple[int, ...] = ()
 
     @classmethod
@@ -43,7 +43,7 @@ class Selection:
         Only modules that have such ops, or that change in place what such ops make, are watched. Tensors that autograd
         saves are looked at where they may be what such ops make, or (``all_saves``) everywhere.
         """
-        made = {number for ordinal in rerun for number in ops.ops[ordinal].makes}
+        made = {number for ordinal in rerun for number in ops.ops[ordinal].allocates}
         watched = {op.module for k, op in enumerate(ops.ops) if k in rerun or made.intersection(op.writes)}
         counted = [ordinal for ordinal, op in enumerate(ops.ops) if op.module in watched]
         return cls(
@@ -56,12 +56,12 @@ class Selection:
 
 def _savers(ops: StageOps, rerun: Collection[int]) -> set[str]:
     """Modules in which autograd saves what ops that run again have made."""
-    made = {number for ordinal in rerun for number in (*ops.ops[ordinal].makes, *ops.ops[ordinal].writes)}
+    made = {number for ordinal in rerun for number in (*ops.ops[ordinal].allocates, *ops.ops[ordinal].writes)}
     saved = [storage for number, storage in enumerate(ops.storages) if storage.saved and number in made]
     return {module for storage in saved for module in storage.saved_in or ("",)}
 
 
-def _turns(modules: set[str], watched: set[str], savers: set[str]) -> tuple[Turn, ...]:
+def _turns(modules: set[str], watched: set[str], savers: set[str]) -> tuple[ModuleSwitch, ...]:
     """Where watching begins or ends, and where saved tensors are looked at.
 
     Args:
@@ -76,7 +76,7 @@ def _turns(modules: set[str], watched: set[str], savers: set[str]) -> tuple[Turn
         ends = module in modules - watched and _around(module, known) in watched
         if begins or ends or module in savers:
             # Where ops are watched hooks are on: without them autograd detaches what it saves, which is an op more.
-            found.append(Turn(module, begins if begins or ends else None, begins or module in savers))
+            found.append(ModuleSwitch(module, begins if begins or ends else None, begins or module in savers))
     return tuple(found)
 
 

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.recomputation.dispatch_watch import Watch
+from profiler.recomputation.dispatch_watch import RecordingMode
 from profiler.recomputation.module_rerun import CallState, detached
-from profiler.recomputation.op_tape import Lazy, Tape
-from profiler.recomputation.saved_tensors import Held, version_of
+from profiler.recomputation.op_tape import OpTape, RecomputedTensor
+from profiler.recomputation.saved_tensors import RecordedInput, version_of
 from profiler.recomputation.selection import Selection
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
 
 
-class Kept:
+class SavedTensor:
     """In the graph: a saved tensor that is kept, with the version that autograd would have checked."""
 
     __slots__ = ("_tensor", "_version")
@@ -56,14 +56,14 @@ class SelectiveCall:
         self,
         module: nn.Module,
         selection: Selection,
-        keep: Callable[[Tensor], Any] = Kept,
+        keep: Callable[[Tensor], Any] = SavedTensor,
         note: Callable[[Any], None] | None = None,
     ) -> None:
         self.diverged: int | None = None
         self.selection = selection
         self._keep, self._note = keep, note
-        self._tape = Tape()
-        self._watch = Watch(self._tape, module, selection)
+        self._tape = OpTape()
+        self._watch = RecordingMode(self._tape, module, selection)
 
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the call and return its output."""
@@ -89,7 +89,7 @@ class SelectiveCall:
         self._tape.finish()
         return output
 
-    def held(self) -> list[tuple[int, Held]]:
+    def held(self) -> list[tuple[int, RecordedInput]]:
         """What the ops that run again hold until then, each with the op's position in the selection.
 
         For after the call; somebody else may come to hold it.
@@ -105,9 +105,9 @@ class SelectiveCall:
     def _packed(self, tensor: Tensor) -> Any:
         if tensor.is_leaf and tensor.requires_grad:
             return self._keep(tensor)
-        remade = self._tape.remade_of(tensor)
+        remade = self._tape.recomputed_storage_of(tensor)
         if remade is not None:
-            return Lazy(self._tape, remade, tensor)
+            return RecomputedTensor(self._tape, remade, tensor)
         with self._watch.unseen(tensor):
             return self._keep(tensor.detach())
 
@@ -124,7 +124,7 @@ def rerun_selecting(
     args: Any,
     kwargs: Any,
     selection: Selection,
-    keep: Callable[[Tensor], Any] = Kept,
+    keep: Callable[[Tensor], Any] = SavedTensor,
 ) -> tuple[SelectiveCall, list[Any], Any]:
     """Run a call again under a selection: the run, what it saves in order, and the output cut off from the graph."""
     selective = SelectiveCall(module, selection, keep)

@@ -75,10 +75,10 @@ class _Reader:
             module=self._modules[ordinal],
             seconds=op.seconds,
             reads=reads,
-            makes=made,
+            allocates=made,
             writes=writes,
             random=access.random,
-            fixed=access.fixed,
+            not_rerunnable_reason=access.not_rerunnable_reason,
         )
 
     def _number(self, storage: int, version: int) -> int:
@@ -90,13 +90,15 @@ class _Reader:
         self._final[len(self._storages)] = self._trace.versions.get(storage, 0) - version
         held = storage in self._trace.always_alive or storage in self._saved
         exclusive = storage in self._stage.boundary_storages
-        return self._add(storage, StageStorage(size_bytes=self._bytes(storage), op=-1, held=held, exclusive=exclusive))
+        return self._add(
+            storage, StageStorage(size_bytes=self._bytes(storage), op=-1, always_live=held, dies_after_stage=exclusive)
+        )
 
     def _made(self, storage: int, ordinal: int, output: int) -> int:
         self._base[storage] = 0
         held = storage in self._trace.casts and storage in self._saved
         size_bytes = self._bytes(storage)
-        return self._add(storage, StageStorage(size_bytes=size_bytes, op=ordinal, output=output, held=held))
+        return self._add(storage, StageStorage(size_bytes=size_bytes, op=ordinal, output=output, always_live=held))
 
     def _add(self, storage: int, entry: StageStorage) -> int:
         self._local[storage] = len(self._storages)
@@ -120,7 +122,7 @@ class _Reader:
     def _filled_unseen(self, ops: list[StageOp]) -> set[int]:
         """Storages that hold nothing when they are made, and are read or saved all the same."""
         accesses = [op.access for op in self._trace.ops[self._stage.call.first_op : self._stage.call.end_op]]
-        blank = {n for op, access in zip(ops, accesses, strict=True) if access.blank for n in op.makes}
+        blank = {n for op, access in zip(ops, accesses, strict=True) if access.blank for n in op.allocates}
         found = {n for n in blank if self._storages[n].saved and not self._storages[n].versions}
         for op, access in zip(ops, accesses, strict=True):
             if not access.looks:
@@ -147,12 +149,12 @@ def _fixed_if(op: StageOp, final: dict[int, int], renewed: set[int], unseen: set
         renewed: those that kernels change without counting it.
         unseen: storages that something other than an op has filled.
     """
-    if op.fixed:
+    if op.not_rerunnable_reason:
         return op
-    if unseen.intersection(op.makes):
-        return replace(op, fixed="what it makes is filled by something that is no op")
+    if unseen.intersection(op.allocates):
+        return replace(op, not_rerunnable_reason="what it makes is filled by something that is no op")
     if final.keys() & set(op.writes):
-        return replace(op, fixed="it changes what comes from outside of the stage")
+        return replace(op, not_rerunnable_reason="it changes what comes from outside of the stage")
     if any(number in renewed or version != final.get(number, version) for number, version in op.reads):
-        return replace(op, fixed="it reads what is changed afterwards")
+        return replace(op, not_rerunnable_reason="it reads what is changed afterwards")
     return op

@@ -19,12 +19,12 @@ class NamedStage:
 
     Attributes:
         name: the module's name (``#n``: its n-th further call).
-        around: pairs (name, class) of the modules whose call it is a part of, the model first.
+        parents: pairs (name, class) of the modules whose call it is a part of, the model first.
         ops: its dataflow, with the modules inside.
     """
 
     name: str
-    around: tuple[Named, ...]
+    parents: tuple[Named, ...]
     ops: StageOps
 
     @property
@@ -44,7 +44,7 @@ State = Callable[[Sequence[NamedStage], Sequence[str]], Mapping[int, Choice]]
 def with_names(trace: Trace, stages: Sequence[ChosenStage], flows: Sequence[StageOps]) -> tuple[NamedStage, ...]:
     """The stages of a traced step, each with its dataflow."""
     return tuple(
-        NamedStage(name=stage.name, around=around(trace, stage.call), ops=flow)
+        NamedStage(name=stage.name, parents=parents_of(trace, stage.call), ops=flow)
         for stage, flow in zip(stages, flows, strict=True)
     )
 
@@ -62,7 +62,7 @@ def names_outside(trace: Trace, stages: Sequence[ChosenStage]) -> tuple[str, ...
     return tuple(dict.fromkeys(found))
 
 
-def around(trace: Trace, call: Call) -> tuple[Named, ...]:
+def parents_of(trace: Trace, call: Call) -> tuple[Named, ...]:
     """Names and classes of the modules whose call one is a part of, the model first."""
     position = next(k for k, each in enumerate(trace.calls) if each is call)
     found = [trace.calls[k] for k in _ancestors(trace, position)]

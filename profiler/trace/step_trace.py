@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.recomputation.op_schema import traits_of, why_fixed
+from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name, unwrapped
 from profiler.workload.forward_patches import Forward, ForwardPatches
@@ -101,7 +101,7 @@ class Access:
     blank: bool = False
     fills: bool = False
     random: bool = False
-    fixed: str = ""
+    not_rerunnable_reason: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -285,7 +285,7 @@ class Recorder:
             blank=traits.blank,
             fills=traits.fills,
             random=traits.random,
-            fixed=why_fixed(traits, args, kwargs),
+            not_rerunnable_reason=why_not_rerunnable(traits, args, kwargs),
         )
         for number in writes:
             versions[number] = versions.get(number, 0) + 1

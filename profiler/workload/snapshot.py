@@ -131,10 +131,10 @@ class _OptimizerState:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._state = Remembered(optimizer.state, most_items=math.inf)
+        self._state = Snapshot(optimizer.state, most_items=math.inf)
         self._attributes = Attributes([optimizer], ("state", "param_groups", "defaults"))
         self._groups = [
-            {name: Remembered(value) for name, value in group.items() if name != "params"}
+            {name: Snapshot(value) for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
         ]
 
@@ -175,7 +175,7 @@ _SEQUENCES = (list, deque)
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
-class Remembered:
+class Snapshot:
     """A value and what is in it. Tensors are copied to host memory and not kept alive, nor are containers.
 
     Args:
@@ -192,7 +192,7 @@ class Remembered:
         if isinstance(value, Tensor) and _is_copied(value):
             self._back = _tensor(value, copied=id(value) not in elsewhere)
         elif is_container(value) and depth and len(value) <= most_items:
-            self._back = self._container(value, lambda item: Remembered(item, elsewhere, most_items, depth - 1))
+            self._back = self._container(value, lambda item: Snapshot(item, elsewhere, most_items, depth - 1))
         else:
             self._back = lambda _: value
 
@@ -200,7 +200,7 @@ class Remembered:
         """The value as it was: the same object as far as it still is there, or stands in its place ``now``."""
         return self._back(now)
 
-    def _container(self, value: Any, remember: Callable[[Any], Remembered]) -> Callable[[Any], Any]:
+    def _container(self, value: Any, remember: Callable[[Any], Snapshot]) -> Callable[[Any], Any]:
         if isinstance(value, tuple):
             make = getattr(type(value), "_make", tuple)
             items = [remember(item) for item in value]
@@ -269,7 +269,7 @@ class Attributes:
     Args:
         objects: modules, say.
         beside: names of attributes that are left alone.
-        elsewhere: as for ``Remembered``.
+        elsewhere: as for ``Snapshot``.
     """
 
     def __init__(self, objects: Iterable[Any], beside: Collection[str], elsewhere: Collection[int] = ()) -> None:
@@ -286,9 +286,9 @@ class Attributes:
                 if value is not None:
                     own[name] = value.put_back(own.get(name))
 
-    def _remembered(self, own: Mapping[str, Any], elsewhere: Collection[int]) -> dict[str, Remembered | None]:
+    def _remembered(self, own: Mapping[str, Any], elsewhere: Collection[int]) -> dict[str, Snapshot | None]:
         """By name; None for what is left alone."""
-        return {name: Remembered(v, elsewhere) if self._counts(name, v) else None for name, v in own.items()}
+        return {name: Snapshot(v, elsewhere) if self._counts(name, v) else None for name, v in own.items()}
 
     def _counts(self, name: str, value: Any) -> bool:
         return name not in self._beside and (isinstance(value, (Tensor, *_NUMBERS)) or is_container(value))

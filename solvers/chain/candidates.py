@@ -32,7 +32,7 @@ LONG_CANDIDATES = 4  # of each baseline within auto
 _Item = TypeVar("_Item")
 
 
-class Found(NamedTuple):
+class ReplayedSchedule(NamedTuple):
     """A schedule, the method that made it, and what its replay says."""
 
     solver: str
@@ -41,23 +41,23 @@ class Found(NamedTuple):
     seconds: float
 
 
-def replayed(chain: Chain, solver: str, schedule: Schedule, link: Link | None = None) -> Found:
+def replayed(chain: Chain, solver: str, schedule: Schedule, link: Link | None = None) -> ReplayedSchedule:
     result = replay(chain, schedule, link)
-    return Found(solver, schedule, result.peak_bytes, result.seconds)
+    return ReplayedSchedule(solver, schedule, result.peak_bytes, result.seconds)
 
 
-def of_baseline(chain: Chain, solver: str) -> list[Found]:
+def of_baseline(chain: Chain, solver: str) -> list[ReplayedSchedule]:
     return [replayed(chain, solver, schedule) for schedule in BASELINES[solver](chain)]
 
 
-def of_baselines(chain: Chain) -> list[Found]:
+def of_baselines(chain: Chain) -> list[ReplayedSchedule]:
     """What all baselines find; of long chains an even sample of their candidates, since each one is replayed."""
     most = LONG_CANDIDATES if len(chain.stages) > LONG_CHAIN else None
     made = [(name, sample(schedules(chain), most)) for name, schedules in BASELINES.items()]
     return [replayed(chain, name, schedule) for name, found in made for schedule in found]
 
 
-def of_rotor(problem: Problem) -> list[Found]:
+def of_rotor(problem: Problem) -> list[ReplayedSchedule]:
     """The table's answer, beside the two ends that the grid may miss: nothing recomputed, and the smallest peak.
 
     Where stages share tensors, the table counts them throughout and true peaks lie lower: then every schedule of the
@@ -90,7 +90,7 @@ def _table(chain: Chain) -> Table:
 
 
 @lru_cache(maxsize=1)
-def rotor_frontier(chain: Chain) -> tuple[Found, ...]:
+def rotor_frontier(chain: Chain) -> tuple[ReplayedSchedule, ...]:
     schedules = ends(chain)
     for variant in dict.fromkeys((chain.folded(), replace(chain, shared=()))):
         table = _table(variant)

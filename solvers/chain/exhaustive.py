@@ -57,7 +57,7 @@ def solve(problem: Problem) -> Candidate:
         raise ValueError(
             f"exhaustive: expected at most {MOST_STAGES} stages, got {len(chain.stages)}; use rotor or ilp"
         )
-    if chain.other_peak_bytes > problem.budget_bytes:
+    if chain.optimizer_peak_bytes > problem.budget_bytes:
         return Candidate(schedule=None)
     stages = len(chain.stages)
     return _search(chain, _State(frozenset(), (-1,) * stages, frozenset(), -1, stages - 1), problem.budget_bytes)

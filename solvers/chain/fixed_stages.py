@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 
 from solvers.problem.chain import Chain, Option, Shared, Stage
 from solvers.problem.chain_schedule import Action, Schedule
-from solvers.problem.chain_simulator import Moment, replay
+from solvers.problem.chain_simulator import ReplayedAction, replay
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FixedSpan:
     """Stages ``start..end-1`` and what happens to them.
 
     Attributes:
@@ -34,7 +34,7 @@ class Piece:
     free: bool = False
 
 
-def schedule_of(pieces: Sequence[Piece]) -> Schedule:
+def schedule_of(pieces: Sequence[FixedSpan]) -> Schedule:
     """The schedule of a chain of which everything is fixed."""
     actions = [action for piece in pieces for action in _forward(piece)]
     for piece in reversed(pieces):
@@ -42,7 +42,7 @@ def schedule_of(pieces: Sequence[Piece]) -> Schedule:
     return Schedule(actions=tuple(actions))
 
 
-def restricted(chain: Chain, pieces: Sequence[Piece]) -> Chain:
+def restricted(chain: Chain, pieces: Sequence[FixedSpan]) -> Chain:
     """The chain whose stages are the pieces."""
     place = {k: number for number, piece in enumerate(pieces) for k in range(piece.start, piece.end)}
     segments = {number for number, piece in enumerate(pieces) if not piece.free and piece.option is None}
@@ -54,18 +54,18 @@ def restricted(chain: Chain, pieces: Sequence[Piece]) -> Chain:
     )
 
 
-def expanded(schedule: Schedule, pieces: Sequence[Piece]) -> Schedule:
+def expanded(schedule: Schedule, pieces: Sequence[FixedSpan]) -> Schedule:
     """A schedule of the restricted chain as one of the chain itself."""
     return Schedule(actions=tuple(a for action in schedule.actions for a in _expanded(action, pieces[action.stage])))
 
 
-def _expanded(action: Action, piece: Piece) -> list[Action]:
+def _expanded(action: Action, piece: FixedSpan) -> list[Action]:
     if piece.free or action.kind == "free":
         return [replace(action, stage=piece.end - 1)]
     return _forward(piece) if action.kind == "forward" else _backward(piece)
 
 
-def _forward(piece: Piece) -> list[Action]:
+def _forward(piece: FixedSpan) -> list[Action]:
     """The first forward of a fixed piece."""
     actions = [Action("forward", piece.start, piece.option)]
     for k in range(piece.start + 1, piece.end):
@@ -73,7 +73,7 @@ def _forward(piece: Piece) -> list[Action]:
     return actions
 
 
-def _backward(piece: Piece) -> list[Action]:
+def _backward(piece: FixedSpan) -> list[Action]:
     """Its backward, with what is made again for it; the boundary behind it is free by then."""
     last = piece.end - 1
     if piece.option is not None:
@@ -85,7 +85,7 @@ def _backward(piece: Piece) -> list[Action]:
     return actions
 
 
-def _stage(chain: Chain, piece: Piece, extra: tuple[int, int]) -> Stage:
+def _stage(chain: Chain, piece: FixedSpan, extra: tuple[int, int]) -> Stage:
     if piece.free:
         return chain.stages[piece.start]
     if piece.option is not None:
@@ -94,7 +94,7 @@ def _stage(chain: Chain, piece: Piece, extra: tuple[int, int]) -> Stage:
     return _segment(chain, piece, extra)
 
 
-def _segment(chain: Chain, piece: Piece, extra: tuple[int, int]) -> Stage:
+def _segment(chain: Chain, piece: FixedSpan, extra: tuple[int, int]) -> Stage:
     """The costs of a segment, replayed alone: its forward, then (behind a stage of no cost) its backward."""
     stages = chain.stages[piece.start : piece.end]
     nothing = Option(
@@ -102,7 +102,7 @@ def _segment(chain: Chain, piece: Piece, extra: tuple[int, int]) -> Stage:
         recompute_seconds=0, recompute_peak_bytes=0,
     )  # fmt: skip
     behind = Stage(name="", options=(nothing,), boundary_bytes=0, forward_seconds=0, forward_peak_bytes=0)
-    own = Piece(0, len(stages))
+    own = FixedSpan(0, len(stages))
     first, again = _forward(own), _backward(own)
     count = len(stages)
     between = [Action("forward", count, 0), Action("backward", count), Action("free", count - 1)]
@@ -135,12 +135,12 @@ def _segment(chain: Chain, piece: Piece, extra: tuple[int, int]) -> Stage:
     )
 
 
-def _peak(moments: Sequence[Moment], before_bytes: int) -> int:
+def _peak(moments: Sequence[ReplayedAction], before_bytes: int) -> int:
     return max(0, max(moment.peak_bytes for moment in moments) - before_bytes)
 
 
 def _hidden_bytes(
-    chain: Chain, pieces: Sequence[Piece], segments: set[int], place: dict[int, int]
+    chain: Chain, pieces: Sequence[FixedSpan], segments: set[int], place: dict[int, int]
 ) -> list[tuple[int, int]]:
     """Bytes of shared tensors that a segment alone holds for a while: in its forward, and in its backward."""
     found = [(0, 0)] * len(pieces)
@@ -154,7 +154,7 @@ def _hidden_bytes(
     return found
 
 
-def _shared(tensor: Shared, place: dict[int, int], segments: set[int], pieces: Sequence[Piece]) -> Shared:
+def _shared(tensor: Shared, place: dict[int, int], segments: set[int], pieces: Sequence[FixedSpan]) -> Shared:
     free = {number for number, piece in enumerate(pieces) if piece.free}
     savers = {place[k] for k in tensor.savers} - segments
     return Shared(
@@ -168,7 +168,7 @@ def _shared(tensor: Shared, place: dict[int, int], segments: set[int], pieces: S
     )
 
 
-def _holders(tensor: Shared, place: dict[int, int], segments: set[int], pieces: Sequence[Piece]) -> set[int]:
+def _holders(tensor: Shared, place: dict[int, int], segments: set[int], pieces: Sequence[FixedSpan]) -> set[int]:
     """Segments that hold a shared tensor from their forward on: it is an input of a stage in them."""
     first = {pieces[number].start for number in segments}
     held = {place[k] for k in tensor.readers} | {place[k] for k in tensor.linked_readers if k in first}

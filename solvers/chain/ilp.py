@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import time
 
-from solvers.chain.ilp_model import Model
+from solvers.chain.ilp_model import ChainModel
 from solvers.problem.chain_schedule import Schedule
 from solvers.problem.chain_simulator import replay
 from solvers.problem.solution import Candidate, Problem
@@ -53,13 +53,13 @@ def solve(problem: Problem, time_limit_seconds: float = 60.0) -> Candidate:
     """
     if len(problem.chain.stages) > MOST_STAGES:
         raise ValueError(f"ilp: expected at most {MOST_STAGES} stages, got {len(problem.chain.stages)}; use rotor")
-    if problem.budget_bytes < problem.chain.other_peak_bytes or problem.budget_bytes <= 0:
+    if problem.budget_bytes < problem.chain.optimizer_peak_bytes or problem.budget_bytes <= 0:
         return Candidate(schedule=None, lower_bound_seconds=math.inf)
     deadline = time.monotonic() + time_limit_seconds
-    loose = Model(problem, sweep=False).solve(time_limit_seconds / 2)
+    loose = ChainModel(problem, sweep=False).solve(time_limit_seconds / 2)
     if loose.bound_seconds == math.inf or _fits(problem, loose.schedule):
         return _candidate(problem, loose.schedule, loose.bound_seconds)
-    exact = Model(problem, sweep=True).solve(max(0.1, deadline - time.monotonic()))
+    exact = ChainModel(problem, sweep=True).solve(max(0.1, deadline - time.monotonic()))
     return _candidate(problem, exact.schedule if _fits(problem, exact.schedule) else None, loose.bound_seconds)
 
 

@@ -29,7 +29,7 @@ class Outcome:
     bound_seconds: float
 
 
-class Model:
+class ChainModel:
     """One integer program; ``sweep`` chooses exact rows for rising phases, else the loose rows that bound everything.
 
     Phase t stands before the backward of stage t; index L is the first pass, whose own runs are ``kept[L, ...]``
@@ -320,7 +320,7 @@ class Model:
 class _Writer:
     """Turns values into actions: runs in rising order, everything freed as soon as nobody needs it."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ChainModel) -> None:
         self.model = model
         self.actions: list[Action] = []
         self.here: set[int] = set()

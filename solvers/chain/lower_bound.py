@@ -74,7 +74,7 @@ class _Bounds:
     """Cheapest priced states at the start of every backward, for every price."""
 
     def __init__(self, chain: Chain, link: Link | None) -> None:
-        self._other_peak_bytes = chain.other_peak_bytes
+        self._other_peak_bytes = chain.optimizer_peak_bytes
         tried = _weights(link)
         self._prices = _prices(chain, [weights.away for weights in tried if 0 < weights.away < math.inf])
         self._seconds = [_sums(chain, weights, self._prices) for weights in tried]
@@ -118,7 +118,7 @@ def _priced(chain: Chain, weights: _Weights, prices: Floats) -> Floats:
     for k, stage in enumerate(chain.stages):
         found.append(alive)
         before_bytes = chain.stages[k - 1].boundary_bytes if k else chain.resident_bytes
-        either = np.minimum(alive - (prices - away) * min(before_bytes, sum(stage.parcels)), dead)
+        either = np.minimum(alive - (prices - away) * min(before_bytes, sum(stage.offload_units)), dead)
         frees = k + 1 < len(chain.stages) and chain.stages[k + 1].linked
         again = _dropped_seconds(stage, weights, made_again=True) if frees else math.inf
         dead = either + again
@@ -131,7 +131,7 @@ def _kept(stage: Stage, weights: _Weights, prices: Floats, away: Floats) -> Floa
     ways = [
         _kept_seconds(way, weights)
         + prices * (way.kept_bytes - stage.residue_bytes)
-        - (prices - away) * sum(way.parcels)
+        - (prices - away) * sum(way.offload_units)
         for way in stage.options
     ]
     return np.minimum.reduce(ways)

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from solvers.chain.persistent import Bytes, ChainBytes, Choice, persistent_schedule
+from solvers.chain.persistent import Bytes, ChainBytes, PersistentChoice, persistent_schedule
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Schedule
 from solvers.problem.chain_simulator import replay
@@ -59,8 +59,8 @@ def shortage_of(chain: Chain, schedule: Schedule, link: Link | None = None) -> S
     """What the peak of one schedule is and where it stands, the optimizer included."""
     result = replay(chain, schedule, link)
     worst = result.peak_moment
-    if chain.other_peak_bytes > worst.peak_bytes:
-        return Shortage(minimum_budget_bytes=chain.other_peak_bytes, stage="", moment="optimizer")
+    if chain.optimizer_peak_bytes > worst.peak_bytes:
+        return Shortage(minimum_budget_bytes=chain.optimizer_peak_bytes, stage="", moment="optimizer")
     moment = "backward" if worst.action.kind in ("free", *TRANSFERS) else worst.action.kind
     return Shortage(minimum_budget_bytes=result.peak_bytes, stage=chain.stages[worst.action.stage].name, moment=moment)
 
@@ -91,7 +91,7 @@ class _Needs:
         for start in reversed(range(count)):
             self.first[start] = max(self._best(start, count)[0], b.entry(start, count))
 
-    def choose(self, start: int, end: int, token: int) -> tuple[Choice, int, int]:
+    def choose(self, start: int, end: int, token: int) -> tuple[PersistentChoice, int, int]:
         return self._best(start, end)[1], token, token
 
     def _fill(self, length: int) -> None:
@@ -134,23 +134,23 @@ class _Needs:
     def _options(self, start: int) -> range:
         return range(len(self.bytes.stages[start].options))
 
-    def _best(self, start: int, end: int) -> tuple[int, Choice]:
+    def _best(self, start: int, end: int) -> tuple[int, PersistentChoice]:
         found = self._candidates(start, end)
         drops = self._drops(start, end)
         if drops.size:
             best = int(drops.argmin())
-            found.append((int(drops[best]), Choice("drop", start + 1 + best)))
+            found.append((int(drops[best]), PersistentChoice("drop", start + 1 + best)))
         return min(found, key=lambda pair: pair[0])
 
-    def _candidates(self, start: int, end: int) -> list[tuple[int, Choice]]:
+    def _candidates(self, start: int, end: int) -> list[tuple[int, PersistentChoice]]:
         """What keeping the first stage needs, and running a single one again, with each option."""
         b, found = self.bytes, []
         rest = self._rest(start + 1, end)
         for option in self._options(start):
             need, shift = b.keep(start, end, option)
-            found.append((max(need, rest + shift), Choice("keep", option)))
+            found.append((max(need, rest + shift), PersistentChoice("keep", option)))
             if start == end:
-                found.append((b.recompute(start, option), Choice("recompute", option)))
+                found.append((b.recompute(start, option), PersistentChoice("recompute", option)))
         return found
 
     def _rest(self, start: int, end: int) -> int:

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from solvers.chain import baselines, offload_ilp, pofo
-from solvers.chain.candidates import LONG_CHAIN, Found, of_baselines, replayed, rotor_frontier, sample
+from solvers.chain.candidates import LONG_CHAIN, ReplayedSchedule, of_baselines, replayed, rotor_frontier, sample
 from solvers.chain.minimum_memory import smallest_schedule
 from solvers.chain.rotor import Table
 from solvers.chain.transfer_placement import Placement
@@ -52,7 +52,7 @@ def carries(chain: Chain, link: Link | None) -> bool:
     return link is not None and link.usable and has_parcels(chain, link.host_bytes)
 
 
-def sent_by(problem: Problem, solver: str, time_limit_seconds: float = ILP_SECONDS) -> list[Found]:
+def sent_by(problem: Problem, solver: str, time_limit_seconds: float = ILP_SECONDS) -> list[ReplayedSchedule]:
     """The fastest schedules that the method finds with copies; empty where none fits."""
     link = problem.link
     assert link is not None
@@ -64,7 +64,7 @@ def sent_by(problem: Problem, solver: str, time_limit_seconds: float = ILP_SECON
     return found or _placed(problem, link, "rotor")
 
 
-def drafted(problem: Problem, least_seconds: float) -> list[Found]:
+def drafted(problem: Problem, least_seconds: float) -> list[ReplayedSchedule]:
     """What ``pofo`` finds for a ladder of slower links, placed over the true one, if faster than ``least_seconds``.
 
     The steps of the ladder depend on the chain alone, and a faster link has more of them below it: so an answer that
@@ -72,7 +72,7 @@ def drafted(problem: Problem, least_seconds: float) -> list[Found]:
     """
     chain, link = problem.chain, problem.link
     assert link is not None
-    found: list[Found] = []
+    found: list[ReplayedSchedule] = []
     for rate in _ladder(chain, min(link.to_host_bytes_per_second, link.to_device_bytes_per_second)):
         nominal = replace(link, to_host_bytes_per_second=rate, to_device_bytes_per_second=rate)
         found += _fastest(problem, link, _drafts(chain, problem.budget_bytes, nominal), least_seconds)
@@ -84,11 +84,11 @@ def _ladder(chain: Chain, fastest_rate: float) -> list[float]:
     """Steps up to a rate, in shares of the one that sends all that keeping everything keeps within the step's time."""
     if len(chain.stages) > DRAFT_STAGES:
         return []
-    whole = sum(sum(stage.options[0].parcels) for stage in chain.stages) / (chain.unplanned_seconds or 1.0)
+    whole = sum(sum(stage.options[0].offload_units) for stage in chain.stages) / (chain.unplanned_seconds or 1.0)
     return [share * whole for share in DRAFT_RATES if 0 < share * whole <= fastest_rate]
 
 
-def _programmed(problem: Problem, link: Link, time_limit_seconds: float) -> list[Found]:
+def _programmed(problem: Problem, link: Link, time_limit_seconds: float) -> list[ReplayedSchedule]:
     """The program's answer, beside the placed ones that it need not look beyond."""
     known = _placed(problem, link, "rotor") + _fastest(
         problem, link, _drafts(problem.chain, problem.budget_bytes, link)
@@ -98,18 +98,18 @@ def _programmed(problem: Problem, link: Link, time_limit_seconds: float) -> list
     return [*([] if schedule is None else [replayed(problem.chain, "offload_ilp", schedule, link)]), *known]
 
 
-def _placed(problem: Problem, link: Link, solver: str) -> list[Found]:
+def _placed(problem: Problem, link: Link, solver: str) -> list[ReplayedSchedule]:
     return _fastest(problem, link, _placeables(problem.chain, link.host_bytes, solver))
 
 
 def _fastest(
     problem: Problem, link: Link, candidates: Sequence[Placeable], least_seconds: float = math.inf
-) -> list[Found]:
+) -> list[ReplayedSchedule]:
     """The fastest placed candidate within the budget, as a list of one.
 
     Empty where none fits, or none takes fewer than ``least_seconds``. Candidates stand by rising seconds.
     """
-    best: list[Found] = []
+    best: list[ReplayedSchedule] = []
     for method, placement in candidates:
         if placement.seconds >= least_seconds:
             break
@@ -125,13 +125,11 @@ def _fastest(
 @lru_cache(maxsize=16)
 def _drafts(chain: Chain, budget_bytes: int, link: Link) -> tuple[Placeable, ...]:
     found = pofo.drafts(chain, budget_bytes, link)
-    placed = [
-        Placeable("pofo", Placement(chain, draft.schedule, link.host_bytes, draft.sent)) for draft in found
-    ]
+    placed = [Placeable("pofo", Placement(chain, draft.schedule, link.host_bytes, draft.sent)) for draft in found]
     return tuple(sorted(placed, key=lambda candidate: candidate.placement.seconds))
 
 
-def leanest(problem: Problem, solver: str) -> Found:
+def leanest(problem: Problem, solver: str) -> ReplayedSchedule:
     """The smallest peak that the method reaches with copies."""
     assert problem.link is not None
     known = "rotor" if solver in ("pofo", "offload_ilp") else solver
@@ -142,7 +140,7 @@ def leanest(problem: Problem, solver: str) -> Found:
     return replayed(problem.chain, method, schedule, problem.link)
 
 
-def entries_sent(chain: Chain, solver: str, link: Link) -> list[Found]:
+def entries_sent(chain: Chain, solver: str, link: Link) -> list[ReplayedSchedule]:
     """Answers with copies for budgets from the smallest peak they reach to that of keeping everything."""
     low, steps = leanest(Problem(chain=chain, budget_bytes=0, link=link), solver).peak_bytes, LINK_BUDGETS - 1
     high = max(low, replay(chain, baselines.keep_all(chain)[0]).peak_bytes)
@@ -187,7 +185,7 @@ def _of_tables(chain: Chain) -> list[Schedule]:
 
 def has_parcels(chain: Chain, host_bytes: int | None = None) -> bool:
     """Whether any stage holds something that could travel and that host memory has room for."""
-    sizes = (size for s in chain.stages for held in (s, *s.options) for size in held.parcels)
+    sizes = (size for s in chain.stages for held in (s, *s.options) for size in held.offload_units)
     return any(size and (host_bytes is None or size <= host_bytes) for size in sizes)
 
 
@@ -201,7 +199,7 @@ def without_parcels(chain: Chain, count: int | None = None) -> Chain:
     resident_bytes = chain.resident_bytes
     for k in range(len(stages) if count is None else min(count, len(stages))):
         before_bytes = stages[k - 1].boundary_bytes if k else resident_bytes
-        sent_bytes = min(before_bytes, sum(stages[k].parcels))  # of its input, where it waits
+        sent_bytes = min(before_bytes, sum(stages[k].offload_units))  # of its input, where it waits
         if k:
             stages[k - 1] = replace(stages[k - 1], boundary_bytes=before_bytes - sent_bytes)
         else:
@@ -212,5 +210,5 @@ def without_parcels(chain: Chain, count: int | None = None) -> Chain:
 
 def _kept_away(stage: Stage, sent_bytes: int) -> Stage:
     """The stage with its kept parcels away; where it is kept, what it would send of its input while it waits stays."""
-    options = tuple(replace(o, kept_bytes=o.kept_bytes - sum(o.parcels) + sent_bytes) for o in stage.options)
+    options = tuple(replace(o, kept_bytes=o.kept_bytes - sum(o.offload_units) + sent_bytes) for o in stage.options)
     return replace(stage, options=options)

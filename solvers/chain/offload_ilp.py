@@ -21,8 +21,8 @@ import math
 from itertools import pairwise
 from typing import NamedTuple
 
-from solvers.chain.offload_choices import Step, schedule_of, steps_from
-from solvers.chain.persistent import ChainBytes, Choice
+from solvers.chain.offload_choices import ChoiceStep, schedule_of, steps_from
+from solvers.chain.persistent import ChainBytes, PersistentChoice
 from solvers.highs import Floats, Program
 from solvers.problem.chain_schedule import Action, Schedule
 from solvers.problem.link import Link
@@ -68,12 +68,12 @@ def solve(problem: Problem, link: Link, time_limit_seconds: float = 60.0, known_
     chain = problem.chain
     if len(chain.stages) > MOST_STAGES:
         raise ValueError(f"offload_ilp: expected at most {MOST_STAGES} stages, got {len(chain.stages)}; use pofo")
-    if chain.other_peak_bytes > problem.budget_bytes:
+    if chain.optimizer_peak_bytes > problem.budget_bytes:
         return Candidate(schedule=None)
-    return Candidate(schedule=_Model(problem, link, known_seconds).solve(time_limit_seconds))
+    return Candidate(schedule=_OffloadModel(problem, link, known_seconds).solve(time_limit_seconds))
 
 
-class _Model:
+class _OffloadModel:
     """Positions 0 .. L-1 are the forwards of stages 0 .. L-1, L .. 2L-1 the backwards of stages L-1 .. 0."""
 
     def __init__(self, problem: Problem, link: Link, known_seconds: float) -> None:
@@ -84,7 +84,7 @@ class _Model:
         self._scale = 1e4 / max(1, problem.budget_bytes)
         self._second = 1e2 / (chain.unplanned_seconds or 1.0)
         self._program = Program()
-        self._choices: list[tuple[int, Step, int]] = []
+        self._choices: list[tuple[int, ChoiceStep, int]] = []
         for k in range(self._count):
             self._choices += [(k, step, self._program.variable()) for step in steps_from(self._bytes, k)]
         self._path()
@@ -111,10 +111,10 @@ class _Model:
             ends = [(x, -1.0) for _, step, x in self._choices if step.stop == k]
             self._program.row(begins + ends, lower=0.0 if k else 1.0, upper=0.0 if k else 1.0)
 
-    def _parcels(self, k: int, step: Step, chosen: int) -> list[_Sent]:
+    def _parcels(self, k: int, step: ChoiceStep, chosen: int) -> list[_Sent]:
         between = range(step.stop, 2 * self._count - step.stop + (step.stop - 1 - k))
         found = []
-        for parcel, size_bytes in enumerate(step.parcels):
+        for parcel, size_bytes in enumerate(step.offload_units):
             gone, back = ({p: self._program.variable() for p in between} for _ in range(2))
             sent = _Sent(k, parcel, size_bytes, chosen, self._program.variable(), gone, back)
             self._program.row([(sent.sent, 1.0), (chosen, -1.0)], upper=0.0)
@@ -239,7 +239,7 @@ class _Model:
         parts = zip(inserted, (*plain, None), strict=True)
         return Schedule(actions=tuple(a for more, own in parts for a in (*more, *([own] if own is not None else []))))
 
-    def _places(self, plain: tuple[Action, ...], chosen: dict[int, Choice]) -> list[int]:
+    def _places(self, plain: tuple[Action, ...], chosen: dict[int, PersistentChoice]) -> list[int]:
         """Index of the action with which each position begins."""
         firsts = [
             next(i for i, a in enumerate(plain) if a.kind == "forward" and a.stage == k) for k in range(self._count)

@@ -25,7 +25,7 @@ from solvers.problem.chain_schedule import Action, Schedule
 Bytes = NDArray[np.int64]
 
 
-class Choice(NamedTuple):
+class PersistentChoice(NamedTuple):
     """One decision: ``keep`` or ``recompute`` with an option's index, or ``drop`` with the end of the dropped run."""
 
     kind: Literal["keep", "recompute", "drop"]
@@ -122,7 +122,7 @@ class ChainBytes:
 
 
 def persistent_schedule(
-    stage_count: int, choose: Callable[[int, int, int], tuple[Choice, int, int]], token: int = 0
+    stage_count: int, choose: Callable[[int, int, int], tuple[PersistentChoice, int, int]], token: int = 0
 ) -> Schedule:
     """Write out the actions of a persistent schedule.
 
@@ -145,7 +145,9 @@ def persistent_schedule(
     return Schedule(actions=tuple(actions))
 
 
-def _steps(start: int, end: int, choice: Choice, rest: int, again: int) -> list[tuple[int, int, int] | Action]:
+def _steps(
+    start: int, end: int, choice: PersistentChoice, rest: int, again: int
+) -> list[tuple[int, int, int] | Action]:
     if choice.kind == "recompute":
         return [Action("recompute", start, choice.value), Action("backward", start)]
     if choice.kind == "keep":

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.chain.offload_choices import Step, schedule_of, steps_from
-from solvers.chain.persistent import ChainBytes, Choice
+from solvers.chain.offload_choices import ChoiceStep, schedule_of, steps_from
+from solvers.chain.persistent import ChainBytes, PersistentChoice
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
 from solvers.problem.link import Link
@@ -80,7 +80,7 @@ class _Search:
         self._count = len(chain.stages)
         ways = [stage.options[0] for stage in chain.stages]  # a backlog longer than all of these is too long
         self._spans = sum(w.forward_seconds for w in ways) or 1.0, sum(w.backward_seconds for w in ways) or 1.0
-        self._taken: list[tuple[Choice, tuple[int, ...]]] = []
+        self._taken: list[tuple[PersistentChoice, tuple[int, ...]]] = []
         waiting: list[list[_States]] = [[] for _ in range(self._count + 1)]
         waiting[0].append(_States(*(np.zeros(1) for _ in _States._fields)))
         self._states: list[_States | None] = []
@@ -99,7 +99,7 @@ class _Search:
 
     def draft(self, final: int) -> Draft:
         """The actions that lead to a final state."""
-        chosen: dict[int, Choice] = {}
+        chosen: dict[int, PersistentChoice] = {}
         sent: set[tuple[int, int]] = set()
         stage, position = self._count, final
         while stage > 0:
@@ -111,15 +111,15 @@ class _Search:
             sent.update((stage, parcel) for parcel in parcels)
         return Draft(schedule_of(self._count, chosen), frozenset(sent))
 
-    def _shares(self, step: Step) -> list[tuple[int, ...]]:
+    def _shares(self, step: ChoiceStep) -> list[tuple[int, ...]]:
         """Which parcels of a choice may be sent together, the largest first."""
-        largest = sorted(range(len(step.parcels)), key=lambda i: -step.parcels[i])
+        largest = sorted(range(len(step.offload_units)), key=lambda i: -step.offload_units[i])
         return [tuple(largest[:n]) for n in sorted({len(largest) * i // (_SHARES - 1) for i in range(_SHARES)})]
 
-    def _moved(self, k: int, states: _States, step: Step, sent: tuple[int, ...]) -> _States:
+    def _moved(self, k: int, states: _States, step: ChoiceStep, sent: tuple[int, ...]) -> _States:
         """Where one choice leads from all states; those that never fit are left out."""
         link, slots = self._link, len(sent) * self._link.latency_seconds
-        sent_bytes = sum(step.parcels[i] for i in sent)
+        sent_bytes = sum(step.offload_units[i] for i in sent)
         waits_out = self._wait(states, step.forward_bytes, states.out, link.to_host_bytes_per_second)
         waits_back = self._wait(states, step.backward_bytes, states.back, link.to_device_bytes_per_second)
         if step.stop == self._count:  # at the turn what is still leaving is there beside the first backward

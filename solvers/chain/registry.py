@@ -11,7 +11,7 @@ from typing import TypeVar
 from solvers.chain import baselines, exhaustive, ilp
 from solvers.chain.candidates import (
     BASELINES,
-    Found,
+    ReplayedSchedule,
     ends,
     of_baseline,
     of_baselines,
@@ -40,7 +40,7 @@ _PROVEN = 1e-9  # relative distance from the bound that counts as none
 _TIE = 1e-12  # relative difference of two sums of the same seconds
 _TRUSTED = 1e-6  # a bound this far above a replayed schedule is wrong
 
-_Point = TypeVar("_Point", Found, Solution)
+_Point = TypeVar("_Point", ReplayedSchedule, Solution)
 
 
 def solver_names(*, linked: bool = True) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def _undominated(points: Iterable[_Point]) -> list[_Point]:
     return best
 
 
-def _fastest(problem: Problem, found: Iterable[Found]) -> Found | None:
+def _fastest(problem: Problem, found: Iterable[ReplayedSchedule]) -> ReplayedSchedule | None:
     """The fastest that fits; of equally fast ones that with the fewest runs and copies, so that none is for nothing."""
     fitting = [entry for entry in found if entry.peak_bytes <= problem.budget_bytes]
     if not fitting:
@@ -142,7 +142,7 @@ def _beside(schedule: Schedule) -> tuple[int, int, int]:
     return schedule.forward_runs(), schedule.choices_inside(), copies
 
 
-def _solution(entry: Found, bound: float, spent_seconds: float) -> Solution:
+def _solution(entry: ReplayedSchedule, bound: float, spent_seconds: float) -> Solution:
     bound = min(bound, entry.seconds)  # the last digits of sums in another order
     return Solution(
         solver=entry.solver,
@@ -155,7 +155,7 @@ def _solution(entry: Found, bound: float, spent_seconds: float) -> Solution:
     )
 
 
-def _infeasible(problem: Problem, solver: str, found: list[Found], start: float) -> Solution:
+def _infeasible(problem: Problem, solver: str, found: list[ReplayedSchedule], start: float) -> Solution:
     """What is missing: the smallest peak of the method's schedules; with shared tensors it may lie below the DP's."""
     chain = problem.chain
     why = None if solver in (*BASELINES, *LINKED) else shortage(chain)
@@ -177,7 +177,7 @@ def _infeasible(problem: Problem, solver: str, found: list[Found], start: float)
     )
 
 
-def _answer(problem: Problem, solver: str, time_limit_seconds: float | None) -> tuple[list[Found], float]:
+def _answer(problem: Problem, solver: str, time_limit_seconds: float | None) -> tuple[list[ReplayedSchedule], float]:
     """What the method finds, and the bound that it proves itself."""
     if carries(problem.chain, problem.link):
         sent = sent_by(problem, solver, time_limit_seconds or DEFAULT_ILP_SECONDS) if solver in WITH_COPIES else []
@@ -187,7 +187,7 @@ def _answer(problem: Problem, solver: str, time_limit_seconds: float | None) -> 
     return _answer_beside(problem, solver, time_limit_seconds, [])
 
 
-def _drafted(problem: Problem, found: list[Found]) -> list[Found]:
+def _drafted(problem: Problem, found: list[ReplayedSchedule]) -> list[ReplayedSchedule]:
     """What is faster than what is found already, unless that is proven to be the fastest."""
     best = _fastest(problem, found)
     if best is not None and best.seconds <= _bound(problem) * (1 + _PROVEN):
@@ -196,8 +196,8 @@ def _drafted(problem: Problem, found: list[Found]) -> list[Found]:
 
 
 def _answer_beside(
-    problem: Problem, solver: str, time_limit_seconds: float | None, sent: list[Found]
-) -> tuple[list[Found], float]:
+    problem: Problem, solver: str, time_limit_seconds: float | None, sent: list[ReplayedSchedule]
+) -> tuple[list[ReplayedSchedule], float]:
     """The method's answers without copies, and those found already."""
     if solver in BASELINES:
         return of_baseline(problem.chain, solver), 0.0
@@ -212,7 +212,7 @@ def _answer_beside(
     return _proven(problem, solver, exhaustive.solve(problem))
 
 
-def _ilp(problem: Problem, time_limit_seconds: float) -> tuple[list[Found], float]:
+def _ilp(problem: Problem, time_limit_seconds: float) -> tuple[list[ReplayedSchedule], float]:
     """The program's answer; the two ends are incumbents, so that a feasible budget is never called infeasible.
 
     Without shared tensors the program bounds the chain with them; where its answer does not fit beside
@@ -229,7 +229,9 @@ def _ilp(problem: Problem, time_limit_seconds: float) -> tuple[list[Found], floa
     return found + incumbents, proven
 
 
-def _auto(problem: Problem, time_limit_seconds: float | None, sent: list[Found]) -> tuple[list[Found], float]:
+def _auto(
+    problem: Problem, time_limit_seconds: float | None, sent: list[ReplayedSchedule]
+) -> tuple[list[ReplayedSchedule], float]:
     start, chain = time.perf_counter(), problem.chain
     found = sent + of_baselines(chain) + of_rotor(problem)
     best = _fastest(problem, found)
@@ -244,16 +246,16 @@ def _auto(problem: Problem, time_limit_seconds: float | None, sent: list[Found])
     return found + more, proven
 
 
-def _proven(problem: Problem, solver: str, candidate: Candidate) -> tuple[list[Found], float]:
+def _proven(problem: Problem, solver: str, candidate: Candidate) -> tuple[list[ReplayedSchedule], float]:
     schedules = [] if candidate.schedule is None else [candidate.schedule]
     return [replayed(problem.chain, solver, schedule) for schedule in schedules], candidate.lower_bound_seconds
 
 
-def _all_entries(chain: Chain) -> list[Found]:
+def _all_entries(chain: Chain) -> list[ReplayedSchedule]:
     return [*of_baselines(chain), *rotor_frontier(chain)]
 
 
-def _entries(chain: Chain, solver: str) -> list[Found]:
+def _entries(chain: Chain, solver: str) -> list[ReplayedSchedule]:
     """All schedules of a method that the frontier is chosen from."""
     if solver in BASELINES:
         return of_baseline(chain, solver)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from math import comb
 
-from solvers.chain.persistent import Choice, persistent_schedule
+from solvers.chain.persistent import PersistentChoice, persistent_schedule
 from solvers.chain.segments import Segment, droppable_runs
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
@@ -63,16 +63,16 @@ def schedules(chain: Chain) -> list[Schedule]:
 def _schedule(count: int, runs: list[Segment], slots: int) -> Schedule:
     run_of = [run for run in runs for _ in range(run.start, run.end)]
 
-    def choose(start: int, end: int, left: int) -> tuple[Choice, int, int]:
+    def choose(start: int, end: int, left: int) -> tuple[PersistentChoice, int, int]:
         if start == end:
-            return Choice("recompute", 0), 0, 0
+            return PersistentChoice("recompute", 0), 0, 0
         run = run_of[start]
         last = run.end == count
         if run.kept or (last and start + 1 == count):
-            return Choice("keep", 0), slots, 0
+            return PersistentChoice("keep", 0), slots, 0
         stop = end + 1 if end < count else run.end if last else run.end + 1  # all that follows counts as one stage more
         q = start + _split(stop - start, left)
-        return Choice("drop", q), left - 1 if q < run.end else slots, left
+        return PersistentChoice("drop", q), left - 1 if q < run.end else slots, left
 
     return persistent_schedule(count, choose, slots)
 

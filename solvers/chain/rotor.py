@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from solvers.chain.lower_bound import bound_seconds
-from solvers.chain.persistent import Bytes, ChainBytes, Choice, persistent_schedule
+from solvers.chain.persistent import Bytes, ChainBytes, PersistentChoice, persistent_schedule
 from solvers.chain.rotor_bound import persistent_bound_seconds
 from solvers.chain.rotor_grid import NEVER, NOTHING, Answers, Index, Seconds, faster, level_grid, reached_slots, settled
 from solvers.chain.rotor_subchains import Ranges, code_count, forbid, gather_facts
@@ -43,7 +43,7 @@ from solvers.problem.chain_schedule import Schedule
 _GOOD_ENOUGH = 0.001  # relative distance from the persistent optimum that needs no finer proof
 
 
-class Point(NamedTuple):
+class FrontierPoint(NamedTuple):
     """One answer of the table: its exact peak (resident bytes included, the optimizer's not) and seconds."""
 
     peak_bytes: int
@@ -79,7 +79,7 @@ class Table:
     """
 
     def __init__(self, chain: Chain, slots: int | None = None, effort: Effort | None = None) -> None:
-        self._chain = replace(chain, other_peak_bytes=0)  # the optimizer's peak is no part of a point's
+        self._chain = replace(chain, optimizer_peak_bytes=0)  # the optimizer's peak is no part of a point's
         self._bytes = ChainBytes(chain)
         self._resident_bytes = chain.resident_bytes
         self._count = len(chain.stages)
@@ -99,17 +99,19 @@ class Table:
         self._again_slots = None if same else np.searchsorted(again.levels, grid.levels, side="right") - 1
         self._solve()
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[FrontierPoint]:
         """Every answer of the table that no other one beats, by rising peak and falling seconds."""
         costs, needs = self._first.costs[0], self._first.needs[0]
         fresh = np.flatnonzero(costs[1:] < costs[:-1]) + 1
-        return [Point(self._resident_bytes + int(needs[i]), self._seconds.seconds(int(costs[i]))) for i in fresh]
+        return [
+            FrontierPoint(self._resident_bytes + int(needs[i]), self._seconds.seconds(int(costs[i]))) for i in fresh
+        ]
 
-    def schedule(self, point: Point) -> Schedule:
+    def schedule(self, point: FrontierPoint) -> Schedule:
         """The actions of one answer."""
         return persistent_schedule(self._count, self._choose, point.peak_bytes - self._resident_bytes)
 
-    def error_seconds(self, point: Point) -> float:
+    def error_seconds(self, point: FrontierPoint) -> float:
         """By how much the point may lie above the persistent optimum within its peak: proven, not estimated.
 
         Shared tensors count as the table's chain counts them. 0 where the grid is exact; else the distance from the
@@ -125,7 +127,7 @@ class Table:
             bound = max(bound, persistent_bound_seconds(self._chain, level, enough))
         return max(0.0, point.seconds - bound)
 
-    def _choose(self, start: int, end: int, level: int) -> tuple[Choice, int, int]:
+    def _choose(self, start: int, end: int, level: int) -> tuple[PersistentChoice, int, int]:
         """The fastest choice within a level; what it shifts the rest by is taken from its exact need."""
         choice, need = self._look(start, end, level)
         if choice.kind == "drop":
@@ -134,7 +136,7 @@ class Table:
             return choice, need - self._bytes.keep(start, end, choice.value)[1], 0
         return choice, 0, 0
 
-    def _look(self, start: int, end: int, level: int) -> tuple[Choice, int]:
+    def _look(self, start: int, end: int, level: int) -> tuple[PersistentChoice, int]:
         if end < self._count:
             ranges = next(ranges for ranges in self._ranges if ranges.knows(start, end))
             return ranges.look(start, end, level)
@@ -142,8 +144,8 @@ class Table:
         code, need = int(self._first.codes[start, slot]), int(self._first.needs[start, slot])
         options = self._known.options
         if code < options:
-            return Choice("keep", int(self._known.keeps[code].options[start])), need
-        return Choice("drop", code - 2 * options), need
+            return PersistentChoice("keep", int(self._known.keeps[code].options[start])), need
+        return PersistentChoice("drop", code - 2 * options), need
 
     def _solve(self) -> None:
         """The first pass: all ranges that stop at the loss, from the shortest on."""

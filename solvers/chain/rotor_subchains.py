@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from solvers.chain.persistent import Bytes, ChainBytes, Choice
+from solvers.chain.persistent import Bytes, ChainBytes, PersistentChoice
 from solvers.chain.rotor_grid import NEVER, NOTHING, Answers, Grid, Index, Seconds, faster, reached_slots, settled
 from solvers.chain.rotor_options import Menu, keep_menus, recompute_menus
 
@@ -108,7 +108,7 @@ class Ranges:
         row, stop = self._row_of.get(start), self._row_of.get(end + 1)
         return row is not None and stop is not None and 0 <= stop - row - 1 < len(self.answers)
 
-    def look(self, start: int, end: int, level: int) -> tuple[Choice, int]:
+    def look(self, start: int, end: int, level: int) -> tuple[PersistentChoice, int]:
         """The choice that the fastest answer of a range within a level makes, and its exact need."""
         row = self._row_of[start]
         answers = self.answers[self._row_of[end + 1] - row - 1]
@@ -130,12 +130,12 @@ class Ranges:
         row = self._row_of[start]
         return self.answers[self._row_of[end + 1] - row - 1].needs[row]
 
-    def _choice(self, start: int, code: int) -> Choice:
+    def _choice(self, start: int, code: int) -> PersistentChoice:
         kind = code // self._options
         if kind >= 2:
-            return Choice("drop", self.posts[code - 2 * self._options])
+            return PersistentChoice("drop", self.posts[code - 2 * self._options])
         menu = (self.known.keeps, self.known.recomputes)[kind][code % self._options]
-        return Choice(("keep", "recompute")[kind], int(menu.options[start]))
+        return PersistentChoice(("keep", "recompute")[kind], int(menu.options[start]))
 
     def _reaches(self) -> Index:
         """For each post, how many of the posts after it still end a range that may run again."""

@@ -138,7 +138,7 @@ class Placement:
         held += absence.size_bytes
         self._left[absence.made + 1 : absence.used] -= absence.size_bytes
         self._chosen.append(absence)
-        self.peaks.append(max(int(self._left.max()), self._chain.other_peak_bytes))
+        self.peaks.append(max(int(self._left.max()), self._chain.optimizer_peak_bytes))
         return True
 
     def _returns(self, budget_bytes: int, chosen: Sequence[Absence]) -> dict[Absence, int]:
@@ -195,7 +195,7 @@ class Placement:
 
 class _Held(NamedTuple):
     made: int
-    parcels: tuple[int, ...]
+    offload_units: tuple[int, ...]
     waits: bool  # dropped: the parcels are parts of its input
 
 
@@ -214,4 +214,6 @@ def _absences(chain: Chain, actions: Sequence[Action]) -> Iterator[Absence]:
             yield from (Absence(k, i, size, made, position) for i, size in enumerate(parcels) if position > made + 1)
         if action.kind != "backward":
             waits = action.option is None
-            held[k] = _Held(position, stage.parcels if waits else stage.options[action.option or 0].parcels, waits)
+            held[k] = _Held(
+                position, stage.offload_units if waits else stage.options[action.option or 0].offload_units, waits
+            )

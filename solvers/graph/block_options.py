@@ -35,7 +35,7 @@ _SCALE = 1e4  # what all of a block's nodes cost together in the program: far ab
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class BlockOption:
     """One way to run a block; nodes are counted from the block's own first forward node, then its backward nodes.
 
     Attributes:
@@ -70,10 +70,10 @@ class BlockMenus:
     def __init__(self, indexed: IndexedGraph, left_seconds: Callable[[], float] = lambda: math.inf) -> None:
         self._indexed = indexed
         self._left_seconds = left_seconds
-        self._known: dict[Any, list[tuple[Block, list[Way]]]] = {}
+        self._known: dict[Any, list[tuple[Block, list[BlockOption]]]] = {}
         self.solved = 0
 
-    def menu(self, block: Block) -> list[Way]:
+    def menu(self, block: Block) -> list[BlockOption]:
         """Ways by falling kept bytes: the first keeps everything, the last nothing."""
         alike = self._known.setdefault(block_key(self._indexed, block), [])
         for other, ways in alike:
@@ -116,7 +116,7 @@ def _stays(indexed: IndexedGraph, block: Block, v: int) -> bool:
     return bool(indexed.is_output[v]) or max(indexed.readers[v], default=v) >= block.backward.stop
 
 
-def _solve_block(indexed: IndexedGraph, block: Block, left_seconds: Callable[[], float]) -> list[Way]:
+def _solve_block(indexed: IndexedGraph, block: Block, left_seconds: Callable[[], float]) -> list[BlockOption]:
     read = _read_in_backward(indexed, block)
     inner = sorted(read - set(block.boundary))
     most = int(indexed.output_bytes[inner].sum())
@@ -186,7 +186,7 @@ def _backward_runs(indexed: IndexedGraph, block: Block, kept: Sequence[int], hel
     return runs
 
 
-def _way(indexed: IndexedGraph, block: Block, kept: Sequence[int], held: set[int]) -> Way:
+def _way(indexed: IndexedGraph, block: Block, kept: Sequence[int], held: set[int]) -> BlockOption:
     boundary, size = set(block.boundary), indexed.output_bytes
     backward = _backward_runs(indexed, block, kept, held)
     kept_runs = _runs(indexed, block, kept, set())
@@ -195,7 +195,7 @@ def _way(indexed: IndexedGraph, block: Block, kept: Sequence[int], held: set[int
     staying = {t for t in block.backward if _stays(indexed, block, t)}
     lasting = {v for v in block.lasting if indexed.readers[v] and min(indexed.readers[v]) < block.backward.stop}
     place = {v: k for k, v in enumerate((*block.forward, *block.backward))}
-    return Way(
+    return BlockOption(
         kept=tuple(place[v] for v in kept),
         kept_runs=tuple(place[v] for v in kept_runs),
         backward_runs=tuple(place[v] for v in backward),
@@ -238,10 +238,10 @@ def peak_bytes(indexed: IndexedGraph, runs: Sequence[int], before: set[int], aft
     return peak
 
 
-def _undominated(indexed: IndexedGraph, block: Block, ways: list[Way]) -> list[Way]:
+def _undominated(indexed: IndexedGraph, block: Block, ways: list[BlockOption]) -> list[BlockOption]:
     """Ways that no other one is at least as good as in everything; the one that keeps everything first."""
     marks: list[tuple[float, ...]] = []
-    chosen: list[Way] = []
+    chosen: list[BlockOption] = []
     scored = [(_score(indexed, block, way), way) for way in ways[1:]]
     for mark, way in [(_score(indexed, block, ways[0]), ways[0]), *sorted(scored, key=lambda item: item[0])]:
         if not any(all(a <= b for a, b in zip(other, mark, strict=True)) for other in marks):
@@ -250,7 +250,7 @@ def _undominated(indexed: IndexedGraph, block: Block, ways: list[Way]) -> list[W
     return [chosen[0], *sorted(chosen[1:], key=lambda way: -way.kept_bytes)]
 
 
-def _score(indexed: IndexedGraph, block: Block, way: Way) -> tuple[float, ...]:
+def _score(indexed: IndexedGraph, block: Block, way: BlockOption) -> tuple[float, ...]:
     seconds = float(sum(indexed.seconds[node_of(block, place)] for place in way.backward_runs))
     held = way.kept_bytes + way.kept_output_bytes
     return seconds, way.kept_bytes, held, held + way.backward_peak_bytes, way.forward_peak_bytes

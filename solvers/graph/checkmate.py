@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.graph.checkmate_model import Matrices, Model
+from solvers.graph.checkmate_model import CheckmateModel, Matrices
 from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of, with_end
 from solvers.graph.order_repair import without_spare_runs
 from solvers.problem.solution import GraphCandidate
@@ -55,7 +55,7 @@ def solve(indexed: IndexedGraph, budget_bytes: int, time_limit_seconds: float = 
     if indexed.working_bytes.max() > budget_bytes:
         return GraphCandidate(order=None, lower_bound_seconds=math.inf)
     deadline, ended = time.monotonic() + time_limit_seconds, with_end(indexed)
-    model = Model(ended, budget_bytes)
+    model = CheckmateModel(ended, budget_bytes)
     values = model.solve(deadline - time.monotonic())
     return GraphCandidate(order=_fitting(indexed, budget_bytes, values.runs > 0.5) if values else None)
 
@@ -76,7 +76,7 @@ def round_relaxation(
     best: tuple[float, tuple[int, ...] | None] = (math.inf, None)
     for allowance in ALLOWANCES:
         left = deadline - time.monotonic()
-        values = Model(ended, (1 - allowance) * budget_bytes, integral=False).solve(left) if left > 0 else None
+        values = CheckmateModel(ended, (1 - allowance) * budget_bytes, integral=False).solve(left) if left > 0 else None
         for kept in _roundings(values, rng) if values else ():
             order = _fitting(indexed, budget_bytes, _fewest_runs(ended, kept))
             if order is not None:

@@ -29,7 +29,7 @@ class Matrices:
     kept: Values
 
 
-class Model:
+class CheckmateModel:
     """Stage t ends with the first run of node t; within a stage nodes run in rising order, each at most once.
 
     Nothing has to be alive after the last stage: give a graph with several outputs a last node that reads them all.

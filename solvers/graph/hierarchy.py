@@ -21,9 +21,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.graph.block_options import BlockMenus, Way, node_of, peak_bytes
+from solvers.graph.block_options import BlockMenus, BlockOption, node_of, peak_bytes
 from solvers.graph.block_partition import Block, cut_into_blocks
-from solvers.graph.incumbent import Search
+from solvers.graph.incumbent import Incumbent
 from solvers.graph.liveness import IndexedGraph, peak_profile, runs_for, seconds_of
 from solvers.problem.chain import Chain, Option, Stage
 from solvers.problem.chain_schedule import Action, Schedule
@@ -48,7 +48,7 @@ class ChainTable(Protocol):
     def schedule(self, point, /) -> Schedule: ...
 
 
-def solve(search: Search, rerunnable: Mask, make_table: Callable[[Chain], ChainTable]) -> None:
+def solve(search: Incumbent, rerunnable: Mask, make_table: Callable[[Chain], ChainTable]) -> None:
     """Offer orders to the search; nothing where the graph has no cuts.
 
     >>> from solvers.problem.graph import Graph, Node
@@ -72,7 +72,7 @@ def solve(search: Search, rerunnable: Mask, make_table: Callable[[Chain], ChainT
             _offer_around(search, model, make_table(model.chain))
 
 
-def _offer_around(search: Search, model: BlockChain, table: ChainTable) -> None:
+def _offer_around(search: Incumbent, model: BlockChain, table: ChainTable) -> None:
     """Bisect for the last answer whose order fits; offer it and those beside it that fit too."""
     points, fitting = table.points(), {}
 
@@ -113,7 +113,7 @@ class BlockChain:
     def order(self, schedule: Schedule) -> list[int]:
         """What runs in which order when the chain's schedule is carried out."""
         order: list[int] = []
-        ways: dict[int, Way] = {}
+        ways: dict[int, BlockOption] = {}
         begun: set[int] = set()
         for action in schedule.actions:
             k = action.stage
@@ -124,7 +124,7 @@ class BlockChain:
                 begun.add(k)
         return order
 
-    def _runs(self, action: Action, ways: dict[int, Way], first: bool) -> list[int]:
+    def _runs(self, action: Action, ways: dict[int, BlockOption], first: bool) -> list[int]:
         k, block = action.stage, self._blocks[action.stage]
         if action.kind == "backward":
             return [node_of(block, place) for place in ways[k].backward_runs]
@@ -166,7 +166,7 @@ class BlockChain:
         made = [t for t in range(turn, start) if not indexed.is_output[t]]
         return sum(int(indexed.output_bytes[t]) for t in made if max(indexed.readers[t], default=t) >= start)
 
-    def _option(self, k: int, way: Way) -> Option:
+    def _option(self, k: int, way: BlockOption) -> Option:
         block, seconds = self._blocks[k], self._indexed.seconds
         return Option(
             name=f"keep {way.kept_bytes + way.kept_output_bytes} bytes",
@@ -180,7 +180,7 @@ class BlockChain:
             recompute_peak_bytes=way.recompute_peak_bytes,
         )
 
-    def _spared_entry_bytes(self, k: int, way: Way) -> int:
+    def _spared_entry_bytes(self, k: int, way: BlockOption) -> int:
         """Of the block's entry what nobody reads after its forward: it is freed there."""
         if k == 0:
             return 0

@@ -12,7 +12,7 @@ SMALLEST_GAP = 1e-6  # what the integer programs are solved to: no search gets c
 REMEMBERED = 40  # orders that are kept for merging
 
 
-class Search:
+class Incumbent:
     """What is known of one graph and budget; methods offer orders and bounds to it.
 
     Attributes:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 
-from solvers.graph.intervals_model import Model
+from solvers.graph.intervals_model import IntervalsModel
 from solvers.graph.liveness import IndexedGraph, peak_profile, with_end
 from solvers.graph.order_repair import without_spare_runs
 from solvers.problem.solution import GraphCandidate
@@ -48,7 +48,7 @@ def solve(
     if indexed.working_bytes.max() > budget_bytes:
         return GraphCandidate(order=None, lower_bound_seconds=math.inf)
     deadline = time.monotonic() + time_limit_seconds
-    model = Model(with_end(indexed), budget_bytes, most_runs)
+    model = IntervalsModel(with_end(indexed), budget_bytes, most_runs)
     again = model.solve(deadline - time.monotonic())
     if again is None:
         return GraphCandidate(order=None)

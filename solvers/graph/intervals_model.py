@@ -19,7 +19,7 @@ _SECOND_SCALE = 1e3  # the unplanned seconds in the program's units
 _FEASIBLE = 2  # HiGHS: kSolutionStatusFeasible
 
 
-class Model:
+class IntervalsModel:
     """Stage t ends with the first run of node t; before it, earlier nodes run again in rising order.
 
     An interval of node i starts with a run of it. It covers stage t from the start where ``kept[t, i]``, and then up

@@ -32,7 +32,7 @@ from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
 from solvers.problem.solution import GraphCandidate
 
 Sets = NDArray[np.bool_]
-Answer = tuple[float, tuple[int, ...] | None]
+LowerSetAnswer = tuple[float, tuple[int, ...] | None]
 
 MOST_SETS = 2000  # one budget of the program took 1.6 s with 600 sets, and that grows with their square
 _TICKS = 256  # of the forward pass; the paper rounds times to 1 and 10
@@ -62,7 +62,7 @@ def solve(
     if peak_profile(indexed, range(indexed.count)).max() <= budget_bytes:
         return GraphCandidate(order=tuple(range(indexed.count)))
     table = _Table(indexed, exact)
-    best: Answer = (math.inf, None)
+    best: LowerSetAnswer = (math.inf, None)
     step = table.most_bytes // _STEPS + 1
     for own_bytes in range(step, table.most_bytes + step, step):
         best = min(best, _best_of(indexed, table.strategies(own_bytes, deadline), budget_bytes))
@@ -77,7 +77,7 @@ def solve(
     return GraphCandidate(order=best[1])
 
 
-def _best_of(indexed: IndexedGraph, strategies: list[NDArray[np.intp]], budget_bytes: int) -> Answer:
+def _best_of(indexed: IndexedGraph, strategies: list[NDArray[np.intp]], budget_bytes: int) -> LowerSetAnswer:
     """Seconds and order of the fastest strategy that fits; infinite and None where none does."""
     orders = [order for segment_of in strategies for order in _orders(indexed, segment_of)]
     fitting = [order for order in orders if peak_profile(indexed, order).max() <= budget_bytes]

@@ -19,7 +19,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.graph.incumbent import Search
+from solvers.graph.incumbent import Incumbent
 from solvers.graph.liveness import IndexedGraph, peak_profile
 from solvers.graph.moments_program import MomentsProgram
 
@@ -36,7 +36,7 @@ Mask = NDArray[np.bool_]
 class MomentSearch:
     """The rounds on one search; ``step`` makes one round, ``finished`` says that no further one would help."""
 
-    def __init__(self, search: Search, rerunnable: Mask) -> None:
+    def __init__(self, search: Incumbent, rerunnable: Mask) -> None:
         self.search = search
         self.rerunnable = rerunnable
         self.finished = False
@@ -105,7 +105,7 @@ def rerunnable_nodes(indexed: IndexedGraph) -> Mask:
     return chosen if chosen.any() else np.ones(indexed.count, dtype=bool)
 
 
-def first_moments(search: Search) -> list[int]:
+def first_moments(search: Incumbent) -> list[int]:
     """A few nodes, evenly among those that exceed the budget when every node runs once, and the worst of them."""
     profile = peak_profile(search.indexed, range(search.indexed.count))
     over = np.flatnonzero(profile > search.budget_bytes)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.graph.incumbent import Search
+from solvers.graph.incumbent import Incumbent
 from solvers.graph.liveness import peak_profile
 from solvers.graph.moments_program import MomentsProgram
 from solvers.highs import Floats
@@ -30,10 +30,10 @@ _FIRST_SHARE = 0.5  # of the nodes that may run again, free in the first round
 _REPAIRS = 3  # rounds with a lower budget after an order that does not fit
 
 
-class Improvement:
+class NeighbourhoodSearch:
     """Rounds on one search that has an order; ``step`` makes one."""
 
-    def __init__(self, search: Search, rerunnable: Mask, seed: int = 0) -> None:
+    def __init__(self, search: Incumbent, rerunnable: Mask, seed: int = 0) -> None:
         self.search = search
         self.rerunnable = rerunnable
         self._rng = np.random.default_rng(seed)
@@ -90,7 +90,7 @@ class Improvement:
         return free
 
 
-def _reserves(search: Search, order: list[int], moments: list[int]) -> list[int]:
+def _reserves(search: Incumbent, order: list[int], moments: list[int]) -> list[int]:
     """Per moment how much more memory an order needs since the moment before than at it."""
     profile = peak_profile(search.indexed, order)
     place = {v: p for p, v in reversed(list(enumerate(order)))}

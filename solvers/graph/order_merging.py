@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from solvers.graph.incumbent import Search
+from solvers.graph.incumbent import Incumbent
 from solvers.graph.template_program import TemplateProgram, template_of
 
 ROUND_SECONDS = 4.0  # a template that takes longer is too large
@@ -23,10 +23,10 @@ _BUILD_SHARE = 0.3  # of the time left, for building a template's program
 _QUICK_SECONDS = 1.0  # a template that takes less may be larger
 
 
-class Merging:
+class OrderMerging:
     """Rounds on one search that has an order; ``step`` makes one."""
 
-    def __init__(self, search: Search, seed: int = 0) -> None:
+    def __init__(self, search: Incumbent, seed: int = 0) -> None:
         self.search = search
         self._rng = np.random.default_rng(seed)
         self._others = 2

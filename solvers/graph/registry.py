@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from solvers.chain.rotor import Table
 from solvers.graph import checkmate, exhaustive, hierarchy, intervals, lower_sets
 from solvers.graph.eviction import POWERS, eviction_order
-from solvers.graph.incumbent import SMALLEST_GAP, Search
+from solvers.graph.incumbent import SMALLEST_GAP, Incumbent
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
 from solvers.graph.moments import MomentSearch, rerunnable_nodes
-from solvers.graph.neighbourhood_search import Improvement
+from solvers.graph.neighbourhood_search import NeighbourhoodSearch
 from solvers.graph.on_demand import demand_orders
-from solvers.graph.order_merging import Merging
+from solvers.graph.order_merging import OrderMerging
 from solvers.problem.graph import Graph
 from solvers.problem.graph_schedule import GraphSchedule
 from solvers.problem.graph_simulator import replay_graph
@@ -42,14 +42,14 @@ _ROUND_SHARE = 0.35  # of the time that is left, for one round of the moments pr
 _FRONTIER_BUDGETS = 7
 _HALVINGS = 8  # of the range between the largest op and the smallest known budget: to half a percent of it
 
-Method = Callable[[Search, Mask], None]
+Method = Callable[[Incumbent, Mask], None]
 
 
-def _keep_all(search: Search, _: Mask) -> None:
+def _keep_all(search: Incumbent, _: Mask) -> None:
     search.offer(range(search.indexed.count), "keep_all")
 
 
-def _demand(search: Search, rerunnable: Mask) -> None:
+def _demand(search: Incumbent, rerunnable: Mask) -> None:
     """The fastest orders made on demand that fit, tidied."""
     indexed = search.indexed
     orders = takewhile(lambda _: not search.done, demand_orders(indexed, rerunnable))
@@ -58,14 +58,14 @@ def _demand(search: Search, rerunnable: Mask) -> None:
         search.offer(order, "demand")
 
 
-def _eviction(search: Search, rerunnable: Mask) -> None:
+def _eviction(search: Incumbent, rerunnable: Mask) -> None:
     """One order per power of the score, then orders with noise for the rest of the time."""
     trials = _evictions(search, rerunnable)
     while not search.done:
         next(trials)
 
 
-def _evictions(search: Search, rerunnable: Mask) -> Iterator[None]:
+def _evictions(search: Incumbent, rerunnable: Mask) -> Iterator[None]:
     """Endless trials: the published score, its other powers, then all of them with noise."""
     rng, noise = np.random.default_rng(0), np.ones(search.indexed.count)
     for trial in count():
@@ -78,13 +78,13 @@ def _evictions(search: Search, rerunnable: Mask) -> Iterator[None]:
             noise = rng.lognormal(sigma=_NOISE, size=search.indexed.count)
 
 
-def _moments(search: Search, rerunnable: Mask) -> None:
+def _moments(search: Incumbent, rerunnable: Mask) -> None:
     rounds = MomentSearch(search, rerunnable.copy())
     while not search.done and not rounds.finished:
         rounds.step(search.left_seconds)
 
 
-def _auto(search: Search, rerunnable: Mask) -> None:
+def _auto(search: Incumbent, rerunnable: Mask) -> None:
     """Quick orders first, then in turn rounds of the moments program, and as long as they took, of the search."""
     _keep_all(search, rerunnable)
     if search.done:
@@ -112,9 +112,9 @@ def _auto(search: Search, rerunnable: Mask) -> None:
             next(moves)
 
 
-def _moves(search: Search, rerunnable: Mask, trials: Iterator[None]) -> Iterator[None]:
+def _moves(search: Incumbent, rerunnable: Mask, trials: Iterator[None]) -> Iterator[None]:
     """Endless improvement: merge orders, make a fresh one, solve a window again."""
-    merging, improvement = Merging(search), Improvement(search, rerunnable)
+    merging, improvement = OrderMerging(search), NeighbourhoodSearch(search, rerunnable)
     while True:
         next(trials)
         yield
@@ -124,7 +124,7 @@ def _moves(search: Search, rerunnable: Mask, trials: Iterator[None]) -> Iterator
                 yield
 
 
-def _hierarchy(search: Search, rerunnable: Mask) -> None:
+def _hierarchy(search: Incumbent, rerunnable: Mask) -> None:
     """Blocks, menus and the chain table, then local search from there."""
     _keep_all(search, rerunnable)
     if not search.done:
@@ -137,7 +137,7 @@ def _hierarchy(search: Search, rerunnable: Mask) -> None:
 def _candidate(solve: Callable[..., GraphCandidate], name: str) -> Method:
     """A method that answers once."""
 
-    def run(search: Search, _: Mask) -> None:
+    def run(search: Incumbent, _: Mask) -> None:
         timed = {} if solve is exhaustive.solve else {"time_limit_seconds": search.left_seconds}
         candidate = solve(search.indexed, search.budget_bytes, **timed)
         search.offer_bound(candidate.lower_bound_seconds)
@@ -191,7 +191,7 @@ def solve_graph(
     _check(solver, time_limit_seconds, gap)
     start, indexed = time.perf_counter(), IndexedGraph(problem.graph)
     limit = time_limit_seconds or (LARGE_SECONDS if indexed.count > LARGE_NODES else DEFAULT_SECONDS)
-    search = Search(indexed, problem.budget_bytes, time_limit_seconds=limit, gap=gap)
+    search = Incumbent(indexed, problem.budget_bytes, time_limit_seconds=limit, gap=gap)
     interrupted = False
     try:
         search.offer_bound(graph_bound_seconds(indexed, problem.budget_bytes))
@@ -242,7 +242,7 @@ def _check(solver: str, time_limit_seconds: float | None, gap: float) -> None:
         raise ValueError(f"a gap: expected a share from 0 to below 1, got {gap!r}; leave it out for the default")
 
 
-def _solution(search: Search, solver: str, spent_seconds: float, interrupted: bool) -> GraphSolution:
+def _solution(search: Incumbent, solver: str, spent_seconds: float, interrupted: bool) -> GraphSolution:
     if search.order is None and solver == "auto" and search.bound_seconds < math.inf:
         search.offer(_smallest_known(search.indexed.graph), "eviction")
     if search.order is None:
@@ -266,7 +266,7 @@ def _solution(search: Search, solver: str, spent_seconds: float, interrupted: bo
     )
 
 
-def _without_schedule(search: Search, solver: str, spent_seconds: float, interrupted: bool) -> GraphSolution:
+def _without_schedule(search: Incumbent, solver: str, spent_seconds: float, interrupted: bool) -> GraphSolution:
     profile = peak_profile(search.indexed, known := _smallest_known(search.indexed.graph))
     proven = search.bound_seconds == math.inf
     minimum, node = int(profile.max()), known[int(profile.argmax())]

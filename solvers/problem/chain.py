@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
+
+from solvers.problem.plain_data import from_plain, to_plain
 
 FORMAT = "planner-chain"
 VERSION = 1
+# Attributes that files of version 1 call otherwise.
+KEYS = {"optimizer_peak_bytes": "other_peak_bytes", "offload_units": "parcels"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,7 @@ class Option:
     backward_peak_bytes: int
     recompute_seconds: float
     recompute_peak_bytes: int
-    parcels: tuple[int, ...] = ()
+    offload_units: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +86,7 @@ class Stage:
     gradient_bytes: int = 0
     recomputable: bool = True
     linked: bool = True
-    parcels: tuple[int, ...] = ()
+    offload_units: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +131,7 @@ class Chain:
 
     stages: tuple[Stage, ...]
     resident_bytes: int = 0
-    other_peak_bytes: int = 0
+    optimizer_peak_bytes: int = 0
     shared: tuple[Shared, ...] = ()
 
     def __post_init__(self) -> None:
@@ -138,7 +142,7 @@ class Chain:
         for tensor in self.shared:
             _check_shared(tensor, len(self.stages))
         _check_number("chain", "resident_bytes", self.resident_bytes)
-        _check_number("chain", "other_peak_bytes", self.other_peak_bytes)
+        _check_number("chain", "other_peak_bytes", self.optimizer_peak_bytes)
 
     @property
     def unplanned_seconds(self) -> float:
@@ -160,7 +164,7 @@ class Chain:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a problem file (``"format": "planner-chain"``, version 1)."""
-        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return {"format": FORMAT, "version": VERSION, **to_plain(self, KEYS)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Chain:
@@ -171,36 +175,8 @@ class Chain:
                 f"got {data.get('format')!r} version {data.get('version')!r}; "
                 "write it with Chain.to_dict"
             )
-        stages = data.get("stages")
-        if not isinstance(stages, (list, tuple)):
-            raise ValueError("a chain problem: expected a list 'stages', got none; add it")
-        return cls(
-            stages=tuple(_stage_from(s, i) for i, s in enumerate(stages)),
-            shared=tuple(_shared_from(s, i) for i, s in enumerate(data.get("shared", ()))),
-            resident_bytes=data.get("resident_bytes", 0),
-            other_peak_bytes=data.get("other_peak_bytes", 0),
-        )
-
-
-def _stage_from(data: Mapping[str, Any], index: int) -> Stage:
-    _need_mapping(data, f"stage {index}")
-    menu = data.get("options")
-    if not isinstance(menu, (list, tuple)):
-        raise ValueError(f"stage {index}: expected a list 'options', got {menu!r}; add it")
-    options = tuple(_build(Option, _with_parcels(o), f"stage {index} option {i}") for i, o in enumerate(menu))
-    return _build(Stage, {**_with_parcels(data), "options": options}, f"stage {index}")
-
-
-def _with_parcels(data: Any) -> Any:
-    """Lists of JSON are tuples here."""
-    if isinstance(data, Mapping) and isinstance(data.get("parcels"), list):
-        return {**data, "parcels": tuple(data["parcels"])}
-    return data
-
-
-def _shared_from(data: Mapping[str, Any], index: int) -> Shared:
-    lists = {key: tuple(data.get(key, ())) for key in ("readers", "linked_readers", "savers")}
-    return _build(Shared, {**data, **lists}, f"shared tensor {index}")
+        fields = {key: value for key, value in data.items() if key not in ("format", "version")}
+        return from_plain(cls, fields, "a chain problem", KEYS)
 
 
 def _larger(stage: Stage, extra_bytes: int) -> Stage:
@@ -218,23 +194,6 @@ def _check_shared(tensor: Shared, count: int) -> None:
             raise ValueError(f"shared tensor: expected stage numbers from 0 to {count - 1}, got {k!r}; correct it")
 
 
-def _need_mapping(data: Any, where: str) -> None:
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{where}: expected an object with named fields, got {data!r}; correct it")
-
-
-def _build(kind: type, data: Mapping[str, Any], where: str) -> Any:
-    _need_mapping(data, where)
-    known = {f.name for f in fields(kind)}
-    unknown = sorted(set(data) - known)
-    if unknown:
-        raise ValueError(f"{where}: expected fields {sorted(known)}, got also {unknown}; remove them")
-    try:
-        return kind(**data)
-    except TypeError as error:
-        raise ValueError(f"{where}: expected fields {sorted(known)}, got {sorted(data)}; {error}") from error
-
-
 _MAY_BE_NEGATIVE = {"kept_bytes", "gradient_bytes"}
 
 
@@ -247,7 +206,7 @@ def _check_stage(stage: Stage) -> None:
         for field in fields(item):
             if field.name.endswith(("_bytes", "_seconds")):
                 _check_number(f"stage {stage.name!r}", field.name, getattr(item, field.name))
-        _check_parcels(stage, item.parcels)
+        _check_parcels(stage, item.offload_units)
 
 
 def _check_parcels(stage: Stage, parcels: Any) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["forward", "recompute", "backward", "free", "offload", "release", "prefetch"]
-KINDS: tuple[Kind, ...] = ("forward", "recompute", "backward", "free", "offload", "release", "prefetch")
-TRANSFERS: tuple[Kind, ...] = ("offload", "release", "prefetch")
+ActionKind = Literal["forward", "recompute", "backward", "free", "offload", "release", "prefetch"]
+KINDS: tuple[ActionKind, ...] = ("forward", "recompute", "backward", "free", "offload", "release", "prefetch")
+TRANSFERS: tuple[ActionKind, ...] = ("offload", "release", "prefetch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,14 @@ class Action:
     runs the stage again directly before its backward and makes no boundary.
     ``backward`` consumes what was kept. ``free`` drops the boundary after the stage.
 
-    Three actions are about parcel ``option`` of what the stage holds between forward and backward: ``Option.parcels``
-    where it is kept, ``Stage.parcels`` where it was dropped and holds its input. ``offload`` begins to copy it to host
-    memory; ``release`` waits for that copy, then its bytes are free on the device; ``prefetch`` takes them again and
-    begins to copy it back. The stage's next run or backward waits until it has come back.
+    Three actions are about parcel ``option`` of what the stage holds between forward and backward:
+        ``Option.offload_units``
+    where it is kept, ``Stage.offload_units`` where it was dropped and holds its input. ``offload`` begins to copy it to
+    host memory; ``release`` waits for that copy, then its bytes are free on the device; ``prefetch`` takes them again
+    and begins to copy it back. The stage's next run or backward waits until it has come back.
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     option: int | None = None
 

@@ -16,7 +16,7 @@ class ReplayError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class ReplayedAction:
     """One action of the timeline: bytes alive on the device before, at its peak, and after it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Replay:
         copies: between device and host memory, in the order in which they were asked for.
     """
 
-    timeline: tuple[Moment, ...]
+    timeline: tuple[ReplayedAction, ...]
     peak_bytes: int
     seconds: float
     stall_seconds: float = 0.0
@@ -55,13 +55,13 @@ class Replay:
     copies: tuple[Copy, ...] = ()
 
     @property
-    def peak_moment(self) -> Moment:
+    def peak_moment(self) -> ReplayedAction:
         """The action at which the forward-backward peak stands."""
         return max(self.timeline, key=lambda moment: moment.peak_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alive:
+class LiveSet:
     """What a step holds beside its resident bytes as one of its actions begins. Numbers are stages, but for ``shared``.
 
     Attributes:
@@ -104,7 +104,7 @@ def replay(chain: Chain, schedule: Schedule, link: Link | None = None) -> Replay
     peak = max(moment.peak_bytes for moment in timeline)
     return Replay(
         timeline=timeline,
-        peak_bytes=max(peak, chain.other_peak_bytes),
+        peak_bytes=max(peak, chain.optimizer_peak_bytes),
         seconds=sum(moment.seconds for moment in timeline),
         stall_seconds=sum(moment.stall_seconds for moment in timeline),
         host_peak_bytes=state.engines.host_peak_bytes,
@@ -112,7 +112,7 @@ def replay(chain: Chain, schedule: Schedule, link: Link | None = None) -> Replay
     )
 
 
-def alive_before(chain: Chain, schedule: Schedule, position: int) -> Alive:
+def alive_before(chain: Chain, schedule: Schedule, position: int) -> LiveSet:
     """What ``before_bytes`` of action ``position`` is made of.
 
     Raises:
@@ -157,10 +157,10 @@ class _State:
             total += stages[self.pending].gradient_bytes
         return total - self.engines.away_bytes
 
-    def alive(self, action: Action) -> Alive:
+    def alive(self, action: Action) -> LiveSet:
         forward_over = self.reached == len(self.chain.stages) - 1
         again = {action.stage} if action.kind == "recompute" else set()
-        return Alive(
+        return LiveSet(
             boundaries=tuple(sorted(self.boundaries)),
             kept=dict(sorted(self.kept.items())),
             residues=tuple(sorted(self.residues - again)),
@@ -187,7 +187,7 @@ class _State:
         """Stage k has run, keeps nothing, and has its backward still to come."""
         return k <= self.reached and k <= self.pending and k not in self.kept
 
-    def run(self, position: int, action: Action) -> Moment:
+    def run(self, position: int, action: Action) -> ReplayedAction:
         self.position = position
         if not 0 <= action.stage < len(self.chain.stages):
             self._fail(f"stage {action.stage} does not exist")
@@ -200,7 +200,7 @@ class _State:
             raise self._error(str(error)) from error
         after = self.live_bytes()
         self.now += stall + seconds
-        return Moment(
+        return ReplayedAction(
             action=action,
             before_bytes=before,
             peak_bytes=max(before + peak, before, after),
@@ -231,9 +231,9 @@ class _State:
         """Size of a parcel of what the stage holds: what it keeps, or its input while it waits to run again."""
         k = action.stage
         if k in self.kept:
-            parcels = self.kept[k].parcels
+            parcels = self.kept[k].offload_units
         elif self._waits(k) and (k == 0 or k - 1 in self.boundaries):
-            parcels = self.chain.stages[k].parcels
+            parcels = self.chain.stages[k].offload_units
         else:
             raise self._error(f"stage {k} holds nothing that could travel")
         if action.option is None or not 0 <= action.option < len(parcels):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
+
+from solvers.problem.plain_data import from_plain, to_plain
 
 FORMAT = "planner-graph"
 VERSION = 1
@@ -81,13 +83,7 @@ class Graph:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a problem file (``"format": "planner-graph"``, version 1)."""
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "resident_bytes": self.resident_bytes,
-            "nodes": [_node_to_dict(node) for node in self.nodes],
-            "outputs": list(self.outputs),
-        }
+        return {"format": FORMAT, "version": VERSION, **to_plain(self, {})}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Graph:
@@ -97,36 +93,8 @@ class Graph:
                 f"a graph problem: expected format {FORMAT!r} version {VERSION}, "
                 f"got {data.get('format')!r} version {data.get('version')!r}; write it with Graph.to_dict"
             )
-        nodes, outputs = data.get("nodes"), data.get("outputs", ())
-        for key, value in (("nodes", nodes), ("outputs", outputs)):
-            if not isinstance(value, (list, tuple)):
-                raise ValueError(f"a graph problem: expected a list {key!r}, got {value!r}; correct it")
-        assert isinstance(nodes, (list, tuple))
-        return cls(
-            nodes=tuple(_node_from(node, i) for i, node in enumerate(nodes)),
-            outputs=tuple(outputs),
-            resident_bytes=data.get("resident_bytes", 0),
-        )
-
-
-def _node_to_dict(node: Node) -> dict[str, Any]:
-    plain = {field.name: getattr(node, field.name) for field in fields(Node)}
-    return {**plain, "inputs": list(node.inputs)}
-
-
-def _node_from(data: Any, index: int) -> Node:
-    if not isinstance(data, Mapping):
-        raise ValueError(f"node {index}: expected an object with named fields, got {data!r}; correct it")
-    where = f"node {data.get('name', index)!r}"
-    known = {field.name for field in fields(Node)}
-    missing = sorted({"name", "seconds", "output_bytes"} - set(data))
-    unknown = sorted(set(data) - known)
-    if missing or unknown:
-        raise ValueError(f"{where}: expected fields {sorted(known)}, missing {missing}, unknown {unknown}; correct it")
-    inputs = data.get("inputs", ())
-    if not isinstance(inputs, (list, tuple)):
-        raise ValueError(f"{where}: expected a list of node names as inputs, got {inputs!r}; correct it")
-    return Node(**{**data, "inputs": tuple(inputs)})
+        fields = {key: value for key, value in data.items() if key not in ("format", "version")}
+        return from_plain(cls, fields, "a graph problem", {})
 
 
 def _check_node(node: Node) -> None:

@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 from solvers.problem.graph import Graph
 
-Op = Literal["compute", "free"]
+GraphActionKind = Literal["compute", "free"]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphAction:
     """One step: run the node with this index, or drop its output."""
 
-    op: Op
+    op: GraphActionKind
     node: int
 
 

@@ -13,7 +13,7 @@ class GraphReplayError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphMoment:
+class ReplayedGraphAction:
     """One action carried out: the most bytes alive during it, those alive after it, and its seconds."""
 
     action: GraphAction
@@ -26,9 +26,9 @@ class GraphMoment:
 class GraphReplay:
     """What a schedule does: the memory timeline, its peak and where it stands, all seconds, and how often nodes run."""
 
-    timeline: tuple[GraphMoment, ...]
+    timeline: tuple[ReplayedGraphAction, ...]
     peak_bytes: int
-    peak_moment: GraphMoment
+    peak_moment: ReplayedGraphAction
     seconds: float
     runs: tuple[int, ...]
 
@@ -51,7 +51,7 @@ def replay_graph(graph: Graph, schedule: GraphSchedule) -> GraphReplay:
     alive: set[int] = set()
     runs = [0] * len(graph.nodes)
     alive_bytes, fresh, seconds = graph.resident_bytes, 0, 0.0
-    timeline: list[GraphMoment] = []
+    timeline: list[ReplayedGraphAction] = []
     for place, action in enumerate(schedule.actions):
         node = graph.nodes[action.node]
         if action.op == "free":
@@ -76,7 +76,7 @@ def replay_graph(graph: Graph, schedule: GraphSchedule) -> GraphReplay:
             alive_bytes += node.output_bytes
             peak, spent = alive_bytes + node.transient_bytes, node.seconds
         seconds += spent
-        timeline.append(GraphMoment(action=action, peak_bytes=peak, alive_bytes=alive_bytes, seconds=spent))
+        timeline.append(ReplayedGraphAction(action=action, peak_bytes=peak, alive_bytes=alive_bytes, seconds=spent))
     _check_end(graph, index, alive, fresh)
     worst = max(timeline, key=lambda moment: moment.peak_bytes)
     return GraphReplay(

@@ -11,7 +11,7 @@ import torch
 import planner
 from planner.plans.offload_request import Offload
 from planner.runtime.copy_engine import bytes_of
-from planner.runtime.cuda_link import CudaEngine
+from planner.runtime.cuda_link import CudaCopyEngine
 from planner.zoo import build
 from profiler.measurement.link_bandwidth import measure_link
 from profiler.workload.workload import Workload
@@ -51,7 +51,7 @@ def test_the_link_is_measured() -> None:
 
 def test_bytes_survive_whatever_the_memory_is_used_for_meanwhile() -> None:
     """Sources and targets are taken from and given to torch's allocator all the time, and nobody waits on the host."""
-    engine, drawn = CudaEngine(device(), 64 * 2**20), random.Random(1)
+    engine, drawn = CudaCopyEngine(device(), 64 * 2**20), random.Random(1)
     assert engine.bytes.is_pinned()
     away: list[tuple[int, Any]] = []
     back: list[tuple[int, torch.Tensor]] = []
@@ -75,7 +75,7 @@ def test_bytes_survive_whatever_the_memory_is_used_for_meanwhile() -> None:
 
 
 def test_copies_end_while_the_computation_goes_on() -> None:
-    engine = CudaEngine(device(), 2**20)
+    engine = CudaCopyEngine(device(), 2**20)
     factor = torch.zeros(4096, 4096, device=device())
     source = torch.ones(2**20, dtype=torch.uint8, device=device())
     torch.cuda.synchronize()

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStorage, kind_of, makes_room
+from profiler.json_files import from_plain, to_plain
+from profiler.op_graph import KEYS, Choice, ChoiceError, StageOp, StageOps, StageStorage, is_allocation, kind_of
 
 INPUT, BUFFER, ROOT, EXP, TANH, LAST = range(6)
 MUL, TO_EXP, RELU, TO_TANH, ADD = range(5)
@@ -19,15 +20,15 @@ def op(kind: str, **values) -> StageOp:
 def flow(**changes: StageOp) -> StageOps:
     """y = input * buffer; z = exp(y); relu_(y); w = tanh(y); return w + z. Of what is made, z and w are saved."""
     ops = {
-        "mul": op("mul", reads=((INPUT, 0), (BUFFER, 0)), makes=(ROOT,)),
-        "exp": op("exp", reads=((ROOT, 0),), makes=(EXP,), seconds=3.0),
+        "mul": op("mul", reads=((INPUT, 0), (BUFFER, 0)), allocates=(ROOT,)),
+        "exp": op("exp", reads=((ROOT, 0),), allocates=(EXP,), seconds=3.0),
         "relu_": op("relu_", reads=((ROOT, 0),), writes=(ROOT,)),
-        "tanh": op("tanh", reads=((ROOT, 1),), makes=(TANH,), seconds=2.0),
-        "add": op("add", reads=((EXP, 0), (TANH, 0)), makes=(LAST,)),
+        "tanh": op("tanh", reads=((ROOT, 1),), allocates=(TANH,), seconds=2.0),
+        "add": op("add", reads=((EXP, 0), (TANH, 0)), allocates=(LAST,)),
     }
     storages = (
-        StageStorage(size_bytes=8, op=-1, exclusive=True),
-        StageStorage(size_bytes=1, op=-1, held=True, saved=True),
+        StageStorage(size_bytes=8, op=-1, dies_after_stage=True),
+        StageStorage(size_bytes=1, op=-1, always_live=True, saved=True),
         StageStorage(size_bytes=16, op=MUL, versions=1),
         StageStorage(size_bytes=32, op=TO_EXP, saved=True),
         StageStorage(size_bytes=64, op=TO_TANH, saved=True),
@@ -89,12 +90,14 @@ def test_to_drop_ops_keeps_what_they_read(dropped: list[int], kept: tuple[int, .
 
 
 def test_an_op_that_must_not_run_again_is_named_with_the_reason() -> None:
-    fixed = flow(relu_=op("relu_", reads=((ROOT, 0),), writes=(ROOT,), fixed="it must not", module="act"))
+    fixed = flow(
+        relu_=op("relu_", reads=((ROOT, 0),), writes=(ROOT,), not_rerunnable_reason="it must not", module="act")
+    )
     with pytest.raises(ChoiceError, match=r"op 2 \(aten\.relu_\.default in act\): .* it must not; keep what it makes"):
         fixed.rerun({INPUT})
     assert fixed.rerun({INPUT}, forced={RELU}) == {MUL, TO_EXP, RELU, TO_TANH}
     assert fixed.rerun({INPUT, TANH}) == {MUL, TO_EXP}
-    alone = flow(mul=op("mul", reads=((INPUT, 0),), makes=(ROOT,), fixed="no"))
+    alone = flow(mul=op("mul", reads=((INPUT, 0),), allocates=(ROOT,), not_rerunnable_reason="no"))
     with pytest.raises(ChoiceError, match=r"in the stage itself"):
         alone.rerun({INPUT})
 
@@ -104,7 +107,7 @@ def test_a_choice_is_named_after_the_kinds_that_run_longest() -> None:
     assert Choice.of(flow(), [INPUT, ROOT]).name == "exp, tanh, mul (3 ops)"
     assert Choice.of(flow(), [EXP, ROOT], "mine").name == "mine"
     many = StageOps(
-        ops=tuple(op(kind, makes=(k,), seconds=float(k % 3)) for k, kind in enumerate("abcdea")),
+        ops=tuple(op(kind, allocates=(k,), seconds=float(k % 3)) for k, kind in enumerate("abcdea")),
         storages=tuple(StageStorage(size_bytes=1, op=k, saved=True) for k in range(6)),
     )
     # Together a takes 0 + 2 seconds, b 1, c 2, d 0, e 1.
@@ -118,7 +121,7 @@ def test_what_ops_read() -> None:
 
 def test_kinds() -> None:
     assert kind_of("aten.mul.Tensor") == "mul" and kind_of("odd") == "odd"
-    assert [makes_room(f"aten.{name}.default") for name in ("new_empty_strided", "zeros", "new_zeros")] == [
+    assert [is_allocation(f"aten.{name}.default") for name in ("new_empty_strided", "zeros", "new_zeros")] == [
         True,
         False,
         False,
@@ -128,4 +131,4 @@ def test_kinds() -> None:
 def test_a_dataflow_goes_through_plain_data() -> None:
     saved = replace(flow(), modules=(("", "Block"), ("act", "ReLU")))
     saved = replace(saved, storages=tuple(replace(s, saved_in=("act",)) for s in saved.storages))
-    assert StageOps.from_document(saved.to_document()) == saved
+    assert from_plain(StageOps, to_plain(saved, KEYS), KEYS) == saved

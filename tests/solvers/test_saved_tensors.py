@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from solvers.saved_tensors import Held, SavedSet, SavedSets, Step, cheapest, fewest_bytes, frontier
+from solvers.saved_tensors import HeldTensor, RerunCandidate, SavedSet, SavedSets, cheapest, fewest_bytes, frontier
 
 # HiGHS stops within this of the best seconds, relative to all ops' seconds.
 GAP = 1e-5
@@ -16,14 +16,16 @@ GAP = 1e-5
 
 def chain(*sizes: int, seconds: float = 1.0) -> SavedSets:
     """Ops one after another, each reading what the one before made; everything is saved."""
-    steps = tuple(Step(seconds=seconds, reads=((k - 1, 0),) if k else (), makes=(k,)) for k in range(len(sizes)))
-    return SavedSets(steps=steps, storages=tuple(Held(size_bytes=size, saved=True) for size in sizes))
+    steps = tuple(
+        RerunCandidate(seconds=seconds, reads=((k - 1, 0),) if k else (), allocates=(k,)) for k in range(len(sizes))
+    )
+    return SavedSets(steps=steps, storages=tuple(HeldTensor(size_bytes=size, saved=True) for size in sizes))
 
 
 def test_what_costs_least_seconds_per_byte_runs_again() -> None:
     # Storages 0 of 4 bytes made in 1 s and 1 of 2 bytes made from it in 5 s: with 3 bytes only 1 can be kept.
-    storages = (Held(size_bytes=4, saved=True), Held(size_bytes=2, saved=True))
-    steps = (Step(seconds=1.0, makes=(0,)), Step(seconds=5.0, reads=((0, 0),), makes=(1,)))
+    storages = (HeldTensor(size_bytes=4, saved=True), HeldTensor(size_bytes=2, saved=True))
+    steps = (RerunCandidate(seconds=1.0, allocates=(0,)), RerunCandidate(seconds=5.0, reads=((0, 0),), allocates=(1,)))
     problem = SavedSets(steps=steps, storages=storages)
     assert cheapest(problem, 6) == SavedSet((0, 1), (), 6, 0.0)
     assert cheapest(problem, 5) == SavedSet((1,), (0,), 2, 1.0)
@@ -33,7 +35,7 @@ def test_what_costs_least_seconds_per_byte_runs_again() -> None:
 
 def test_an_op_runs_again_only_to_reach_another() -> None:
     # Only the last of three storages is saved: without it all three run again; with the middle one kept, only the last.
-    storages = (Held(size_bytes=9), Held(size_bytes=1), Held(size_bytes=5, saved=True))
+    storages = (HeldTensor(size_bytes=9), HeldTensor(size_bytes=1), HeldTensor(size_bytes=5, saved=True))
     problem = SavedSets(steps=chain(9, 1, 5).steps, storages=storages)
     assert cheapest(problem, 0) == SavedSet((), (0, 1, 2), 0, 3.0)
     assert cheapest(problem, 4) == SavedSet((1,), (2,), 1, 1.0)
@@ -41,7 +43,7 @@ def test_an_op_runs_again_only_to_reach_another() -> None:
 
 
 def test_ops_behind_the_last_saved_value_do_not_run_again() -> None:
-    storages = (Held(size_bytes=3, saved=True), Held(size_bytes=3))
+    storages = (HeldTensor(size_bytes=3, saved=True), HeldTensor(size_bytes=3))
     problem = SavedSets(steps=chain(3, 3).steps, storages=storages)
     assert cheapest(problem, 0) == SavedSet((), (0,), 0, 1.0)
 
@@ -49,11 +51,11 @@ def test_ops_behind_the_last_saved_value_do_not_run_again() -> None:
 def test_a_storage_changed_in_place_is_made_by_all_its_ops() -> None:
     # Op 1 changes storage 0 in place; backward needs the changed one, and op 2 reads it before.
     steps = (
-        Step(seconds=1.0, makes=(0,)),
-        Step(seconds=4.0, reads=((0, 0),), makes=(1,)),
-        Step(seconds=2.0, reads=((0, 0),), writes=(0,)),
+        RerunCandidate(seconds=1.0, allocates=(0,)),
+        RerunCandidate(seconds=4.0, reads=((0, 0),), allocates=(1,)),
+        RerunCandidate(seconds=2.0, reads=((0, 0),), writes=(0,)),
     )
-    storages = (Held(size_bytes=8, saved=True), Held(size_bytes=2, saved=True))
+    storages = (HeldTensor(size_bytes=8, saved=True), HeldTensor(size_bytes=2, saved=True))
     problem = SavedSets(steps=steps, storages=storages)
     assert cheapest(problem, 9) == SavedSet((1,), (0, 2), 2, 3.0)
     assert cheapest(problem, 8) == SavedSet((1,), (0, 2), 2, 3.0)
@@ -63,34 +65,41 @@ def test_a_storage_changed_in_place_is_made_by_all_its_ops() -> None:
 def test_a_kept_storage_does_not_give_its_earlier_version() -> None:
     # Storage 0 is kept as it is in the end; what was read from it before its change needs its first op again.
     steps = (
-        Step(seconds=1.0, makes=(0,)),
-        Step(seconds=1.0, reads=((0, 0),), makes=(1,)),
-        Step(seconds=9.0, reads=((0, 0),), writes=(0,), fixed=True),
+        RerunCandidate(seconds=1.0, allocates=(0,)),
+        RerunCandidate(seconds=1.0, reads=((0, 0),), allocates=(1,)),
+        RerunCandidate(seconds=9.0, reads=((0, 0),), writes=(0,), must_run_once=True),
     )
-    storages = (Held(size_bytes=1, saved=True), Held(size_bytes=8, saved=True))
+    storages = (HeldTensor(size_bytes=1, saved=True), HeldTensor(size_bytes=8, saved=True))
     answer = cheapest(SavedSets(steps=steps, storages=storages), 1)
     assert answer == SavedSet((0,), (0, 1), 1, 2.0)
 
 
 def test_what_must_not_run_again_is_kept() -> None:
-    storages = (Held(size_bytes=7, saved=True), Held(size_bytes=2, saved=True))
-    steps = (Step(seconds=1.0, makes=(0,), fixed=True), Step(seconds=1.0, reads=((0, 0),), makes=(1,)))
+    storages = (HeldTensor(size_bytes=7, saved=True), HeldTensor(size_bytes=2, saved=True))
+    steps = (
+        RerunCandidate(seconds=1.0, allocates=(0,), must_run_once=True),
+        RerunCandidate(seconds=1.0, reads=((0, 0),), allocates=(1,)),
+    )
     problem = SavedSets(steps=steps, storages=storages)
     assert fewest_bytes(problem) == 7 and cheapest(problem, 6) is None
     assert cheapest(problem, 7) == SavedSet((0,), (1,), 7, 1.0)
 
 
 def test_what_comes_from_outside_must_be_kept_to_be_read_again() -> None:
-    steps = (Step(seconds=1.0, reads=((0, 0),), makes=(1,)),)
-    paid = SavedSets(steps=steps, storages=(Held(size_bytes=3, outside=True), Held(size_bytes=4, saved=True)))
+    steps = (RerunCandidate(seconds=1.0, reads=((0, 0),), allocates=(1,)),)
+    paid = SavedSets(
+        steps=steps, storages=(HeldTensor(size_bytes=3, outside=True), HeldTensor(size_bytes=4, saved=True))
+    )
     assert fewest_bytes(paid) == 3 and cheapest(paid, 3) == SavedSet((0,), (0,), 3, 1.0) and cheapest(paid, 2) is None
-    free = SavedSets(steps=steps, storages=(Held(size_bytes=0, outside=True), Held(size_bytes=4, saved=True)))
+    free = SavedSets(
+        steps=steps, storages=(HeldTensor(size_bytes=0, outside=True), HeldTensor(size_bytes=4, saved=True))
+    )
     assert fewest_bytes(free) == 0 and cheapest(free, 0) == SavedSet((0,), (0,), 0, 1.0)
 
 
 def test_nothing_saved_costs_nothing() -> None:
     assert cheapest(SavedSets(steps=(), storages=()), 0) == SavedSet((), (), 0, 0.0)
-    problem = SavedSets(steps=chain(5, 5).steps, storages=(Held(size_bytes=5), Held(size_bytes=5)))
+    problem = SavedSets(steps=chain(5, 5).steps, storages=(HeldTensor(size_bytes=5), HeldTensor(size_bytes=5)))
     assert fewest_bytes(problem) == 0 and cheapest(problem, 0) == SavedSet((), (), 0, 0.0)
 
 
@@ -103,7 +112,7 @@ def rerun_of(problem: SavedSets, kept: set[int]) -> set[int] | None:
     makers: dict[tuple[int, int], int] = {}
     overwritten: dict[int, list[tuple[int, int]]] = {}
     for ordinal, step in enumerate(problem.steps):
-        makers.update({(number, 0): ordinal for number in step.makes})
+        makers.update({(number, 0): ordinal for number in step.allocates})
         for number in step.writes:
             overwritten.setdefault(ordinal, []).append((number, version[number]))
             version[number] += 1
@@ -114,7 +123,7 @@ def rerun_of(problem: SavedSets, kept: set[int]) -> set[int] | None:
         if value[0] in kept and value[1] == version[value[0]]:
             return True
         ordinal = makers.get(value)
-        if ordinal is None or problem.steps[ordinal].fixed:
+        if ordinal is None or problem.steps[ordinal].must_run_once:
             return False
         if ordinal in again:
             return True
@@ -141,12 +150,12 @@ def every_answer(problem: SavedSets) -> list[tuple[int, float]]:
 def random_problem(seed: int, unit_bytes: int) -> SavedSets:
     """A few ops with changes in place, ops that must not run again, and storages from outside."""
     draw = random.Random(seed)
-    storages: list[Held] = []
+    storages: list[HeldTensor] = []
     version: list[int] = []
-    steps: list[Step] = []
+    steps: list[RerunCandidate] = []
     for _ in range(draw.randint(0, 2)):
         size = draw.choice([0, draw.randint(1, 9) * unit_bytes])
-        storages.append(Held(size_bytes=size, saved=draw.random() < 0.3, outside=True))
+        storages.append(HeldTensor(size_bytes=size, saved=draw.random() < 0.3, outside=True))
         version.append(0)
     for _ in range(draw.randint(2, 5)):
         reads = {(n, version[n]) for n in range(len(storages)) if draw.random() < 0.45}
@@ -157,15 +166,15 @@ def random_problem(seed: int, unit_bytes: int) -> SavedSets:
             version[number] += 1
         makes = tuple(range(len(storages), len(storages) + draw.choice([0, 1, 1] if writes else [1, 1, 2])))
         for _ in makes:
-            storages.append(Held(size_bytes=draw.randint(0, 9) * unit_bytes, saved=draw.random() < 0.6))
+            storages.append(HeldTensor(size_bytes=draw.randint(0, 9) * unit_bytes, saved=draw.random() < 0.6))
             version.append(0)
         steps.append(
-            Step(
+            RerunCandidate(
                 seconds=draw.choice([0.0, 1.0, 2.0, 5.0 * draw.random()]),
                 reads=tuple(sorted(reads)),
-                makes=makes,
+                allocates=makes,
                 writes=writes,
-                fixed=draw.random() < 0.15,
+                must_run_once=draw.random() < 0.15,
             )
         )
     return SavedSets(steps=tuple(steps), storages=tuple(storages))

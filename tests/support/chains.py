@@ -38,16 +38,16 @@ def random_chain(seed: int, most_stages: int = 4, odd: bool = False, shared: boo
     stages = tuple(_stage(random, k, odd) for k in range(count))
     tensors = tuple(_tensor(random, count) for _ in range(random.randint(1, 2))) if shared else ()
     other = random.choice([0, 5])
-    return Chain(stages=stages, shared=tensors, resident_bytes=random.randint(0, 3), other_peak_bytes=other)
+    return Chain(stages=stages, shared=tensors, resident_bytes=random.randint(0, 3), optimizer_peak_bytes=other)
 
 
 def with_parcels(chain: Chain, random: Random, most: int = 4) -> Chain:
     """The chain with parts of what stages keep, and of the inputs of those that wait, that may travel."""
     stages = []
     for k, stage in enumerate(chain.stages):
-        options = tuple(replace(o, parcels=_parts(random, o.kept_bytes, most)) for o in stage.options)
+        options = tuple(replace(o, offload_units=_parts(random, o.kept_bytes, most)) for o in stage.options)
         before = chain.stages[k - 1].boundary_bytes if k else 0
-        stages.append(replace(stage, options=options, parcels=_parts(random, before, 1)))
+        stages.append(replace(stage, options=options, offload_units=_parts(random, before, 1)))
     return replace(chain, stages=tuple(stages))
 
 

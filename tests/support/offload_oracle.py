@@ -20,7 +20,7 @@ Parcel = tuple[int, int, str, float]  # stage, number, where it is, seconds unti
 
 class _Place(NamedTuple):
     state: _State
-    parcels: tuple[Parcel, ...]  # those that are not simply here
+    offload_units: tuple[Parcel, ...]  # those that are not simply here
     out_seconds: float  # until the engine to the host is free
     back_seconds: float
 
@@ -30,7 +30,7 @@ def fastest_seconds(problem: Problem) -> float | None:
     chain, link = problem.chain, problem.link
     assert link is not None
     stages = len(chain.stages)
-    if chain.other_peak_bytes > problem.budget_bytes:
+    if chain.optimizer_peak_bytes > problem.budget_bytes:
         return None
     start = _Place(_State(frozenset(), (-1,) * stages, frozenset(), -1, stages - 1), (), 0.0, 0.0)
     tie = count()
@@ -51,18 +51,18 @@ def fastest_seconds(problem: Problem) -> float | None:
 
 def _steps(chain: Chain, link: Link, place: _Place, budget: int) -> Iterator[tuple[float, _Place]]:
     yield from _runs(chain, place, budget)
-    held = {(stage, i): (where, left) for stage, i, where, left in place.parcels}
+    held = {(stage, i): (where, left) for stage, i, where, left in place.offload_units}
     for (stage, i), size in _holdings(chain, place.state).items():
         where, left = held.get((stage, i), ("here", 0.0))
-        others = tuple(p for p in place.parcels if p[:2] != (stage, i))
+        others = tuple(p for p in place.offload_units if p[:2] != (stage, i))
         if where == "here" and (link.host_bytes is None or _hosted(chain, place) + size <= link.host_bytes):
             end = place.out_seconds + link.to_host_seconds(size)
-            yield 0.0, place._replace(parcels=_sorted((*others, (stage, i, "leaving", end))), out_seconds=end)
+            yield 0.0, place._replace(offload_units=_sorted((*others, (stage, i, "leaving", end))), out_seconds=end)
         elif where == "leaving":
-            yield left, _later(place._replace(parcels=_sorted((*others, (stage, i, "away", 0.0)))), left)
+            yield left, _later(place._replace(offload_units=_sorted((*others, (stage, i, "away", 0.0)))), left)
         elif where == "away" and _live(chain, place) + size <= budget:
             end = place.back_seconds + link.to_device_seconds(size)
-            yield 0.0, place._replace(parcels=_sorted((*others, (stage, i, "coming", end))), back_seconds=end)
+            yield 0.0, place._replace(offload_units=_sorted((*others, (stage, i, "coming", end))), back_seconds=end)
 
 
 def _runs(chain: Chain, place: _Place, budget: int) -> Iterator[tuple[float, _Place]]:
@@ -73,23 +73,23 @@ def _runs(chain: Chain, place: _Place, budget: int) -> Iterator[tuple[float, _Pl
             continue
         if edge.action.kind in ("free", "forward") and _input_travels(place, edge.action.stage + 1):
             continue
-        mine = [p for p in place.parcels if p[0] == edge.action.stage and edge.action.kind != "free"]
+        mine = [p for p in place.offload_units if p[0] == edge.action.stage and edge.action.kind != "free"]
         if any(p[2] != "coming" for p in mine):
             continue
         wait = max((p[3] for p in mine), default=0.0)
-        rest = place._replace(state=edge.state, parcels=tuple(p for p in place.parcels if p not in mine))
+        rest = place._replace(state=edge.state, offload_units=tuple(p for p in place.offload_units if p not in mine))
         yield wait + edge.seconds, _later(rest, wait + edge.seconds)
 
 
 def _input_travels(place: _Place, reader: int) -> bool:
     """Whether a stage that waits has parts of its input on a journey."""
-    return any(p[0] == reader and place.state.kept[reader] < 0 for p in place.parcels)
+    return any(p[0] == reader and place.state.kept[reader] < 0 for p in place.offload_units)
 
 
 def _later(place: _Place, seconds: float) -> _Place:
-    parcels = tuple((stage, i, where, max(0.0, left - seconds)) for stage, i, where, left in place.parcels)
+    parcels = tuple((stage, i, where, max(0.0, left - seconds)) for stage, i, where, left in place.offload_units)
     return place._replace(
-        parcels=parcels,
+        offload_units=parcels,
         out_seconds=max(0.0, place.out_seconds - seconds),
         back_seconds=max(0.0, place.back_seconds - seconds),
     )
@@ -105,18 +105,18 @@ def _holdings(chain: Chain, state: _State) -> dict[tuple[int, int], int]:
     for k in range(min(state.reached, state.pending) + 1):
         stage = chain.stages[k]
         if state.kept[k] >= 0:
-            parcels = stage.options[state.kept[k]].parcels
+            parcels = stage.options[state.kept[k]].offload_units
         else:
-            parcels = stage.parcels if k == 0 or k - 1 in state.alive else ()
+            parcels = stage.offload_units if k == 0 or k - 1 in state.alive else ()
         found.update({(k, i): size for i, size in enumerate(parcels)})
     return found
 
 
 def _hosted(chain: Chain, place: _Place) -> int:
     sizes = _holdings(chain, place.state)
-    return sum(sizes[p[:2]] for p in place.parcels)
+    return sum(sizes[p[:2]] for p in place.offload_units)
 
 
 def _live(chain: Chain, place: _Place) -> int:
     sizes = _holdings(chain, place.state)
-    return _bytes_of(chain, place.state) - sum(sizes[p[:2]] for p in place.parcels if p[2] == "away")
+    return _bytes_of(chain, place.state) - sum(sizes[p[:2]] for p in place.offload_units if p[2] == "away")

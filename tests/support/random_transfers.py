@@ -47,6 +47,6 @@ def _waits(chain: Chain, actions: tuple[Action, ...]) -> Iterator[tuple[int, int
         ends = [i for i in range(begin + 1, len(actions)) if actions[i].stage == k and actions[i].kind in kinds]
         dropped = any(a.kind == "free" and a.stage == k - 1 for a in actions[begin : ends[0]])
         if action.option is not None:
-            yield k, begin, ends[0], len(stage.options[action.option].parcels)
+            yield k, begin, ends[0], len(stage.options[action.option].offload_units)
         elif not dropped:
-            yield k, begin, ends[0], len(stage.parcels)
+            yield k, begin, ends[0], len(stage.offload_units)

@@ -31,4 +31,4 @@ def small_chain() -> Chain:
 
 def two_stages() -> Chain:
     """Of the small chain: a stage keeps 4, returns 1, needs 6 in forward (2 without keeping), 1 in backward."""
-    return replace(small_chain(), stages=small_chain().stages[:2], resident_bytes=10, other_peak_bytes=15)
+    return replace(small_chain(), stages=small_chain().stages[:2], resident_bytes=10, optimizer_peak_bytes=15)

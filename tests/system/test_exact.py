@@ -264,10 +264,10 @@ def test_a_plan_is_inactive_in_eval_mode_and_without_gradients() -> None:
 
 
 def test_nothing_stays_behind_when_backward_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    frames: list[weakref.ref[planned_step.Frame]] = []
-    first = planned_step.Frame.run_first
+    frames: list[weakref.ref[planned_step.DroppedStage]] = []
+    first = planned_step.DroppedStage.run_first
     monkeypatch.setattr(
-        planned_step.Frame, "run_first", lambda self, *a: frames.append(weakref.ref(self)) or first(self, *a)
+        planned_step.DroppedStage, "run_first", lambda self, *a: frames.append(weakref.ref(self)) or first(self, *a)
     )
     work = workload("dropout")
     profile = planner.profile(work)

@@ -18,7 +18,7 @@ from planner.plans.cost_model import chain_of
 from planner.plans.solving import plan_of
 from planner.runtime import applier
 from planner.runtime.planned_step import _WARNED
-from planner.runtime.simulated_link import ArtificialEngine
+from planner.runtime.simulated_link import SimulatedCopyEngine
 from profiler.workload.workload import Workload
 from solvers import Chain, Problem, Schedule, Solution, replay
 from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
@@ -46,14 +46,14 @@ def small_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> list[ArtificialEngine]:
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedCopyEngine]:
     """The engines of all plans that the test applies."""
-    found: list[ArtificialEngine] = []
+    found: list[SimulatedCopyEngine] = []
     make = applier.engine_for
 
     def noted(*args: Any) -> Any:
         engine = make(*args)
-        if isinstance(engine, ArtificialEngine):
+        if isinstance(engine, SimulatedCopyEngine):
             found.append(engine)
         return engine
 
@@ -117,7 +117,7 @@ def profiles() -> Iterator[dict[str, planner.Profile]]:
 
 @pytest.mark.parametrize(("name", "make"), CASES)
 def test_what_travels_changes_no_number_and_takes_the_predicted_bytes(
-    name: str, make: str, profiles: dict[str, planner.Profile], engines: list[ArtificialEngine]
+    name: str, make: str, profiles: dict[str, planner.Profile], engines: list[SimulatedCopyEngine]
 ) -> None:
     expected = state_after(workload(name))
     plan = planned(profiles[name], SCHEDULES[make])
@@ -139,7 +139,7 @@ def everything(profiles: dict[str, planner.Profile]) -> planner.Plan:
 
 @pytest.mark.parametrize("rate", [3e5, 1e7, 1e12, float("inf")])
 def test_bytes_do_not_depend_on_how_fast_the_link_is(
-    rate: float, profiles: dict[str, planner.Profile], engines: list[ArtificialEngine]
+    rate: float, profiles: dict[str, planner.Profile], engines: list[SimulatedCopyEngine]
 ) -> None:
     link = Link(to_host_bytes_per_second=rate, to_device_bytes_per_second=2 * rate, latency_seconds=1e-6)
     plan = planned(profiles["dropout"], kept, share=0.5, link=link)
@@ -184,7 +184,7 @@ def tiny() -> Workload:
 
 
 @pytest.mark.parametrize("make", ["kept", "recomputed"])
-def test_nothing_is_left_after_a_thousand_steps(make: str, engines: list[ArtificialEngine]) -> None:
+def test_nothing_is_left_after_a_thousand_steps(make: str, engines: list[SimulatedCopyEngine]) -> None:
     work = tiny()
     plan = planned(planner.profile(work, stages=["0", "1", "2"]), SCHEDULES[make])
     with planner.apply(work.model, plan):
@@ -211,7 +211,7 @@ def breaking(*_: Any) -> Any:
 
 
 def test_an_exception_in_forward_or_backward_leaves_nothing_behind(
-    engines: list[ArtificialEngine], everything: planner.Plan
+    engines: list[SimulatedCopyEngine], everything: planner.Plan
 ) -> None:
     work = workload("dropout")
     expected = gradients(workload("dropout"))
@@ -233,7 +233,7 @@ def test_an_exception_in_forward_or_backward_leaves_nothing_behind(
 
 
 def test_nothing_stays_in_host_memory_when_backward_never_comes(
-    engines: list[ArtificialEngine], everything: planner.Plan
+    engines: list[SimulatedCopyEngine], everything: planner.Plan
 ) -> None:
     work = workload("dropout")
     with planner.apply(work.model, everything):
@@ -249,7 +249,7 @@ def test_nothing_stays_in_host_memory_when_backward_never_comes(
 
 @pytest.mark.parametrize("make", ["kept", "inside"])
 def test_a_retained_graph_goes_backward_twice(
-    make: str, profiles: dict[str, planner.Profile], engines: list[ArtificialEngine]
+    make: str, profiles: dict[str, planner.Profile], engines: list[SimulatedCopyEngine]
 ) -> None:
     work, expected = workload("dropout"), gradients(workload("dropout"))
     parameters = list(work.model.parameters())
@@ -263,7 +263,7 @@ def test_a_retained_graph_goes_backward_twice(
 
 @pytest.mark.parametrize("make", ["kept", "recomputed", "halves", "inside"])
 def test_a_part_of_the_graph_is_differentiated_and_the_rest_later(
-    make: str, profiles: dict[str, planner.Profile], engines: list[ArtificialEngine]
+    make: str, profiles: dict[str, planner.Profile], engines: list[SimulatedCopyEngine]
 ) -> None:
     def in_parts(work: Workload) -> Tensors:
         torch.manual_seed(5)
@@ -281,7 +281,7 @@ def test_a_part_of_the_graph_is_differentiated_and_the_rest_later(
 
 
 def test_two_graphs_alive_at_once_share_the_host_memory_and_say_what_does_not_fit(
-    profiles: dict[str, planner.Profile], engines: list[ArtificialEngine]
+    profiles: dict[str, planner.Profile], engines: list[SimulatedCopyEngine]
 ) -> None:
     def both(work: Workload) -> None:
         first, second = work.forward(), work.forward()
@@ -297,7 +297,7 @@ def test_two_graphs_alive_at_once_share_the_host_memory_and_say_what_does_not_fi
         assert engines[0].memory.held_bytes == 0 and engines[0].memory.peak_bytes <= plan.host_bytes
 
 
-def test_gradients_accumulate_over_micro_steps(everything: planner.Plan, engines: list[ArtificialEngine]) -> None:
+def test_gradients_accumulate_over_micro_steps(everything: planner.Plan, engines: list[SimulatedCopyEngine]) -> None:
     def three(work: Workload) -> None:
         for _ in range(3):
             (work.forward() / 3).backward()
@@ -308,7 +308,7 @@ def test_gradients_accumulate_over_micro_steps(everything: planner.Plan, engines
         assert engines[0].memory.held_bytes == 0
 
 
-def test_under_autocast_the_same_bytes_travel(engines: list[ArtificialEngine]) -> None:
+def test_under_autocast_the_same_bytes_travel(engines: list[SimulatedCopyEngine]) -> None:
     profile = planner.profile(workload("dropout", autocast=torch.bfloat16))
     for make in (kept, choosing_inside):
         plan = planned(profile, make)
@@ -321,7 +321,7 @@ def test_under_autocast_the_same_bytes_travel(engines: list[ArtificialEngine]) -
 
 @pytest.mark.parametrize("make", ["kept", "inside"])
 def test_with_other_shapes_nothing_of_a_kept_stage_travels_and_all_is_right(
-    make: str, profiles: dict[str, planner.Profile], engines: list[ArtificialEngine]
+    make: str, profiles: dict[str, planner.Profile], engines: list[SimulatedCopyEngine]
 ) -> None:
     work, other = workload("dropout"), workload("dropout")
     for each in (work, other):
@@ -336,7 +336,7 @@ def test_with_other_shapes_nothing_of_a_kept_stage_travels_and_all_is_right(
 def sent_late(chain: Chain) -> Schedule:
     """Everything is kept; what stage 3 saves is sent as its forward ends, and let go of after the last forward."""
     actions: list[Action] = []
-    parcels = range(len(chain.stages[3].options[0].parcels))
+    parcels = range(len(chain.stages[3].options[0].offload_units))
     for action in kept(chain).actions:
         actions.append(action)
         if action == Action("forward", 3, 0):
@@ -389,7 +389,7 @@ def with_option(number: int) -> Callable[[Chain], Schedule]:
 
 @pytest.mark.filterwarnings("error:planned stage")
 def test_under_every_option_of_a_transformers_block_what_is_left_travels(
-    blocks: planner.Profile, engines: list[ArtificialEngine]
+    blocks: planner.Profile, engines: list[SimulatedCopyEngine]
 ) -> None:
     settings = {"layers": 3, "batch": 2, "hidden": 32, "seq": 32, "vocab": 100}
     expected = gradients(zoo.build("gpt2", **settings))
@@ -414,7 +414,7 @@ def test_on_a_device_without_streams_nothing_travels_which_is_said(
 
 
 def test_the_engine_is_that_of_the_device_that_the_model_is_on(
-    everything: planner.Plan, engines: list[ArtificialEngine], monkeypatch: pytest.MonkeyPatch
+    everything: planner.Plan, engines: list[SimulatedCopyEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, found = workload("dropout"), applier.device_of
     monkeypatch.setattr(applier, "device_of", lambda _: torch.device("meta"))

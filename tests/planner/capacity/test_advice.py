@@ -18,7 +18,7 @@ from planner.capacity.advice_plot import advice_figure, draw_advice
 from planner.capacity.advice_report import document_of, foremost, report_of, shortened
 from planner.capacity.lever_search import Found, LeverSearch, _Form, _result_of_micro_batches
 from planner.capacity.levers import Combination, rank, worst
-from planner.capacity.workload_variants import Forms, PartLoss
+from planner.capacity.workload_variants import PartLoss, WorkloadVariants
 from planner.cli.shell import show
 from planner.plans.offload_request import Offload
 from planner.plans.solving import quick_plan
@@ -42,7 +42,7 @@ def build(batch=64, layers=4, norm=False, optimizer="adamw"):
 
 
 def forms(**settings):
-    return Forms(build, settings, "batch", None, True, None)
+    return WorkloadVariants(build, settings, "batch", None, True, None)
 
 
 @pytest.fixture(scope="module")

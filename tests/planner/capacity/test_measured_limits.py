@@ -9,9 +9,9 @@ import torch
 
 from planner import Offload, zoo
 from planner.capacity.measured_limits import LimitSearch
-from planner.capacity.predicted_limits import Forecast
-from planner.capacity.size_profiles import growth_over
-from planner.capacity.smallest_size import Footing
+from planner.capacity.predicted_limits import PredictedLimits
+from planner.capacity.size_profiles import scaling_over
+from planner.capacity.smallest_size import SearchStart
 from planner.plans.cost_model import chain_of
 from planner.runtime.step_trial import Trial
 from solvers.chain.minimum_memory import shortage
@@ -27,7 +27,7 @@ def build(batch):
 
 @pytest.fixture(scope="module")
 def growth():
-    return growth_over(build, SIZES, menus=False, progress=lambda size: lambda what, done, total: None)
+    return scaling_over(build, SIZES, menus=False, progress=lambda size: lambda what, done, total: None)
 
 
 def needed(growth, size):
@@ -37,14 +37,14 @@ def needed(growth, size):
 
 def search(growth, monkeypatch, peak, seconds=lambda size: 1.0, step=STEP) -> Any:
     """All limits, where a step takes the bytes ``peak(expected)`` says and the seconds that ``seconds(size)`` says."""
-    forecast = Forecast(growth, BUDGET, Offload(mode="never"))
+    forecast = PredictedLimits(growth, BUDGET, Offload(mode="never"))
 
     def train(build, size, plan, *, repeats):
         expected = forecast.plan_at("none", size)[1] if plan is None else plan.predicted_peak_bytes
         return Trial(size=size, peak_bytes=peak(plan, expected), seconds=seconds(size), plan=plan)
 
     monkeypatch.setattr("planner.capacity.measured_limits.trial", train)
-    footing = Footing(start=step, step=step, states_bytes=1, device=torch.device("cpu"))
+    footing = SearchStart(start=step, step=step, states_bytes=1, device=torch.device("cpu"))
     return LimitSearch(build, "batch", footing, forecast, lambda what: None).run(())
 
 
@@ -58,7 +58,7 @@ def test_right_predictions_need_no_correction(growth, monkeypatch):
 def test_a_wrong_guess_is_corrected(growth, monkeypatch):
     right = search(growth, monkeypatch, lambda plan, expected: expected)
     guesses = {"none": STEP, "recompute": 3 * right.recompute.size}
-    monkeypatch.setattr(Forecast, "largest", lambda self, way, **_: guesses[way])
+    monkeypatch.setattr(PredictedLimits, "largest", lambda self, way, **_: guesses[way])
     found = search(growth, monkeypatch, lambda plan, expected: expected)
     for way, guess in guesses.items():
         limit = getattr(found, way)
@@ -131,7 +131,7 @@ def fast_between(growth, monkeypatch):
     def seconds(size):
         return size / (10.0 if low < size < high else 1.0)
 
-    monkeypatch.setattr(Forecast, "seconds_at", lambda self, size, plan: seconds(size))
+    monkeypatch.setattr(PredictedLimits, "seconds_at", lambda self, size, plan: seconds(size))
     return low, high, seconds
 
 

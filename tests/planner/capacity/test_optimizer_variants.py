@@ -51,7 +51,7 @@ def test_the_computed_profile_is_the_measured_one(clip_norm):
         )
         chain = chain_of(computed)
         assert replay(chain, baselines.keep_all(chain)[0]).peak_bytes <= computed.unplanned_peak_bytes
-        assert chain.other_peak_bytes == measured.optimizer.peak_bytes
+        assert chain.optimizer_peak_bytes == measured.optimizer.peak_bytes
 
 
 def test_states_of_sgd_are_one_momentum():

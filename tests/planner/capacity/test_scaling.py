@@ -9,8 +9,8 @@ import torch
 
 import planner
 from planner import zoo
-from planner.capacity.scaling import Growth, Unlike, seconds_at, whole_at
-from planner.capacity.size_profiles import growth_over
+from planner.capacity.scaling import IncompatibleProfiles, ProfileScaling, seconds_at, whole_at
+from planner.capacity.size_profiles import scaling_over
 from planner.plans.cost_model import chain_of
 from solvers import replay
 from solvers.chain.baselines import keep_all
@@ -29,7 +29,7 @@ def build(size):
 
 @pytest.fixture(scope="module")
 def growth():
-    return growth_over(build, SIZES, menus=True, progress=_quiet)
+    return scaling_over(build, SIZES, menus=True, progress=_quiet)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_options_are_the_same_whatever_they_are_called(growth):
 
 
 def test_options_are_predicted_as_they_are_measured(growth):
-    predicted = Growth(sizes=SIZES[1:], profiles=growth.profiles[1:]).at(SIZES[0])
+    predicted = ProfileScaling(sizes=SIZES[1:], profiles=growth.profiles[1:]).at(SIZES[0])
     found, measured = (
         {
             (record.name, option.rerun): (option.freed_bytes, option.forward_peak_bytes, option.backward_peak_bytes)
@@ -122,7 +122,7 @@ def test_what_grows_as_a_square_is_said_to_and_predicted():
         model = torch.nn.Sequential(*[torch.nn.PReLU() for _ in range(3)])
         return planner.Workload(model=model, inputs=torch.randn(size, size), loss=lambda y: y.square().mean())
 
-    growth = growth_over(wider, (40, 60, 80), menus=False, progress=_quiet)
+    growth = scaling_over(wider, (40, 60, 80), menus=False, progress=_quiet)
     assert not growth.is_linear and growth.bend > 0
     assert any("faster than linearly" in note for note in growth.notes())
     assert growth.at(200).unplanned_peak_bytes == planner.measure(wider(200), repeats=1).peak_bytes
@@ -147,25 +147,25 @@ def test_how_far_off_the_line_bytes_are_is_said_of_both_sides(growth, held, says
 
 
 def test_two_sizes_are_a_line(growth):
-    pair = Growth(sizes=SIZES[1:], profiles=growth.profiles[1:])
+    pair = ProfileScaling(sizes=SIZES[1:], profiles=growth.profiles[1:])
     assert pair.bend == 0 and pair.is_linear and "two sizes cannot tell" in pair.notes()[0]
     assert pair.at(9).unplanned_peak_bytes == growth.at(9).unplanned_peak_bytes
 
 
 def test_profiles_of_other_stages_are_refused(growth):
     short = replace(growth.profiles[0], stages=growth.profiles[0].stages[:-1])
-    with pytest.raises(Unlike, match="expected the same stages"):
+    with pytest.raises(IncompatibleProfiles, match="expected the same stages"):
         replace(growth, profiles=(short, *growth.profiles[1:])).at(5)
     other = replace(growth.profiles[0].stages[1], name="another")
     stages = (growth.profiles[0].stages[0], other, *growth.profiles[0].stages[2:])
-    with pytest.raises(Unlike, match="another"):
+    with pytest.raises(IncompatibleProfiles, match="another"):
         replace(growth, profiles=(replace(growth.profiles[0], stages=stages), *growth.profiles[1:])).at(5)
 
 
 def test_one_size_or_falling_ones_are_refused(growth):
     for sizes in ((2,), (3, 2), (2, 2)):
         with pytest.raises(ValueError, match="two or more rising sizes"):
-            Growth(sizes=sizes, profiles=growth.profiles[: len(sizes)])
+            ProfileScaling(sizes=sizes, profiles=growth.profiles[: len(sizes)])
 
 
 def test_a_stage_can_run_again_only_where_it_can_at_every_size_and_draws_random_numbers_where_it_does_at_any(growth):

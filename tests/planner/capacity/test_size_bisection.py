@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from planner.capacity.size_bisection import MOST, Settled, largest, settle
+from planner.capacity.size_bisection import MOST, BisectionResult, bisect_size, largest
 
 
 @pytest.mark.parametrize("step", [1, 3, 16])
@@ -29,8 +29,8 @@ def test_every_limit_is_settled_from_every_guess():
             tried.append(size)
             return size <= limit
 
-        found = settle(guess, attempt, floor=floor, step=1, tries=20)
-        assert found == Settled(size=limit, tried=limit > floor, next_fails=True)
+        found = bisect_size(guess, attempt, floor=floor, step=1, tries=20)
+        assert found == BisectionResult(size=limit, tried=limit > floor, next_fails=True)
         assert len(tried) == len({*tried})
         assert all(size > floor for size in tried)
         if guess == limit:
@@ -44,22 +44,24 @@ def test_sizes_tried_are_multiples_of_the_step_above_the_floor():
         tried.append(size)
         return size <= 100
 
-    assert settle(32, attempt, floor=16, step=16, tries=20).size == 96
+    assert bisect_size(32, attempt, floor=16, step=16, tries=20).size == 96
     assert all(size % 16 == 0 for size in tried)
 
 
 def test_what_cannot_be_tried_leaves_the_guess_as_it_is():
-    assert settle(9, lambda size: None, floor=2, step=1, tries=5) == Settled(size=9, tried=False, next_fails=False)
+    assert bisect_size(9, lambda size: None, floor=2, step=1, tries=5) == BisectionResult(
+        size=9, tried=False, next_fails=False
+    )
 
 
 def test_a_next_size_that_cannot_be_tried_is_said_to_be_untried():
-    found = settle(9, lambda size: True if size <= 9 else None, floor=0, step=1, tries=5)
-    assert found == Settled(size=9, tried=True, next_fails=False)
+    found = bisect_size(9, lambda size: True if size <= 9 else None, floor=0, step=1, tries=5)
+    assert found == BisectionResult(size=9, tried=True, next_fails=False)
 
 
 def test_below_a_failure_only_what_was_tried_counts():
-    found = settle(9, lambda size: False if size == 9 else None, floor=2, step=1, tries=5)
-    assert found == Settled(size=2, tried=False, next_fails=False)
+    found = bisect_size(9, lambda size: False if size == 9 else None, floor=2, step=1, tries=5)
+    assert found == BisectionResult(size=2, tried=False, next_fails=False)
 
 
 def test_tries_are_bounded():
@@ -69,10 +71,10 @@ def test_tries_are_bounded():
         tried.append(size)
         return True
 
-    found = settle(1, attempt, floor=0, step=1, tries=6)
+    found = bisect_size(1, attempt, floor=0, step=1, tries=6)
     assert (len(tried), found.size, found.next_fails) == (6, max(tried), False)
 
 
 def test_where_the_tries_end_above_untried_sizes_the_next_one_is_not_said_to_fail():
-    found = settle(9, lambda size: size <= 2, floor=0, step=1, tries=2)  # 9 and 8 fail, 1 to 7 are left
-    assert found == Settled(size=0, tried=False, next_fails=False)
+    found = bisect_size(9, lambda size: size <= 2, floor=0, step=1, tries=2)  # 9 and 8 fail, 1 to 7 are left
+    assert found == BisectionResult(size=0, tried=False, next_fails=False)

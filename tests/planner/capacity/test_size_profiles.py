@@ -11,10 +11,10 @@ import torch
 import planner
 from planner.capacity import size_profiles
 from planner.capacity.measured_limits import LimitSearch
-from planner.capacity.predicted_limits import Forecast
-from planner.capacity.scaling import Growth
-from planner.capacity.size_profiles import EachSize, NoProfile
-from planner.capacity.smallest_size import Footing
+from planner.capacity.predicted_limits import PredictedLimits
+from planner.capacity.scaling import ProfileScaling
+from planner.capacity.size_profiles import NoProfile, PerSizeProfiles
+from planner.capacity.smallest_size import SearchStart
 from planner.runtime.step_trial import Trial
 
 BUDGET = 10**7
@@ -30,22 +30,22 @@ def build(layers):
 
 @pytest.fixture(scope="module")
 def known():
-    return Growth(sizes=(1, 2), profiles=tuple(planner.profile(build(size), menus=False) for size in (1, 2)))
+    return ProfileScaling(sizes=(1, 2), profiles=tuple(planner.profile(build(size), menus=False) for size in (1, 2)))
 
 
 @pytest.fixture
 def profiles(known):
-    return EachSize(build, known, menus=False, progress=lambda size: lambda what, done, total: None, why="")
+    return PerSizeProfiles(build, known, menus=False, progress=lambda size: lambda what, done, total: None, why="")
 
 
 def search(profiles, monkeypatch) -> Any:
-    forecast = Forecast(profiles, BUDGET, planner.Offload(mode="never"))
+    forecast = PredictedLimits(profiles, BUDGET, planner.Offload(mode="never"))
 
     def train(build, size, plan, *, repeats):
         return Trial(size=size, peak_bytes=forecast.plan_at("none", size)[1], seconds=float(size), plan=plan)
 
     monkeypatch.setattr("planner.capacity.measured_limits.trial", train)
-    footing = Footing(start=1, step=1, states_bytes=1, device=torch.device("cpu"))
+    footing = SearchStart(start=1, step=1, states_bytes=1, device=torch.device("cpu"))
     return LimitSearch(build, "layers", footing, forecast, lambda what: None).run(())
 
 
@@ -88,11 +88,11 @@ def test_a_size_is_profiled_where_there_is_room_for_its_peak_and_a_copy_of_what_
     """Peaks of 1000, 2000 and 4000 bytes: the line through the last two is at 8000 with two layers more."""
     first, last = known.profiles
     peaks = zip((first, last, last), (1000, 2000, 4000), strict=True)
-    three = Growth(sizes=(1, 2, 3), profiles=tuple(replace(p, unplanned_peak_bytes=peak) for p, peak in peaks))
+    three = ProfileScaling(sizes=(1, 2, 3), profiles=tuple(replace(p, unplanned_peak_bytes=peak) for p, peak in peaks))
     room = 8000 + last.resident.total - missing_bytes
     monkeypatch.setattr("planner.runtime.step_trial.room_bytes", lambda device: room)
     monkeypatch.setattr(size_profiles, "profile", lambda workload, **options: last)
-    profiles = EachSize(build, three, menus=False, progress=lambda size: lambda what, done, total: None, why="")
+    profiles = PerSizeProfiles(build, three, menus=False, progress=lambda size: lambda what, done, total: None, why="")
     if missing_bytes:
         with pytest.raises(NoProfile, match="no room"):
             profiles.at(5)
@@ -107,7 +107,9 @@ def test_a_size_that_was_refused_is_not_tried_again(known):
         built.append(size)
         return build(size)
 
-    profiles = EachSize(refusing, known, menus=False, progress=lambda size: lambda what, done, total: None, why="")
+    profiles = PerSizeProfiles(
+        refusing, known, menus=False, progress=lambda size: lambda what, done, total: None, why=""
+    )
     for _ in range(2):
         with pytest.raises(NoProfile, match="refused"):
             profiles.at(UNFIT)

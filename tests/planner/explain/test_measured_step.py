@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import planner
 from planner import zoo
-from planner.explain.measured_step import Places, StepView, view_step
+from planner.explain.measured_step import MeasuredStep, Places, view_step
 from planner.explain.peak_report import peak_rows
 from planner.explain.timeline import Timeline, predicted_timelines
 from planner.plans.plan import chain_in
@@ -29,11 +29,11 @@ def plan(files) -> planner.Plan:
 
 
 @pytest.fixture(scope="module")
-def view(plan: planner.Plan) -> StepView:
+def view(plan: planner.Plan) -> MeasuredStep:
     return view_step(small_mlp(), plan, rounds=1)
 
 
-def test_the_highest_moments_are_those_that_the_meter_measures(plan: planner.Plan, view: StepView) -> None:
+def test_the_highest_moments_are_those_that_the_meter_measures(plan: planner.Plan, view: MeasuredStep) -> None:
     work = small_mlp()
     assert view.unplanned.peak.peak_bytes == planner.measure(work, repeats=1).peak_bytes
     with planner.apply(work.model, plan):
@@ -51,12 +51,12 @@ def bytes_of(timeline: Timeline, plan: planner.Plan) -> list[tuple]:
     ]
 
 
-def test_without_the_plan_every_stage_is_as_predicted(plan: planner.Plan, view: StepView) -> None:
+def test_without_the_plan_every_stage_is_as_predicted(plan: planner.Plan, view: MeasuredStep) -> None:
     unplanned, _ = predicted_timelines(chain_in(plan), plan.schedule)
     assert bytes_of(view.unplanned, plan) == bytes_of(unplanned, plan)
 
 
-def test_with_the_plan_the_same_stages_run_again(plan: planner.Plan, view: StepView) -> None:
+def test_with_the_plan_the_same_stages_run_again(plan: planner.Plan, view: MeasuredStep) -> None:
     _, planned = predicted_timelines(chain_in(plan), plan.schedule)
     again = [[s.stage for s in t.spans if s.action == "recompute"] for t in (view.planned, planned)]
     assert again[0] == again[1] != []
@@ -81,7 +81,7 @@ def test_what_the_plan_knows_as_one_action_is_one_span(plan: planner.Plan) -> No
     assert (second.stage, second.peak_bytes) == (stages[1], 4)
 
 
-def test_the_peak_s_parts_add_up_and_no_tensor_comes_twice(view: StepView, plan: planner.Plan) -> None:
+def test_the_peak_s_parts_add_up_and_no_tensor_comes_twice(view: MeasuredStep, plan: planner.Plan) -> None:
     parts = view.peak.parts
     assert sum(part.size_bytes for part in parts) == view.peak.peak_bytes
     assert sum(row.size_bytes for row in peak_rows(view.peak, plan)) == view.peak.peak_bytes

@@ -26,17 +26,24 @@ def op(kind: str, module: str, **values) -> StageOp:
 # 4 (1 MiB) from 3, room 5 (1 MiB) is filled with random numbers, and mul makes the output 6 from 4 and 5.
 OPS = StageOps(
     ops=(
-        op("mm", "fc", reads=((0, 0), (1, 0)), makes=(2,), seconds=0.020),
+        op("mm", "fc", reads=((0, 0), (1, 0)), allocates=(2,), seconds=0.020),
         op("view", "fc", reads=((2, 0),)),
-        op("gelu", "act", reads=((2, 0),), makes=(3,), seconds=0.002),
-        op("exp", "act", reads=((3, 0),), makes=(4,), seconds=0.004),
-        op("empty_like", "drop", reads=((4, 0),), makes=(5,)),
-        op("bernoulli_", "drop", reads=((5, 0),), writes=(5,), random=True, fixed="it draws from its own generator"),
-        op("mul", "drop", reads=((4, 0), (5, 1)), makes=(6,)),
+        op("gelu", "act", reads=((2, 0),), allocates=(3,), seconds=0.002),
+        op("exp", "act", reads=((3, 0),), allocates=(4,), seconds=0.004),
+        op("empty_like", "drop", reads=((4, 0),), allocates=(5,)),
+        op(
+            "bernoulli_",
+            "drop",
+            reads=((5, 0),),
+            writes=(5,),
+            random=True,
+            not_rerunnable_reason="it draws from its own generator",
+        ),
+        op("mul", "drop", reads=((4, 0), (5, 1)), allocates=(6,)),
     ),
     storages=(
-        StageStorage(size_bytes=2 * MIB, op=-1, saved=True, held=True),
-        StageStorage(size_bytes=3 * MIB, op=-1, saved=True, held=True),
+        StageStorage(size_bytes=2 * MIB, op=-1, saved=True, always_live=True),
+        StageStorage(size_bytes=3 * MIB, op=-1, saved=True, always_live=True),
         StageStorage(size_bytes=4 * MIB, op=0, saved=True),
         StageStorage(size_bytes=4 * MIB, op=2, saved=True),
         StageStorage(size_bytes=MIB, op=3, saved=True),
@@ -85,7 +92,7 @@ def test_what_is_kept_for_an_op_that_runs_again_and_what_runs_again_for_another(
 
 
 def test_an_op_behind_one_that_must_not_run_again_says_so() -> None:
-    fixed = replace(OPS.ops[2], fixed="it communicates")
+    fixed = replace(OPS.ops[2], not_rerunnable_reason="it communicates")
     menu = MenuRecord(ops=replace(OPS, ops=(*OPS.ops[:2], fixed, *OPS.ops[3:])))
     unsaved = replace(menu.ops, storages=tuple(replace(s, saved=s.saved and s.op != 2) for s in OPS.storages))
     found = said(replace(kind("keep"), menu=replace(menu, ops=unsaved)))
@@ -115,10 +122,10 @@ def test_what_stays_is_read_in_backward_and_not_written_by_an_op_that_runs_again
     """Of two batch norms' results, one changed in place by an op that does not run again, only that one stays."""
     norms = StageOps(
         ops=(
-            op("batch_norm", "a", makes=(0, 1)),
+            op("batch_norm", "a", allocates=(0, 1)),
             op("relu_", "a", reads=((0, 0),), writes=(0,)),
-            op("batch_norm", "b", reads=((0, 1),), makes=(2, 3)),
-            op("rsub", "b", makes=(4,)),
+            op("batch_norm", "b", reads=((0, 1),), allocates=(2, 3)),
+            op("rsub", "b", allocates=(4,)),
         ),
         storages=(
             StageStorage(size_bytes=8, op=0, versions=1, saved=True),

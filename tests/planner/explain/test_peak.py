@@ -53,7 +53,7 @@ def test_a_peak_in_backward_has_what_is_kept_and_the_gradients() -> None:
 
 def test_a_peak_in_the_optimizer_s_step() -> None:
     stage = replace(two_stages().stages[0], parameter_gradient_bytes=2)
-    chain = replace(two_stages(), stages=(stage, replace(stage, name="second")), other_peak_bytes=40)
+    chain = replace(two_stages(), stages=(stage, replace(stage, name="second")), optimizer_peak_bytes=40)
     peak = peak_of(chain, DROPPED)
     assert (peak.phase, peak.action) == ("optimizer", "optimizer")
     assert sizes(peak) == {

@@ -23,7 +23,7 @@ def rows_of(timeline: Timeline) -> list[tuple]:
 
 def test_a_planned_step_worked_out_by_hand() -> None:
     # The first stage is dropped (10 + 1 stay), the second keeps 4 and returns 1; then the first runs again.
-    _, planned = predicted_timelines(two_stages(), DROPPED, beside_seconds=0.5)
+    _, planned = predicted_timelines(two_stages(), DROPPED, seconds_outside_chain=0.5)
     assert rows_of(planned) == [
         ("forward", "first", "forward", 0, 1, 10, 12, 11),
         ("forward", "second", "forward", 1, 2, 11, 17, 16),
@@ -53,7 +53,7 @@ def test_a_stage_that_runs_again_keeping_nothing_runs_in_backward_already() -> N
 
 
 def test_a_chain_without_an_optimizer_ends_with_its_backward() -> None:
-    unplanned, _ = predicted_timelines(replace(two_stages(), other_peak_bytes=0), DROPPED)
+    unplanned, _ = predicted_timelines(replace(two_stages(), optimizer_peak_bytes=0), DROPPED)
     assert unplanned.spans[-1].phase == "backward"
     assert unplanned.series == "predicted_unplanned"
 
@@ -65,7 +65,7 @@ def plan(files) -> planner.Plan:
 
 def test_the_predicted_timelines_say_what_the_plan_claims(plan: planner.Plan) -> None:
     chain = chain_in(plan)
-    unplanned, planned = predicted_timelines(chain, plan.schedule, beside_seconds=beside_seconds_of(plan, chain))
+    unplanned, planned = predicted_timelines(chain, plan.schedule, seconds_outside_chain=beside_seconds_of(plan, chain))
     assert planned.peak.peak_bytes == plan.predicted_peak_bytes
     assert unplanned.peak.peak_bytes == plan.unplanned_peak_bytes
     beside = plan.unplanned_seconds - chain.unplanned_seconds

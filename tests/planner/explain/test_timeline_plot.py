@@ -16,7 +16,7 @@ from tests.support.small_chain import DROPPED, two_stages
 
 @pytest.fixture
 def timelines() -> list[Timeline]:
-    return predicted_timelines(two_stages(), DROPPED, beside_seconds=0.5)
+    return predicted_timelines(two_stages(), DROPPED, seconds_outside_chain=0.5)
 
 
 @pytest.fixture

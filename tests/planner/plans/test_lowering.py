@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.plans.lowering import Moment, Program, Transfer, program_of
+from planner.plans.lowering import LoweredSchedule, Transfer, TransferMoment, lowered
 from planner.plans.plan import PlannedStage
 from solvers.problem.chain_schedule import Action, Schedule
 
@@ -26,12 +26,12 @@ def stage(k: int) -> PlannedStage:
     )
 
 
-def program(*rows: tuple[str, int, int | None], count: int = 3) -> Program:
+def program(*rows: tuple[str, int, int | None], count: int = 3) -> LoweredSchedule:
     stages = [stage(k) for k in range(count)]
-    return program_of(stages, Schedule(tuple(Action(*row) for row in rows)))  # type: ignore[arg-type]
+    return lowered(stages, Schedule(tuple(Action(*row) for row in rows)))  # type: ignore[arg-type]
 
 
-def turns(found: Program) -> list[tuple[Moment, str, int, int, int | None]]:
+def turns(found: LoweredSchedule) -> list[tuple[TransferMoment, str, int, int, int | None]]:
     return [(moment, t.kind, t.stage, t.parcel, t.option) for moment, t in found.transfers]
 
 

@@ -17,7 +17,7 @@ from planner.explain.timeline import predicted_timelines
 from planner.explain.timeline_plot import draw_engines, timeline_figure
 from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import link_document, link_from, usable_link
-from planner.plans.offloadable import SMALLEST_PARCEL_BYTES, input_parcels, kept_parcel_bytes, kept_parcels
+from planner.plans.offloadable import SMALLEST_PARCEL_BYTES, input_offload_units, kept_parcel_bytes, kept_parcels
 from profiler.records import LinkRecord, Profile
 from solvers import Link
 from tests.support.command_line import done, refused
@@ -73,16 +73,16 @@ def test_impossible_requests_are_refused(wrong: dict, said: str) -> None:
 def test_where_nothing_can_be_sent_the_plan_does_without_and_says_why(blocks: Profile) -> None:
     chain = chain_of(blocks)
     assert usable_link(Offload(), chain, None) == (None, "")  # nothing was asked for
-    for wish, why in [
+    for offload_request, why in [
         (Offload(link_gbps=0), "speed is 0"),
         (Offload(link_gbps=1, host_memory="1KiB"), "not even the smallest tensor"),
         (Offload(link_gbps=1, host_memory=0), "not even the smallest tensor"),
         (Offload(host_memory="1GiB"), "no link is known"),
     ]:
-        link, reason = usable_link(wish, chain, None)
+        link, reason = usable_link(offload_request, chain, None)
         assert link is None and why in reason
         with pytest.raises(ValueError, match=why):
-            usable_link(replace(wish, mode="only"), chain, None)
+            usable_link(replace(offload_request, mode="only"), chain, None)
     plan = planner.solve(blocks, "80%", offload=Offload(link_gbps=0))
     assert plan.link is None and "speed is 0" in plan.no_offload
     assert plan.schedule == planner.solve(blocks, "80%", offload="never").schedule
@@ -91,7 +91,7 @@ def test_where_nothing_can_be_sent_the_plan_does_without_and_says_why(blocks: Pr
 def test_a_chain_without_parcels_cannot_send() -> None:
     profile = planner.profile(zoo.build("mlp", layers=2, hidden=16), menus=False)
     bare = replace(chain_of(profile))
-    bare = replace(bare, stages=tuple(replace(stage, parcels=()) for stage in bare.stages))
+    bare = replace(bare, stages=tuple(replace(stage, offload_units=()) for stage in bare.stages))
     assert "profile with menus" in usable_link(FAST, bare, None)[1]
 
 
@@ -112,17 +112,17 @@ def test_parcels_are_what_a_stage_holds_for_itself_alone(blocks: Profile) -> Non
         storages = blocks.menus[record.menu].ops.storages
         chosen = [storages[number] for number in numbers]
         assert all(s.saved and not s.returned and s.size_bytes >= SMALLEST_PARCEL_BYTES for s in chosen)
-        assert all(s.exclusive for s in chosen if s.op < 0)
+        assert all(s.dies_after_stage for s in chosen if s.op < 0)
         inputs = sum(s.size_bytes for s in chosen if s.op < 0)
         assert sum(kept_parcel_bytes(blocks, k, None)) - inputs <= record.kept_bytes
-        assert bool(input_parcels(blocks, k)) <= bool(record.links)
+        assert bool(input_offload_units(blocks, k)) <= bool(record.links)
 
 
 def test_an_option_s_parcels_are_part_of_what_it_keeps(blocks: Profile) -> None:
     for k, record in enumerate(blocks.stages):
         for option in blocks.menus[record.menu].options if record.menu >= 0 else ():
             ops = blocks.menus[record.menu].ops
-            held = {n for n, s in enumerate(ops.storages) if s.held}
+            held = {n for n, s in enumerate(ops.storages) if s.always_live}
             needed = {n for n, s in enumerate(ops.storages) if s.saved} | ops.read_by(option.rerun)
             assert set(kept_parcels(blocks, k, option)) <= (set(option.kept) | held) & needed
 

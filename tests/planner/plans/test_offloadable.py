@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from planner.plans.offloadable import SMALLEST_PARCEL_BYTES, parcels_among
-from profiler.op_graph import StageOp, StageOps, StageStorage, Value
+from profiler.op_graph import StageOp, StageOps, StageStorage, StorageVersion
 from profiler.records import OptionRecord
 
 MADE = tuple(range(4))
 
 
-def ops_of(last_reads: tuple[Value, ...]) -> StageOps:
+def ops_of(last_reads: tuple[StorageVersion, ...]) -> StageOps:
     """Ops 0 and 1 make tensors alike, of which op 2 reads both; autograd saves what ops 2 and 3 make."""
-    reads: tuple[tuple[Value, ...], ...] = ((), (), ((0, 0), (1, 0)), last_reads)
+    reads: tuple[tuple[StorageVersion, ...], ...] = ((), (), ((0, 0), (1, 0)), last_reads)
     return StageOps(
         ops=tuple(
-            StageOp(op="aten.add.Tensor", module="", seconds=0.0, reads=read, makes=(k,))
+            StageOp(op="aten.add.Tensor", module="", seconds=0.0, reads=read, allocates=(k,))
             for k, read in enumerate(reads)
         ),
         storages=tuple(StageStorage(size_bytes=SMALLEST_PARCEL_BYTES, op=k, saved=k >= 2) for k in MADE),
@@ -50,7 +50,7 @@ def option(kept: tuple[int, ...], rerun: tuple[int, ...]) -> OptionRecord:
     ],
 )
 def test_what_can_be_told_apart_and_is_held_may_travel(
-    kept: tuple[int, ...], rerun: tuple[int, ...], last_reads: tuple[Value, ...], expected: tuple[int, ...]
+    kept: tuple[int, ...], rerun: tuple[int, ...], last_reads: tuple[StorageVersion, ...], expected: tuple[int, ...]
 ) -> None:
     assert parcels_among(ops_of(last_reads), option(kept, rerun), with_input=False) == expected
 

@@ -31,7 +31,7 @@ def test_a_file_without_a_chain_is_read(files, tmp_path):
 SPOILT = [
     ("chain", 3, "fields of a plan"),
     ("chain", {"format": "planner-chain", "version": 1, "stages": []}, "fields of a plan"),
-    ("resident", {"parameters": -1, "buffers": 0, "optimizer": 0, "inputs": 0}, "whole numbers of bytes"),
+    ("resident", {"parameters": -1, "buffers": 0, "optimizer": 0, "inputs": 0}, "expected int >= 0 at resident"),
     ("resident", 7, "fields of a plan"),
 ]
 

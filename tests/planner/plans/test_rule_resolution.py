@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from planner.plans.rule_patterns import makers_of_outputs, ops_inside
-from planner.plans.rule_resolution import Fate, stated_by
+from planner.plans.rule_resolution import StageDirective, stated_by
 from planner.plans.rules import Rule, Rules
 from profiler.op_graph import ChoiceError, StageOp, StageOps, StageStorage
 from profiler.trace.stage_names import NamedStage
@@ -18,14 +18,14 @@ NORM, FIRST, GELU, SECOND, SUM = range(5)
 MODULES = (("", "Block"), ("norm", "Norm"), ("mlp", "Mlp"), ("mlp.act", "Gelu"), ("off", "Dropout"))
 OPS = StageOps(
     ops=(
-        StageOp(op="aten.native_layer_norm.default", module="norm", seconds=1.0, reads=((0, 0),), makes=(1,)),
-        StageOp(op="aten.addmm.default", module="mlp", seconds=1.0, reads=((1, 0),), makes=(2,)),
-        StageOp(op="aten.gelu.default", module="mlp.act", seconds=1.0, reads=((2, 0),), makes=(3,)),
-        StageOp(op="aten.addmm.default", module="mlp", seconds=1.0, reads=((3, 0),), makes=(4,)),
-        StageOp(op="aten.add.Tensor", module="", seconds=1.0, reads=((0, 0), (4, 0)), makes=(5,)),
+        StageOp(op="aten.native_layer_norm.default", module="norm", seconds=1.0, reads=((0, 0),), allocates=(1,)),
+        StageOp(op="aten.addmm.default", module="mlp", seconds=1.0, reads=((1, 0),), allocates=(2,)),
+        StageOp(op="aten.gelu.default", module="mlp.act", seconds=1.0, reads=((2, 0),), allocates=(3,)),
+        StageOp(op="aten.addmm.default", module="mlp", seconds=1.0, reads=((3, 0),), allocates=(4,)),
+        StageOp(op="aten.add.Tensor", module="", seconds=1.0, reads=((0, 0), (4, 0)), allocates=(5,)),
     ),
     storages=(
-        StageStorage(size_bytes=8, op=-1, held=True, exclusive=True),
+        StageStorage(size_bytes=8, op=-1, always_live=True, dies_after_stage=True),
         StageStorage(size_bytes=8, op=NORM, saved=True),
         StageStorage(size_bytes=32, op=FIRST, saved=True),
         StageStorage(size_bytes=32, op=GELU, saved=True),
@@ -35,11 +35,11 @@ OPS = StageOps(
     modules=MODULES,
 )
 AROUND = (("", "Model"), ("body", "Body"))
-STAGES = [NamedStage(name=f"body.h.{k}", around=AROUND, ops=OPS) for k in range(4)]
+STAGES = [NamedStage(name=f"body.h.{k}", parents=AROUND, ops=OPS) for k in range(4)]
 EVERYTHING_SAVED = {NORM, FIRST, GELU}
 
 
-def fates(*rules: Rule, stages=STAGES, **more) -> tuple[Fate, ...]:
+def fates(*rules: Rule, stages=STAGES, **more) -> tuple[StageDirective, ...]:
     return stated_by(Rules(rules=rules, **more), stages, ["embedding"]).fates
 
 
@@ -239,7 +239,7 @@ def test_checkpoints_that_cannot_be_are_refused(checkpoints, rules, words):
 
 def stages_with(reason: str) -> list[NamedStage]:
     """The activation must not run again."""
-    ops = tuple(replace(op, fixed=reason) if k == GELU else op for k, op in enumerate(OPS.ops))
+    ops = tuple(replace(op, not_rerunnable_reason=reason) if k == GELU else op for k, op in enumerate(OPS.ops))
     return [replace(stage, ops=replace(OPS, ops=ops)) for stage in STAGES]
 
 
@@ -259,6 +259,7 @@ def test_what_must_not_run_again_may_be_taken_out_by_a_later_rule():
 
 def test_an_op_that_must_not_run_again_may_be_named_where_it_would_not():
     ops = tuple(
-        replace(op, fixed="it changes what comes from outside") if k == SUM else op for k, op in enumerate(OPS.ops)
+        replace(op, not_rerunnable_reason="it changes what comes from outside") if k == SUM else op
+        for k, op in enumerate(OPS.ops)
     )
     assert again(Rule(ops="*"), stages=[replace(STAGES[0], ops=replace(OPS, ops=ops))]) == EVERYTHING_SAVED

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import planner
-from planner.plans.rules import Rule, Rules, Target, rules_from
+from planner.plans.rules import Rule, Rules, RuleTarget, rules_from
 
 TOML = """
 checkpoints = ["h.3", "h.7"]
@@ -44,10 +44,10 @@ def test_a_toml_file_and_a_json_file_say_the_same(tmp_path):
 
 
 def test_what_a_rule_names():
-    assert RULES.rules[0].targets == (Target("h.*.mlp", ("gelu", "#12")),)
-    assert RULES.rules[1].targets == (Target("h.0", ("softmax#1",)), Target("Attention", ()))
-    assert Rule(modules=nn.GELU).targets == (Target("GELU", ()),)
-    assert Rule(ops=3).targets == (Target("*", ("#3",)),)
+    assert RULES.rules[0].targets == (RuleTarget("h.*.mlp", ("gelu", "#12")),)
+    assert RULES.rules[1].targets == (RuleTarget("h.0", ("softmax#1",)), RuleTarget("Attention", ()))
+    assert Rule(modules=nn.GELU).targets == (RuleTarget("GELU", ()),)
+    assert Rule(ops=3).targets == (RuleTarget("*", ("#3",)),)
     assert Rule(modules=["a", nn.GELU], action="solve").text == "solve for a, GELU"
     assert RULES.rules[1].text == "keep softmax#1 in h.0, Attention (forced)"
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import planner
-from planner.plans.lowering import Rerun, UnsupportedPlan, program_of
+from planner.plans.lowering import Rerun, UnsupportedPlan, lowered
 from profiler.workload.workload import Workload
 from solvers import Action, Schedule
 from tests.support.odd_models import WIDTH, Residual, Stack, workload
@@ -128,7 +128,7 @@ def test_the_program_of_a_nested_segment_by_hand() -> None:
             *after,
         )
     )  # fmt: skip
-    program = program_of(stages, schedule)
+    program = lowered(stages, schedule)
     assert program.dropped == {a, b, c} and program.holding == {a}
     again = (Rerun(a, "drop", True), Rerun(b, "drop", True), Rerun(c, "until_saved", False))
     assert program.before_backward[c] == again

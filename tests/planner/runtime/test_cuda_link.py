@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.runtime import cuda_link
 from planner.runtime.copy_engine import bytes_of
-from planner.runtime.cuda_link import CudaEngine
+from planner.runtime.cuda_link import CudaCopyEngine
 
 CPU = torch.device("cpu")
 
@@ -99,7 +99,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return found
 
 
-def travel(engine: CudaEngine, seed: int, turns: int) -> None:
+def travel(engine: CudaCopyEngine, seed: int, turns: int) -> None:
     """Tensors go and come back in any order; some are let go of while they are under way."""
     drawn = random.Random(seed)
     away: list[tuple[int, Any]] = []
@@ -126,7 +126,7 @@ def travel(engine: CudaEngine, seed: int, turns: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_op_touches_what_a_copy_under_way_reads_or_writes(device: Device, seed: int) -> None:
-    engine = CudaEngine(CPU, 6000)
+    engine = CudaCopyEngine(CPU, 6000)
     with device:
         travel(engine, seed, turns=120)
     assert device.count > 300 and not device.clashes
@@ -134,7 +134,7 @@ def test_no_op_touches_what_a_copy_under_way_reads_or_writes(device: Device, see
 
 
 def test_the_computation_waits_for_no_copy_that_it_does_not_need(device: Device) -> None:
-    engine = CudaEngine(CPU, 6000)
+    engine = CudaCopyEngine(CPU, 6000)
     with device:
         first, second = (engine.send(bytes_of(torch.full((700,), 1, dtype=torch.uint8))) for _ in range(2))
         assert first is not None and second is not None
@@ -149,7 +149,7 @@ def test_the_computation_waits_for_no_copy_that_it_does_not_need(device: Device)
 
 
 def test_host_memory_is_written_again_only_after_it_was_read_also_from_another_stream(device: Device) -> None:
-    engine = CudaEngine(CPU, 1024)
+    engine = CudaCopyEngine(CPU, 1024)
     with device:
         copy = engine.send(bytes_of(torch.full((1000,), 1, dtype=torch.uint8)))
         assert copy is not None

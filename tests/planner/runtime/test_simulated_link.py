@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from planner.runtime.copy_engine import bytes_of
-from planner.runtime.host_pool import HostMemory
-from planner.runtime.simulated_link import ArtificialEngine
+from planner.runtime.host_pool import HostPool
+from planner.runtime.simulated_link import SimulatedCopyEngine
 from solvers.problem.link import Link
 
 
@@ -27,15 +27,15 @@ class Clock:
         self.seconds += seconds
 
 
-def engine(host_bytes: int, *, latency_seconds: float = 0.0) -> tuple[ArtificialEngine, Clock]:
+def engine(host_bytes: int, *, latency_seconds: float = 0.0) -> tuple[SimulatedCopyEngine, Clock]:
     """100 bytes a second to the host, 50 back."""
     clock = Clock()
     link = Link(to_host_bytes_per_second=100.0, to_device_bytes_per_second=50.0, latency_seconds=latency_seconds)
-    return ArtificialEngine(link, host_bytes, now=clock.now, sleep=clock.sleep), clock
+    return SimulatedCopyEngine(link, host_bytes, now=clock.now, sleep=clock.sleep), clock
 
 
 def test_host_memory_gives_what_is_free_whatever_the_sizes_before() -> None:
-    memory, drawn = HostMemory(1000), random.Random(3)
+    memory, drawn = HostPool(1000), random.Random(3)
     held: list[tuple] = []
     for _ in range(2000):
         size = drawn.randint(1, 200)
@@ -56,7 +56,7 @@ def test_host_memory_gives_what_is_free_whatever_the_sizes_before() -> None:
 
 
 def test_host_memory_is_handed_out_in_granules() -> None:
-    memory = HostMemory(1500, granule_bytes=512)
+    memory = HostPool(1500, granule_bytes=512)
     first = memory.take(1)
     assert memory.size_bytes == 1536 and memory.held_bytes == 512
     assert memory.take(1025) is None and memory.take(1024) is not None
@@ -121,7 +121,7 @@ def test_what_has_not_been_sent_yet_cannot_come_back_earlier() -> None:
 def test_any_rate_above_zero_will_do(rate: float) -> None:
     clock = Clock()
     link = Link(to_host_bytes_per_second=rate, to_device_bytes_per_second=rate)
-    sender = ArtificialEngine(link, 8, now=clock.now, sleep=clock.sleep)
+    sender = SimulatedCopyEngine(link, 8, now=clock.now, sleep=clock.sleep)
     copy = sender.send(torch.ones(8, dtype=torch.uint8))
     assert copy is not None
     assert copy.fetch().wait().tolist() == [1] * 8

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner.capacity.scaling import Unlike
+from planner.capacity.scaling import IncompatibleProfiles
 from planner.training.input_signatures import Signature, SignatureReader
 from planner.training.signature_scaling import expected, lines_of
 from profiler.records import Phase, Profile, ResidentBytes, StageRecord
@@ -162,5 +162,5 @@ def test_several_lines_cross_and_the_smaller_cover_is_taken():
 
 def test_sizes_with_other_stages_are_refused():
     profiles = {sized(1): grown(1), sized(2): grown(2, "another")}
-    with pytest.raises(Unlike, match="same stages"):
+    with pytest.raises(IncompatibleProfiles, match="same stages"):
         expected(lines_of(profiles), profiles, sized(1))

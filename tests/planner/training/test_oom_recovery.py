@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import planner
-from planner.explain.timeline import Phase, Span, Timeline, predicted_timelines
+from planner.explain.timeline import PhaseName, Span, Timeline, predicted_timelines
 from planner.training import oom_recovery
 from planner.training.oom_diagnosis import _beside, _predicted_at
-from planner.training.oom_recovery import Guard, smaller_plan
-from planner.training.oom_report import Alive, FailureReport, OutOfMemory, allocation_in, failure_text
+from planner.training.oom_recovery import StepRollback, smaller_plan
+from planner.training.oom_report import ActionMemory, FailureReport, OutOfMemory, allocation_in, failure_text
 from planner.training.training import train_planned
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
@@ -96,13 +96,13 @@ class Bomb:
     def __init__(self, work: Workload, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.armed, self._phase = False, phase
         self._work = work
-        run_before = Guard.run
+        run_before = StepRollback.run
 
-        def guarded(guard: Guard, step: int) -> float:
+        def guarded(guard: StepRollback, step: int) -> float:
             self.armed = self.armed or (step == 1 and self._phase != "")
             return run_before(guard, step)
 
-        monkeypatch.setattr(Guard, "run", guarded)
+        monkeypatch.setattr(StepRollback, "run", guarded)
         last = list(work.model.children())[3]
         last.register_forward_hook(lambda *_: self.go_off("forward"))
         next(last.parameters()).register_hook(lambda _: self.go_off("backward"))
@@ -264,7 +264,7 @@ def test_a_change_that_cannot_be_put_back_alone_is_undone_from_the_copy_or_said(
     """Of moments before any parameter, of parameters by hooks in backward, or of the batch."""
     for copies in (True, False):
         work = with_loss_module()
-        guard = Guard(work, copies=copies)
+        guard = StepRollback(work, copies=copies)
         before = everything(work)
         guard.run(0)
         fails_once(work, place, monkeypatch)
@@ -277,7 +277,7 @@ def test_a_change_that_cannot_be_put_back_alone_is_undone_from_the_copy_or_said(
 
 def test_buffers_of_the_loss_are_put_back(monkeypatch):
     work = with_loss_module()
-    guard = Guard(work, copies=False)
+    guard = StepRollback(work, copies=False)
     guard.run(0)
     before = everything(work)
     next(work.model.parameters()).register_hook(lambda _: 1 / 0)
@@ -290,7 +290,7 @@ def test_buffers_of_the_loss_are_put_back(monkeypatch):
 def test_steps_since_the_latest_copy_are_trained_again(monkeypatch):
     monkeypatch.setattr("planner.training.oom_recovery.COPY_EVERY_STEPS", 2)
     work = workload()
-    guard, before = Guard(work, copies=True), []
+    guard, before = StepRollback(work, copies=True), []
     for step in range(5):
         before.append(state_of(work))
         guard.run(step)
@@ -360,14 +360,14 @@ def test_memory_that_runs_out_before_forward_undoes_nothing_and_loses_nothing(pl
 def test_copies_leave_gradients_that_are_added_to_where_they_are(monkeypatch):
     monkeypatch.setattr("planner.training.oom_recovery.COPY_EVERY_STEPS", 1)
     work = workload(accumulate=True)
-    guard = Guard(work, copies=True)
+    guard = StepRollback(work, copies=True)
     guard.run(0)
     before = [parameter.grad for parameter in work.model.parameters()]
     guard.run(1)
     assert all(p.grad is grad for p, grad in zip(work.model.parameters(), before, strict=True))
 
 
-def span(stage: str, peak_bytes: int, *, action: Any = "recompute", phase: Phase = "backward") -> Span:
+def span(stage: str, peak_bytes: int, *, action: Any = "recompute", phase: PhaseName = "backward") -> Span:
     sizes = {"before_bytes": 0, "peak_bytes": peak_bytes, "after_bytes": 0}
     return Span(phase=phase, stage=stage, action=action, start_seconds=0.0, end_seconds=0.0, **sizes)
 
@@ -395,9 +395,10 @@ def test_where_nothing_was_measured_the_most_that_is_predicted_of_the_place_coun
 
 def test_the_report_has_the_last_actions_and_each_number_at_its_place():
     rows = [
-        Alive(phase="forward", stage=f"s{k}", action="forward", predicted_bytes=k, actual_bytes=k) for k in range(7)
+        ActionMemory(phase="forward", stage=f"s{k}", action="forward", predicted_bytes=k, actual_bytes=k)
+        for k in range(7)
     ]
-    last = Alive(phase="backward", stage="a", action="recompute", predicted_bytes=2**20, actual_bytes=2**21)
+    last = ActionMemory(phase="backward", stage="a", action="recompute", predicted_bytes=2**20, actual_bytes=2**21)
     report = FailureReport(
         step=3,
         phase="backward",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import planner
 from planner import zoo
 from planner.runtime.applier import split_name
-from profiler.measurement.live_tensors import AlivePeak, AliveWatch
+from profiler.measurement.live_tensors import LiveTensorTracker, PeakSnapshot
 from profiler.measurement.meter import memory_meter
 from profiler.measurement.planned_probe import StepMarks
 from profiler.workload.snapshot import preserved
@@ -21,14 +21,14 @@ from profiler.workload.workload import Workload
 from tests.support.odd_models import WIDTH, workload
 
 
-def peak_of(work: Workload, plan: planner.Plan | None = None, stages: list[str] | None = None) -> AlivePeak:
+def peak_of(work: Workload, plan: planner.Plan | None = None, stages: list[str] | None = None) -> PeakSnapshot:
     names = [s.name for s in plan.stages if s.kind == "stage"] if plan else stages or []
     with preserved(work):
         first_step(work)
         meter = memory_meter(work.device, resident_bytes_of(work).total)
         with (
             StepMarks(work, [split_name(name) for name in names]) as marks,
-            AliveWatch(work, marks, meter) as watch,
+            LiveTensorTracker(work, marks, meter) as watch,
             nullcontext() if plan is None else planner.apply(work.model, plan),
         ):
             return watch.step()

@@ -16,7 +16,7 @@ from profiler.measurement.stage_options import (
     KEEP,
     ChoiceCost,
     Costs,
-    Group,
+    OptionGroup,
     at_fault,
     families_of,
     grouped,
@@ -42,10 +42,10 @@ INPUT, FIRST, SECOND, THIRD = range(4)
 def flow(**changes: object) -> StageOps:
     """Three ops, each reading what the one before made; all they make is saved. The input is the stage's own."""
     ops = tuple(
-        StageOp(op=f"aten.op{k}.default", module="", seconds=1.0, reads=((k, 0),), makes=(k + 1,)) for k in range(3)
+        StageOp(op=f"aten.op{k}.default", module="", seconds=1.0, reads=((k, 0),), allocates=(k + 1,)) for k in range(3)
     )
     made = tuple(StageStorage(size_bytes=8, op=k, saved=True) for k in range(3))
-    taken = StageStorage(size_bytes=8, op=-1, held=True)
+    taken = StageStorage(size_bytes=8, op=-1, always_live=True)
     return replace(StageOps(ops=ops, storages=(taken, *made)), **changes)
 
 
@@ -53,8 +53,8 @@ def choices(count: int) -> list[Choice]:
     return [Choice(f"choice {k}", (), frozenset({k})) for k in range(count)]
 
 
-def group(members: list[int], count: int, family: int = 0, ops: StageOps | None = None) -> Group:
-    return Group(ops or flow(), members, choices(count), family)
+def group(members: list[int], count: int, family: int = 0, ops: StageOps | None = None) -> OptionGroup:
+    return OptionGroup(ops or flow(), members, choices(count), family)
 
 
 def interval(phase: str, stage: int, **values: float) -> tuple[str, list[Interval]]:
@@ -108,7 +108,7 @@ def test_seconds_are_compared_with_those_of_keeping_everything_on_other_stages_e
 
 def ends(*, saves: bool, lets_go: bool) -> StageOps:
     ops = flow()
-    taken = StageStorage(size_bytes=8, op=-1, exclusive=True, held=not lets_go)
+    taken = StageStorage(size_bytes=8, op=-1, dies_after_stage=True, always_live=not lets_go)
     last = replace(ops.storages[THIRD], saved=saves, returned=True)
     return replace(ops, storages=(taken, ops.storages[FIRST], ops.storages[SECOND], last))
 
@@ -239,7 +239,7 @@ def test_a_lucky_measurement_beats_nothing() -> None:
 def test_an_option_that_frees_nothing_is_left_out_unless_a_person_asked_for_it() -> None:
     costs = [ChoiceCost(1.0, 2.0, 0, 3, 4), ChoiceCost(1.5, 2.5, 6, 7, 8), ChoiceCost(0.5, 0.75)]
     for stated, names in ((False, ["choice 1"]), (True, ["choice 0", "choice 1"])):
-        own = Group(flow(), [0], [replace(choice, stated=stated) for choice in choices(2)])
+        own = OptionGroup(flow(), [0], [replace(choice, stated=stated) for choice in choices(2)])
         menu = _menu(own, costs, "")
         assert [each.name for each in menu.options] == names
         last = menu.options[-1]
@@ -276,7 +276,7 @@ def test_an_op_that_changes_what_it_reads_may_itself_be_at_fault() -> None:
 
 def propose(ops: StageOps) -> Sequence[Choice]:
     """Every single op that may run again."""
-    return [Choice(f"choice {k}", (), frozenset({k})) for k, op in enumerate(ops.ops) if not op.fixed]
+    return [Choice(f"choice {k}", (), frozenset({k})) for k, op in enumerate(ops.ops) if not op.not_rerunnable_reason]
 
 
 def test_choices_are_proposed_anew_without_the_ops_at_fault() -> None:
@@ -284,7 +284,7 @@ def test_choices_are_proposed_anew_without_the_ops_at_fault() -> None:
     stated = replace(own.choices[0], name="stated", stated=True)
     own.choices[0] = stated
     without(own, {1}, propose)
-    assert [op.fixed for op in own.ops.ops] == ["", "run again, it did not give the same", ""]
+    assert [op.not_rerunnable_reason for op in own.ops.ops] == ["", "run again, it did not give the same", ""]
     assert [choice.name for choice in own.choices] == ["stated", "choice 2"]
 
 
@@ -294,11 +294,11 @@ def test_what_a_person_asked_for_is_refused_if_it_has_an_op_at_fault_unless_it_w
     with pytest.raises(ChoiceError, match=r"op 1 \(aten\.op1\.default\): expected one that gives the same"):
         without(own, {1}, propose)
     ops = own.ops.ops
-    own.ops = replace(own.ops, ops=(ops[0], replace(ops[1], fixed="it must not"), ops[2]))
+    own.ops = replace(own.ops, ops=(ops[0], replace(ops[1], not_rerunnable_reason="it must not"), ops[2]))
     assert [choice.name for choice in unforced(own)] == ["choice 0"]
     without(own, {1}, propose)
     assert [choice.name for choice in own.choices] == ["choice 1", "choice 0", "choice 2"]
-    assert own.ops.ops[1].fixed == "it must not"
+    assert own.ops.ops[1].not_rerunnable_reason == "it must not"
 
 
 class FailingProbe(StepProbe):
@@ -319,7 +319,7 @@ def checking(error: Exception) -> MenuSteps:
 def test_choices_that_torch_refuses_to_check_together_are_left_to_the_measurement() -> None:
     own = group([0], 2)
     checking(torch.OutOfMemoryError("no room")).check([own], propose)
-    assert own.choices == choices(2) and not any(op.fixed for op in own.ops.ops)
+    assert own.choices == choices(2) and not any(op.not_rerunnable_reason for op in own.ops.ops)
 
 
 @pytest.mark.parametrize("error", [KeyError(3), AssertionError("ours"), TypeError("ours"), ValueError("ours")])

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.op_graph import StageOps
 from profiler.recomputation.module_rerun import CallState, CallTraits
-from profiler.recomputation.op_tape import Lazy
-from profiler.recomputation.selection import Selection, Turn, _around, _turns
+from profiler.recomputation.op_tape import RecomputedTensor
+from profiler.recomputation.selection import ModuleSwitch, Selection, _around, _turns
 from profiler.recomputation.selective_call import SelectiveCall, rerun_selecting
 from tests.support.op_cases.blocks import (
     ADD,
@@ -45,22 +45,27 @@ def flow() -> StageOps:
     ("rerun", "watched", "turns"),
     [
         # What a gelu makes is saved nowhere; what the dropout makes of it is, where it is read.
-        ({GELU}, (GELU,), [Turn("act.0", True, True)]),
-        ({MUL}, DROPOUT, [Turn("act.1", True, True), Turn("second", None, True)]),
+        ({GELU}, (GELU,), [ModuleSwitch("act.0", True, True)]),
+        ({MUL}, DROPOUT, [ModuleSwitch("act.1", True, True), ModuleSwitch("second", None, True)]),
         # The noise is made in the first op; what changes it in place is watched too, though it does not run again.
-        ({EMPTY}, DROPOUT, [Turn("act.1", True, True)]),
-        ({NORM}, (NORM,), [Turn("first", None, True), Turn("norm", True, True)]),
-        ({FIRST}, (FIRST_T, FIRST), [Turn("act.0", None, True), Turn("first", True, True)]),
+        ({EMPTY}, DROPOUT, [ModuleSwitch("act.1", True, True)]),
+        ({NORM}, (NORM,), [ModuleSwitch("first", None, True), ModuleSwitch("norm", True, True)]),
+        ({FIRST}, (FIRST_T, FIRST), [ModuleSwitch("act.0", None, True), ModuleSwitch("first", True, True)]),
         # The stage's own op: all modules in it end what the stage begins.
         (
             {ADD},
             (ADD,),
-            [Turn("", True, True), *(Turn(m, False, False) for m in ("act.0", "act.1", "first", "norm", "second"))],
+            [
+                ModuleSwitch("", True, True),
+                *(ModuleSwitch(m, False, False) for m in ("act.0", "act.1", "first", "norm", "second")),
+            ],
         ),
         ((), (), []),
     ],
 )
-def test_what_is_watched(flow: StageOps, rerun: Collection[int], watched: tuple[int, ...], turns: list[Turn]) -> None:
+def test_what_is_watched(
+    flow: StageOps, rerun: Collection[int], watched: tuple[int, ...], turns: list[ModuleSwitch]
+) -> None:
     selection = Selection.of(flow, rerun)
     assert selection.ordinals == watched
     assert selection.ops == tuple(flow.ops[ordinal].op for ordinal in watched)
@@ -75,23 +80,27 @@ def test_a_module_that_changes_what_another_one_makes_is_watched() -> None:
     assert [op.kind for op in flow.ops] == ["t", "addmm", "relu_", "t", "addmm"]
     selection = Selection.of(flow, {1})
     assert selection.ordinals == (0, 1, 2)
-    assert selection.turns == (Turn("0", True, True), Turn("1", True, True), Turn("2", None, True))
+    assert selection.turns == (
+        ModuleSwitch("0", True, True),
+        ModuleSwitch("1", True, True),
+        ModuleSwitch("2", None, True),
+    )
     assert differences(run(made, None)[0], run(made, selection)[0]) == []
 
 
 def test_turns_of_nested_modules() -> None:
     modules = {"", "a", "a.b.c", "a.b.c.d", "ab", "e.f"}
     assert _turns(modules, {"a", "a.b.c.d"}, {"a.b.c", "e"}) == (
-        Turn("a", True, True),
-        Turn("a.b.c", False, True),
-        Turn("a.b.c.d", True, True),
-        Turn("e", None, True),
+        ModuleSwitch("a", True, True),
+        ModuleSwitch("a.b.c", False, True),
+        ModuleSwitch("a.b.c.d", True, True),
+        ModuleSwitch("e", None, True),
     )
     assert _turns(modules, {"", "a"}, set()) == (
-        Turn("", True, True),
-        Turn("a.b.c", False, False),
-        Turn("ab", False, False),
-        Turn("e.f", False, False),
+        ModuleSwitch("", True, True),
+        ModuleSwitch("a.b.c", False, False),
+        ModuleSwitch("ab", False, False),
+        ModuleSwitch("e.f", False, False),
     )
 
 
@@ -155,7 +164,7 @@ class OnTop(TorchDispatchMode):
 
 def test_the_mode_is_left_in_a_module_that_is_not_watched_and_entered_again_below() -> None:
     selection = Selection.of(flow_of(NESTED), {0, 2})
-    assert selection.turns[:2] == (Turn("", True, True), Turn("outer", False, True))
+    assert selection.turns[:2] == (ModuleSwitch("", True, True), ModuleSwitch("outer", False, True))
     stage, inputs = NESTED.make()
     call = SelectiveCall(stage, selection)
     call.run(stage.forward, inner(inputs), {})
@@ -240,7 +249,7 @@ def test_hooks_of_the_model_see_what_they_saw() -> None:
     assert stage.packed == 3  # What both exponentials make, and what gelu takes.
     flow = flow_of(made)
     selection = Selection.of(flow, range(len(flow.ops)))
-    selection = replace(selection, turns=(*selection.turns, Turn("act", None, True)))
+    selection = replace(selection, turns=(*selection.turns, ModuleSwitch("act", None, True)))
     SelectiveCall(stage, selection).run(stage.forward, inner(inputs), {})
     assert stage.packed == 3 + 3
 
@@ -257,8 +266,8 @@ def test_a_call_that_runs_again_as_a_whole_is_watched_as_well(flow: StageOps) ->
     assert torch.equal(output, expected)
     assert output.grad_fn is not None and output.grad_fn.name() == "_CutBackward"  # Not the rerun's graph.
     # Norm: input, weight, two statistics; first: input and weight; gelu and noise; second: the product and weight.
-    assert sum(isinstance(each, Lazy) for each in saved) == 1
-    (product,) = (each for each in saved if isinstance(each, Lazy))
+    assert sum(isinstance(each, RecomputedTensor) for each in saved) == 1
+    (product,) = (each for each in saved if isinstance(each, RecomputedTensor))
     assert product.tensor().shape == (ROWS, 2 * WIDTH)
 
 

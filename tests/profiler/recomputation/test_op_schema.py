@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from profiler.recomputation.op_schema import traits_of, why_fixed
+from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
 
 aten = torch.ops.aten
 X, Y = torch.ones(2), torch.zeros(2)
@@ -65,21 +65,21 @@ def test_running_statistics_are_renewed_in_training_alone() -> None:
 
 def test_why_a_call_must_not_run_again() -> None:
     plain = traits_of(aten.randn.generator)
-    assert why_fixed(plain, ([2],), {}) == ""
-    assert "generator of its own" in why_fixed(plain, ([2],), {"generator": torch.Generator()})
+    assert why_not_rerunnable(plain, ([2],), {}) == ""
+    assert "generator of its own" in why_not_rerunnable(plain, ([2],), {"generator": torch.Generator()})
     lstm = traits_of(aten._cudnn_rnn.default)
     assert lstm.state == 15
     without = [X] * 15
-    assert why_fixed(lstm, (*without, None), {}) == ""
-    assert "a state of its own" in why_fixed(lstm, (*without, Y), {})
-    assert why_fixed(traits_of(torch.ops._c10d_functional.all_reduce.default), (X, "sum", ""), {}).startswith(
+    assert why_not_rerunnable(lstm, (*without, None), {}) == ""
+    assert "a state of its own" in why_not_rerunnable(lstm, (*without, Y), {})
+    assert why_not_rerunnable(traits_of(torch.ops._c10d_functional.all_reduce.default), (X, "sum", ""), {}).startswith(
         "it communicates"
     )
 
 
 def test_what_is_no_plain_op_must_not_run_again() -> None:
     traits = traits_of(torch.ops.higher_order.cond)
-    assert traits.fixed == "it is no plain op" and not traits.changes_in_place
+    assert traits.not_rerunnable_reason == "it is no plain op" and not traits.changes_in_place
     assert traits.writes((X,), {}) == [] and not traits.renews_statistics((X,))
 
 
@@ -87,5 +87,5 @@ def test_an_op_that_communicates_changes_all_its_tensors() -> None:
     if not torch.distributed.is_available():
         pytest.skip("torch is built without distributed")
     traits = traits_of(torch.ops.c10d.allreduce_.default)
-    assert traits.fixed == "it communicates with other processes"
+    assert traits.not_rerunnable_reason == "it communicates with other processes"
     assert [id(tensor) for tensor in traits.writes(([X, Y], None, None, None, True), {})] == [id(X), id(Y)]

@@ -129,14 +129,14 @@ def test_any_set_of_ops_can_run_again(kind: str) -> None:
 
 def test_the_dataflow_of_an_mlp_is_that_of_its_ops() -> None:
     _, _, ops = made("mlp")
-    kinds = [op.kind for op in ops.ops if op.makes]
+    kinds = [op.kind for op in ops.ops if op.allocates]
     assert kinds == ["native_layer_norm", "addmm", "gelu", "addmm", "add"]
-    norm, first, gelu, _, total = (op for op in ops.ops if op.makes)
+    norm, first, gelu, _, total = (op for op in ops.ops if op.allocates)
     assert [op.module for op in (norm, first, gelu, total)] == ["norm", "first", "act", ""]
     saved = {ops.storages[n].op for n, s in enumerate(ops.storages) if s.saved and s.op >= 0}
-    positions = {op.kind: k for k, op in enumerate(ops.ops) if op.makes}
+    positions = {op.kind: k for k, op in enumerate(ops.ops) if op.allocates}
     assert saved == {positions["native_layer_norm"], ops.ops.index(first), positions["gelu"]}
-    sizes = {ops.storages[n].size_bytes for n in (*first.makes, *gelu.makes)}
+    sizes = {ops.storages[n].size_bytes for n in (*first.allocates, *gelu.allocates)}
     assert sizes == {16 * 4 * WIDTH * 4}
 
 

@@ -23,11 +23,11 @@ T, ADDMM = range(2)
 
 
 def short(flow: StageOps) -> list[tuple[Any, ...]]:
-    return [(op.kind, op.reads, op.makes, op.writes) for op in flow.ops]
+    return [(op.kind, op.reads, op.allocates, op.writes) for op in flow.ops]
 
 
 def fixed(flow: StageOps) -> dict[str, str]:
-    return {op.kind: op.fixed for op in flow.ops if op.fixed}
+    return {op.kind: op.not_rerunnable_reason for op in flow.ops if op.not_rerunnable_reason}
 
 
 def test_versions_and_views() -> None:
@@ -52,9 +52,9 @@ def test_versions_and_views() -> None:
     assert [s.versions for s in flow.storages] == [0, 0, 0, 2, 0, 0]
     assert [s.saved_in for s in flow.storages] == [("a",), (), ("a",), ("",), ("",), ()]
     assert [s.saved for s in flow.storages] == [bool(s.saved_in) for s in flow.storages]
-    assert [s.held for s in flow.storages] == [True, True, True, False, False, False]
+    assert [s.always_live for s in flow.storages] == [True, True, True, False, False, False]
     assert [s.returned for s in flow.storages] == [False] * 5 + [True]
-    assert not any(op.fixed or op.random for op in flow.ops)
+    assert not any(op.not_rerunnable_reason or op.random for op in flow.ops)
     assert flow.modules == (("", "Pair"), ("a", "Linear"))
 
 
@@ -63,7 +63,7 @@ def test_each_module_that_saves_a_storage_is_told_and_each_result_of_an_op_has_i
     assert relu.storages[HIDDEN].saved_in == ("", "b")
     norm = flow_of(CASES["statistics_read"])
     (batch_norm,) = (op for op in norm.ops if op.kind == "native_batch_norm")
-    assert [norm.storages[number].output for number in batch_norm.makes] == [0, 1, 2]
+    assert [norm.storages[number].output for number in batch_norm.allocates] == [0, 1, 2]
     # It does not read its statistics, though it is given them: it reads weight, bias and its input.
     assert len(batch_norm.reads) == 3
 
@@ -89,7 +89,7 @@ def test_an_input_is_held_if_it_is_saved_and_may_be_the_stage_s_own() -> None:
     trace = trace_step(work)
     flows = [stage_ops_of(trace, stage) for stage in choose_stages(trace, ["first", "second", "third"])]
     inputs = [next(s for s in flow.storages if s.op < 0) for flow in flows]
-    assert [(s.held, s.exclusive) for s in inputs] == [(False, False), (False, True), (True, False)]
+    assert [(s.always_live, s.dies_after_stage) for s in inputs] == [(False, False), (False, True), (True, False)]
 
 
 # Ops that must not run again ---------------------------------------------------------
@@ -159,7 +159,7 @@ def test_what_no_op_has_filled_must_not_be_made_again() -> None:
         return Keeps.apply(total, saved) * viewed.t()
 
     flow = flow_of(of_pair(body))
-    empties = [op.fixed for op in flow.ops if op.kind in ("empty", "empty_like")]
+    empties = [op.not_rerunnable_reason for op in flow.ops if op.kind in ("empty", "empty_like")]
     outside = "what it makes is filled by something that is no op"
     assert empties == [outside, outside, outside, "", "", ""]
 

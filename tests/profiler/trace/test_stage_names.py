@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from profiler.json_files import from_plain, to_plain
 from profiler.measurement.profiling import profile
-from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStorage
+from profiler.op_graph import KEYS, Choice, ChoiceError, StageOp, StageOps, StageStorage
 from profiler.trace.partition import choose_stages
 from profiler.trace.stage_dataflow import stage_ops_of
 from profiler.trace.stage_names import names_outside, with_names
@@ -33,7 +34,7 @@ def test_names_around_inside_and_outside_of_stages():
     trace = trace_step(work)
     stages = choose_stages(trace, ["body.*"])
     first, second = with_names(trace, stages, [stage_ops_of(trace, stage) for stage in stages])
-    assert first.around == (("", "Outer"), ("body", "Sequential"))
+    assert first.parents == (("", "Outer"), ("body", "Sequential"))
     assert first.inside() == (("body.0", "Sequential"), ("body.0.0", "Linear"), ("body.0.1", "GELU"))
     assert second.inside()[0] == ("body.1", "Sequential")
     assert names_outside(trace, stages) == ("before",)
@@ -78,7 +79,7 @@ def test_a_stated_choice_stays_though_keeping_everything_beats_it():
     assert names == [["0", "1"], ["2"]]
     assert [menu.options for menu in proposed.menus] == [(), ()]
     assert [[len(option.rerun) for option in menu.options] for menu in stated.menus] == [[], [1]]
-    assert [record.around for record in stated.stages if record.name == "1"] == [(("", "Sequential"),)]
+    assert [record.parents for record in stated.stages if record.name == "1"] == [(("", "Sequential"),)]
 
 
 def test_what_cannot_be_stated_is_said_as_it_is():
@@ -93,8 +94,14 @@ def flow() -> StageOps:
     """An op that must not run again, and one that reads what it makes; both results are saved."""
     return StageOps(
         ops=(
-            StageOp(op="aten.bernoulli.default", module="drop", seconds=1.0, makes=(0,), fixed="its generator is own"),
-            StageOp(op="aten.mul.Tensor", module="", seconds=1.0, reads=((0, 0),), makes=(1,)),
+            StageOp(
+                op="aten.bernoulli.default",
+                module="drop",
+                seconds=1.0,
+                allocates=(0,),
+                not_rerunnable_reason="its generator is own",
+            ),
+            StageOp(op="aten.mul.Tensor", module="", seconds=1.0, reads=((0, 0),), allocates=(1,)),
         ),
         storages=(StageStorage(size_bytes=4, op=0, saved=True), StageStorage(size_bytes=4, op=1, saved=True)),
         modules=(("", "Block"), ("drop", "Drop")),
@@ -109,6 +116,6 @@ def test_an_op_that_must_not_run_again_does_so_only_if_forced():
 
 
 def test_modules_go_through_a_document():
-    assert StageOps.from_document(flow().to_document()) == flow()
-    old = {key: value for key, value in flow().to_document().items() if key != "modules"}
-    assert StageOps.from_document(old) == replace(flow(), modules=())
+    assert from_plain(StageOps, to_plain(flow(), KEYS), KEYS) == flow()
+    old = {key: value for key, value in to_plain(flow(), KEYS).items() if key != "modules"}
+    assert from_plain(StageOps, old, KEYS) == replace(flow(), modules=())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from profiler.workload.snapshot import Remembered, attributes_of, preserved
+from profiler.workload.snapshot import Snapshot, attributes_of, preserved
 from profiler.workload.workload import Workload
 
 
@@ -106,7 +106,7 @@ class Pair(NamedTuple):
 def test_containers_are_filled_again_and_made_anew_where_they_are_gone():
     shared = torch.zeros(2)
     value = {"past": deque([1, 2], maxlen=3), "named": Pair([shared], "x"), "by": OrderedDict(a=shared), "it": iter(())}
-    remembered, past, opaque = Remembered(value), value["past"], value["it"]
+    remembered, past, opaque = Snapshot(value), value["past"], value["it"]
     value["past"].append(3)
     value["named"].first.append(4)
     shared.add_(1)
@@ -120,4 +120,4 @@ def test_containers_are_filled_again_and_made_anew_where_they_are_gone():
     assert list(remembered.put_back(None)) == list(value)
     endless: list[Any] = []
     endless.append(endless)
-    assert Remembered(endless).put_back(endless) is endless
+    assert Snapshot(endless).put_back(endless) is endless

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from solvers import Chain, Problem, Solution, replay, solve_chain, solver_names
-from solvers.chain.ilp_model import Model
+from solvers.chain.ilp_model import ChainModel
 from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.minimum_memory import shortage
 from tests.support.chains import random_chain
@@ -67,9 +67,9 @@ def test_the_loose_program_bounds_every_schedule_and_the_exact_one_predicts_its_
         best = solve_chain(problem, "exhaustive")
         if best.seconds is None:
             continue
-        assert Model(problem, sweep=False).solve(60).bound_seconds <= best.seconds + 1e-6
-        exact = Model(problem, sweep=True).solve(60)
-        if exact.schedule is not None and max(problem.chain.other_peak_bytes, 1) <= problem.budget_bytes:
+        assert ChainModel(problem, sweep=False).solve(60).bound_seconds <= best.seconds + 1e-6
+        exact = ChainModel(problem, sweep=True).solve(60)
+        if exact.schedule is not None and max(problem.chain.optimizer_peak_bytes, 1) <= problem.budget_bytes:
             result = replay(problem.chain, exact.schedule)
             assert result.peak_bytes <= problem.budget_bytes
             assert result.seconds == pytest.approx(exact.bound_seconds)

@@ -8,25 +8,25 @@ import pytest
 
 from solvers import Action, Chain, Problem, Schedule, replay, solve_chain
 from solvers.chain import baselines
-from solvers.chain.fixed_stages import Piece, expanded, restricted, schedule_of
+from solvers.chain.fixed_stages import FixedSpan, expanded, restricted, schedule_of
 from solvers.problem.chain import Shared
 from tests.support.chains import random_chain, unit_chain
 
 
-def random_pieces(chain: Chain, random: Random, free: float) -> list[Piece]:
+def random_pieces(chain: Chain, random: Random, free: float) -> list[FixedSpan]:
     """Every stage with some fate that it can have; what must run once is kept, segments only where links allow."""
-    pieces: list[Piece] = []
+    pieces: list[FixedSpan] = []
     k = 0
     while k < len(chain.stages):
         stage, end = chain.stages[k], k + 1
         if random.random() < free:
-            pieces.append(Piece(k, end, free=True))
+            pieces.append(FixedSpan(k, end, free=True))
         elif not stage.recomputable or random.random() < 0.4:
-            pieces.append(Piece(k, end, option=random.randrange(len(stage.options))))
+            pieces.append(FixedSpan(k, end, option=random.randrange(len(stage.options))))
         else:
             while end < len(chain.stages) and _joins(chain, end) and random.random() < 0.6:
                 end += 1
-            pieces.append(Piece(k, end))
+            pieces.append(FixedSpan(k, end))
         k = end
     return pieces
 
@@ -42,7 +42,7 @@ def everything_once(chain: Chain) -> Schedule:
 def test_a_segment_of_two_by_hand():
     """Unit stages: boundary 1, kept 4, peaks: forward 6 kept, 2 not kept, recompute 4, backward 1."""
     chain = unit_chain(3)
-    pieces = [Piece(0, 2), Piece(2, 3, option=0)]
+    pieces = [FixedSpan(0, 2), FixedSpan(2, 3, option=0)]
     found = schedule_of(pieces).to_list()
     assert found == [
         ["forward", 0, None], ["forward", 1, None], ["free", 0, None], ["forward", 2, 0],
@@ -95,14 +95,14 @@ def test_a_skip_over_a_segment_is_held_where_the_chain_holds_it():
     """The second stage's reader is in the segment and holds the tensor until it has run again."""
     tensor = Shared(size_bytes=7, born=0, forward_death=0, readers=(1,))
     chain = Chain(stages=unit_chain(4).stages, shared=(tensor,))
-    small = restricted(chain, [Piece(0, 1, option=0), Piece(1, 3), Piece(3, 4, free=True)])
+    small = restricted(chain, [FixedSpan(0, 1, option=0), FixedSpan(1, 3), FixedSpan(3, 4, free=True)])
     assert small.shared == (Shared(size_bytes=7, born=0, forward_death=0, savers=(1,)),)
 
 
 def test_a_tensor_that_only_the_forward_of_a_segment_holds_counts_there():
     tensor = Shared(size_bytes=50, born=0, forward_death=2, readers=())
     chain = Chain(stages=unit_chain(4).stages, shared=(tensor,))
-    pieces = [Piece(0, 3), Piece(3, 4, option=0)]
+    pieces = [FixedSpan(0, 3), FixedSpan(3, 4, option=0)]
     small = restricted(chain, pieces)
     assert small.stages[0].options[0].forward_peak_bytes == 53
     assert replay(chain, schedule_of(pieces)).peak_bytes == 53
@@ -111,7 +111,7 @@ def test_a_tensor_that_only_the_forward_of_a_segment_holds_counts_there():
 def test_a_segment_that_saves_a_tensor_holds_it_in_its_backward_alone():
     tensor = Shared(size_bytes=50, born=0, forward_death=0, savers=(1,))
     chain = Chain(stages=unit_chain(4).stages, shared=(tensor,))
-    pieces = [Piece(0, 1, option=0), Piece(1, 3), Piece(3, 4, option=0)]
+    pieces = [FixedSpan(0, 1, option=0), FixedSpan(1, 3), FixedSpan(3, 4, option=0)]
     small = restricted(chain, pieces)
     assert small.shared[0].savers == ()
     assert small.stages[1].options[0].backward_peak_bytes == 60
@@ -121,12 +121,15 @@ def test_a_segment_that_saves_a_tensor_holds_it_in_its_backward_alone():
 def test_a_boundary_inside_a_segment_is_not_held_by_it():
     tensor = Shared(size_bytes=50, born=1, forward_death=1, linked_readers=(2,))
     chain = Chain(stages=unit_chain(4).stages, shared=(tensor,))
-    assert restricted(chain, [Piece(0, 1, option=0), Piece(1, 3), Piece(3, 4, option=0)]).shared[0].savers == ()
-    assert restricted(chain, [Piece(0, 2), Piece(2, 3), Piece(3, 4, option=0)]).shared[0].savers == (1,)
+    assert (
+        restricted(chain, [FixedSpan(0, 1, option=0), FixedSpan(1, 3), FixedSpan(3, 4, option=0)]).shared[0].savers
+        == ()
+    )
+    assert restricted(chain, [FixedSpan(0, 2), FixedSpan(2, 3), FixedSpan(3, 4, option=0)]).shared[0].savers == (1,)
 
 
 def test_actions_of_free_stages_only_change_their_numbers():
-    pieces = [Piece(0, 2), Piece(2, 3, free=True), Piece(3, 4, free=True)]
+    pieces = [FixedSpan(0, 2), FixedSpan(2, 3, free=True), FixedSpan(3, 4, free=True)]
     actions = (Action("forward", 1), Action("recompute", 2, 0), Action("backward", 2), Action("free", 0))
     found = expanded(Schedule(actions=actions), pieces).to_list()
     assert found == [["forward", 2, None], ["recompute", 3, 0], ["backward", 3, None], ["free", 1, None]]

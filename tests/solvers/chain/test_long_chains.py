@@ -84,7 +84,7 @@ def test_the_frontier_of_a_long_chain_is_replayed_and_not_endless() -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_restricted_tables_of_any_chain_replay_and_are_no_faster_than_whole_ones(seed: int) -> None:
     odd, shared = seed % 2 == 0, seed % 5 == 0
-    chain = replace(random_chain(seed, most_stages=14, odd=odd, shared=shared).folded(), other_peak_bytes=0)
+    chain = replace(random_chain(seed, most_stages=14, odd=odd, shared=shared).folded(), optimizer_peak_bytes=0)
     whole = Table(chain).points()
     for effort in (Effort(500, 500, 2, 2), Effort(700, 20, 3, 2), Effort(60, 60, 1, 4)):
         table = Table(chain, effort=effort)

@@ -61,9 +61,9 @@ def test_keeping_every_other_stage_pays_for_the_boundaries_around_them() -> None
 
 
 def test_a_budget_that_cannot_hold_one_backward_has_no_finite_bound() -> None:
-    chain = Chain(stages=(UNIT,) * 3, other_peak_bytes=9)
+    chain = Chain(stages=(UNIT,) * 3, optimizer_peak_bytes=9)
     assert bound_seconds(chain, 8) == float("inf")  # the optimizer
-    assert bound_seconds(replace(chain, other_peak_bytes=0), 5) == float("inf")  # boundary 1, kept 4, backward 1
+    assert bound_seconds(replace(chain, optimizer_peak_bytes=0), 5) == float("inf")  # boundary 1, kept 4, backward 1
     assert bound_seconds(chain, 9) < float("inf")
 
 
@@ -76,7 +76,7 @@ def test_larger_budgets_have_smaller_bounds() -> None:
 # Two stages kept in full: 8 bytes and one boundary at the first backward, of which stage 0's 4 may be away. At a budget
 # of 6 + 1 (own kept, backward peak, boundary) stage 0 is dropped (1 s more) or sent: 4 bytes out and back.
 def test_with_a_link_a_stage_is_sent_or_dropped_whichever_takes_less_by_hand() -> None:
-    way = replace(UNIT.options[0], parcels=(4,))
+    way = replace(UNIT.options[0], offload_units=(4,))
     chain = Chain(stages=(replace(UNIT, options=(way,)), UNIT))
     assert bound_seconds(chain, 6) == pytest.approx(7.0)
     for rate, seconds in ((1e-9, 7.0), (1.0, 7.0), (2.0, 6.0), (math.inf, 6.0)):

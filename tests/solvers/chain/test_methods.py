@@ -58,7 +58,7 @@ def test_below_the_smallest_budget_the_answer_says_what_forces_it(solver: str) -
 
 
 def test_the_optimizer_can_force_the_budget() -> None:
-    chain = replace(unit_chain(3), other_peak_bytes=50)
+    chain = replace(unit_chain(3), optimizer_peak_bytes=50)
     for solver in solver_names(linked=False):
         found = solve(chain, 49, solver).shortage
         assert found is not None and (found.minimum_budget_bytes, found.moment) == (50, "optimizer")
@@ -204,7 +204,7 @@ def _scaled(data, factor: float):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_table_predicts_exactly_what_the_simulator_finds(seed: int) -> None:
-    chain = replace(random_chain(seed, most_stages=8, odd=seed % 2 == 0), other_peak_bytes=0)
+    chain = replace(random_chain(seed, most_stages=8, odd=seed % 2 == 0), optimizer_peak_bytes=0)
     table = Table(chain)
     points = table.points()
     assert points[0].peak_bytes == shortage(chain).minimum_budget_bytes
@@ -216,7 +216,7 @@ def test_the_table_predicts_exactly_what_the_simulator_finds(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_table_predicts_exactly_where_running_without_keeping_needs_most(seed: int) -> None:
-    chain = replace(random_chain(seed, most_stages=9, odd=True), other_peak_bytes=0)
+    chain = replace(random_chain(seed, most_stages=9, odd=True), optimizer_peak_bytes=0)
     stages = [replace(stage, forward_peak_bytes=stage.forward_peak_bytes + 4 * (seed % 8)) for stage in chain.stages]
     chain = replace(chain, stages=tuple(replace(s, recomputable=True, linked=True) for s in stages))
     for point in (table := Table(chain)).points():

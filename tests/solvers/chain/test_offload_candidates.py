@@ -32,7 +32,7 @@ def chain_of(seed: int, count: int = 12) -> Chain:
 
 def rate_of(chain: Chain) -> float:
     """At which all parcels of a step that keeps everything leave in one step's time."""
-    return sum(sum(stage.options[0].parcels) for stage in chain.stages) / chain.unplanned_seconds
+    return sum(sum(stage.options[0].offload_units) for stage in chain.stages) / chain.unplanned_seconds
 
 
 def budgets_of(chain: Chain) -> list[int]:
@@ -98,10 +98,14 @@ def test_auto_counts_drafts_for_slower_links_and_never_gets_slower_with_a_faster
 
 def alike(count: int) -> Chain:
     """Stages as alike as a transformer's, with much more kept than handed on."""
-    way = replace(UNIT.options[0], kept_bytes=300, forward_peak_bytes=360, backward_peak_bytes=60, parcels=(29,) * 10)
+    way = replace(
+        UNIT.options[0], kept_bytes=300, forward_peak_bytes=360, backward_peak_bytes=60, offload_units=(29,) * 10
+    )
     way = replace(way, recompute_peak_bytes=330)
-    stage = replace(UNIT, options=(way,), boundary_bytes=10, forward_peak_bytes=60, gradient_bytes=10, parcels=(10,))
-    return Chain(stages=(replace(stage, parcels=()), *(stage,) * (count - 1)), resident_bytes=100)
+    stage = replace(
+        UNIT, options=(way,), boundary_bytes=10, forward_peak_bytes=60, gradient_bytes=10, offload_units=(10,)
+    )
+    return Chain(stages=(replace(stage, offload_units=()), *(stage,) * (count - 1)), resident_bytes=100)
 
 
 def test_pofo_is_never_slower_than_recomputing_alone_and_drafts_what_placing_does_not_find() -> None:
@@ -199,7 +203,7 @@ def test_host_memory_limits_what_leaves() -> None:
     budget = budgets_of(chain)[2]
     found = []
     for part in (0.05, 0.2, 1.0):
-        limit = round(part * sum(sum(stage.options[0].parcels) for stage in chain.stages))
+        limit = round(part * sum(sum(stage.options[0].offload_units) for stage in chain.stages))
         solution = solve(chain, budget, link(rate_of(chain) * 3, host_bytes=limit))
         assert solution.schedule is not None and copies(solution) > 0
         found.append(solution.seconds)

@@ -62,7 +62,7 @@ def test_no_answer_beats_the_oracle_and_no_claim_is_false(block: int) -> None:
     [(9, 1000.0, 6.008), (9, 4.0, 7.0), (9, 1.0, 7.0), (9, math.inf, 6.0), (10, 1000.0, 6.004), (11, 1.0, 6.0)],
 )
 def test_two_stages_by_hand(budget: int, rate: float, seconds: float) -> None:
-    way = replace(UNIT.options[0], parcels=(4,))
+    way = replace(UNIT.options[0], offload_units=(4,))
     chain = Chain(stages=(replace(UNIT, options=(way,)),) * 2)
     link = Link(to_host_bytes_per_second=rate, to_device_bytes_per_second=rate)
     problem = Problem(chain=chain, budget_bytes=budget, link=link)

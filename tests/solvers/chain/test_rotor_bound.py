@@ -54,7 +54,7 @@ def optimum(found: list[tuple[int, float]], peak_bytes: int) -> float:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_optimistic_bound_is_below_every_persistent_schedule_and_meets_the_best_on_an_exact_grid(seed: int) -> None:
-    chain = replace(random_chain(seed, most_stages=3, odd=seed % 2 == 0), other_peak_bytes=0)
+    chain = replace(random_chain(seed, most_stages=3, odd=seed % 2 == 0), optimizer_peak_bytes=0)
     found = costs(chain)
     for peak in range(max(0, found[0][0] - 2), min(60, found[-1][0]) + 2):
         level = peak - chain.resident_bytes
@@ -68,7 +68,7 @@ def test_the_optimistic_bound_is_below_every_persistent_schedule_and_meets_the_b
 
 @pytest.mark.parametrize("seed", range(40))
 def test_tables_find_the_persistent_optimum_and_coarse_ones_err_by_no_more_than_they_say(seed: int) -> None:
-    chain = replace(random_chain(seed, most_stages=3, odd=seed % 2 == 0), other_peak_bytes=0)
+    chain = replace(random_chain(seed, most_stages=3, odd=seed % 2 == 0), optimizer_peak_bytes=0)
     found = costs(chain)
     exact = Table(chain)
     for point in exact.points():

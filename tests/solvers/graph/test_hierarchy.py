@@ -14,7 +14,7 @@ from solvers.graph import exhaustive, hierarchy
 from solvers.graph.block_options import BlockMenus, node_of
 from solvers.graph.block_partition import cut_into_blocks, turning_point
 from solvers.graph.hierarchy import BlockChain
-from solvers.graph.incumbent import Search
+from solvers.graph.incumbent import Incumbent
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.graph.moments import rerunnable_nodes
 from solvers.problem.graph import Graph, Node
@@ -24,8 +24,8 @@ from tests.support.graph_checks import checked_seconds, telling_budgets
 from tests.support.graphs import training_graph
 
 
-def searched(indexed: IndexedGraph, budget_bytes: int) -> Search:
-    search = Search(indexed, budget_bytes, time_limit_seconds=60.0, gap=1e-9)
+def searched(indexed: IndexedGraph, budget_bytes: int) -> Incumbent:
+    search = Incumbent(indexed, budget_bytes, time_limit_seconds=60.0, gap=1e-9)
     hierarchy.solve(search, rerunnable_nodes(indexed), Table)
     return search
 

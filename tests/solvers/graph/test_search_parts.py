@@ -8,13 +8,13 @@ import pytest
 from benchmarks.random_graphs import random_tiny_graph, random_training_graph
 from solvers.graph import exhaustive
 from solvers.graph.eviction import POWERS, eviction_order
-from solvers.graph.incumbent import Search
+from solvers.graph.incumbent import Incumbent
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.graph.moments import MomentSearch, first_moments, rerunnable_nodes
 from solvers.graph.moments_program import MomentsProgram
-from solvers.graph.neighbourhood_search import Improvement
+from solvers.graph.neighbourhood_search import NeighbourhoodSearch
 from solvers.graph.on_demand import demand_orders
-from solvers.graph.order_merging import Merging
+from solvers.graph.order_merging import OrderMerging
 from solvers.graph.order_repair import keep_what_fits
 from solvers.graph.template_program import TemplateProgram, template_of
 from solvers.highs import Program
@@ -83,7 +83,7 @@ def test_an_order_is_a_solution_of_the_programs_that_it_is_encoded_for(seed):
     budget = middle_budget(indexed)
     best = exhaustive.solve(indexed, budget).order
     assert best is not None
-    search = Search(indexed, budget, time_limit_seconds=60.0, gap=0.0)
+    search = Incumbent(indexed, budget, time_limit_seconds=60.0, gap=0.0)
     moments = MomentsProgram(indexed, budget, first_moments(search), np.ones(indexed.count, dtype=bool))
     template = TemplateProgram(indexed, budget, list(best))
     for program, values in ((moments.program, moments.encode(best)), (template.program, template.encode(best))):
@@ -109,12 +109,18 @@ def test_moves_improve_and_keep_the_budget(seed):
     graph = random_training_graph(60, seed)
     indexed = IndexedGraph(graph)
     profile = peak_profile(indexed, range(indexed.count))
-    search = Search(indexed, int((indexed.working_bytes.max() + profile.max()) // 2), time_limit_seconds=60.0, gap=0.0)
+    search = Incumbent(
+        indexed, int((indexed.working_bytes.max() + profile.max()) // 2), time_limit_seconds=60.0, gap=0.0
+    )
     rerunnable = rerunnable_nodes(indexed)
     for order in demand_orders(indexed, rerunnable):
         search.offer(order, "demand")
     start = search.seconds
-    merging, improvement, rounds = Merging(search), Improvement(search, rerunnable), MomentSearch(search, rerunnable)
+    merging, improvement, rounds = (
+        OrderMerging(search),
+        NeighbourhoodSearch(search, rerunnable),
+        MomentSearch(search, rerunnable),
+    )
     for step in (merging.step, improvement.step, lambda: rounds.step(10.0), merging.step):
         before = search.seconds
         step()

@@ -8,7 +8,7 @@ import pytest
 
 from solvers import Action, Chain, Problem, ReplayError, Schedule, replay, solve_chain
 from solvers.problem.chain import Shared
-from solvers.problem.chain_simulator import Alive, alive_before
+from solvers.problem.chain_simulator import LiveSet, alive_before
 from tests.support.chains import UNIT, random_chain, unit_chain
 
 
@@ -46,7 +46,7 @@ def test_kept_output_counts_once_its_boundary_is_gone() -> None:
 
 
 def test_the_optimizer_has_its_own_peak() -> None:
-    chain = replace(unit_chain(1), other_peak_bytes=99)
+    chain = replace(unit_chain(1), optimizer_peak_bytes=99)
     assert replay(chain, actions(("forward", 0, 0), ("free", 0), ("backward", 0))).peak_bytes == 99
 
 
@@ -93,7 +93,7 @@ def test_stages_that_run_once_and_boundaries_that_cannot_come_back() -> None:
         replay(unlinked, actions(*DROPPED, ("free", 0)))
 
 
-def bytes_of(chain: Chain, alive: Alive) -> int:
+def bytes_of(chain: Chain, alive: LiveSet) -> int:
     stages = chain.stages
     kept = sum(o.kept_bytes + (0 if k in alive.boundaries else o.kept_output_bytes) for k, o in alive.kept.items())
     return (

@@ -12,7 +12,7 @@ from solvers.problem.chain_simulator import alive_before
 from solvers.problem.link import Link
 from tests.support.chains import UNIT
 
-KEPT = replace(UNIT, options=(replace(UNIT.options[0], parcels=(3, 1)),), parcels=(1,))
+KEPT = replace(UNIT, options=(replace(UNIT.options[0], offload_units=(3, 1)),), offload_units=(1,))
 CHAIN = Chain(stages=(KEPT,) * 3)
 LINK = Link(to_host_bytes_per_second=2.0, to_device_bytes_per_second=1.0, latency_seconds=0.5)
 

@@ -115,7 +115,7 @@ def closed_choices(flow: StageOps, seed: int, count: int) -> list[Choice]:
 
 def everything_once(flow: StageOps) -> set[int]:
     """The ops of all that can be made again without an op that must not run again."""
-    saved = [k for k, storage in enumerate(flow.storages) if storage.saved and not storage.held]
+    saved = [k for k, storage in enumerate(flow.storages) if storage.saved and not storage.always_live]
     outside = [k for k, storage in enumerate(flow.storages) if storage.op < 0]
     found: set[int] = set()
     for dropped in saved:
