@@ -154,19 +154,19 @@ class _Explained:
         self._outputs = {k: chain.stages[k].boundary_bytes for k in self._alive.boundaries}
         self._away: Counter[int] = Counter()  # bytes of kept stages that are in host memory
         self._gone: dict[int, set[int]] = {}  # their storages
-        for k, parcel in self._alive.away:
-            self._take_away(k, parcel)
+        for k, unit in self._alive.away:
+            self._take_away(k, unit)
 
-    def _take_away(self, k: int, parcel: int) -> None:
+    def _take_away(self, k: int, unit: int) -> None:
         option, menu = self._alive.kept.get(k), self._menu(k)
         if option is None:
-            self._outputs[k - 1] -= self._stages[k].offload_units[parcel]
+            self._outputs[k - 1] -= self._stages[k].offload_units[unit]
             return
-        number = -1 if self._plan is None else self._plan.stages[k].offload_units[parcel]
+        number = -1 if self._plan is None else self._plan.stages[k].offload_units[unit]
         if menu is not None and number >= 0 and menu.ops.storages[number].op < 0:
-            self._outputs[k - 1] -= option.offload_units[parcel]
+            self._outputs[k - 1] -= option.offload_units[unit]
         else:
-            self._away[k] += option.offload_units[parcel]
+            self._away[k] += option.offload_units[unit]
             self._gone.setdefault(k, set()).add(number)
 
     def parts(self) -> list[Part]:

@@ -81,7 +81,7 @@ def predicted_timelines(
     Args:
         chain: what the stages cost.
         schedule: of its stages.
-        link: over which it sends parcels to host memory.
+        link: over which it sends offload units to host memory.
         beside_seconds: of the step outside of the chain: the optimizer's.
     """
     return [

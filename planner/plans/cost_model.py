@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from planner.plans.offloadable import input_parcel_bytes, kept_parcel_bytes
+from planner.plans.offloadable import input_offload_unit_bytes, kept_offload_unit_bytes
 from profiler.op_graph import StageOps, StageStorage
 from profiler.records import MenuRecord, OptionRecord, Profile, SharedRecord, StageRecord
 from solvers.problem.chain import Chain, Option, Shared, Stage
@@ -228,7 +228,7 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
         backward_peak_bytes=record.backward.peak_bytes - record.backward.start_bytes,
         recompute_seconds=record.recompute_seconds,
         recompute_peak_bytes=again.peak_bytes(record.recompute_peak_bytes),
-        offload_units=kept_parcel_bytes(timeline.profile, k, None),
+        offload_units=kept_offload_unit_bytes(timeline.profile, k, None),
     )
     casts = _Casts(timeline.profile, k)
     menu = timeline.profile.menus[record.menu] if record.menu >= 0 else None
@@ -239,7 +239,7 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
         else tuple(
             replace(
                 _option(option, menu, record, keep, released, again),
-                offload_units=kept_parcel_bytes(timeline.profile, k, option),
+                offload_units=kept_offload_unit_bytes(timeline.profile, k, option),
             )
             for option in menu.options
         )
@@ -257,7 +257,7 @@ def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
         recomputable=record.recomputable,
         # In a segment it would be kept by a second run while others are, each with casts of its own.
         linked=bool(record.links) and not casts.again_bytes and not _Casts(timeline.profile, k - 1).again_bytes,
-        offload_units=input_parcel_bytes(timeline.profile, k),
+        offload_units=input_offload_unit_bytes(timeline.profile, k),
     )
 
 

@@ -31,14 +31,14 @@ class Rerun:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Send a parcel, let go of it on the device, or bring it back.
+    """Send an offload unit, let go of it on the device, or bring it back.
 
     ``option`` says of which list of the stage it is one: with what the stage is kept, or None for its held input.
     """
 
     kind: ActionKind
     stage: int
-    parcel: int
+    unit: int
     option: int | None
 
 

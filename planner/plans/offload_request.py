@@ -93,7 +93,7 @@ def _why_not(link: Link | None, chain: Chain) -> str:
         return "no link is known: profile on a device that has one, or give its speed with --link-gbps"
     if not min(link.to_host_bytes_per_second, link.to_device_bytes_per_second) > 0:
         return "the link's speed is 0: give one above 0 with --link-gbps"
-    smallest = min(_parcels(chain), default=None)
+    smallest = min(_offload_units(chain), default=None)
     if smallest is None:
         return "nothing of this model can be sent: profile with menus, which record what each stage keeps"
     if link.host_bytes is not None and link.host_bytes < smallest:
@@ -119,7 +119,7 @@ def link_from(data: Mapping[str, Any] | None) -> Link | None:
     return Link(**values)
 
 
-def _parcels(chain: Chain) -> Iterable[int]:
+def _offload_units(chain: Chain) -> Iterable[int]:
     for stage in chain.stages:
         yield from stage.offload_units
         for option in stage.options:

@@ -1,4 +1,4 @@
-"""Parcels: which parts of what a stage holds between forward and backward may be sent to host memory."""
+"""Offload units: which parts of what a stage holds between forward and backward may be sent to host memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from profiler.records import OptionRecord, Profile
 from solvers import Chain, Schedule
 
 # Less than a page is not worth a copy and the memory of its host buffer.
-SMALLEST_PARCEL_BYTES = 4096
+SMALLEST_OFFLOAD_UNIT_BYTES = 4096
 
 
-def kept_parcels(profile: Profile, k: int, option: OptionRecord | None) -> tuple[int, ...]:
-    """Storages (numbers in the stage's ``StageOps``) that may travel while stage ``k`` is kept, one parcel each.
+def kept_offload_units(profile: Profile, k: int, option: OptionRecord | None) -> tuple[int, ...]:
+    """Storages (numbers in the stage's ``StageOps``) that may travel while stage ``k`` is kept, one offload unit each.
 
     What the stage makes and keeps for its own backward alone, and its input where nothing else needs it: no parameter,
     nothing that other stages hold or that the model was handed, nothing smaller than a page. Of a stage that was not
@@ -27,18 +27,18 @@ def kept_parcels(profile: Profile, k: int, option: OptionRecord | None) -> tuple
     record = profile.stages[k]
     if record.menu < 0 or not record.recomputable:
         return ()
-    return parcels_among(profile.menus[record.menu].ops, option, with_input=bool(input_offload_units(profile, k)))
+    return offload_units_among(profile.menus[record.menu].ops, option, with_input=bool(input_offload_units(profile, k)))
 
 
-def parcels_among(ops: StageOps, option: OptionRecord | None, *, with_input: bool) -> tuple[int, ...]:
-    """``kept_parcels`` by the ops of a stage alone; ``with_input``: its input, too, lives for this stage alone."""
+def offload_units_among(ops: StageOps, option: OptionRecord | None, *, with_input: bool) -> tuple[int, ...]:
+    """``kept_offload_units`` by a stage's ops alone; ``with_input``: its input, too, lives for this stage alone."""
     if not ops.saves:
         return ()  # Files of older releases do not say in which order autograd saves: nothing could be recognised.
     kept = _saved(ops) if option is None else _held(ops, option)
     found = {
         number
         for number, storage in enumerate(ops.storages)
-        if storage.size_bytes >= SMALLEST_PARCEL_BYTES
+        if storage.size_bytes >= SMALLEST_OFFLOAD_UNIT_BYTES
         and not storage.returned
         and (
             (storage.op >= 0 and number in kept and not storage.always_live)
@@ -73,29 +73,29 @@ def _held(ops: StageOps, option: OptionRecord) -> set[int]:
     return set(option.kept) & (_saved(ops) | set(ops.held_for(option.rerun))) - again
 
 
-def kept_parcel_bytes(profile: Profile, k: int, option: OptionRecord | None) -> tuple[int, ...]:
-    """Bytes of each of ``kept_parcels``."""
-    numbers = kept_parcels(profile, k, option)
+def kept_offload_unit_bytes(profile: Profile, k: int, option: OptionRecord | None) -> tuple[int, ...]:
+    """Bytes of each of ``kept_offload_units``."""
+    numbers = kept_offload_units(profile, k, option)
     return tuple(profile.menus[profile.stages[k].menu].ops.storages[number].size_bytes for number in numbers)
 
 
 def input_offload_units(profile: Profile, k: int) -> tuple[tuple[int, ...], ...]:
     """Input tensors (numbers among the call's tensors) that may travel while stage ``k`` waits to run again.
 
-    One parcel of all that comes from the stage before and lives for this stage alone; none where the stage before keeps
-    some of it itself, or other stages hold some of it.
+    One offload unit of all that comes from the stage before and lives for this stage alone; none where the stage before
+    keeps some of it itself, or other stages hold some of it.
     """
     record = profile.stages[k]
     if not record.links or k == 0 or record.kind != "stage":
         return ()
     before = profile.stages[k - 1]
     shared = any(k in tensor.linked_readers for tensor in profile.shared)
-    if shared or before.kept_output_bytes or before.boundary_bytes < SMALLEST_PARCEL_BYTES:
+    if shared or before.kept_output_bytes or before.boundary_bytes < SMALLEST_OFFLOAD_UNIT_BYTES:
         return ()
     return (tuple(leaf for leaf, _ in record.links),)
 
 
-def input_parcel_bytes(profile: Profile, k: int) -> tuple[int, ...]:
+def input_offload_unit_bytes(profile: Profile, k: int) -> tuple[int, ...]:
     """Bytes of each of ``input_offload_units``."""
     return tuple(profile.stages[k - 1].boundary_bytes for _ in input_offload_units(profile, k))
 
@@ -110,6 +110,6 @@ def sent_bytes(chain: Chain, schedule: Schedule) -> Counter[int]:
         elif action.kind == "offload":
             stage = chain.stages[action.stage]
             option = kept.get(action.stage)
-            parcels = stage.offload_units if option is None else stage.options[option].offload_units
-            found[action.stage] += parcels[action.option or 0]
+            units = stage.offload_units if option is None else stage.options[option].offload_units
+            found[action.stage] += units[action.option or 0]
     return found

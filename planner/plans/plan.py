@@ -129,7 +129,7 @@ class Plan:
     headroom_bytes: int = 0
 
     def offload_units_of(self, stage: int, option: int | None) -> tuple[tuple[int, ...], ...]:
-        """Per offload unit of a stage its storages, by number, where it is kept; its input tensors where it is dropped."""
+        """Of each offload unit of a stage its storages if it is kept, its input tensors if dropped; by number."""
         planned = self.stages[stage]
         return planned.input_offload_units if option is None else tuple((number,) for number in planned.offload_units)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.plans.offloadable import input_offload_units, parcels_among, sent_bytes
+from planner.plans.offloadable import input_offload_units, offload_units_among, sent_bytes
 from planner.plans.plan import Decision, PlannedStage
 from profiler.records import MenuRecord, Profile
 from solvers import Chain, Schedule
@@ -72,7 +72,7 @@ def with_decisions(
             extra_seconds=float(again.get(k, 0.0)),
             extra_ops=extra_ops[k],
             option=chain.stages[k].options[chosen[k]].name if k in chosen else "",
-            offload_units=_parcels(stage, menus, chosen.get(k, 0)),
+            offload_units=_offload_units(stage, menus, chosen.get(k, 0)),
             offloaded_bytes=sent[k],
         )
         for k, stage in enumerate(stages)
@@ -98,12 +98,12 @@ def _extra_runs(stages: Sequence[PlannedStage], replayed: Replay) -> tuple[dict[
     return again, extra_ops
 
 
-def _parcels(stage: PlannedStage, menus: Sequence[MenuRecord], option: int) -> tuple[int, ...]:
+def _offload_units(stage: PlannedStage, menus: Sequence[MenuRecord], option: int) -> tuple[int, ...]:
     if stage.menu < 0 or not stage.recomputable:
         return ()
     menu = menus[stage.menu]
     chosen = menu.options[option - 1] if option else None
-    return parcels_among(menu.ops, chosen, with_input=bool(stage.input_offload_units))
+    return offload_units_among(menu.ops, chosen, with_input=bool(stage.input_offload_units))
 
 
 def _chosen_options(chain: Chain, schedule: Schedule) -> dict[int, int]:

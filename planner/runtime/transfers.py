@@ -20,7 +20,7 @@ from profiler.workload.compiled_forwards import leave_uncompiled
 leave_uncompiled(__name__)
 
 _ALL = 10**9  # more reruns than any backward has before it
-_Parcels = dict[int, list[weakref.ref[OffloadedStorage]]]
+_OffloadUnits = dict[int, list[weakref.ref[OffloadedStorage]]]
 
 
 class WaitingStage(Protocol):
@@ -57,7 +57,7 @@ class TransferExecutor:
         self._engine = engine
         self._waiting = waiting
         self._warn = warn
-        self._loads: dict[tuple[int, int | None], _Parcels] = {}
+        self._loads: dict[tuple[int, int | None], _OffloadUnits] = {}
         self._next = 0
         self._reached = -1
 
@@ -69,9 +69,9 @@ class TransferExecutor:
         self, stage: int, option: int, pieces: Sequence[OffloadableTensor | None], call: SelectiveCall | None = None
     ) -> None:
         """A run of a stage has kept these saved tensors."""
-        parcels = self._plan.offload_units_of(stage, option)
+        units = self._plan.offload_units_of(stage, option)
         menu = self._plan.menus[self._plan.stages[stage].menu]
-        wanted = {number for parcel in parcels for number in parcel}
+        wanted = {number for unit in units for number in unit}
         found = match_saved_storages(pieces, menu.ops, wanted, call)
         if found is None:
             self._cannot(stage, "it saves other tensors than when profiled; they stay on the device")
@@ -79,8 +79,7 @@ class TransferExecutor:
         if wanted - found.keys():
             self._cannot(stage, "some of the tensors that were to be sent are not there")
         self._loads[stage, option] = {
-            i: [weakref.ref(found[number]) for number in numbers if number in found]
-            for i, numbers in enumerate(parcels)
+            i: [weakref.ref(found[number]) for number in numbers if number in found] for i, numbers in enumerate(units)
         }
 
     def forward_done(self, position: int) -> None:
@@ -111,9 +110,9 @@ class TransferExecutor:
         if transfer.kind == "prefetch" and self._program.order[transfer.stage] < self._reached:
             return  # This backward has left that stage out; it would take memory for nothing.
         if transfer.kind == "offload" and transfer.option is None:
-            self._load_input(transfer.stage, transfer.parcel)
+            self._load_input(transfer.stage, transfer.unit)
         loads = self._loads.get((transfer.stage, transfer.option), {})
-        for luggage in _alive(loads.get(transfer.parcel, [])):
+        for luggage in _alive(loads.get(transfer.unit, [])):
             if transfer.kind == "release":
                 luggage.release()
             elif transfer.kind == "prefetch":
@@ -122,13 +121,13 @@ class TransferExecutor:
                 why = "host memory is full, with more than one step's tensors in it; the rest stays on the device"
                 self._cannot(transfer.stage, why)
 
-    def _load_input(self, stage: int, parcel: int) -> None:
+    def _load_input(self, stage: int, unit: int) -> None:
         """The input that a stage holds becomes luggage."""
         reference = self._waiting.get(stage)
         holding: WaitingStage | None = None if reference is None else reference()
         if holding is not None:
-            luggage = holding.offloaded_inputs(self._plan.offload_units_of(stage, None)[parcel])
-            self._loads.setdefault((stage, None), {})[parcel] = [weakref.ref(each) for each in luggage]
+            luggage = holding.offloaded_inputs(self._plan.offload_units_of(stage, None)[unit])
+            self._loads.setdefault((stage, None), {})[unit] = [weakref.ref(each) for each in luggage]
 
     def _cannot(self, stage: int, why: str) -> None:
         self._warn(self._plan.stages[stage].name, f"{why}; the peak is not promised")

@@ -8,10 +8,10 @@ either, makes again. The cheapest such state is a shortest path along the chain 
 or nothing; the boundary alive, or not) under one constraint on bytes. With a price per byte in place of the constraint
 one sweep solves it for all t at once, and every price gives a bound; the largest over prices and stages counts.
 
-With a link, parcels may be away at that moment. Their copies out ended before it, and their copies back begin after it:
-the step's first part, up to the moment, takes no less than its computation and no less than the copies out, the second
-part no less than its computation and the copies back. Any mean of the two, for either part, is a bound again, in which
-a byte away has a price of its own; nine means for each part are tried.
+With a link, offload units may be away at that moment. Their copies out ended before it, and their copies back begin
+after it: the step's first part, up to the moment, takes no less than its computation and no less than the copies out,
+the second part no less than its computation and the copies back. Any mean of the two, for either part, is a bound
+again, in which a byte away has a price of its own; nine means for each part are tried.
 
 Guarantee: no schedule within the budget is faster, persistent or not. Shared tensors count as no bytes.
 Complexity: O(L K P) for L stages with K options and P prices (81 times that with a link), then O(L P) per budget.
@@ -112,7 +112,7 @@ def _priced(chain: Chain, weights: _Weights, prices: Floats) -> Floats:
 
     The boundary before t is alive; what stages from t on cost, and what is there in any state, is left out.
     """
-    away = np.minimum(prices, weights.away)  # the price of a parcel's byte: on the device, or away
+    away = np.minimum(prices, weights.away)  # the price of an offload unit's byte: on the device, or away
     alive, dead = np.zeros(prices.size), np.full(prices.size, math.inf)
     found = []
     for k, stage in enumerate(chain.stages):

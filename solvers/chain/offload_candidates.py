@@ -49,7 +49,7 @@ class Placeable(NamedTuple):
 
 def carries(chain: Chain, link: Link | None) -> bool:
     """Whether anything of the chain can travel; where not, all is as without a link."""
-    return link is not None and link.usable and has_parcels(chain, link.host_bytes)
+    return link is not None and link.usable and has_offload_units(chain, link.host_bytes)
 
 
 def sent_by(problem: Problem, solver: str, time_limit_seconds: float = ILP_SECONDS) -> list[ReplayedSchedule]:
@@ -152,7 +152,7 @@ def entries_sent(chain: Chain, solver: str, link: Link) -> list[ReplayedSchedule
 def _placeables(chain: Chain, host_bytes: int | None, solver: str) -> tuple[Placeable, ...]:
     """What the method places, by rising seconds of computation; of equal schedules the first counts.
 
-    Remembered: parcels leave in the same order for all budgets and rates.
+    Remembered: offload units leave in the same order for all budgets and rates.
     """
     found = [("offload_only", schedule) for schedule in baselines.keep_all(chain)]
     if solver != "offload_only":
@@ -167,13 +167,13 @@ def _placeables(chain: Chain, host_bytes: int | None, solver: str) -> tuple[Plac
 
 
 def _of_tables(chain: Chain) -> list[Schedule]:
-    """The rotor's frontier, that of option 0 alone, and those of chains of whose first stages all parcels are away.
+    """The rotor's frontier, that of option 0 alone, and those of chains of whose first stages all units are away.
 
-    The copies of the first stages have most time. With parcels away the table keeps what it would have dropped.
+    The copies of the first stages have most time. With offload units away the table keeps what it would have dropped.
     """
     count = len(chain.stages)
     parts = 1 if count > LONG_CHAIN else SENT_PARTS
-    first = dict.fromkeys(without_parcels(chain, count * part // parts) for part in range(1, parts + 1))
+    first = dict.fromkeys(without_offload_units(chain, count * part // parts) for part in range(1, parts + 1))
     lean = [smallest_schedule(variant) for variant in first]
     whole = [replace(chain, stages=tuple(replace(s, options=s.options[:1]) for s in chain.stages))]
     variants = [*(variant for variant in whole if variant != chain), *first]
@@ -183,14 +183,14 @@ def _of_tables(chain: Chain) -> list[Schedule]:
     return [*own, *lean, *(table.schedule(point) for table, point in points)]
 
 
-def has_parcels(chain: Chain, host_bytes: int | None = None) -> bool:
+def has_offload_units(chain: Chain, host_bytes: int | None = None) -> bool:
     """Whether any stage holds something that could travel and that host memory has room for."""
     sizes = (size for s in chain.stages for held in (s, *s.options) for size in held.offload_units)
     return any(size and (host_bytes is None or size <= host_bytes) for size in sizes)
 
 
-def without_parcels(chain: Chain, count: int | None = None) -> Chain:
-    """The chain as it would be if all parcels of the first ``count`` stages (None: of all) were always away.
+def without_offload_units(chain: Chain, count: int | None = None) -> Chain:
+    """The chain as it would be if all offload units of the first ``count`` stages (None: of all) were always away.
 
     At the start of every backward a schedule with copies holds at least what the same schedule holds in this chain, so
     that ``lower_bound.bound_seconds`` of it bounds them all, however fast the link is.
@@ -209,6 +209,6 @@ def without_parcels(chain: Chain, count: int | None = None) -> Chain:
 
 
 def _kept_away(stage: Stage, sent_bytes: int) -> Stage:
-    """The stage with its kept parcels away; where it is kept, what it would send of its input while it waits stays."""
+    """The stage with its kept units away; where it is kept, what it would send of its input while it waits stays."""
     options = tuple(replace(o, kept_bytes=o.kept_bytes - sum(o.offload_units) + sent_bytes) for o in stage.options)
     return replace(stage, options=options)

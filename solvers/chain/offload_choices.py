@@ -1,7 +1,7 @@
 """The choices that methods with copies weigh for each stage: kept with an option, or dropped alone or in a run.
 
 Dropped runs are single-level: they run again from their first stage, all but the last kept with option 0, directly
-before their backward. Each choice comes with the seconds, bytes and parcels that move a method's state.
+before their backward. Each choice comes with the seconds, bytes and offload units that move a method's state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ChoiceStep(NamedTuple):
         stop: the first stage after it.
         forward_bytes, backward_bytes: needed at most in either phase, beside what earlier stages hold.
         held_bytes: held from its forward to its backward.
-        parcels: bytes of each part of that which may travel.
+        offload_units: bytes of each part of that which may travel.
     """
 
     choice: PersistentChoice

@@ -1,7 +1,7 @@
 """Integer program for keeping, sending and dropping at once, with the clocks of both copy engines: small chains.
 
 Formulation: a path of the choices of ``solvers.chain.offload_choices`` through the stages. Positions are the forwards
-in order, then the backwards. For each parcel of each choice two rising rows of binaries say by which position its
+in order, then the backwards. For each offload unit of each choice two rising rows of binaries say by which position its
 device bytes are given up and by which it is fetched back; in between they are away. Bytes fit at every position.
 Continuous clocks: each position starts after the one before, after the copies out that it relies on and the copies back
 that it uses; the engines take copies in the order of making and of use. Clocks are tied to binaries by large constants.
@@ -9,8 +9,8 @@ that it uses; the engines take copies in the order of making and of use. Clocks 
 Guarantee: the fastest of its class (single-level runs, copies in these orders, placed between positions) where HiGHS
 ends in time; then replayed, where it may gain what its largest needs leave out. The bound is of the class alone, so
 none is returned.
-Complexity: O(L^2 P) binaries for P parcels of each choice, exponential time; chains of up to 8 stages are proven in
-seconds where few parcels matter. Units: bytes and seconds, both scaled inside the program.
+Complexity: O(L^2 P) binaries for P offload units of each choice, exponential time; chains of up to 8 stages are proven
+in seconds where few offload units matter. Units: bytes and seconds, both scaled inside the program.
 Paper: Jain et al., "Checkmate" (2020), section 4, for binaries per position; Beaumont, Eyraud-Dubois, Shilova (2021),
 section 3, for the copies' constraints.
 """
@@ -34,10 +34,10 @@ _Term = tuple[int, float]
 
 
 class _Sent(NamedTuple):
-    """The variables of one parcel of one choice; ``away`` and ``back`` by position, between making and use."""
+    """The variables of one offload unit of one choice; ``away`` and ``back`` by position, between making and use."""
 
     stage: int
-    parcel: int
+    unit: int
     size_bytes: int
     chosen: int  # that the choice is made
     sent: int
@@ -58,7 +58,7 @@ def solve(problem: Problem, link: Link, time_limit_seconds: float = 60.0, known_
 
     >>> from solvers.problem.chain import Chain, Option, Stage
     >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6, backward_peak_bytes=1,
-    ...              recompute_seconds=1, recompute_peak_bytes=4, parcels=(4,))
+    ...              recompute_seconds=1, recompute_peak_bytes=4, offload_units=(4,))
     >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
     >>> link = Link(to_host_bytes_per_second=8.0, to_device_bytes_per_second=8.0)
     >>> found = solve(Problem(chain=Chain(stages=(stage,) * 3), budget_bytes=12), link).schedule
@@ -88,7 +88,7 @@ class _OffloadModel:
         for k in range(self._count):
             self._choices += [(k, step, self._program.variable()) for step in steps_from(self._bytes, k)]
         self._path()
-        self._sent = [sent for k, step, chosen in self._choices for sent in self._parcels(k, step, chosen)]
+        self._sent = [sent for k, step, chosen in self._choices for sent in self._offload_units(k, step, chosen)]
         self._horizon = min(self._longest(), known_seconds * (1 + _SLACK)) * self._second
         self._starts = [self._clock() for _ in range(2 * self._count)]
         self._fit()
@@ -111,12 +111,12 @@ class _OffloadModel:
             ends = [(x, -1.0) for _, step, x in self._choices if step.stop == k]
             self._program.row(begins + ends, lower=0.0 if k else 1.0, upper=0.0 if k else 1.0)
 
-    def _parcels(self, k: int, step: ChoiceStep, chosen: int) -> list[_Sent]:
+    def _offload_units(self, k: int, step: ChoiceStep, chosen: int) -> list[_Sent]:
         between = range(step.stop, 2 * self._count - step.stop + (step.stop - 1 - k))
         found = []
-        for parcel, size_bytes in enumerate(step.offload_units):
+        for unit, size_bytes in enumerate(step.offload_units):
             gone, back = ({p: self._program.variable() for p in between} for _ in range(2))
-            sent = _Sent(k, parcel, size_bytes, chosen, self._program.variable(), gone, back)
+            sent = _Sent(k, unit, size_bytes, chosen, self._program.variable(), gone, back)
             self._program.row([(sent.sent, 1.0), (chosen, -1.0)], upper=0.0)
             self._rising(sent)
             found.append(sent)
@@ -154,7 +154,7 @@ class _OffloadModel:
 
     def _engine_out(self) -> None:
         before: int | None = None
-        for sent in sorted(self._sent, key=lambda s: (s.stage, -s.size_bytes, s.parcel)):
+        for sent in sorted(self._sent, key=lambda s: (s.stage, -s.size_bytes, s.unit)):
             done = self._clock()
             seconds = self._link.to_host_seconds(sent.size_bytes) * self._second
             self._after(done, self._end(sent.stage), 0.0, [(sent.sent, seconds)], where=[sent.sent])
@@ -166,7 +166,7 @@ class _OffloadModel:
 
     def _engine_back(self) -> None:
         before: int | None = None
-        for sent in sorted(self._sent, key=lambda s: (-s.stage, -s.size_bytes, s.parcel)):
+        for sent in sorted(self._sent, key=lambda s: (-s.stage, -s.size_bytes, s.unit)):
             done = self._clock()
             seconds = self._link.to_device_seconds(sent.size_bytes) * self._second
             if before is not None:
@@ -230,12 +230,12 @@ class _OffloadModel:
         places = self._places(plain, chosen)
         inserted: list[list[Action]] = [[] for _ in range(len(plain) + 1)]
         travels = [(s, *_moves(s, values)) for s in self._sent if values[s.sent] > 0.5 and _moves(s, values)]
-        for sent, _, _ in sorted(travels, key=lambda t: (t[0].stage, -t[0].size_bytes, t[0].parcel)):
-            inserted[places[sent.stage] + 1].append(Action("offload", sent.stage, sent.parcel))
+        for sent, _, _ in sorted(travels, key=lambda t: (t[0].stage, -t[0].size_bytes, t[0].unit)):
+            inserted[places[sent.stage] + 1].append(Action("offload", sent.stage, sent.unit))
         for sent, gone, _ in sorted(travels, key=lambda t: (t[1], t[0].stage, -t[0].size_bytes)):
-            inserted[places[gone]].append(Action("release", sent.stage, sent.parcel))
+            inserted[places[gone]].append(Action("release", sent.stage, sent.unit))
         for sent, _, back in sorted(travels, key=lambda t: (t[2], -t[0].stage, -t[0].size_bytes)):
-            inserted[places[back]].append(Action("prefetch", sent.stage, sent.parcel))
+            inserted[places[back]].append(Action("prefetch", sent.stage, sent.unit))
         parts = zip(inserted, (*plain, None), strict=True)
         return Schedule(actions=tuple(a for more, own in parts for a in (*more, *([own] if own is not None else []))))
 
@@ -253,7 +253,7 @@ class _OffloadModel:
 
 
 def _moves(sent: _Sent, values: Floats) -> tuple[int, int] | tuple[()]:
-    """Positions before which a parcel leaves and comes back; none where it never is away."""
+    """Positions before which an offload unit leaves and comes back; none where it never is away."""
     away = [p for p in sent.gone if values[sent.gone[p]] > 0.5 and values[sent.back[p]] < 0.5]
     return (away[0], away[-1] + 1) if away else ()
 

@@ -4,9 +4,9 @@ Formulation: stages are decided in forward order. A state holds the seconds spen
 backward; the bytes that stay on the device until their backward; and the backlog of either copy engine in seconds: what
 is still leaving as the forward goes on, and, by symmetry, backward in time, what has to be back before the backwards of
 the stages decided. Bytes in a backlog are on the device. Where a phase of a stage does not fit beside them the step
-waits until enough of them are gone. A stage is kept with an option and a share of its parcels sent, the largest first,
-or begins a segment that is dropped and run again, kept whole, before its backward. Of states alike in bytes and both
-backlogs (the same cell of a grid) the one with the fewest seconds stays, with its exact numbers.
+waits until enough of them are gone. A stage is kept with an option and a share of its offload units sent, the largest
+first, or begins a segment that is dropped and run again, kept whole, before its backward. Of states alike in bytes and
+both backlogs (the same cell of a grid) the one with the fewest seconds stays, with its exact numbers.
 
 Guarantee: none; the schedules of the best final states, whose copies are then placed and replayed in exact bytes. The
 model ignores shared tensors and counts boundaries whole.
@@ -31,7 +31,7 @@ from solvers.problem.link import Link
 Floats = NDArray[np.float64]
 
 _CELLS = (64, 12, 12)  # of bytes and of both backlogs: finer ones gain 0.2 % at most on chains of 24 and 50 stages
-_SHARES = 3  # of a kept option's parcels: none, half of them, all
+_SHARES = 3  # of a kept option's offload units: none, half of them, all
 _LOOKED_AT = 2000  # final states, of which many are one draft
 _FOUND = 60  # drafts; those of equal states place differently
 
@@ -49,7 +49,7 @@ class _States(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A schedule without copies yet, and the parcels (stage and number) that are meant to travel."""
+    """A schedule without copies yet, and the offload units (stage and number) that are meant to travel."""
 
     schedule: Schedule
     sent: frozenset[tuple[int, int]]
@@ -60,7 +60,7 @@ def drafts(chain: Chain, budget_bytes: int, link: Link) -> list[Draft]:
 
     >>> from solvers.problem.chain import Option, Stage
     >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6, backward_peak_bytes=1,
-    ...              recompute_seconds=1, recompute_peak_bytes=4, parcels=(4,))
+    ...              recompute_seconds=1, recompute_peak_bytes=4, offload_units=(4,))
     >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
     >>> link = Link(to_host_bytes_per_second=8.0, to_device_bytes_per_second=8.0)
     >>> draft = drafts(Chain(stages=(stage,) * 4), 14, link)[0]
@@ -105,14 +105,14 @@ class _Search:
         while stage > 0:
             states = self._states[stage]
             assert states is not None
-            choice, parcels = self._taken[int(states.choice[position])]
+            choice, units = self._taken[int(states.choice[position])]
             stage, position = int(states.origin[position]), int(states.parent[position])
             chosen[stage] = choice
-            sent.update((stage, parcel) for parcel in parcels)
+            sent.update((stage, unit) for unit in units)
         return Draft(schedule_of(self._count, chosen), frozenset(sent))
 
     def _shares(self, step: ChoiceStep) -> list[tuple[int, ...]]:
-        """Which parcels of a choice may be sent together, the largest first."""
+        """Which offload units of a choice may be sent together, the largest first."""
         largest = sorted(range(len(step.offload_units)), key=lambda i: -step.offload_units[i])
         return [tuple(largest[:n]) for n in sorted({len(largest) * i // (_SHARES - 1) for i in range(_SHARES)})]
 

@@ -1,12 +1,12 @@
-"""Placement: which parcels of a schedule travel to host memory, and where its copies stand, to fit it into a budget.
+"""Fits a schedule into a budget: which offload units go to host memory, and where their copies stand.
 
-Formulation: a parcel may be absent between the action that made it and the one that uses it again. Absences are
+Formulation: an offload unit may be absent between the action that made it and the one that uses it again. Absences are
 chosen one at a time: at the highest moment left, of those that cover it, the one that leaves the link the longest time
 (seconds of computation between making and using it), as far as host memory allows. The first n of this order are the
-same for every budget and link. For a budget they are then given places: copies out begin as soon as a parcel is made;
-device bytes are given up as late as possible, oldest copy first, when the next action needs them; parcels come back in
-the order in which they are used, each as soon as it fits beside all that follows, and one that fits throughout never
-leaves.
+same for every budget and link. For a budget they are then given places: copies out begin as soon as an offload unit is
+made; device bytes are given up as late as possible, oldest copy first, when the next action needs them; offload units
+come back in the order in which they are used, each as soon as it fits beside all that follows, and one that fits
+throughout never leaves.
 
 Guarantee: no moment is above the budget, host memory fits; a schedule that fits already comes back unchanged. Stalls
 are few, not fewest. Positions depend on bytes alone, so a faster link never makes a placed schedule slower.
@@ -31,10 +31,10 @@ Bytes = NDArray[np.int64]
 
 
 class Absence(NamedTuple):
-    """A parcel that may be away after the action ``made`` until before the action ``used``."""
+    """An offload unit that may be away after the action ``made`` until before the action ``used``."""
 
     stage: int
-    parcel: int
+    unit: int
     size_bytes: int
     made: int
     used: int
@@ -46,7 +46,7 @@ class Placement:
     Args:
         chain, schedule: what to fit.
         host_bytes: of host memory; None without a limit.
-        first: stage and number of parcels that are to leave before others.
+        first: stage and number of offload units that are to leave before others.
 
     Attributes:
         seconds: the schedule's own, without any copy.
@@ -54,7 +54,7 @@ class Placement:
 
     >>> from solvers.problem.chain import Option, Stage
     >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6, backward_peak_bytes=1,
-    ...              recompute_seconds=1, recompute_peak_bytes=4, parcels=(4,))
+    ...              recompute_seconds=1, recompute_peak_bytes=4, offload_units=(4,))
     >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
     >>> kept = [Action("forward", k, 0) for k in range(3)]
     >>> back = [action for k in (2, 1, 0) for action in (Action("free", k), Action("backward", k))]
@@ -118,7 +118,7 @@ class Placement:
             self._made, self._used = columns[:, 0], columns[:, 1]
             idle = self._starts[self._used] - self._starts[np.minimum(self._made + 1, len(self._starts) - 1)]
             self._rank = np.empty(len(self._open), dtype=np.int64)
-            wanted = np.array([(a.stage, a.parcel) in self._first for a in self._open], dtype=bool)
+            wanted = np.array([(a.stage, a.unit) in self._first for a in self._open], dtype=bool)
             self._rank[np.lexsort((-self._made, columns[:, 2], idle, wanted))] = np.arange(len(self._open))
         highest = int(self._left.argmax())
         while True:
@@ -142,13 +142,13 @@ class Placement:
         return True
 
     def _returns(self, budget_bytes: int, chosen: Sequence[Absence]) -> dict[Absence, int]:
-        """Before which action each parcel comes back, in the order of use; those that need not leave are left out."""
+        """Before which action each unit comes back, in the order of use; those that need not leave are left out."""
         room = budget_bytes - self._demand
         for absence in chosen:
             room[absence.made + 1 : absence.used] += absence.size_bytes
         found: dict[Absence, int] = {}
         latest = 0
-        for absence in sorted(chosen, key=lambda a: (a.used, -a.made, a.parcel)):
+        for absence in sorted(chosen, key=lambda a: (a.used, -a.made, a.unit)):
             window = room[absence.made + 1 : absence.used]
             tight = np.flatnonzero(window < absence.size_bytes)
             if not tight.size:
@@ -160,8 +160,8 @@ class Placement:
         return found
 
     def _releases(self, budget_bytes: int, returns: dict[Absence, int]) -> dict[Absence, int]:
-        """Before which action each parcel gives up its bytes; those that never have to are left out."""
-        waiting = sorted(returns, key=lambda a: (a.made, -a.size_bytes, a.parcel))
+        """Before which action each offload unit gives up its bytes; those that never have to are left out."""
+        waiting = sorted(returns, key=lambda a: (a.made, -a.size_bytes, a.unit))
         changes = np.zeros(len(self._demand) + 1, dtype=np.int64)  # of what is in host memory alone
         found: dict[Absence, int] = {}
         out = 0
@@ -182,13 +182,13 @@ class Placement:
         offloads: list[list[Action]] = [[] for _ in actions]
         releases: list[list[Action]] = [[] for _ in actions]
         prefetches: list[list[Action]] = [[] for _ in actions]
-        for absence in sorted(released, key=lambda a: (a.made, -a.size_bytes, a.parcel)):
-            offloads[absence.made + 1].append(Action("offload", absence.stage, absence.parcel))
+        for absence in sorted(released, key=lambda a: (a.made, -a.size_bytes, a.unit)):
+            offloads[absence.made + 1].append(Action("offload", absence.stage, absence.unit))
         for absence, position in released.items():
-            releases[position].append(Action("release", absence.stage, absence.parcel))
+            releases[position].append(Action("release", absence.stage, absence.unit))
         for absence, position in returns.items():
             if absence in released:
-                prefetches[position].append(Action("prefetch", absence.stage, absence.parcel))
+                prefetches[position].append(Action("prefetch", absence.stage, absence.unit))
         parts = zip(offloads, releases, prefetches, actions, strict=True)
         return Schedule(actions=tuple(a for out, gone, back, own in parts for a in (*out, *gone, *back, own)))
 
@@ -196,11 +196,11 @@ class Placement:
 class _Held(NamedTuple):
     made: int
     offload_units: tuple[int, ...]
-    waits: bool  # dropped: the parcels are parts of its input
+    waits: bool  # dropped: the offload units are parts of its input
 
 
 def _absences(chain: Chain, actions: Sequence[Action]) -> Iterator[Absence]:
-    """Every parcel that a stage holds between two of its actions, where anything else happens in between."""
+    """Every offload unit that a stage holds between two of its actions, where anything else happens in between."""
     held: dict[int, _Held] = {}
     for position, action in enumerate(actions):
         k, stage = action.stage, chain.stages[action.stage]
@@ -210,8 +210,8 @@ def _absences(chain: Chain, actions: Sequence[Action]) -> Iterator[Absence]:
         if action.kind == "free":
             continue
         if k in held:
-            made, parcels, _ = held.pop(k)
-            yield from (Absence(k, i, size, made, position) for i, size in enumerate(parcels) if position > made + 1)
+            made, units, _ = held.pop(k)
+            yield from (Absence(k, i, size, made, position) for i, size in enumerate(units) if position > made + 1)
         if action.kind != "backward":
             waits = action.option is None
             held[k] = _Held(

@@ -36,7 +36,7 @@ class Option:
         recompute_seconds: the forward when it is run again directly before its
             backward (may stop early: the output itself is not needed).
         recompute_peak_bytes: peak of that forward.
-        parcels: bytes of each part of what is kept that may be sent to host memory in the meantime, the stage's
+        offload_units: bytes of each part of what is kept that may be sent to host memory in the meantime, the stage's
             input as far as it keeps that included.
     """
 
@@ -73,7 +73,7 @@ class Stage:
             0 or another option has to keep it).
         linked: True where its input is the previous stage's output unchanged,
             so that the boundary between them may be dropped.
-        parcels: bytes of each part of its input that may be sent to host memory while it waits to run again.
+        offload_units: bytes of each part of its input that may be sent to host memory while it waits to run again.
     """
 
     name: str
@@ -206,14 +206,14 @@ def _check_stage(stage: Stage) -> None:
         for field in fields(item):
             if field.name.endswith(("_bytes", "_seconds")):
                 _check_number(f"stage {stage.name!r}", field.name, getattr(item, field.name))
-        _check_parcels(stage, item.offload_units)
+        _check_offload_units(stage, item.offload_units)
 
 
-def _check_parcels(stage: Stage, parcels: Any) -> None:
-    if not isinstance(parcels, tuple):
-        raise ValueError(f"stage {stage.name!r}: expected a list of parcels' bytes, got {parcels!r}; correct it")
-    for size_bytes in parcels:
-        _check_number(f"stage {stage.name!r}", "parcel_bytes", size_bytes)
+def _check_offload_units(stage: Stage, units: Any) -> None:
+    if not isinstance(units, tuple):
+        raise ValueError(f"stage {stage.name!r}: expected a list of offload units' bytes, got {units!r}; correct it")
+    for size_bytes in units:
+        _check_number(f"stage {stage.name!r}", "unit_bytes", size_bytes)
 
 
 def _check_number(where: str, name: str, value: Any) -> None:

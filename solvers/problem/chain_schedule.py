@@ -20,11 +20,10 @@ class Action:
     runs the stage again directly before its backward and makes no boundary.
     ``backward`` consumes what was kept. ``free`` drops the boundary after the stage.
 
-    Three actions are about parcel ``option`` of what the stage holds between forward and backward:
-        ``Option.offload_units``
-    where it is kept, ``Stage.offload_units`` where it was dropped and holds its input. ``offload`` begins to copy it to
-    host memory; ``release`` waits for that copy, then its bytes are free on the device; ``prefetch`` takes them again
-    and begins to copy it back. The stage's next run or backward waits until it has come back.
+    Three actions are about one offload unit of what the stage holds between forward and backward: number ``option`` of
+    ``Option.offload_units`` where the stage is kept, of ``Stage.offload_units`` where it was dropped and holds its
+    input. ``offload`` begins to copy it to host memory; ``release`` waits for that copy, then its bytes are free on the
+    device; ``prefetch`` takes them again and begins to copy it back. The stage's next run or backward waits for that.
     """
 
     kind: ActionKind

@@ -71,7 +71,7 @@ class LiveSet:
         shared: positions in ``Chain.shared``.
         gradients: their parameters' gradients.
         incoming: the gradients that its backward begins with; None before the first backward.
-        away: stage and parcel of what is in host memory alone, though the stage counts as holding it.
+        away: stage and offload unit of what is in host memory alone, though the stage counts as holding it.
     """
 
     boundaries: tuple[int, ...]
@@ -218,27 +218,27 @@ class _State:
         return *getattr(self, f"_{action.kind}")(action), stall
 
     def _transfer(self, action: Action) -> float:
-        size_bytes, parcel = self._parcel_bytes(action), action.option or 0
+        size_bytes, unit = self._unit_bytes(action), action.option or 0
         if action.kind == "release":
-            return self.engines.release(action.stage, parcel, self.now)
+            return self.engines.release(action.stage, unit, self.now)
         if action.kind == "prefetch":
-            self.engines.prefetch(action.stage, parcel, self.now)
+            self.engines.prefetch(action.stage, unit, self.now)
         else:
-            self.engines.offload(action.stage, parcel, size_bytes, self.now)
+            self.engines.offload(action.stage, unit, size_bytes, self.now)
         return 0.0
 
-    def _parcel_bytes(self, action: Action) -> int:
-        """Size of a parcel of what the stage holds: what it keeps, or its input while it waits to run again."""
+    def _unit_bytes(self, action: Action) -> int:
+        """Size of an offload unit of what the stage holds: what it keeps, or its input while it waits to run again."""
         k = action.stage
         if k in self.kept:
-            parcels = self.kept[k].offload_units
+            units = self.kept[k].offload_units
         elif self._waits(k) and (k == 0 or k - 1 in self.boundaries):
-            parcels = self.chain.stages[k].offload_units
+            units = self.chain.stages[k].offload_units
         else:
             raise self._error(f"stage {k} holds nothing that could travel")
-        if action.option is None or not 0 <= action.option < len(parcels):
-            raise self._error(f"stage {k} holds no parcel {action.option}")
-        return parcels[action.option]
+        if action.option is None or not 0 <= action.option < len(units):
+            raise self._error(f"stage {k} holds no offload unit {action.option}")
+        return units[action.option]
 
     def _forward(self, action: Action) -> tuple[int, float]:
         k, stage = action.stage, self.chain.stages[action.stage]

@@ -41,7 +41,7 @@ def random_chain(seed: int, most_stages: int = 4, odd: bool = False, shared: boo
     return Chain(stages=stages, shared=tensors, resident_bytes=random.randint(0, 3), optimizer_peak_bytes=other)
 
 
-def with_parcels(chain: Chain, random: Random, most: int = 4) -> Chain:
+def with_offload_units(chain: Chain, random: Random, most: int = 4) -> Chain:
     """The chain with parts of what stages keep, and of the inputs of those that wait, that may travel."""
     stages = []
     for k, stage in enumerate(chain.stages):

@@ -1,8 +1,8 @@
 """The oracle for tiny chains with a link: a shortest path over everything that a schedule and its copies can be in.
 
-Each state of ``solvers.chain.exhaustive`` is paired with where every parcel of what is held is (here, leaving, away,
-coming) and with the seconds until each copy on its way, and each engine, is done. Times count from the state, so that
-equal situations are one; they are exact where seconds and rates are powers of two apart.
+Each state of ``solvers.chain.exhaustive`` is paired with where every offload unit of what is held is (here, leaving,
+away, coming) and with the seconds until each copy on its way, and each engine, is done. Times count from the state, so
+that equal situations are one; they are exact where seconds and rates are powers of two apart.
 """
 
 from __future__ import annotations
@@ -87,28 +87,28 @@ def _input_travels(place: _Place, reader: int) -> bool:
 
 
 def _later(place: _Place, seconds: float) -> _Place:
-    parcels = tuple((stage, i, where, max(0.0, left - seconds)) for stage, i, where, left in place.offload_units)
+    units = tuple((stage, i, where, max(0.0, left - seconds)) for stage, i, where, left in place.offload_units)
     return place._replace(
-        offload_units=parcels,
+        offload_units=units,
         out_seconds=max(0.0, place.out_seconds - seconds),
         back_seconds=max(0.0, place.back_seconds - seconds),
     )
 
 
-def _sorted(parcels: tuple[Parcel, ...]) -> tuple[Parcel, ...]:
-    return tuple(sorted(parcels))
+def _sorted(units: tuple[Parcel, ...]) -> tuple[Parcel, ...]:
+    return tuple(sorted(units))
 
 
 def _holdings(chain: Chain, state: _State) -> dict[tuple[int, int], int]:
-    """Sizes of all parcels that stages hold."""
+    """Sizes of all offload units that stages hold."""
     found: dict[tuple[int, int], int] = {}
     for k in range(min(state.reached, state.pending) + 1):
         stage = chain.stages[k]
         if state.kept[k] >= 0:
-            parcels = stage.options[state.kept[k]].offload_units
+            units = stage.options[state.kept[k]].offload_units
         else:
-            parcels = stage.offload_units if k == 0 or k - 1 in state.alive else ()
-        found.update({(k, i): size for i, size in enumerate(parcels)})
+            units = stage.offload_units if k == 0 or k - 1 in state.alive else ()
+        found.update({(k, i): size for i, size in enumerate(units)})
     return found
 
 

@@ -13,21 +13,21 @@ AMPLE = Link(to_host_bytes_per_second=1e12, to_device_bytes_per_second=1e12)
 
 
 def with_transfers(chain: Chain, schedule: Schedule, drawn: random.Random, share: float = 1.0) -> Schedule:
-    """The schedule with parcels sent, let go of and brought back at random moments at which they may be.
+    """The schedule with offload units sent, let go of and brought back at random moments at which they may be.
 
     Args:
         chain: the problem.
         schedule: one without transfers.
         drawn: where chance comes from.
-        share: of the parcels that travel.
+        share: of the offload units that travel.
     """
     behind: dict[int, list[tuple[float, Action]]] = {}
     for stage, begin, end, count in _waits(chain, schedule.actions):
-        for parcel in range(count):
+        for unit in range(count):
             if drawn.random() < share:
                 moments = sorted(drawn.randrange(begin, end) for _ in range(2))
                 for kind, moment in zip(("offload", "release", "prefetch"), (begin, *moments), strict=True):
-                    behind.setdefault(moment, []).append((drawn.random(), Action(kind, stage, parcel)))
+                    behind.setdefault(moment, []).append((drawn.random(), Action(kind, stage, unit)))
     order = {"offload": 0, "release": 1, "prefetch": 2}
     actions: list[Action] = []
     for position, action in enumerate(schedule.actions):
@@ -38,7 +38,7 @@ def with_transfers(chain: Chain, schedule: Schedule, drawn: random.Random, share
 
 
 def _waits(chain: Chain, actions: tuple[Action, ...]) -> Iterator[tuple[int, int, int, int]]:
-    """Stage, first and last position between which it waits, and how many parcels it has meanwhile."""
+    """Stage, first and last position between which it waits, and how many offload units it has meanwhile."""
     for begin, action in enumerate(actions):
         if action.kind != "forward":
             continue

@@ -40,9 +40,9 @@ MODELS = list(dict.fromkeys(name for name, _ in CASES))
 
 
 @pytest.fixture(autouse=True)
-def small_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_offload_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of these tests are tiny."""
-    monkeypatch.setattr(offloadable, "SMALLEST_PARCEL_BYTES", 64)
+    monkeypatch.setattr(offloadable, "SMALLEST_OFFLOAD_UNIT_BYTES", 64)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def planned(
 @pytest.fixture(scope="module")
 def profiles() -> Iterator[dict[str, planner.Profile]]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(offloadable, "SMALLEST_PARCEL_BYTES", 64)
+    patch.setattr(offloadable, "SMALLEST_OFFLOAD_UNIT_BYTES", 64)
     yield {name: planner.profile(workload(name)) for name in MODELS}
     patch.undo()
 
@@ -336,15 +336,15 @@ def test_with_other_shapes_nothing_of_a_kept_stage_travels_and_all_is_right(
 def sent_late(chain: Chain) -> Schedule:
     """Everything is kept; what stage 3 saves is sent as its forward ends, and let go of after the last forward."""
     actions: list[Action] = []
-    parcels = range(len(chain.stages[3].options[0].offload_units))
+    units = range(len(chain.stages[3].options[0].offload_units))
     for action in kept(chain).actions:
         actions.append(action)
         if action == Action("forward", 3, 0):
-            actions += [Action("offload", 3, i) for i in parcels]
+            actions += [Action("offload", 3, i) for i in units]
         if action == Action("forward", len(chain.stages) - 1, 0):
-            actions += [Action("release", 3, i) for i in parcels]
+            actions += [Action("release", 3, i) for i in units]
         if action == Action("backward", 5):
-            actions += [Action("prefetch", 3, i) for i in parcels]
+            actions += [Action("prefetch", 3, i) for i in units]
     return Schedule(tuple(actions))
 
 

@@ -32,7 +32,7 @@ def program(*rows: tuple[str, int, int | None], count: int = 3) -> LoweredSchedu
 
 
 def turns(found: LoweredSchedule) -> list[tuple[TransferMoment, str, int, int, int | None]]:
-    return [(moment, t.kind, t.stage, t.parcel, t.option) for moment, t in found.transfers]
+    return [(moment, t.kind, t.stage, t.unit, t.option) for moment, t in found.transfers]
 
 
 def test_what_travels_in_forward_goes_after_a_stage_and_in_backward_before_one() -> None:

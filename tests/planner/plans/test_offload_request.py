@@ -17,7 +17,12 @@ from planner.explain.timeline import predicted_timelines
 from planner.explain.timeline_plot import draw_engines, timeline_figure
 from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import link_document, link_from, usable_link
-from planner.plans.offloadable import SMALLEST_PARCEL_BYTES, input_offload_units, kept_parcel_bytes, kept_parcels
+from planner.plans.offloadable import (
+    SMALLEST_OFFLOAD_UNIT_BYTES,
+    input_offload_units,
+    kept_offload_unit_bytes,
+    kept_offload_units,
+)
 from profiler.records import LinkRecord, Profile
 from solvers import Link
 from tests.support.command_line import done, refused
@@ -88,7 +93,7 @@ def test_where_nothing_can_be_sent_the_plan_does_without_and_says_why(blocks: Pr
     assert plan.schedule == planner.solve(blocks, "80%", offload="never").schedule
 
 
-def test_a_chain_without_parcels_cannot_send() -> None:
+def test_a_chain_without_units_cannot_send() -> None:
     profile = planner.profile(zoo.build("mlp", layers=2, hidden=16), menus=False)
     bare = replace(chain_of(profile))
     bare = replace(bare, stages=tuple(replace(stage, offload_units=()) for stage in bare.stages))
@@ -100,31 +105,31 @@ def test_a_link_survives_its_file() -> None:
         assert link_from(json.loads(json.dumps(link_document(link)))) == link
 
 
-# Parcels ---------------------------------------------------------------------------
+# Offload units ---------------------------------------------------------------------------
 
 
-def test_parcels_are_what_a_stage_holds_for_itself_alone(blocks: Profile) -> None:
+def test_units_are_what_a_stage_holds_for_itself_alone(blocks: Profile) -> None:
     for k, record in enumerate(blocks.stages):
-        numbers = kept_parcels(blocks, k, None)
+        numbers = kept_offload_units(blocks, k, None)
         if record.menu < 0:
             assert numbers == ()
             continue
         storages = blocks.menus[record.menu].ops.storages
         chosen = [storages[number] for number in numbers]
-        assert all(s.saved and not s.returned and s.size_bytes >= SMALLEST_PARCEL_BYTES for s in chosen)
+        assert all(s.saved and not s.returned and s.size_bytes >= SMALLEST_OFFLOAD_UNIT_BYTES for s in chosen)
         assert all(s.dies_after_stage for s in chosen if s.op < 0)
         inputs = sum(s.size_bytes for s in chosen if s.op < 0)
-        assert sum(kept_parcel_bytes(blocks, k, None)) - inputs <= record.kept_bytes
+        assert sum(kept_offload_unit_bytes(blocks, k, None)) - inputs <= record.kept_bytes
         assert bool(input_offload_units(blocks, k)) <= bool(record.links)
 
 
-def test_an_option_s_parcels_are_part_of_what_it_keeps(blocks: Profile) -> None:
+def test_an_option_s_units_are_part_of_what_it_keeps(blocks: Profile) -> None:
     for k, record in enumerate(blocks.stages):
         for option in blocks.menus[record.menu].options if record.menu >= 0 else ():
             ops = blocks.menus[record.menu].ops
             held = {n for n, s in enumerate(ops.storages) if s.always_live}
             needed = {n for n, s in enumerate(ops.storages) if s.saved} | ops.read_by(option.rerun)
-            assert set(kept_parcels(blocks, k, option)) <= (set(option.kept) | held) & needed
+            assert set(kept_offload_units(blocks, k, option)) <= (set(option.kept) | held) & needed
 
 
 # Plans -----------------------------------------------------------------------------
@@ -155,7 +160,7 @@ def test_offload_alone_recomputes_nothing(blocks: Profile) -> None:
 
 
 def test_the_host_s_limit_is_kept(blocks: Profile, plan: planner.Plan) -> None:
-    for limit in (plan.host_bytes, plan.host_bytes // 2, SMALLEST_PARCEL_BYTES * 2):
+    for limit in (plan.host_bytes, plan.host_bytes // 2, SMALLEST_OFFLOAD_UNIT_BYTES * 2):
         tight = planner.solve(blocks, "75%", offload=replace(FAST, host_memory=limit))
         assert tight.host_bytes <= limit and tight.predicted_peak_bytes <= tight.budget_bytes
 

@@ -1,4 +1,4 @@
-"""Parcels of an option: what somebody holds under it, and a run can tell from everything else that it holds."""
+"""Offload units of an option: what somebody holds under it, and a run can tell from everything else that it holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.plans.offloadable import SMALLEST_PARCEL_BYTES, parcels_among
+from planner.plans.offloadable import SMALLEST_OFFLOAD_UNIT_BYTES, offload_units_among
 from profiler.op_graph import StageOp, StageOps, StageStorage, StorageVersion
 from profiler.records import OptionRecord
 
@@ -21,7 +21,7 @@ def ops_of(last_reads: tuple[StorageVersion, ...]) -> StageOps:
             StageOp(op="aten.add.Tensor", module="", seconds=0.0, reads=read, allocates=(k,))
             for k, read in enumerate(reads)
         ),
-        storages=tuple(StageStorage(size_bytes=SMALLEST_PARCEL_BYTES, op=k, saved=k >= 2) for k in MADE),
+        storages=tuple(StageStorage(size_bytes=SMALLEST_OFFLOAD_UNIT_BYTES, op=k, saved=k >= 2) for k in MADE),
         saves=(2, 3),
     )
 
@@ -52,10 +52,10 @@ def option(kept: tuple[int, ...], rerun: tuple[int, ...]) -> OptionRecord:
 def test_what_can_be_told_apart_and_is_held_may_travel(
     kept: tuple[int, ...], rerun: tuple[int, ...], last_reads: tuple[StorageVersion, ...], expected: tuple[int, ...]
 ) -> None:
-    assert parcels_among(ops_of(last_reads), option(kept, rerun), with_input=False) == expected
+    assert offload_units_among(ops_of(last_reads), option(kept, rerun), with_input=False) == expected
 
 
 def test_without_the_order_of_saves_nothing_may_travel() -> None:
     old = replace(ops_of(((0, 0),)), saves=())
-    assert parcels_among(old, None, with_input=True) == ()
-    assert parcels_among(old, option((0,), (2, 3)), with_input=True) == ()
+    assert offload_units_among(old, None, with_input=True) == ()
+    assert offload_units_among(old, option((0,), (2, 3)), with_input=True) == ()

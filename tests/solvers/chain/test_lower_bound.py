@@ -14,7 +14,7 @@ from solvers.chain import chen, revolve
 from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.rotor import Table
 from solvers.chain.transfer_placement import Placement
-from tests.support.chains import UNIT, random_chain, with_parcels
+from tests.support.chains import UNIT, random_chain, with_offload_units
 
 
 def refuters(chain: Chain, table_chain: Chain | None = None) -> list[Schedule]:
@@ -89,7 +89,7 @@ def test_with_a_link_a_stage_is_sent_or_dropped_whichever_takes_less_by_hand() -
 @pytest.mark.parametrize("seed", range(40))
 def test_no_placed_schedule_refutes_it(seed: int) -> None:
     random = Random(seed)
-    chain = with_parcels(random_chain(seed, most_stages=12, odd=seed % 3 == 0, shared=seed % 4 == 0), random)
+    chain = with_offload_units(random_chain(seed, most_stages=12, odd=seed % 3 == 0, shared=seed % 4 == 0), random)
     link = Link(to_host_bytes_per_second=random.choice([0.5, 2, 8]), to_device_bytes_per_second=random.choice([1, 4]))
     for schedule in refuters(chain, chain.folded())[::3]:
         placement = Placement(chain, schedule)

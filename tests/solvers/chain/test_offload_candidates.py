@@ -12,9 +12,9 @@ import pytest
 from benchmarks.random_chains import large_chain
 from solvers import Chain, Link, Problem, Solution, frontier, replay, solve_chain
 from solvers.chain import offload_ilp
-from solvers.chain.offload_candidates import without_parcels
+from solvers.chain.offload_candidates import without_offload_units
 from solvers.problem.chain_schedule import TRANSFERS
-from tests.support.chains import UNIT, with_parcels
+from tests.support.chains import UNIT, with_offload_units
 
 LIMIT = 1e-12  # relative: two sums of the same seconds
 ENDLESS = Link(to_host_bytes_per_second=math.inf, to_device_bytes_per_second=math.inf)
@@ -27,11 +27,11 @@ def link(rate: float, host_bytes: int | None = None) -> Link:
 
 
 def chain_of(seed: int, count: int = 12) -> Chain:
-    return with_parcels(large_chain(seed, count, 1 + seed % 3), Random(seed))
+    return with_offload_units(large_chain(seed, count, 1 + seed % 3), Random(seed))
 
 
 def rate_of(chain: Chain) -> float:
-    """At which all parcels of a step that keeps everything leave in one step's time."""
+    """At which all offload units of a step that keeps everything leave in one step's time."""
     return sum(sum(stage.options[0].offload_units) for stage in chain.stages) / chain.unplanned_seconds
 
 
@@ -139,14 +139,14 @@ def test_a_link_that_carries_nothing_changes_nothing(nothing: Link | None) -> No
         assert solve(chain, budget, nothing).schedule == solve(chain, budget, None).schedule
 
 
-def test_parcels_that_are_none_change_nothing() -> None:
+def test_units_that_are_none_change_nothing() -> None:
     bare = large_chain(1, 12, 2)
     budget = budgets_of(bare)[1]
     assert solve(bare, budget, ENDLESS).schedule == solve(bare, budget, None).schedule
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_over_an_endless_link_nothing_runs_twice_where_keeping_fits_with_parcels_away(seed: int) -> None:
+def test_over_an_endless_link_nothing_runs_twice_where_keeping_fits_with_units_away(seed: int) -> None:
     chain = chain_of(seed)
     least = solve(chain, 0, ENDLESS, "offload_only").shortage
     assert least is not None
@@ -159,7 +159,7 @@ def test_over_an_endless_link_nothing_runs_twice_where_keeping_fits_with_parcels
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_program_is_never_slower_than_what_it_starts_from_and_keeps_its_word(seed: int) -> None:
-    chain = with_parcels(large_chain(seed, 4, 1 + seed % 2), Random(seed), most=2)
+    chain = with_offload_units(large_chain(seed, 4, 1 + seed % 2), Random(seed), most=2)
     low, *_, high = budgets_of(chain)
     over = link(rate_of(chain))
     for budget in (low, low + (high - low) // 3):
@@ -173,7 +173,7 @@ def test_the_program_is_never_slower_than_what_it_starts_from_and_keeps_its_word
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_program_counts_all_bytes_of_its_own_schedule(seed: int) -> None:
-    chain = with_parcels(large_chain(seed, 4, 1 + seed % 2), Random(seed), most=2)
+    chain = with_offload_units(large_chain(seed, 4, 1 + seed % 2), Random(seed), most=2)
     low, *_, high = budgets_of(chain)
     over = link(rate_of(chain))
     for part in range(1, 4):
@@ -184,7 +184,7 @@ def test_the_program_counts_all_bytes_of_its_own_schedule(seed: int) -> None:
 
 
 def test_the_program_places_a_copy_where_list_scheduling_does_not() -> None:
-    chain = with_parcels(large_chain(1, 5, 2), Random(1), most=2)
+    chain = with_offload_units(large_chain(1, 5, 2), Random(1), most=2)
     low, *_, high = budgets_of(chain)
     over = replace(link(rate_of(chain)), latency_seconds=0.0)
     budget = low + (high - low) // 3
@@ -250,13 +250,13 @@ def test_methods_that_send_need_a_link(solver: str, nothing: Link | None) -> Non
         solve_chain(Problem(chain=chain_of(0), budget_bytes=10**9, link=nothing), solver)
 
 
-def test_a_chain_without_its_parcels_holds_less_everywhere_and_costs_the_same() -> None:
+def test_a_chain_without_its_units_holds_less_everywhere_and_costs_the_same() -> None:
     chain = chain_of(0)
-    away = without_parcels(chain)
+    away = without_offload_units(chain)
     for point in frontier(chain, "rotor")[::10]:
         assert point.schedule is not None
         there = replay(away, point.schedule)
         assert there.seconds == point.seconds
         pairs = zip(there.timeline, replay(chain, point.schedule).timeline, strict=True)
         assert all(less.before_bytes <= more.before_bytes for less, more in pairs)
-    assert replace(without_parcels(chain, 0)) == chain
+    assert replace(without_offload_units(chain, 0)) == chain

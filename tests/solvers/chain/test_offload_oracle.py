@@ -11,7 +11,7 @@ import pytest
 
 from solvers import Chain, Link, Problem, replay, solve_chain
 from solvers.chain.minimum_memory import shortage
-from tests.support.chains import UNIT, random_chain, with_parcels
+from tests.support.chains import UNIT, random_chain, with_offload_units
 from tests.support.offload_oracle import fastest_seconds
 
 SAME = 1e-9
@@ -21,7 +21,7 @@ def problems(block: int) -> Iterator[Problem]:
     """Budgets around the smallest that recomputation alone can meet; links from slow to fast, some of little memory."""
     for seed in range(10 * block, 10 * block + 10):
         random = Random(seed)
-        chain = with_parcels(random_chain(seed, most_stages=3, odd=seed % 3 == 0), random, most=1 + seed % 2)
+        chain = with_offload_units(random_chain(seed, most_stages=3, odd=seed % 3 == 0), random, most=1 + seed % 2)
         link = Link(
             to_host_bytes_per_second=random.choice([0.5, 1, 2, 4]),
             to_device_bytes_per_second=random.choice([0.5, 1, 2, 4]),

@@ -21,7 +21,8 @@ def actions(*rows: tuple) -> Schedule:
     return Schedule(actions=tuple(Action(*row) for row in rows))
 
 
-# Unit stages: forward 1 s, backward 2 s, kept 4 as parcels of 3 and 1, boundary 1, forward peak 6, backward peak 1.
+# Unit stages: forward 1 s, backward 2 s, kept 4 as offload units of 3 and 1, boundary 1, forward peak 6, backward peak
+# 1.
 HAND = [
     ("forward", 0, 0),  # 0 to 1; leaves 5
     ("offload", 0, 0),  # 3 bytes out: 1 to 1 + 0.5 + 1.5 = 3
@@ -48,7 +49,7 @@ def test_three_stages_with_stalls_in_both_directions() -> None:
     assert [m.begin_seconds for m in result.timeline] == [0, 1, 1, 1, 2, 3, 4, 4, 4, 6, 6, 6, 8, 8, 8]
     assert {p: m.stall_seconds for p, m in enumerate(result.timeline) if m.stall_seconds} == {4: 1.0, 14: 3.0}
     assert (result.peak_bytes, result.seconds, result.stall_seconds, result.host_peak_bytes) == (13, 13.0, 4.0, 4)
-    copies = [(c.parcel, c.direction, c.begin_seconds, c.end_seconds, c.size_bytes) for c in result.copies]
+    copies = [(c.unit, c.direction, c.begin_seconds, c.end_seconds, c.size_bytes) for c in result.copies]
     assert copies == [
         (0, "to_host", 1.0, 3.0, 3),
         (1, "to_host", 3.0, 4.0, 1),
@@ -117,16 +118,16 @@ LEFT = [("offload", 1, 0), ("release", 1, 0)]
     ("rows", "message"),
     [
         ([("offload", 0, 0)], "stage 0 holds nothing that could travel"),
-        ([("forward", 0, 0), ("offload", 0, 2)], "stage 0 holds no parcel 2"),
-        ([("forward", 0, 0), ("offload", 0)], "stage 0 holds no parcel None"),
+        ([("forward", 0, 0), ("offload", 0, 2)], "stage 0 holds no offload unit 2"),
+        ([("forward", 0, 0), ("offload", 0)], "stage 0 holds no offload unit None"),
         ([("forward", 0, 0), ("offload", 0, 0), ("offload", 0, 0)], "is sent twice"),
-        ([("forward", 0, 0), ("release", 0, 0)], "parcel 0 of stage 0 is not on its way to host memory"),
+        ([("forward", 0, 0), ("release", 0, 0)], "offload unit 0 of stage 0 is not on its way to host memory"),
         ([("forward", 0, 0), *OUT, ("release", 0, 0)], "is not on its way to host memory"),
         ([("forward", 0, 0), ("offload", 0, 0), ("prefetch", 0, 0)], "is not in host memory alone"),
         ([("forward", 0), ("forward", 1), ("free", 0), ("offload", 1, 0)], "stage 1 holds nothing"),
-        ([*FIRST, *LEFT, ("forward", 1)], "stage 1 needs its parcel 0, which is not fetched back"),
-        ([*FIRST, *LEFT, ("backward", 2), ("recompute", 1, 0)], "stage 1 needs its parcel 0"),
-        ([*FIRST, ("offload", 2, 0), ("backward", 2)], "stage 2 needs its parcel 0"),
+        ([*FIRST, *LEFT, ("forward", 1)], "stage 1 needs its offload unit 0, which is not fetched back"),
+        ([*FIRST, *LEFT, ("backward", 2), ("recompute", 1, 0)], "stage 1 needs its offload unit 0"),
+        ([*FIRST, ("offload", 2, 0), ("backward", 2)], "stage 2 needs its offload unit 0"),
         ([*FIRST, *LEFT, ("free", 0)], "boundary 0 is freed while parts of it"),
         ([*FIRST, ("free", 1), ("offload", 2, 0), ("backward", 2)], "boundary 1 is freed while stage 2, which is kept"),
         ([("forward", 0), *FIRST[1:], *LEFT, ("forward", 0)], "stage 0 is run again while parts of its output"),
