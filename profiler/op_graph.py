@@ -36,7 +36,7 @@ _ROOM = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", 
 def is_allocation(op: str) -> bool:
     """Whether an op only makes room that another one fills; whoever names the maker of a tensor means that one.
 
-    >>> makes_room("aten.empty_like.default"), makes_room("aten.zeros_like.default")
+    >>> is_allocation("aten.empty_like.default"), is_allocation("aten.zeros_like.default")
     (True, False)
     """
     return kind_of(op) in _ROOM

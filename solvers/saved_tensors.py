@@ -14,8 +14,8 @@ storage and one row per read; milliseconds for a transformer block. Units: bytes
 Source: the min-cut of Zheng et al. ("AOTAutograd", PyTorch) and Checkmate (Jain et al. 2020) with one stage, with
 the knapsack limit in place of the cut; both know values only, not storages and in-place ops.
 
->>> storages = (Held(size_bytes=4, saved=True), Held(size_bytes=2, saved=True))
->>> ops = (Step(seconds=1.0, makes=(0,)), Step(seconds=5.0, reads=((0, 0),), makes=(1,)))
+>>> storages = (HeldTensor(size_bytes=4, saved=True), HeldTensor(size_bytes=2, saved=True))
+>>> ops = (RerunCandidate(seconds=1.0, allocates=(0,)), RerunCandidate(seconds=5.0, reads=((0, 0),), allocates=(1,)))
 >>> cheapest(SavedSets(steps=ops, storages=storages), limit_bytes=3)
 SavedSet(kept=(1,), again=(0,), kept_bytes=2, seconds=1.0)
 """

@@ -57,8 +57,8 @@ def bisect_size(
         step: sizes lie so far apart.
         tries: the most sizes to try.
 
-    >>> settle(5, lambda size: size <= 7, floor=0, step=1, tries=9)
-    Settled(size=7, tried=True, next_fails=True)
+    >>> bisect_size(5, lambda size: size <= 7, floor=0, step=1, tries=9)
+    BisectionResult(size=7, tried=True, next_fails=True)
     """
     low, high, stride = floor, None, step
     size = guess if guess > floor else floor + step

@@ -28,10 +28,10 @@ class Headroom:
         """
         return self.fixed_bytes + math.ceil(self.share * budget_bytes)
 
-    def parents(self, planned_bytes: int) -> int:
+    def budget_above(self, planned_bytes: int) -> int:
         """The smallest budget that leaves ``planned_bytes`` to the plan.
 
-        >>> headroom_from("5%").around(950)
+        >>> headroom_from("5%").budget_above(950)
         1000
         """
         budget = math.ceil((planned_bytes + self.fixed_bytes) / (1 - self.share))

@@ -207,7 +207,7 @@ def planned_inside(budget_bytes: int, headroom: Headroom, within: Callable[[int]
     try:
         return replace(within(budget_bytes - held_bytes), budget_bytes=budget_bytes, headroom_bytes=held_bytes)
     except NoPlan as refusal:
-        least_bytes = headroom.parents(refusal.minimum_budget_bytes)
+        least_bytes = headroom.budget_above(refusal.minimum_budget_bytes)
         reason = f"{refusal.reason}; {format_bytes(headroom.of(least_bytes))} of it is headroom"
         raise refusal.restated(reason=reason, minimum_budget_bytes=least_bytes, budget_bytes=budget_bytes) from refusal
 

@@ -79,7 +79,7 @@ def state(
 
 def _with_room(plan: Plan, headroom: Headroom) -> Plan:
     """The plan with a headroom beside what it needs."""
-    whole_bytes = headroom.parents(plan.budget_bytes)
+    whole_bytes = headroom.budget_above(plan.budget_bytes)
     return replace(plan, budget_bytes=whole_bytes, headroom_bytes=whole_bytes - plan.budget_bytes)
 
 

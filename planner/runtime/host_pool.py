@@ -35,10 +35,10 @@ class HostPool:
         size_bytes: of the buffer.
         granule_bytes: spans begin and end at multiples of it.
 
-    >>> memory = HostMemory(8)
+    >>> memory = HostPool(8)
     >>> held = [memory.take(2) for _ in range(4)]
     >>> memory.give(held[0]), memory.give(held[2]), memory.take(3)
-    (None, None, (Span(begin=0, end=2), Span(begin=4, end=5)))
+    (None, None, (HostBlock(begin=0, end=2), HostBlock(begin=4, end=5)))
     """
 
     def __init__(self, size_bytes: int, granule_bytes: int = 1) -> None:

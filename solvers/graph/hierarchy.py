@@ -57,7 +57,7 @@ def solve(search: Incumbent, rerunnable: Mask, make_table: Callable[[Chain], Cha
     >>> backward = [Node(name=f"b{k}", seconds=1, output_bytes=1, inputs=(f"f{k}",) + ((f"b{k + 1}",) if k < 3 else ()),
     ...                  side="backward") for k in (3, 2, 1, 0)]
     >>> indexed = IndexedGraph(Graph(nodes=(*forward, *backward), outputs=("b0",)))
-    >>> search = Search(indexed, 7, time_limit_seconds=10, gap=1e-9)
+    >>> search = Incumbent(indexed, 7, time_limit_seconds=10, gap=1e-9)
     >>> solve(search, np.arange(8) < 4, Table)
     >>> search.seconds
     9.0

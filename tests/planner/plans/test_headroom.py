@@ -31,7 +31,7 @@ def test_anything_else_is_refused(text):
 def test_the_smallest_budget_around_a_plan_is_the_smallest(text):
     headroom = headroom_from(text)
     for planned in (1, 2, 9, 900, 12345):
-        budget = headroom.parents(planned)
+        budget = headroom.budget_above(planned)
         assert budget - headroom.of(budget) >= planned
         assert budget - 1 - headroom.of(budget - 1) < planned
 
