@@ -1,5 +1,8 @@
-# Both commands do all their own set-up:  make demo   make test
-PYTHON ?= python3.11
+# Every target does its own set-up.  make demo   make test   make test-fast   make docs   make lint
+# The newest of these Pythons that runs here, unless one is named:  make test PYTHON=/path/to/python3.12
+ifeq ($(origin PYTHON), undefined)
+PYTHON := $(shell for v in 3.13 3.12 3.11; do python$$v -c 'import ensurepip, venv' 2>/dev/null && echo python$$v && break; done)
+endif
 # Options for the first install alone, for example a CPU-only build where the default one brings CUDA packages:
 #   make venv TORCH_PIP="--index-url https://download.pytorch.org/whl/cpu"
 TORCH_PIP ?=
@@ -14,13 +17,17 @@ SOURCES := $(wildcard planner profiler solvers benchmarks tests)
 # Threads that wait in a spin loop take the cores from each other where several processes run (GNU OpenMP's default).
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: venv demo test lint clean
+.PHONY: venv demo test test-fast lint docs clean
 
 venv: $(STAMP)
 
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "make: expected Python 3.13, 3.12 or 3.11 with its venv module on the PATH, got none;" \
+		"install one of them, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
 # torch goes first and alone, at its exact version: a looser requirement can pull in several GB of CUDA packages.
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install $(TORCH_PIP) "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e '.[zoo,dev]'
 	touch $@
@@ -30,11 +37,16 @@ demo: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
+# What is no more than a few seconds a test: the inner loop, under two minutes on two cores.
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m "not slow"
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
