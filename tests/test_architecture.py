@@ -276,10 +276,10 @@ def hidden_submodules(root: Path) -> Iterator[str]:
 
 def functions(path: Path) -> set[str]:
     """Public functions of a module; for a package also the names that it re-exports from inside other modules."""
-    body = ast.parse(path.read_text(encoding="utf-8")).body
-    found = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
     if path.name == "__init__.py":
-        for node in body:
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and not imports_submodules(node, path):
                 found.update(alias.asname or alias.name for alias in node.names)
     return found

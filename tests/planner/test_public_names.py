@@ -1,0 +1,42 @@
+"""The planner's public names: resolved when they are first used, the same for people, type checkers and ``dir``."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import planner
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_every_name_is_what_its_module_defines():
+    for name, module in planner._HOME.items():
+        assert getattr(planner, name) is getattr(import_module(module), name)
+    assert set(planner.__all__) <= set(dir(planner))
+
+
+def test_type_checkers_see_the_same_names():
+    tree = ast.parse(Path(planner.__file__).read_text())
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").count(".")]
+    seen = {alias.asname: node.module for node in imported for alias in node.names if alias.name == alias.asname}
+    assert seen == planner._HOME
+
+
+def test_importing_the_planner_loads_no_torch_until_it_is_needed():
+    loaded = "sorted({'torch', 'pandas', 'matplotlib'} & set(sys.modules))"
+    assert run(f"import sys, planner; print({loaded})") == "[]"
+    assert "torch" in run(f"import sys, planner; planner.Workload; print({loaded})")
+
+
+def test_the_zoo_is_there_and_what_is_not_is_said():
+    assert run("import planner; print('gpt2' in planner.zoo.names())") == "True"
+    with pytest.raises(AttributeError, match="module 'planner' has no attribute 'nothing'"):
+        planner.nothing  # noqa: B018
