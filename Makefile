@@ -12,7 +12,8 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-SOURCES := $(wildcard planner profiler solvers benchmarks tests)
+DOCS_STAMP := $(VENV)/.docs-ready
+SOURCES := $(wildcard planner profiler solvers benchmarks tests docs/hooks)
 
 # Threads that wait in a spin loop take the cores from each other where several processes run (GNU OpenMP's default).
 export GOMP_SPINCOUNT ?= 1000
@@ -46,6 +47,14 @@ test: lint
 # What is no more than a few seconds a test: the inner loop, under two minutes on two cores.
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m "not slow"
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[docs]'
+	touch $@
+
+# Into site/; a broken link, a page that is not in the navigation or a name that the API reference lacks is an error.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache
