@@ -23,7 +23,7 @@ MOST_LINES = 400  # of one file
 
 SOLVER_LIBRARIES = {"numpy", "pulp", "highspy", "msgspec", "solvers"}  # and the standard library
 REGISTRIES = {"registry", "candidates", "offload_candidates"}
-TEST_FOLDERS = {"system", "support", "gpu", "benchmarks"}
+TEST_FOLDERS = {"system", "support", "gpu", "benchmarks", "docs"}
 FORBIDDEN_NAMES = {"profile.py", "utils.py", "helpers.py"}
 
 

@@ -82,7 +82,7 @@ def predicted_timelines(
         chain: what the stages cost.
         schedule: of its stages.
         link: over which it sends offload units to host memory.
-        beside_seconds: of the step outside of the chain: the optimizer's.
+        seconds_outside_chain: of the step outside of the chain: the optimizer's.
     """
     return [
         _predicted(

@@ -297,7 +297,7 @@ def claims_of(
         stages: with what the schedule decides of them.
         solution: with a schedule.
         replayed: that schedule.
-        beside_seconds: of a step outside of the chain.
+        seconds_outside_chain: of a step outside of the chain.
     """
     assert solution.schedule is not None and solution.gap is not None
     assert solution.status in ("optimal", "feasible")
