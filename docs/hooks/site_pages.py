@@ -40,6 +40,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links at the copies in the site, and leave out the marks of tests."""
     folder = posixpath.dirname(page.file.src_uri)
+    if page.file.inclusion is InclusionLevel.NOT_IN_NAV:
+        page.meta["hide"] = ["navigation", "toc"]  # their tables are wide
 
     def moved(match: re.Match[str]) -> str:
         path = _repository_path(page.file, match[1])
