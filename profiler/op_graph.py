@@ -53,10 +53,10 @@ class StageStorage:
         versions: how often ops of the stage change it in place.
         saved: autograd saves it inside the stage.
         saved_in: modules in which it does, relative to the stage; empty where that is not known.
-        held: it is alive until the stage's backward whatever the stage keeps: it comes from
+        always_live: it is alive until the stage's backward whatever the stage keeps: it comes from
             outside as a parameter or a buffer or is saved by the stage in any case, or it is
             a saved cast of a parameter, which autocast holds until the forward ends.
-        exclusive: it comes from the stage before and lives for this stage alone.
+        dies_after_stage: it comes from the stage before and lives for this stage alone.
         returned: it is part of what the stage returns.
     """
 
@@ -80,10 +80,10 @@ class StageOp:
         module: name of the module that called it, relative to the stage; empty for the stage itself.
         seconds: of the forward kernel.
         reads: pairs (storage, version) whose contents it reads; version counts in-place changes.
-        makes: storages it makes.
+        allocates: storages it makes.
         writes: storages it changes in place.
         random: it draws random numbers.
-        fixed: why it must not run again; empty where it may.
+        not_rerunnable_reason: why it must not run again; empty where it may.
     """
 
     op: str

@@ -67,7 +67,7 @@ class StageRecord:
         draws_random, mutated_buffers: what a second run has to reinstate.
         recomputable: whether a second run gives the same result; ``reason`` says why not.
         menu: number of its menu in ``Profile.menus``; -1 for what has none.
-        around: pairs (name, class) of the modules whose call it is a part of, the model first.
+        parents: pairs (name, class) of the modules whose call it is a part of, the model first.
     """
 
     name: str

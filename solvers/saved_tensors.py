@@ -57,9 +57,9 @@ class RerunCandidate:
     Attributes:
         seconds: of one more run.
         reads: pairs (storage, version) that it reads.
-        makes: storages that it makes.
+        allocates: storages that it makes.
         writes: storages that it changes in place; it reads the version before.
-        fixed: it must not run again.
+        must_run_once: it must not run again.
     """
 
     seconds: float

@@ -55,7 +55,7 @@ class OpTraits:
         fills: what it changes in place need not hold anything before.
         state: position of an argument that a random generator keeps its state in; -1 where it has none.
         aliases: it returns its arguments or views of them, and nothing new.
-        fixed: why it must not run again; empty where nothing in its schema speaks against it.
+        not_rerunnable_reason: why it must not run again; empty where nothing in its schema speaks against it.
     """
 
     changes_in_place: bool

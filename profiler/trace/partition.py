@@ -31,7 +31,7 @@ class ChosenStage:
     Attributes:
         name: the module's name, with ``#n`` for the n-th further call of the same module.
         call: its record in the trace.
-        linked: positions of input tensors that are, unchanged, outputs of the
+        links: positions of input tensors that are, unchanged, outputs of the
             stage before: pairs (input leaf, output leaf); empty where it is not linked.
         boundary_storages: storages that live only for such a link.
     """

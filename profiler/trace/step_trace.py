@@ -91,7 +91,7 @@ class Access:
         blank: what it made holds nothing yet.
         fills: what it changed need not have held anything.
         random: it drew random numbers.
-        fixed: why it must not run again; empty where it may.
+        not_rerunnable_reason: why it must not run again; empty where it may.
     """
 
     reads: tuple[tuple[int, int], ...] = ()

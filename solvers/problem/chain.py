@@ -125,7 +125,7 @@ class Chain:
         stages: at least one stage.
         shared: tensors that several stages hold; empty in most chains.
         resident_bytes: parameters, buffers, optimizer state, batch, existing gradients.
-        other_peak_bytes: the most bytes alive at once outside forward and
+        optimizer_peak_bytes: the most bytes alive at once outside forward and
             backward (the optimizer step); no plan changes it.
     """
 
