@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 StorageVersion = tuple[int, int]
+NamedModule = tuple[str, str]  # a module's name, and the name of its class
 _KINDS_NAMED = 4
 # Attributes that files of version 1 call otherwise.
 KEYS = {
@@ -116,7 +117,7 @@ class StageOps:
 
     ops: tuple[StageOp, ...]
     storages: tuple[StageStorage, ...]
-    modules: tuple[tuple[str, str], ...] = ()
+    modules: tuple[NamedModule, ...] = ()
     saves: tuple[int, ...] = ()
 
     @property
@@ -189,6 +190,30 @@ class StageOps:
             for number in {number for number, _ in self.ops[ordinal].reads} - made:
                 found.setdefault(number, set()).add(ordinal)
         return {number: frozenset(readers) for number, readers in found.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedStage:
+    """A stage with the names around it and inside it.
+
+    Attributes:
+        name: the module's name (``#n``: its n-th further call).
+        parents: pairs (name, class) of the modules whose call it is a part of, the model first.
+        ops: its dataflow, with the modules inside.
+    """
+
+    name: str
+    parents: tuple[NamedModule, ...]
+    ops: StageOps
+
+    @property
+    def module(self) -> str:
+        """The module's name, whichever of its calls the stage is."""
+        return self.name.partition("#")[0]
+
+    def inside(self) -> tuple[NamedModule, ...]:
+        """Full names and classes of the modules that run in it; the stage itself comes first."""
+        return tuple((f"{self.module}.{name}" if name else self.module, kind) for name, kind in self.ops.modules)
 
 
 @dataclass(frozen=True, slots=True)

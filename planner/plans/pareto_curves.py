@@ -6,10 +6,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
@@ -23,6 +22,9 @@ from solvers.graph.liveness import IndexedGraph, unplanned_replay
 from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
 from solvers.graph.registry import GraphSolution, graph_frontier, graph_solver_names
 from solvers.problem.graph import Graph
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 COLUMNS = ("solver", "budget_bytes", "peak_bytes", "seconds", "lower_bound_seconds", "status", "solve_seconds")
 SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor")
@@ -73,9 +75,7 @@ def pareto(
         rows += [_row(s, beside, name) for s in solver_frontier(chain, name, time_limit_seconds, over)]
     peaks = [row["peak_bytes"] for row in rows]
     rows += _bound_rows(_even(min(peaks), max(peaks)), lambda budget: bound_seconds(chain, budget, link) + beside)
-    frame = pd.DataFrame(rows, columns=list(COLUMNS))
-    frame.attrs["no_offload"] = why
-    return frame
+    return _table(rows, no_offload=why)
 
 
 def _graph_curves(graph: Graph, solvers: Sequence[str] | None, time_limit_seconds: float | None) -> pd.DataFrame:
@@ -84,9 +84,15 @@ def _graph_curves(graph: Graph, solvers: Sequence[str] | None, time_limit_second
     found, left_out = _graph_solutions(graph, names, _limit(time_limit_seconds))
     rows = [_unplanned(whole.peak_bytes, whole.seconds), *(_row(solution, 0.0, name) for name, solution in found)]
     rows += _graph_bound_rows(graph, rows)
-    frame = pd.DataFrame(rows, columns=list(COLUMNS))
-    frame.attrs["left_out"] = left_out
-    return frame
+    return _table(rows, left_out=left_out)
+
+
+def _table(rows: list[Row], **attributes: Any) -> pd.DataFrame:
+    import pandas as pd  # Half a second, which reading and solving do without.
+
+    table = pd.DataFrame(rows, columns=list(COLUMNS))
+    table.attrs.update(attributes)
+    return table
 
 
 def _graph_solutions(

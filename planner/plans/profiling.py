@@ -9,10 +9,9 @@ from planner.plans.rule_resolution import stated_by
 from planner.plans.rules import Rule, Rules, rules_from
 from profiler.measurement import profiling
 from profiler.measurement.profiling import Progress
-from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps
+from profiler.op_graph import Choice, ChoiceError, NamedStage, StageOp, StageOps
 from profiler.records import Profile
 from profiler.trace.partition import StagePattern
-from profiler.trace.stage_names import NamedStage
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.workload import Workload
 from solvers.saved_tensors import HeldTensor, RerunCandidate, SavedSets, frontier

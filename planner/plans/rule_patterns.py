@@ -6,8 +6,7 @@ import difflib
 import fnmatch
 from collections.abc import Collection, Iterable, Sequence
 
-from profiler.op_graph import ChoiceError, StageOp, StageOps
-from profiler.trace.stage_names import NamedStage
+from profiler.op_graph import ChoiceError, NamedStage, StageOp, StageOps
 
 _NEAREST = 5
 

@@ -8,8 +8,7 @@ from typing import Literal
 
 from planner.plans import rule_patterns
 from planner.plans.rules import Rule, Rules, RuleTarget
-from profiler.op_graph import Choice, ChoiceError, StageOps
-from profiler.trace.stage_names import NamedStage
+from profiler.op_graph import Choice, ChoiceError, NamedStage, StageOps
 
 DirectiveKind = Literal["keep", "recompute", "segment", "choice", "solve"]
 _CHECKPOINTS = -1  # stands for the checkpoints where a rule's number is expected

@@ -19,13 +19,14 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 RuleAction = Literal["recompute", "keep", "solve"]
 Rest = Literal["keep", "solve"]
-Pattern = str | type[nn.Module]
+Pattern: TypeAlias = "str | type[nn.Module]"
 _OP = re.compile(r"[^#\s]+(#[0-9]{1,9})?|#[0-9]{1,9}")
 _ENDINGS = {".toml": tomllib.loads, ".json": json.loads}
 

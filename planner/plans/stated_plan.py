@@ -14,9 +14,8 @@ from planner.plans.rule_resolution import StageDirective, Stated, stated_by
 from planner.plans.rules import Rule, Rules, rules_from
 from planner.plans.solving import Infeasible, plan_of, planned_inside, with_schedule
 from planner.units import parse_bytes
-from profiler.op_graph import StageOps
+from profiler.op_graph import NamedStage, StageOps
 from profiler.records import Profile, StageRecord
-from profiler.trace.stage_names import NamedStage
 from solvers import Chain, Problem, Solution, replay, solve_chain
 from solvers.chain.fixed_stages import FixedSpan, expanded, restricted, schedule_of
 from solvers.chain.minimum_memory import shortage_of

@@ -3,39 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-from profiler.op_graph import Choice, StageOps
+from profiler.op_graph import Choice, NamedModule, NamedStage, StageOps
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_trace import Call, Trace
 from profiler.workload.compiled_forwards import plain_name, unwrapped
-
-Named = tuple[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedStage:
-    """A stage with the names around it and inside it.
-
-    Attributes:
-        name: the module's name (``#n``: its n-th further call).
-        parents: pairs (name, class) of the modules whose call it is a part of, the model first.
-        ops: its dataflow, with the modules inside.
-    """
-
-    name: str
-    parents: tuple[Named, ...]
-    ops: StageOps
-
-    @property
-    def module(self) -> str:
-        """The module's name, whichever of its calls the stage is."""
-        return self.name.partition("#")[0]
-
-    def inside(self) -> tuple[Named, ...]:
-        """Full names and classes of the modules that run in it; the stage itself comes first."""
-        return tuple((f"{self.module}.{name}" if name else self.module, kind) for name, kind in self.ops.modules)
-
 
 # Which choice a person states for which of the stages; the second argument names what ran outside of stages.
 State = Callable[[Sequence[NamedStage], Sequence[str]], Mapping[int, Choice]]
@@ -62,14 +34,14 @@ def names_outside(trace: Trace, stages: Sequence[ChosenStage]) -> tuple[str, ...
     return tuple(dict.fromkeys(found))
 
 
-def parents_of(trace: Trace, call: Call) -> tuple[Named, ...]:
+def parents_of(trace: Trace, call: Call) -> tuple[NamedModule, ...]:
     """Names and classes of the modules whose call one is a part of, the model first."""
     position = next(k for k, each in enumerate(trace.calls) if each is call)
     found = [trace.calls[k] for k in _ancestors(trace, position)]
     return tuple((each.name, type(each.module).__name__) for each in reversed(found))
 
 
-def modules_inside(trace: Trace, call: Call) -> tuple[Named, ...]:
+def modules_inside(trace: Trace, call: Call) -> tuple[NamedModule, ...]:
     """Names, relative to it, and classes of the modules that ran in a call, itself first with an empty name."""
     found: dict[str, str] = {}
     for k, name in calls_inside(trace, call).items():

@@ -9,8 +9,7 @@ import pytest
 from planner.plans.rule_patterns import makers_of_outputs, ops_inside
 from planner.plans.rule_resolution import StageDirective, stated_by
 from planner.plans.rules import Rule, Rules
-from profiler.op_graph import ChoiceError, StageOp, StageOps, StageStorage
-from profiler.trace.stage_names import NamedStage
+from profiler.op_graph import ChoiceError, NamedStage, StageOp, StageOps, StageStorage
 
 # A block: norm, then a module "mlp" of a linear layer, an activation and a linear layer, then a sum. Storage 0 is the
 # input; op k makes storage k + 1. All but the results of the last two are saved.
