@@ -12,7 +12,7 @@ from torch import nn
 
 from planner.explain.peak import KEPT, MADE_AGAIN, Part, Peak
 from planner.explain.timeline import PhaseName, Span, SpanKind, Timeline
-from planner.plans.lowering import lowered
+from planner.plans.lowering import lower_schedule
 from planner.plans.plan import Plan
 from planner.runtime.applier import apply, check_precision, split_name
 from planner.runtime.plan_checks import check_device, check_inputs
@@ -125,7 +125,7 @@ class Places:
         own = [k for k, stage in enumerate(plan.stages) if stage.kind == "stage"]
         place = {k: i for i, k in enumerate(own)}
         self.calls = [split_name(plan.stages[k].name) for k in own]
-        reruns = lowered(plan.stages, plan.schedule).before_backward
+        reruns = lower_schedule(plan.stages, plan.schedule).reruns
         self.again = {place[k]: [place[r.stage] for r in found] for k, found in reruns.items() if k in place}
         self._stages = [plan.stages[k].name for k in own]
         self._outside = [self._outside_name(plan, own, i) for i in range(len(own) + 1)]

@@ -1,18 +1,17 @@
-"""Programs: a plan's schedule, turned into what each stage does in forward and before each backward."""
+"""A plan's schedule, turned into what each stage does in its first forward and before each backward."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from planner.plans.plan import PlannedStage
 from solvers.problem.chain_schedule import TRANSFERS, Action, ActionKind, Schedule
 
 RerunMode = Literal["drop", "keep", "until_saved"]
-# Forward (0) or backward (1), how many of it come before, and in backward how many reruns directly before it.
-TransferMoment = tuple[int, int, int]
 _RUNS = ("forward", "recompute")
+_Phases = list[tuple[int, list[Action]]]  # each stage that goes backward, in order, with the actions before it
 
 
 class UnsupportedPlan(ValueError):
@@ -27,6 +26,20 @@ class Rerun:
     mode: RerunMode
     hold: bool
     option: int = 0
+
+
+class TransferMoment(NamedTuple):
+    """When a transfer is due: moments compare in the order of the step.
+
+    Attributes:
+        backward: 0 in the first forward, 1 before a backward.
+        stages: how many stages go forward, or backward, before it.
+        reruns: in backward, how many reruns come directly before it.
+    """
+
+    backward: int
+    stages: int
+    reruns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +57,31 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoweredSchedule:
-    """What to do.
+    """What the runtime does at each stage.
 
     Attributes:
         dropped: stages whose first forward keeps nothing.
         selective: stage -> option, for those whose first forward keeps a choice of what they save.
-        holding: those of them whose linked input is held until they are run again.
-        before_backward: stage -> reruns before its backward, in order.
-        releases: stage -> stages whose held input is let go before that backward.
-        transfers: what travels, each with the moment by which it is its turn, in order.
-        travelling: stages of which something does, with the option that they are kept with; None while they wait.
-        order: stage -> how many stages go backward before it.
+        holding_input: dropped stages whose linked input is held until they are run again.
+        reruns: stage -> reruns before its backward, in order.
+        input_releases: stage -> stages whose held input is let go before that backward.
+        transfers: in order, each with the moment by which it is due.
+        sending: stages of which something is sent, with the option that they are kept with; None while they wait to
+            run again.
+        backward_order: stage -> how many stages go backward before it.
     """
 
     dropped: frozenset[int]
     selective: dict[int, int]
-    holding: frozenset[int]
-    before_backward: dict[int, tuple[Rerun, ...]]
-    releases: dict[int, tuple[int, ...]]
+    holding_input: frozenset[int]
+    reruns: dict[int, tuple[Rerun, ...]]
+    input_releases: dict[int, tuple[int, ...]]
     transfers: tuple[tuple[TransferMoment, Transfer], ...] = ()
-    travelling: frozenset[tuple[int, int | None]] = frozenset()
-    order: dict[int, int] = field(default_factory=dict)
+    sending: frozenset[tuple[int, int | None]] = frozenset()
+    backward_order: dict[int, int] = field(default_factory=dict)
 
 
-def lowered(stages: Sequence[PlannedStage], schedule: Schedule) -> LoweredSchedule:
+def lower_schedule(stages: Sequence[PlannedStage], schedule: Schedule) -> LoweredSchedule:
     """Translate a schedule.
 
     Raises:
@@ -75,65 +89,48 @@ def lowered(stages: Sequence[PlannedStage], schedule: Schedule) -> LoweredSchedu
             boundary between stages that are not linked.
     """
     first, phases = _phases(schedule.actions)
-    alive = _alive_after(set(), first)
-    dropped = {a.stage for a in first if a.kind == "forward" and a.option is None}
-    selective = {a.stage: a.option for a in first if a.kind == "forward" and a.option}
-    holding = {k for k in dropped if k - 1 in alive or not stages[k].links}
-    _check(stages, dropped, holding)
-    before: dict[int, tuple[Rerun, ...]] = {}
-    releases: dict[int, tuple[int, ...]] = {}
-    pending = set(dropped)
-    for backward, actions in phases:
-        boundaries = _alive_after(alive, actions)
-        before[backward] = tuple(_rerun(a, boundaries) for a in actions if a.kind in _RUNS)
-        pending -= {rerun.stage for rerun in before[backward] if rerun.mode != "drop"}
-        gone = {k for k in pending if k < backward and stages[k].links and k - 1 in alive and k - 1 not in boundaries}
-        releases[backward] = tuple(sorted(gone))
-        alive = boundaries
+    boundaries = _boundaries_after(set(), first)
+    dropped = frozenset(a.stage for a in first if a.kind == "forward" and a.option is None)
+    holding_input = frozenset(k for k in dropped if k - 1 in boundaries or not stages[k].links)
+    _check(stages, dropped, holding_input)
+    reruns, input_releases = _backwards(stages, phases, dropped, boundaries)
     transfers = tuple(_transfers(first, phases))
     return LoweredSchedule(
-        dropped=frozenset(dropped),
-        selective=selective,
-        holding=frozenset(holding),
-        before_backward=before,
-        releases=releases,
+        dropped=dropped,
+        selective={a.stage: a.option for a in first if a.kind == "forward" and a.option},
+        holding_input=holding_input,
+        reruns=reruns,
+        input_releases=input_releases,
         transfers=transfers,
-        travelling=frozenset((each.stage, each.option) for _, each in transfers),
-        order={backward: number for number, (backward, _) in enumerate(phases)},
+        sending=frozenset((transfer.stage, transfer.option) for _, transfer in transfers),
+        backward_order={stage: number for number, (stage, _) in enumerate(phases)},
     )
 
 
-def _transfers(
-    first: Sequence[Action], phases: Sequence[tuple[int, list[Action]]]
-) -> Iterator[tuple[TransferMoment, Transfer]]:
-    """What travels, with its moment: after how many first forwards, or before which backward."""
-    moment: TransferMoment = (0, 0, 0)
-    options: dict[int, int | None] = {}
-    for number, (_, actions) in enumerate([(None, first), *phases]):
-        if number:
-            moment = (1, number - 1, 0)
-        for action in actions:
-            if action.kind in _RUNS:
-                options[action.stage] = action.option
-                moment = (1, moment[1], moment[2] + 1) if number else (0, moment[1] + 1, 0)
-            elif action.kind in TRANSFERS:
-                assert action.option is not None
-                yield moment, Transfer(action.kind, action.stage, action.option, options[action.stage])
-
-
-def _phases(actions: Sequence[Action]) -> tuple[list[Action], list[tuple[int, list[Action]]]]:
-    """The first forward, and per backward the actions since the one before."""
-    stretches: list[list[Action]] = [[]]
+def _phases(actions: Sequence[Action]) -> tuple[list[Action], _Phases]:
+    """The actions of the first forward, and those before each backward."""
+    between: list[list[Action]] = [[]]
     backwards: list[int] = []
     for action in actions:
         if action.kind == "backward":
             backwards.append(action.stage)
-            stretches.append([])
+            between.append([])
         else:
-            stretches[-1].append(action)
-    first, again = _split_first(stretches[0])
+            between[-1].append(action)
+    first, again = _split_at_second_runs(between[0])
     forward, waiting = _split_end(first)
-    return forward, list(zip(backwards, [waiting + again, *stretches[1:-1]], strict=True))
+    return forward, list(zip(backwards, [waiting + again, *between[1:-1]], strict=True))
+
+
+def _split_at_second_runs(actions: list[Action]) -> tuple[list[Action], list[Action]]:
+    """Split what comes before the first backward where a stage runs for the second time."""
+    seen: set[int] = set()
+    for position, action in enumerate(actions):
+        if action.kind == "recompute" or (action.kind == "forward" and action.stage in seen):
+            return actions[:position], actions[position:]
+        if action.kind == "forward":
+            seen.add(action.stage)
+    return actions, []
 
 
 def _split_end(actions: list[Action]) -> tuple[list[Action], list[Action]]:
@@ -150,25 +147,31 @@ def _split_end(actions: list[Action]) -> tuple[list[Action], list[Action]]:
     return forward, waiting
 
 
-def _split_first(actions: list[Action]) -> tuple[list[Action], list[Action]]:
-    """Split what comes before the first backward where a stage runs for the second time."""
-    seen: set[int] = set()
-    for position, action in enumerate(actions):
-        if action.kind == "recompute" or (action.kind == "forward" and action.stage in seen):
-            return actions[:position], actions[position:]
-        if action.kind == "forward":
-            seen.add(action.stage)
-    return actions, []
-
-
-def _alive_after(alive: set[int], actions: Sequence[Action]) -> set[int]:
-    now = set(alive)
+def _boundaries_after(boundaries: set[int], actions: Sequence[Action]) -> set[int]:
+    """The stages whose output is alive after some actions."""
+    alive = set(boundaries)
     for action in actions:
         if action.kind == "forward":
-            now.add(action.stage)
+            alive.add(action.stage)
         elif action.kind == "free":
-            now.discard(action.stage)
-    return now
+            alive.discard(action.stage)
+    return alive
+
+
+def _backwards(
+    stages: Sequence[PlannedStage], phases: _Phases, dropped: frozenset[int], boundaries: set[int]
+) -> tuple[dict[int, tuple[Rerun, ...]], dict[int, tuple[int, ...]]]:
+    """By the stage that goes backward: the reruns before it, and the stages whose held input goes then."""
+    reruns: dict[int, tuple[Rerun, ...]] = {}
+    releases: dict[int, tuple[int, ...]] = {}
+    pending = set(dropped)
+    for backward, actions in phases:
+        before, boundaries = boundaries, _boundaries_after(boundaries, actions)
+        reruns[backward] = tuple(_rerun(a, boundaries) for a in actions if a.kind in _RUNS)
+        pending -= {rerun.stage for rerun in reruns[backward] if rerun.mode != "drop"}
+        freed = {k + 1 for k in before - boundaries}
+        releases[backward] = tuple(sorted(k for k in pending & freed if k < backward and stages[k].links))
+    return reruns, releases
 
 
 def _rerun(action: Action, boundaries: set[int]) -> Rerun:
@@ -179,12 +182,27 @@ def _rerun(action: Action, boundaries: set[int]) -> Rerun:
     return Rerun(action.stage, "keep", False, action.option)
 
 
-def _check(stages: Sequence[PlannedStage], dropped: set[int], holding: set[int]) -> None:
+def _transfers(first: Sequence[Action], phases: _Phases) -> Iterator[tuple[TransferMoment, Transfer]]:
+    """Every transfer with its moment."""
+    options: dict[int, int | None] = {}
+    for number, (_, actions) in enumerate([(-1, first), *phases]):
+        moment = TransferMoment(1, number - 1, 0) if number else TransferMoment(0, 0, 0)
+        for action in actions:
+            if action.kind in _RUNS:
+                options[action.stage] = action.option
+                backward, stages, reruns = moment
+                moment = TransferMoment(1, stages, reruns + 1) if backward else TransferMoment(0, stages + 1, 0)
+            elif action.kind in TRANSFERS:
+                assert action.option is not None
+                yield moment, Transfer(action.kind, action.stage, action.option, options[action.stage])
+
+
+def _check(stages: Sequence[PlannedStage], dropped: frozenset[int], holding_input: frozenset[int]) -> None:
     for k in sorted(dropped):
         stage = stages[k]
         if stage.kind != "stage":
             raise UnsupportedPlan(f"plan: expected {stage.name!r} to be kept, got a rerun of it; solve again")
-        if k not in holding and (k - 1) not in dropped:
+        if k not in holding_input and (k - 1) not in dropped:
             raise UnsupportedPlan(
                 f"plan: expected the input of stage {stage.name!r} to be kept or its forerunner to be recomputed, "
                 "got neither; solve again"

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from planner.plans.cost_model import chain_of
 from planner.plans.headroom import Headroom, headroom_from
-from planner.plans.lowering import lowered
+from planner.plans.lowering import lower_schedule
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.plan import Plan, PlannedStage, chain_in
 from planner.plans.stage_decisions import planned_stages, with_decisions
@@ -301,7 +301,7 @@ def claims_of(
     """
     assert solution.schedule is not None and solution.gap is not None
     assert solution.status in ("optimal", "feasible")
-    lowered(stages, solution.schedule)  # Refuses here what could not be applied.
+    lower_schedule(stages, solution.schedule)  # Refuses here what could not be applied.
     seconds = replayed.seconds + seconds_outside_chain
     bound = min(seconds, solution.lower_bound_seconds + seconds_outside_chain)
     return {

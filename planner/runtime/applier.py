@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from planner.plans.lowering import LoweredSchedule, lowered
+from planner.plans.lowering import LoweredSchedule, lower_schedule
 from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.compiled_models import CompiledCalls, made_compiled, module_named
 from planner.runtime.copy_engine import CopyEngine
@@ -77,10 +77,10 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
     check_unplanned(model)
     _check_model(model, plan)
     _check_types(model, plan)
-    program = lowered(plan.stages, plan.schedule)
+    lowered = lower_schedule(plan.stages, plan.schedule)
     patches = ForwardPatches()
-    if program.dropped or program.selective or program.transfers or made_compiled(plan):
-        planned = PlannedCalls(plan, program, model)
+    if lowered.dropped or lowered.selective or lowered.transfers or made_compiled(plan):
+        planned = PlannedCalls(plan, lowered, model)
         install(model, planned, [plan.stages[position].name for position in planned.wrapped], patches)
     handle = Handle(model, plan, patches)
     register(model, handle)
@@ -129,21 +129,21 @@ def install(model: nn.Module, planned: Wrappers, stages: Iterable[str], patches:
 class PlannedCalls:
     """The wrappers of one applied plan, and the forward that is under way."""
 
-    def __init__(self, plan: Plan, program: LoweredSchedule, model: nn.Module) -> None:
+    def __init__(self, plan: Plan, lowered: LoweredSchedule, model: nn.Module) -> None:
         self._device = device_of(model)
-        self._engine = engine_for(plan, program, self._device)
+        self._engine = engine_for(plan, lowered, self._device)
         self._autocast = _autocast_of(plan)
         stages = {k for k, stage in enumerate(plan.stages) if stage.kind == "stage"}
         # Where something travels, the end of every stage and the begin of its backward are moments to know.
-        acting = stages if program.transfers else {*program.dropped, *program.selective}
+        acting = stages if lowered.transfers else {*lowered.dropped, *lowered.selective}
         # In a compiled model all stages were compiled one by one while they were measured.
         kept = stages if made_compiled(plan) else ()
         self.wrapped = sorted({*acting, *kept})
-        self._compiled = CompiledCalls(plan, program.selective)
+        self._compiled = CompiledCalls(plan, lowered.selective)
         self._plan = plan
         self._selections = selections_of(plan)
         self._strays: set[int] = set()
-        self._program = program
+        self._lowered = lowered
         self._model = weakref.ref(model)
         self._positions = {split_name(plan.stages[k].name): k for k in acting}
         self._step: PlannedStep | None = None
@@ -161,7 +161,7 @@ class PlannedCalls:
                 check_precision(model, self._plan, autocast_now(self._device))
             self._compiled.in_model(forward)
             engine = self._engine_beside(model)
-            self._step = PlannedStep(self._plan, self._program, self._selections, self._strays, engine)
+            self._step = PlannedStep(self._plan, self._lowered, self._selections, self._strays, engine)
             self._counts.clear()
             try:
                 output = forward(*args, **kwargs)
@@ -177,7 +177,7 @@ class PlannedCalls:
         """What carries bytes from and to the device that the model is on now."""
         if device_of(model) != self._device:
             self._device = device_of(model)
-            self._engine = engine_for(self._plan, self._program, self._device)
+            self._engine = engine_for(self._plan, self._lowered, self._device)
         return self._engine
 
     def stage(self, forward: Forward, name: str, module: nn.Module) -> Forward:
@@ -270,12 +270,12 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def engine_for(plan: Plan, program: LoweredSchedule, device: torch.device) -> CopyEngine | None:
+def engine_for(plan: Plan, lowered: LoweredSchedule, device: torch.device) -> CopyEngine | None:
     """The engine with its host memory, allocated here once; None where nothing travels.
 
     On a device that has no streams beside the computation's nothing does, which is said.
     """
-    if not program.transfers:
+    if not lowered.transfers:
         return None
     if device.type == "cuda":
         return CudaCopyEngine(device, plan.host_bytes)

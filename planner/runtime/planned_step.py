@@ -41,25 +41,25 @@ class PlannedStep:
     def __init__(
         self,
         plan: Plan,
-        program: LoweredSchedule,
+        lowered: LoweredSchedule,
         selections: dict[tuple[int, int], Selection],
         diverged_stages: set[int],
         engine: CopyEngine | None = None,
     ) -> None:
         self.plan = plan
-        self.program = program
+        self.lowered = lowered
         self.selections = selections
         # Selective stages that were seen to run other ops than when profiled: they are recomputed whole.
         self.diverged_stages = diverged_stages
         self.frames: dict[int, weakref.ref[DroppedStage]] = {}
         self._last: tuple[int, DroppedStage, list[weakref.ref[Tensor]]] | None = None
         self.transfers: TransferExecutor | None = None
-        if engine is not None and program.transfers:
-            self.transfers = TransferExecutor(plan, program, engine, self.frames, _warn_once)
+        if engine is not None and lowered.transfers:
+            self.transfers = TransferExecutor(plan, lowered, engine, self.frames, _warn_once)
         self._left = next_node()
 
     def run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run stage ``position`` for the first time, keeping on the device nothing but what the program says."""
+        """Run stage ``position`` for the first time, keeping on the device nothing but what the plan says."""
         if self.transfers is None:
             first = next_node()
             output = self._run(position, module, forward, args, kwargs)
@@ -97,9 +97,9 @@ class PlannedStep:
             self.transfers.arrive(position)
 
     def _run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if position in self.program.selective and position not in self.diverged_stages:
+        if position in self.lowered.selective and position not in self.diverged_stages:
             return self._run_selective(position, module, forward, args, kwargs)
-        if position not in self.program.dropped and position not in self.diverged_stages:
+        if position not in self.lowered.dropped and position not in self.diverged_stages:
             return self._run_kept(position, forward, args, kwargs)
         frame = DroppedStage(self, position, module, forward)
         frame.take((args, kwargs), self._before(position))
@@ -112,7 +112,7 @@ class PlannedStep:
         self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         _check_shapes(self.plan.stages[position], tensors_in((args, kwargs)))
-        option = self.program.selective[position]
+        option = self.lowered.selective[position]
         saves = SavedTensorLog() if self.travels(position, option) else None
         selection = self.selections[position, option]
         call = (
@@ -207,9 +207,9 @@ class DroppedStage:
     # Forward -----------------------------------------------------------------
 
     def take(self, tree: Any, before: tuple[DroppedStage, list[Tensor | None]] | None) -> None:
-        """Take the arguments: hold them, but for linked tensors that the program drops."""
-        program = self.step.program
-        hold_linked = self.position in program.holding or self.position not in program.dropped
+        """Take the arguments: hold them, but for linked tensors that the plan drops."""
+        lowered = self.step.lowered
+        hold_linked = self.position in lowered.holding_input or self.position not in lowered.dropped
         outputs = {} if before is None else {id(t): j for j, t in enumerate(before[1]) if t is not None}
         expected = {i for i, _ in self.stage.links}
         leaves = tensors_in(tree)
@@ -251,10 +251,10 @@ class DroppedStage:
         return not self.done and any(reference() is not None for reference in self._saved)
 
     def materialise(self) -> None:
-        """Make again what this stage saved, and whatever the program makes along with it."""
-        program, journey = self.step.program, self.step.transfers
+        """Make again what this stage saved, and whatever the plan makes along with it."""
+        lowered, journey = self.step.lowered, self.step.transfers
         output: tuple[int, list[Tensor]] | None = None
-        for number, rerun in enumerate(program.before_backward.get(self.position, ())):
+        for number, rerun in enumerate(lowered.reruns.get(self.position, ())):
             if journey is not None:
                 journey.backward_begins(self.position, number)
             frame = self._sibling(rerun.stage)
@@ -265,7 +265,7 @@ class DroppedStage:
         if not self.done:
             # Backward came here in an order the plan does not know (a part of the graph): do what is needed.
             self._rerun(Rerun(self.position, "until_saved", False), None)
-        for stage in program.releases.get(self.position, ()):
+        for stage in lowered.input_releases.get(self.position, ()):
             frame = self._sibling(stage)
             if frame is not None:
                 frame._release_linked()

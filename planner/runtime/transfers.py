@@ -32,13 +32,13 @@ class WaitingStage(Protocol):
 
 
 class TransferExecutor:
-    """Carries out a program's transfers as the step comes to their moments, each once, in order.
+    """Carries out a schedule's transfers as the step comes to their moments, each once, in order.
 
     It owns nothing that travels: what is not in the graph any more is not sent. What is used before its planned
     moment is brought back by whoever uses it; then its later transfers come to nothing.
 
     Args:
-        plan, program: of the step.
+        plan, lowered: of the step.
         engine: carries the bytes.
         waiting: stages that wait to run again.
         warn: is told at which stage the plan cannot be kept, and why.
@@ -47,13 +47,13 @@ class TransferExecutor:
     def __init__(
         self,
         plan: Plan,
-        program: LoweredSchedule,
+        lowered: LoweredSchedule,
         engine: CopyEngine,
         waiting: Mapping[int, weakref.ref[Any]],
         warn: Callable[[str, str], None],
     ) -> None:
         self._plan = plan
-        self._program = program
+        self._lowered = lowered
         self._engine = engine
         self._waiting = waiting
         self._warn = warn
@@ -63,7 +63,7 @@ class TransferExecutor:
 
     def travels(self, stage: int, option: int | None) -> bool:
         """Whether anything of a stage is to be sent."""
-        return (stage, option) in self._program.travelling
+        return (stage, option) in self._lowered.sending
 
     def load(
         self, stage: int, option: int, pieces: Sequence[OffloadableTensor | None], call: SelectiveCall | None = None
@@ -84,30 +84,30 @@ class TransferExecutor:
 
     def forward_done(self, position: int) -> None:
         """The first forward of a stage, and of all before it, is over."""
-        self._advance((0, position + 1, 0))
+        self._advance(TransferMoment(0, position + 1, 0))
 
     def backward_begins(self, stage: int, reruns: int = _ALL) -> None:
         """The backward of a stage is next, and so many of the reruns before it are done."""
-        if stage in self._program.order:
-            self._reached = self._program.order[stage]
-            self._advance((1, self._reached, reruns))
+        if stage in self._lowered.backward_order:
+            self._reached = self._lowered.backward_order[stage]
+            self._advance(TransferMoment(1, self._reached, reruns))
 
     def arrive(self, stage: int) -> None:
         """The backward of a stage needs what is kept of it."""
-        for owner, option in self._program.travelling:
+        for owner, option in self._lowered.sending:
             if owner == stage and option is not None:
                 for luggage in self._loads.get((owner, option), {}).values():
                     for each in _alive(luggage):
                         each.arrive()
 
     def _advance(self, moment: TransferMoment) -> None:
-        transfers = self._program.transfers
+        transfers = self._lowered.transfers
         while self._next < len(transfers) and transfers[self._next][0] <= moment:
             self._next += 1
             self._carry_out(transfers[self._next - 1][1])
 
     def _carry_out(self, transfer: Transfer) -> None:
-        if transfer.kind == "prefetch" and self._program.order[transfer.stage] < self._reached:
+        if transfer.kind == "prefetch" and self._lowered.backward_order[transfer.stage] < self._reached:
             return  # This backward has left that stage out; it would take memory for nothing.
         if transfer.kind == "offload" and transfer.option is None:
             self._load_input(transfer.stage, transfer.unit)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.plans.lowering import lowered
+from planner.plans.lowering import lower_schedule
 from planner.plans.plan import Plan
 from planner.runtime.applier import Handle, PlannedCalls, check_unplanned, install, register
 from planner.training.dynamic_profiles import Training, profiles_of
@@ -186,7 +186,7 @@ class Switch:
         if made is None or made[0] is not plan:
             # Only where such a batch was profiled are the shapes inside known: elsewhere they are not compared.
             acting = plan if status == "profiled" else without_shapes(plan)
-            made = self._calls[entry] = plan, PlannedCalls(acting, lowered(plan.stages, plan.schedule), model)
+            made = self._calls[entry] = plan, PlannedCalls(acting, lower_schedule(plan.stages, plan.schedule), model)
         self.handle.plan = plan
         self.choosing_seconds += time.perf_counter() - begin
         return made[1]

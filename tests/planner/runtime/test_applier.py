@@ -1,4 +1,4 @@
-"""Applying plans: what is refused, before anything runs, and what the program of a schedule says."""
+"""Applying plans: what is refused, before anything runs, and what a schedule is lowered to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import planner
-from planner.plans.lowering import Rerun, UnsupportedPlan, lowered
+from planner.plans.lowering import Rerun, UnsupportedPlan, lower_schedule
 from profiler.workload.workload import Workload
 from solvers import Action, Schedule
 from tests.support.odd_models import WIDTH, Residual, Stack, workload
@@ -107,7 +107,7 @@ def test_a_schedule_that_reruns_what_is_outside_is_refused() -> None:
         planner.apply(work.model, spoilt)
 
 
-def test_the_program_of_a_nested_segment_by_hand() -> None:
+def test_a_nested_segment_lowered_by_hand() -> None:
     # Linked stages a, b, c: drop all with only the input of a held; before the backward of c run a and b again,
     # holding the inputs of both b and a, then c; before that of b run b; before that of a run a.
     work = workload("plain")
@@ -128,12 +128,12 @@ def test_the_program_of_a_nested_segment_by_hand() -> None:
             *after,
         )
     )  # fmt: skip
-    program = lowered(stages, schedule)
-    assert program.dropped == {a, b, c} and program.holding == {a}
+    lowered = lower_schedule(stages, schedule)
+    assert lowered.dropped == {a, b, c} and lowered.holding_input == {a}
     again = (Rerun(a, "drop", True), Rerun(b, "drop", True), Rerun(c, "until_saved", False))
-    assert program.before_backward[c] == again
-    assert program.before_backward[b] == (Rerun(b, "until_saved", False),)
-    assert program.before_backward[a] == (Rerun(a, "until_saved", False),)
+    assert lowered.reruns[c] == again
+    assert lowered.reruns[b] == (Rerun(b, "until_saved", False),)
+    assert lowered.reruns[a] == (Rerun(a, "until_saved", False),)
 
 
 def test_auto_checkpoint_does_it_in_one_call() -> None:

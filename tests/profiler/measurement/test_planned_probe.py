@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner.plans.lowering import lowered
+from planner.plans.lowering import lower_schedule
 from planner.runtime.applier import split_name
 from profiler.measurement.meter import memory_meter
 from profiler.measurement.planned_probe import AGAIN, StepMarks
@@ -30,7 +30,7 @@ def smallest_plan(work: Workload, **options) -> planner.Plan:
 
 def marks_of(work: Workload, plan: planner.Plan) -> StepMarks:
     places = {k: i for i, k in enumerate(k for k, stage in enumerate(plan.stages) if stage.kind == "stage")}
-    reruns = lowered(plan.stages, plan.schedule).before_backward
+    reruns = lower_schedule(plan.stages, plan.schedule).reruns
     again = {places[k]: [places[rerun.stage] for rerun in found] for k, found in reruns.items() if k in places}
     return StepMarks(work, [split_name(plan.stages[k].name) for k in places], again)
 
