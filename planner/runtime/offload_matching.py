@@ -1,4 +1,4 @@
-"""Stowing: which of the tensors that a stage run has saved belong to which of its storages that may travel."""
+"""Finds, among the tensors that a stage run has saved, those that view the storages that a plan may offload."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SavedTensorLog:
     """What autograd saves in a first run of a stage, in order; the graph alone owns it."""
 
     def __init__(self) -> None:
-        self._found: list[weakref.ref[OffloadableTensor] | None] = []
+        self._packed: list[weakref.ref[OffloadableTensor] | None] = []
 
     def note(self, packed: Any) -> None:
         """What was given to autograd for the next saved tensor."""
-        self._found.append(weakref.ref(packed) if isinstance(packed, OffloadableTensor) else None)
+        self._packed.append(weakref.ref(packed) if isinstance(packed, OffloadableTensor) else None)
 
     def pack(self, tensor: Tensor) -> Any:
         """What a stage that is kept gives to autograd: a parameter is there anyway."""
@@ -37,31 +37,31 @@ class SavedTensorLog:
         self.note(packed)
         return packed
 
-    def pieces(self) -> list[OffloadableTensor | None]:
-        """In order; None for what cannot travel, or is gone again."""
-        return [None if reference is None else reference() for reference in self._found]
+    def saved(self) -> list[OffloadableTensor | None]:
+        """In order; None for what cannot be offloaded, or is gone again."""
+        return [None if reference is None else reference() for reference in self._packed]
 
 
 def match_saved_storages(
-    pieces: Sequence[OffloadableTensor | None], ops: StageOps, wanted: Collection[int], call: SelectiveCall | None
+    saved: Sequence[OffloadableTensor | None], ops: StageOps, wanted: Collection[int], call: SelectiveCall | None
 ) -> dict[int, OffloadedStorage] | None:
-    """The storages that may travel, with all that holds them; None where the run was not that of the profile.
+    """The storages that may be offloaded, with all that views them; None where the run was not that of the profile.
 
     Args:
-        pieces: for each tensor that was saved.
+        saved: for each tensor that was saved.
         ops: the stage's, as profiled.
-        wanted: numbers of the storages that may travel.
+        wanted: numbers of the storages that may be offloaded.
         call: the run, where it kept a choice: the ops that it runs again hold tensors, too.
     """
-    if len(pieces) != len(ops.saves) or (call is not None and call.diverged is not None):
+    if len(saved) != len(ops.saves) or (call is not None and call.diverged is not None):
         return None
-    found = _StorageMatcher(ops, frozenset(wanted))
-    given = zip(pieces, ops.saves, strict=True)
-    if not all(piece is None or found.add(piece, number) for piece, number in given):
+    matcher = _StorageMatcher(ops, frozenset(wanted))
+    numbered = zip(saved, ops.saves, strict=True)
+    if not all(tensor is None or matcher.add(tensor, number) for tensor, number in numbered):
         return None
-    if call is not None and not found.take_over(call):
+    if call is not None and not matcher.add_held(call):
         return None
-    return {number: OffloadedStorage(views) for number, views in found.views.items()}
+    return {number: OffloadedStorage(views) for number, views in matcher.views.items()}
 
 
 class _StorageMatcher:
@@ -74,64 +74,65 @@ class _StorageMatcher:
         self._numbers: dict[int, int] = {}  # by what identifies a storage while it is alive
         self._keys: dict[int, int] = {}
 
-    def add(self, piece: OffloadableTensor, number: int) -> bool:
-        """A piece of storage ``number`` (-1: of none that is counted); False where it cannot be."""
-        key = _key(piece.value)
+    def add(self, view: OffloadableTensor, number: int) -> bool:
+        """A view of storage ``number`` (-1: of none that is counted); False where it cannot be."""
+        key = _key(view.value)
         known = self._numbers.setdefault(key, number)
         if known != number or (number >= 0 and self._keys.setdefault(number, key) != key):
             return False
         if number not in self._wanted:
             return True
-        self.views.setdefault(number, []).append(piece)
-        return _plain(piece.value) and _bytes(piece.value) == self._ops.storages[number].size_bytes
+        self.views.setdefault(number, []).append(view)
+        return _is_plain(view.value) and _storage_bytes(view.value) == self._ops.storages[number].size_bytes
 
-    def take_over(self, call: SelectiveCall) -> bool:
+    def add_held(self, call: SelectiveCall) -> bool:
         """What the recorded ops hold; False where it is not clear which storage is which."""
         unknown: dict[int, list[tuple[int, OffloadableTensor]]] = {}
-        for ordinal, piece in _handed_over(call):
-            number = self._numbers.get(_key(piece.value))
+        for ordinal, view in _handed_over(call):
+            number = self._numbers.get(_key(view.value))
             if number is None:
-                unknown.setdefault(_key(piece.value), []).append((ordinal, piece))
+                unknown.setdefault(_key(view.value), []).append((ordinal, view))
             elif number in self._wanted:
-                self.views[number].append(piece)
-        there: dict[_HolderKey, list[list[OffloadableTensor]]] = {}
-        for held in unknown.values():
-            signature = frozenset(ordinal for ordinal, _ in held), _bytes(held[0][1].value)
-            there.setdefault(signature, []).append([piece for _, piece in held])
-        return all(self._assign(numbers, there.get(of, [])) for of, numbers in self._expected(call).items())
+                self.views[number].append(view)
+        candidates: dict[_HolderKey, list[list[OffloadableTensor]]] = {}
+        for holders in unknown.values():
+            key = frozenset(ordinal for ordinal, _ in holders), _storage_bytes(holders[0][1].value)
+            candidates.setdefault(key, []).append([view for _, view in holders])
+        expected = self._expected(call)
+        return all(self._assign(numbers, candidates.get(key, [])) for key, numbers in expected.items())
 
     def _expected(self, call: SelectiveCall) -> dict[_HolderKey, list[int]]:
         """Wanted storages that autograd itself does not save."""
-        found: dict[_HolderKey, list[int]] = {}
+        numbers_by_key: dict[_HolderKey, list[int]] = {}
         positions = {call.selection.ordinals[position]: position for position in call.selection.rerun}
-        held = self._ops.held_for(positions)
+        readers = self._ops.held_for(positions)
         for number in sorted(self._wanted.difference(self._ops.saves)):
-            readers = frozenset(positions[ordinal] for ordinal in held.get(number, ()))
-            found.setdefault((readers, self._ops.storages[number].size_bytes), []).append(number)
-        return found
+            holders = frozenset(positions[ordinal] for ordinal in readers.get(number, ()))
+            numbers_by_key.setdefault((holders, self._ops.storages[number].size_bytes), []).append(number)
+        return numbers_by_key
 
-    def _assign(self, numbers: list[int], there: list[list[OffloadableTensor]]) -> bool:
-        if len(numbers) != len(there) or not all(_plain(views[0].value) for views in there):
+    def _assign(self, numbers: list[int], candidates: list[list[OffloadableTensor]]) -> bool:
+        if len(numbers) != len(candidates) or not all(_is_plain(views[0].value) for views in candidates):
             return False
-        self.views.update(zip(numbers, there, strict=True))  # Those that are alike in all are for each other.
+        self.views.update(zip(numbers, candidates, strict=True))  # Those that are alike in all are for each other.
         return True
 
 
 def _handed_over(call: SelectiveCall) -> Iterator[tuple[int, OffloadableTensor]]:
-    """What the ops to run again hold, held by pieces from now on."""
-    for ordinal, held in call.held():
-        found: list[OffloadableTensor] = []
+    """What the ops to run again hold, each as an offloadable tensor from now on, with the op's position."""
+    for ordinal, recorded in call.held():
+        made: list[OffloadableTensor] = []
 
-        def holder(tensor: Tensor, found: list[OffloadableTensor] = found) -> OffloadableTensor:
-            found.append(OffloadableTensor(tensor))
-            return found[0]
+        def holder(tensor: Tensor, made: list[OffloadableTensor] = made) -> OffloadableTensor:
+            made.append(OffloadableTensor(tensor))
+            return made[0]
 
-        held.hand_over(holder)
-        for piece in found:
-            yield ordinal, piece
+        recorded.hand_over(holder)
+        for view in made:
+            yield ordinal, view
 
 
-def _plain(tensor: Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """Whether its bytes are those of its storage, and no parameter's."""
     return type(tensor) is Tensor and tensor.layout is torch.strided
 
@@ -140,14 +141,14 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor)
 
 
-def _bytes(tensor: Tensor) -> int:
+def _storage_bytes(tensor: Tensor) -> int:
     return allocated_bytes(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
 
 
-def offloaded_inputs(pieces: Sequence[OffloadableTensor]) -> list[OffloadedStorage]:
-    """Held inputs that may travel: one luggage for each storage."""
-    found: dict[int, list[OffloadableTensor]] = {}
-    for piece in pieces:
-        if _plain(piece.value):
-            found.setdefault(_key(piece.value), []).append(piece)
-    return [OffloadedStorage(views) for views in found.values()]
+def input_storages(inputs: Sequence[OffloadableTensor]) -> list[OffloadedStorage]:
+    """The storages under held inputs, as far as they may be offloaded."""
+    views_by_key: dict[int, list[OffloadableTensor]] = {}
+    for view in inputs:
+        if _is_plain(view.value):
+            views_by_key.setdefault(_key(view.value), []).append(view)
+    return [OffloadedStorage(views) for views in views_by_key.values()]

@@ -1,12 +1,19 @@
-"""Whether a plan fits a workload: the same kind of device, the same shapes."""
+"""Whether a plan fits the model and the batch it is used with, and warnings that are given once where it does not."""
 
 from __future__ import annotations
+
+import warnings
 
 import torch
 
 from planner.plans.plan import Plan
+from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
+
+leave_uncompiled(__name__)
+
+_WARNED: set[tuple[str, str]] = set()
 
 
 def check_inputs(workload: Workload, plan: Plan) -> None:
@@ -27,3 +34,10 @@ def check_device(workload: Workload, plan: Plan) -> None:
             f"a plan for {planned}: expected a model on {planned}, got one on {workload.device.type}; "
             f"use --device {planned}, or profile and solve on {workload.device.type}"
         )
+
+
+def warn_once(stage: str, what: str) -> None:
+    """Warn of a planned stage, each thing once in a process."""
+    if (stage, what) not in _WARNED:
+        _WARNED.add((stage, what))
+        warnings.warn(f"planned stage {stage!r}: {what}", RuntimeWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""The journey: what of one planned step's tensors travels, and how far the step has come."""
+"""Carries out a plan's copies to host memory and back, each as the step comes to its moment."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
 
-_ALL = 10**9  # more reruns than any backward has before it
-_OffloadUnits = dict[int, list[weakref.ref[OffloadedStorage]]]
+_ALL_RERUNS = 10**9  # more than any backward has before it
+_Units = dict[int, list[weakref.ref[OffloadedStorage]]]  # the storages of each offload unit
 
 
 class WaitingStage(Protocol):
     """A stage that waits to run again."""
 
-    def offloaded_inputs(self, leaves: Sequence[int]) -> list[OffloadedStorage]:
-        """Luggage of input tensors that it holds, by their numbers."""
+    def offload_inputs(self, numbers: Sequence[int]) -> list[OffloadedStorage]:
+        """The storages under input tensors that it holds, by their numbers."""
         ...
 
 
 class TransferExecutor:
     """Carries out a schedule's transfers as the step comes to their moments, each once, in order.
 
-    It owns nothing that travels: what is not in the graph any more is not sent. What is used before its planned
+    It owns no tensor: what is not in the graph any more is not sent. What is used before its planned
     moment is brought back by whoever uses it; then its later transfers come to nothing.
 
     Args:
         plan, lowered: of the step.
-        engine: carries the bytes.
+        engine: copies the bytes.
         waiting: stages that wait to run again.
         warn: is told at which stage the plan cannot be kept, and why.
     """
@@ -57,48 +57,49 @@ class TransferExecutor:
         self._engine = engine
         self._waiting = waiting
         self._warn = warn
-        self._loads: dict[tuple[int, int | None], _OffloadUnits] = {}
+        self._units: dict[tuple[int, int | None], _Units] = {}  # by stage and what it is kept with
         self._next = 0
-        self._reached = -1
+        self._backward = -1  # how many stages have gone backward, as far as the schedule knows them
 
-    def travels(self, stage: int, option: int | None) -> bool:
+    def sends(self, stage: int, option: int | None) -> bool:
         """Whether anything of a stage is to be sent."""
         return (stage, option) in self._lowered.sending
 
-    def load(
-        self, stage: int, option: int, pieces: Sequence[OffloadableTensor | None], call: SelectiveCall | None = None
+    def kept(
+        self, stage: int, option: int, saved: Sequence[OffloadableTensor | None], call: SelectiveCall | None = None
     ) -> None:
         """A run of a stage has kept these saved tensors."""
         units = self._plan.offload_units_of(stage, option)
         menu = self._plan.menus[self._plan.stages[stage].menu]
         wanted = {number for unit in units for number in unit}
-        found = match_saved_storages(pieces, menu.ops, wanted, call)
-        if found is None:
+        storages = match_saved_storages(saved, menu.ops, wanted, call)
+        if storages is None:
             self._cannot(stage, "it saves other tensors than when profiled; they stay on the device")
             return
-        if wanted - found.keys():
+        if wanted - storages.keys():
             self._cannot(stage, "some of the tensors that were to be sent are not there")
-        self._loads[stage, option] = {
-            i: [weakref.ref(found[number]) for number in numbers if number in found] for i, numbers in enumerate(units)
+        self._units[stage, option] = {
+            unit: [weakref.ref(storages[number]) for number in numbers if number in storages]
+            for unit, numbers in enumerate(units)
         }
 
     def forward_done(self, position: int) -> None:
         """The first forward of a stage, and of all before it, is over."""
         self._advance(TransferMoment(0, position + 1, 0))
 
-    def backward_begins(self, stage: int, reruns: int = _ALL) -> None:
+    def backward_begins(self, stage: int, reruns: int = _ALL_RERUNS) -> None:
         """The backward of a stage is next, and so many of the reruns before it are done."""
         if stage in self._lowered.backward_order:
-            self._reached = self._lowered.backward_order[stage]
-            self._advance(TransferMoment(1, self._reached, reruns))
+            self._backward = self._lowered.backward_order[stage]
+            self._advance(TransferMoment(1, self._backward, reruns))
 
-    def arrive(self, stage: int) -> None:
+    def finish_fetches(self, stage: int) -> None:
         """The backward of a stage needs what is kept of it."""
-        for owner, option in self._lowered.sending:
-            if owner == stage and option is not None:
-                for luggage in self._loads.get((owner, option), {}).values():
-                    for each in _alive(luggage):
-                        each.arrive()
+        for sender, option in self._lowered.sending:
+            if sender == stage and option is not None:
+                for references in self._units.get((sender, option), {}).values():
+                    for storage in _alive(references):
+                        storage.finish_fetch()
 
     def _advance(self, moment: TransferMoment) -> None:
         transfers = self._lowered.transfers
@@ -107,38 +108,38 @@ class TransferExecutor:
             self._carry_out(transfers[self._next - 1][1])
 
     def _carry_out(self, transfer: Transfer) -> None:
-        if transfer.kind == "prefetch" and self._lowered.backward_order[transfer.stage] < self._reached:
+        if transfer.kind == "prefetch" and self._lowered.backward_order[transfer.stage] < self._backward:
             return  # This backward has left that stage out; it would take memory for nothing.
         if transfer.kind == "offload" and transfer.option is None:
-            self._load_input(transfer.stage, transfer.unit)
-        loads = self._loads.get((transfer.stage, transfer.option), {})
-        for luggage in _alive(loads.get(transfer.unit, [])):
+            self._take_inputs(transfer.stage, transfer.unit)
+        units = self._units.get((transfer.stage, transfer.option), {})
+        for storage in _alive(units.get(transfer.unit, [])):
             if transfer.kind == "release":
-                luggage.release()
+                storage.release()
             elif transfer.kind == "prefetch":
-                luggage.prefetch()
-            elif not luggage.send(self._engine):
+                storage.prefetch()
+            elif not storage.send(self._engine):
                 why = "host memory is full, with more than one step's tensors in it; the rest stays on the device"
                 self._cannot(transfer.stage, why)
 
-    def _load_input(self, stage: int, unit: int) -> None:
-        """The input that a stage holds becomes luggage."""
+    def _take_inputs(self, stage: int, unit: int) -> None:
+        """The input that a stage holds is one of its units from now on."""
         reference = self._waiting.get(stage)
         holding: WaitingStage | None = None if reference is None else reference()
         if holding is not None:
-            luggage = holding.offloaded_inputs(self._plan.offload_units_of(stage, None)[unit])
-            self._loads.setdefault((stage, None), {})[unit] = [weakref.ref(each) for each in luggage]
+            storages = holding.offload_inputs(self._plan.offload_units_of(stage, None)[unit])
+            self._units.setdefault((stage, None), {})[unit] = [weakref.ref(storage) for storage in storages]
 
     def _cannot(self, stage: int, why: str) -> None:
         self._warn(self._plan.stages[stage].name, f"{why}; the peak is not promised")
 
 
 def _alive(references: Sequence[weakref.ref[OffloadedStorage]]) -> list[OffloadedStorage]:
-    return [luggage for reference in references if (luggage := reference()) is not None]
+    return [storage for reference in references if (storage := reference()) is not None]
 
 
-def before_backward(outputs: Sequence[Tensor], since: int, reached: Callable[[], None]) -> None:
-    """Have ``reached`` called when backward comes to what made ``outputs``, if that was after ``since``.
+def before_backward(outputs: Sequence[Tensor], since: int, callback: Callable[[], None]) -> None:
+    """Have ``callback`` called when backward comes to what made ``outputs``, if that was after ``since``.
 
     The engine runs ready nodes in falling order of their sequence number: the highest of a stage is its first.
     """
@@ -146,8 +147,8 @@ def before_backward(outputs: Sequence[Tensor], since: int, reached: Callable[[],
     numbered: list[tuple[int, Any]] = [(node._sequence_nr(), node) for node in nodes if node is not None]
     number, node = max(numbered, key=lambda pair: pair[0], default=(-1, None))
     if number >= since and node is not None:
-        node.register_prehook(functools.partial(_called, reached))
+        node.register_prehook(functools.partial(_without_gradients, callback))
 
 
-def _called(reached: Callable[[], None], _: Any) -> None:
-    reached()
+def _without_gradients(callback: Callable[[], None], _: Any) -> None:
+    callback()

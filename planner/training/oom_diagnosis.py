@@ -13,7 +13,7 @@ from planner.explain.measured_step import Places
 from planner.explain.timeline import PhaseName, Span, Timeline, predicted_timelines
 from planner.plans.plan import Plan
 from planner.runtime.applier import apply, split_name
-from planner.runtime.planned_step import DroppedStage
+from planner.runtime.dropped_stage import DroppedStage
 from planner.runtime.step_trial import ran_out
 from planner.training.oom_report import ActionMemory, FailureReport, Stop, allocation_in
 from profiler.measurement.meter import Interval, Meter, memory_meter

@@ -11,7 +11,7 @@ from torch import nn
 
 import planner
 from planner import Rule, Rules
-from planner.runtime import planned_step
+from planner.runtime import plan_checks
 from profiler.workload.workload import Workload
 from tests.support.exactness import assert_same, state_after
 from tests.support.odd_models import workload
@@ -24,7 +24,7 @@ STRAY = (
 
 @pytest.fixture(autouse=True)
 def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned_step, "_WARNED", set())
+    monkeypatch.setattr(plan_checks, "_WARNED", set())
 
 
 def altered() -> Workload:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
 from planner.plans.cost_model import chain_of
-from planner.runtime import planned_step
+from planner.runtime.dropped_stage import DroppedStage
 from profiler.recomputation import module_rerun, op_tape
 from profiler.workload.workload import Workload
 from solvers import replay
@@ -264,20 +264,18 @@ def test_a_plan_is_inactive_in_eval_mode_and_without_gradients() -> None:
 
 
 def test_nothing_stays_behind_when_backward_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    frames: list[weakref.ref[planned_step.DroppedStage]] = []
-    first = planned_step.DroppedStage.run_first
-    monkeypatch.setattr(
-        planned_step.DroppedStage, "run_first", lambda self, *a: frames.append(weakref.ref(self)) or first(self, *a)
-    )
+    stages: list[weakref.ref[DroppedStage]] = []
+    first = DroppedStage.run_first
+    monkeypatch.setattr(DroppedStage, "run_first", lambda self, *a: stages.append(weakref.ref(self)) or first(self, *a))
     work = workload("dropout")
     profile = planner.profile(work)
     with planner.apply(work.model, planner.solve(profile, next(budgets(profile)), solver="rotor")):
         gc.disable()  # No cycles: everything goes when the graph does.
         try:
             loss = work.forward()
-            assert any(frame() is not None for frame in frames)
+            assert any(stage() is not None for stage in stages)
             del loss
-            assert all(frame() is None for frame in frames)
+            assert all(stage() is None for stage in stages)
         finally:
             gc.enable()
 

@@ -17,7 +17,7 @@ from planner.plans import offloadable
 from planner.plans.cost_model import chain_of
 from planner.plans.solving import plan_of
 from planner.runtime import applier
-from planner.runtime.planned_step import _WARNED
+from planner.runtime.plan_checks import _WARNED
 from planner.runtime.simulated_link import SimulatedCopyEngine
 from profiler.workload.workload import Workload
 from solvers import Chain, Problem, Schedule, Solution, replay

@@ -1,0 +1,229 @@
+"""A stage call that keeps nothing for backward, and runs again when backward asks for what it would have saved."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from planner.plans.lowering import Rerun
+from planner.runtime.kept_runs import KeptRuns
+from planner.runtime.offloaded_tensors import OffloadedStorage
+from planner.runtime.plan_checks import warn_once
+from planner.runtime.stage_input import StageInput, links_between
+from profiler.recomputation.module_rerun import CallState, CallTraits, rerun_dropping, rerun_until_saved
+from profiler.recomputation.op_tape import RecomputedTensor
+from profiler.recomputation.selective_call import SavedTensor, unpack
+from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.tensor_trees import device_of, tensors_in
+
+leave_uncompiled(__name__)
+
+
+class SavedPlaceholder:
+    """Stands in the graph for a tensor that a dropped stage would have saved; holds it once it has been made again.
+
+    The autograd node owns it, so what it holds is let go exactly when
+    autograd lets go of a saved tensor: after the node ran, or with the graph.
+    """
+
+    __slots__ = ("__weakref__", "stage", "value")
+
+    def __init__(self, stage: DroppedStage) -> None:
+        self.stage = stage
+        self.value: Tensor | SavedTensor | RecomputedTensor | None = None
+
+
+class _RerunOutput(NamedTuple):
+    """What the latest rerun of a stage returned; emptied once the next stage has taken its input from it."""
+
+    position: int
+    tensors: list[Tensor]
+
+
+class DroppedStage:
+    """One call of a dropped stage: its input, its surroundings, and the placeholders of what it saved.
+
+    The placeholders own it, and it owns the call before as long as that may have to make its input.
+
+    Args:
+        position: of the stage in the plan.
+        module, forward: that are called.
+        runs: of the step.
+        others: the dropped stages of the step by position, as far as the graph needs them.
+    """
+
+    def __init__(
+        self,
+        position: int,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        runs: KeptRuns,
+        others: dict[int, weakref.ref[DroppedStage]],
+    ) -> None:
+        self.position = position
+        self.stage = runs.plan.stages[position]
+        self.done = False
+        self._module = module
+        self._forward = forward
+        self._runs = runs
+        self._others = others
+        self._input: StageInput
+        self._previous: DroppedStage | None = None
+        self._state: CallState | None = None
+        self._parameters: list[tuple[Tensor, int]] = []
+        self._placeholders: list[weakref.ref[SavedPlaceholder]] = []
+
+    # Forward -----------------------------------------------------------------
+
+    def take_input(self, arguments: Any, previous: DroppedStage | None, outputs: Sequence[Tensor | None]) -> None:
+        """Hold the arguments, but for linked tensors that the plan drops.
+
+        Args:
+            arguments: of the first run.
+            previous: the stage directly before, where that is dropped, too.
+            outputs: of it, as far as they are alive.
+        """
+        lowered, inputs = self._runs.lowered, tensors_in(arguments)
+        hold_linked = self.position in lowered.holding_input or self.position not in lowered.dropped
+        expected = {i for i, _ in self.stage.links}
+        links = links_between(outputs, inputs, expected)
+        if links:
+            self._previous = previous
+        if not hold_linked and links.keys() != expected:
+            warn_once(self.stage.name, "its input is not the output of the stage before, as it was when profiled")
+        self._runs.check_shapes(self.position, inputs)
+        self._input = StageInput(self.stage.name, arguments, inputs, links, hold_linked)
+
+    def run_first(self, args: Any, kwargs: Any) -> Any:
+        """The first forward: autograd gets placeholders in place of what it saves."""
+        # Whether it draws is not asked of the profile: a dropout's rate may have been changed since.
+        traits = CallTraits(draws_random=True, mutated_buffers=self.stage.mutated_buffers)
+        self._parameters = [(parameter, parameter._version) for parameter in self._module.parameters()]
+        self._state = CallState(self._module, traits, device_of((args, kwargs)))
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            return self._forward(*args, **kwargs)
+
+    def _pack(self, tensor: Tensor) -> Tensor | SavedPlaceholder:
+        if tensor.is_leaf and tensor.requires_grad:
+            self._placeholders.append(_GONE)  # A parameter: there anyway. Its place in the order still counts.
+            return tensor
+        placeholder = SavedPlaceholder(self)
+        self._placeholders.append(weakref.ref(placeholder))
+        return placeholder
+
+    # Backward ----------------------------------------------------------------
+
+    @property
+    def needed(self) -> bool:
+        """Whether backward will ask for anything that is not there yet."""
+        return not self.done and any(reference() is not None for reference in self._placeholders)
+
+    def materialise(self) -> None:
+        """Make again what this stage saved, and whatever the plan makes along with it."""
+        lowered, transfers = self._runs.lowered, self._runs.transfers
+        output: _RerunOutput | None = None
+        for number, rerun in enumerate(lowered.reruns.get(self.position, ())):
+            if transfers is not None:
+                transfers.backward_begins(self.position, number)
+            stage = self._other(rerun.stage)
+            if stage is not None and not stage.done:
+                output = stage._rerun(rerun, output)
+        if transfers is not None:
+            transfers.backward_begins(self.position)
+        if not self.done:
+            # Backward came here in an order the plan does not know (a part of the graph): do what is needed.
+            self._rerun(Rerun(self.position, "until_saved", False), None)
+        for position in lowered.input_releases.get(self.position, ()):
+            stage = self._other(position)
+            if stage is not None and not stage.done and stage._previous is not None:
+                stage._input.release_linked()
+
+    def offload_inputs(self, numbers: Sequence[int]) -> list[OffloadedStorage]:
+        """The storages under input tensors that are held, by their numbers."""
+        return [] if self.done else self._input.offload(numbers)
+
+    def _other(self, position: int) -> DroppedStage | None:
+        reference = self._others.get(position)
+        return None if reference is None else reference()
+
+    def _rerun(self, rerun: Rerun, before: _RerunOutput | None) -> _RerunOutput | None:
+        """Run again, on the output of the rerun before where the input is not held."""
+        self._check_parameters()
+        inputs = self._inputs(before)
+        if before is not None:
+            before.tensors.clear()  # What else the stage before returned goes now, as it does in a first forward.
+        args, kwargs = self._input.arguments(inputs)
+        assert self._state is not None
+        if rerun.mode == "until_saved":
+            self._fill(rerun_until_saved(self._forward, self._state, args, kwargs, len(self._placeholders)))
+            return None
+        if rerun.mode == "keep":
+            call = self._module, self._forward, self._state
+            saved, output = self._runs.rerun(self.position, rerun.option, *call, args, kwargs)
+            self._fill(saved)
+        else:
+            output = rerun_dropping(self._forward, self._state, args, kwargs)
+            if rerun.hold:
+                self._input.hold(inputs)
+        return _RerunOutput(self.position, tensors_in(output))
+
+    def _inputs(self, before: _RerunOutput | None) -> list[Tensor]:
+        """Every input tensor: held, or from the stage before, which is run again where need be."""
+        held = self._input.held()
+        inputs = [tensor for tensor in held if tensor is not None]
+        if len(inputs) == len(held):
+            self._input.check_unchanged(inputs)
+            return inputs
+        assert self._previous is not None
+        if before is None or before.position != self._previous.position:
+            before = self._previous._rerun(Rerun(self._previous.position, "drop", False), None)
+            assert before is not None
+        links = self._input.links
+        return [before.tensors[links[i]] if tensor is None else tensor for i, tensor in enumerate(held)]
+
+    def _check_parameters(self) -> None:
+        now = list(self._module.parameters())
+        same = len(now) == len(self._parameters) and all(
+            a is b and a._version == version for a, (b, version) in zip(now, self._parameters, strict=True)
+        )
+        if not same:
+            raise RuntimeError(
+                f"stage {self.stage.name!r}: expected its parameters to be as they were in forward, got changed or "
+                "other ones; call backward before the optimizer steps or parameters are replaced"
+            )
+
+    def _fill(self, saved: Sequence[Tensor | SavedTensor | RecomputedTensor]) -> None:
+        """Put what was made again into the graph; nothing else of the call is needed then."""
+        if len(saved) != len(self._placeholders):
+            raise RuntimeError(
+                f"stage {self.stage.name!r}: expected {len(self._placeholders)} tensors saved for backward as in "
+                f"forward, got {len(saved)}; it depends on something that changed in between"
+            )
+        for reference, tensor in zip(self._placeholders, saved, strict=True):
+            placeholder = reference()
+            if placeholder is not None:
+                placeholder.value = tensor
+        self.done = True
+        self._input.release()
+        self._parameters = []
+        self._previous = None
+
+
+def _unpack(packed: Tensor | SavedPlaceholder) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    if packed.value is None:
+        packed.stage.materialise()
+    assert packed.value is not None
+    return unpack(packed.value)
+
+
+def _gone() -> None:
+    return None
+
+
+_GONE: Any = _gone

@@ -1,0 +1,120 @@
+"""Runs of a stage that keep what it saves, or a choice of it, and hand what is to be sent to the transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.plans.lowering import LoweredSchedule
+from planner.plans.plan import Plan
+from planner.runtime.offload_matching import SavedTensorLog
+from planner.runtime.offloaded_tensors import OffloadableTensor
+from planner.runtime.plan_checks import warn_once
+from planner.runtime.transfers import TransferExecutor
+from profiler.recomputation.module_rerun import CallState, rerun_keeping
+from profiler.recomputation.selection import Selection
+from profiler.recomputation.selective_call import SavedTensor, SelectiveCall, rerun_selecting, unpack
+from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.tensor_trees import tensors_in
+
+leave_uncompiled(__name__)
+
+
+class KeptRuns:
+    """Runs the stages of one planned step where something is kept of them.
+
+    Args:
+        plan, lowered: of the step.
+        selections: by stage and option, which ops run again.
+        diverged_stages: selective stages that were seen to run other ops than when profiled: they are recomputed
+            whole. More may be added.
+        transfers: of the step; None where nothing is sent.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        lowered: LoweredSchedule,
+        selections: dict[tuple[int, int], Selection],
+        diverged_stages: set[int],
+        transfers: TransferExecutor | None,
+    ) -> None:
+        self.plan = plan
+        self.lowered = lowered
+        self.transfers = transfers
+        self.diverged_stages = diverged_stages
+        self._selections = selections
+
+    def first_run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a stage with autograd, keeping what the plan says."""
+        option = self.lowered.selective.get(position, 0)
+        transfers = self._transfers_of(position, option)
+        if not option and transfers is None:
+            return forward(*args, **kwargs)
+        self.check_shapes(position, tensors_in((args, kwargs)))
+        log, call = SavedTensorLog(), None
+        if option:
+            selection = self._selections[position, option]
+            if transfers is None:
+                call = SelectiveCall(module, selection)
+            else:
+                call = SelectiveCall(module, selection, OffloadableTensor, log.note)
+            output = call.run(forward, args, kwargs)
+            self._check_followed(position, call)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(log.pack, unpack):
+                output = forward(*args, **kwargs)
+        if transfers is not None:
+            transfers.kept(position, option, log.saved(), call)
+        return output
+
+    def rerun(
+        self,
+        position: int,
+        option: int,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        state: CallState,
+        args: Any,
+        kwargs: Any,
+    ) -> tuple[list[Any], Any]:
+        """Run a stage again to its end: what it saves in order, and its output cut off from the graph."""
+        transfers = self._transfers_of(position, option)
+        keep = SavedTensor if transfers is None else OffloadableTensor
+        if option:
+            selection = self._selections[position, option]
+            call, saved, output = rerun_selecting(forward, module, state, args, kwargs, selection, keep)
+            self._check_followed(position, call)
+        else:
+            call, (saved, output) = None, rerun_keeping(forward, state, args, kwargs)
+            saved = saved if transfers is None else [OffloadableTensor(tensor) for tensor in saved]
+        if transfers is not None:
+            kept = [tensor if isinstance(tensor, OffloadableTensor) else None for tensor in saved]
+            transfers.kept(position, option, kept, call)
+        return saved, output
+
+    def check_shapes(self, position: int, inputs: Sequence[Tensor]) -> None:
+        """Warn once where a stage's input has other shapes than when profiled."""
+        stage = self.plan.stages[position]
+        if stage.input_shapes and [tuple(tensor.shape) for tensor in inputs] != list(stage.input_shapes):
+            warn_once(stage.name, "its input has other shapes than when profiled; the peak is not promised")
+
+    def _transfers_of(self, position: int, option: int) -> TransferExecutor | None:
+        """The transfers where anything is sent of what a stage keeps."""
+        return self.transfers if self.transfers is not None and self.transfers.sends(position, option) else None
+
+    def _check_followed(self, position: int, call: SelectiveCall) -> None:
+        """Where a stage ran other ops than when profiled, say so once, and recompute it whole from now on."""
+        if call.diverged is None:
+            return
+        stage = self.plan.stages[position]
+        instead = "is kept" if not stage.recomputable else "is recomputed as a whole from the next step on"
+        warn_once(
+            stage.name,
+            f"it runs other ops than when profiled (from its {call.diverged + 1}. watched op on); it {instead}",
+        )
+        if stage.recomputable:
+            self.diverged_stages.add(position)
