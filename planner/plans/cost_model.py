@@ -1,7 +1,8 @@
-"""The cost model: a measured Profile in, a Chain problem out."""
+"""The cost model: turns a measured Profile into the Chain problem that solvers take."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from planner.plans.offloadable import input_offload_unit_bytes, kept_offload_unit_bytes
@@ -24,21 +25,20 @@ def chain_of(profile: Profile) -> Chain:
     under a plan is not known, the later one is taken: predictions err upwards.
 
     Returns:
-        One chain stage per profiled stage and per piece outside of stages;
+        One chain stage per profiled stage and per part outside of stages;
         the latter are kept always and no segment goes across them.
     """
-    shared = tuple(_shared(record, len(profile.stages)) for record in profile.shared)
-    timeline = _Timeline(profile, shared)
-    stages = tuple(_stage(record, timeline, k) for k, record in enumerate(profile.stages))
+    shared = tuple(_shared_tensor(record, len(profile.stages)) for record in profile.shared)
+    timeline = _UnsharedTimeline(profile, shared)
     return Chain(
-        stages=stages,
+        stages=tuple(_stage(timeline, k) for k in range(len(profile.stages))),
         shared=shared,
         resident_bytes=profile.stages[0].forward.start_bytes,
         optimizer_peak_bytes=profile.optimizer.peak_bytes,
     )
 
 
-def _shared(record: SharedRecord, count: int) -> Shared:
+def _shared_tensor(record: SharedRecord, count: int) -> Shared:
     """Who holds the tensor, so that keeping everything frees it when the unplanned step did."""
     savers = record.savers
     held_until: int | None = None
@@ -62,22 +62,32 @@ def _shared(record: SharedRecord, count: int) -> Shared:
     )
 
 
-class _Timeline:
-    """The measured timeline without shared tensors: what each stage adds, and what lies beside what is kept."""
+class _UnsharedTimeline:
+    """The measured bytes without those of shared tensors, by stage.
+
+    Attributes:
+        growth_bytes: what the unplanned forward adds.
+        dropped_growth_bytes: what a forward without keeping adds.
+        backward_base_bytes: alive at the start of the backward beside everything kept (gradients).
+        later_gradient_bytes: of that, parameter gradients of the stages behind.
+    """
 
     def __init__(self, profile: Profile, shared: tuple[Shared, ...]) -> None:
         self.profile = profile
         self.shared = shared
         last = len(profile.stages) - 1
-        held = [self._held_after_forward(k, last) for k in range(-1, last + 1)]
-        self.growth = [_growth(record) - (held[k + 1] - held[k]) for k, record in enumerate(profile.stages)]
-        self.dropped_growth = [
+        held_bytes = [self._held_after_forward(k, last) for k in range(-1, last + 1)]
+        self.growth_bytes = [
+            record.forward.end_bytes - record.forward.start_bytes - (held_bytes[k + 1] - held_bytes[k])
+            for k, record in enumerate(profile.stages)
+        ]
+        self.dropped_growth_bytes = [
             record.dropped.end_bytes - record.dropped.start_bytes - sum(t.size_bytes for t in shared if t.born == k)
             for k, record in enumerate(profile.stages)
         ]
-        self.dropped_growth[last] += _casts_let_go(profile)
-        self.base = self._backward_base()
-        self.behind = self._gradients_behind()
+        self.dropped_growth_bytes[last] += _released_cast_bytes(profile)
+        self.backward_base_bytes = self._backward_base()
+        self.later_gradient_bytes = self._later_gradients()
 
     def _held_after_forward(self, k: int, last: int) -> int:
         """Shared bytes alive after the forward of stage k when everything is kept."""
@@ -98,31 +108,31 @@ class _Timeline:
         )
 
     def _backward_base(self) -> list[int]:
-        """Per stage: bytes alive at the start of its backward beside everything kept (gradients)."""
-        live = self.profile.stages[0].forward.start_bytes
+        live_bytes = self.profile.stages[0].forward.start_bytes
         base = []
         for k, record in enumerate(self.profile.stages):
-            live += self.growth[k]
-            kept = live - record.boundary_bytes + record.kept_output_bytes + self._held_before_backward(k)
-            base.append(record.backward.start_bytes - kept)
+            live_bytes += self.growth_bytes[k]
+            kept_bytes = live_bytes - record.boundary_bytes + record.kept_output_bytes + self._held_before_backward(k)
+            base.append(record.backward.start_bytes - kept_bytes)
         return base
 
-    def _gradients_behind(self) -> list[int]:
-        """Parameter gradients of the stages behind each one.
+    def _later_gradients(self) -> list[int]:
+        """By parameter sizes, which say how much appears where.
 
-        Parameter sizes say how much appears where; a gradient that cannot have
-        been there yet (a tied parameter's, counted twice) is bounded by what was measured.
+        A gradient that cannot have been there yet (a tied parameter's, counted twice) is bounded by what was measured.
         """
-        behind = [0] * len(self.base)
-        total = 0
-        for k in range(len(self.base) - 1, -1, -1):
-            behind[k] = max(0, min(total, min(self.base[: k + 1])))
-            total += self.profile.stages[k].parameter_gradient_bytes
-        return behind
+        base, total_bytes = self.backward_base_bytes, 0
+        later = [0] * len(base)
+        for k in range(len(base) - 1, -1, -1):
+            later[k] = max(0, min(total_bytes, min(base[: k + 1])))
+            total_bytes += self.profile.stages[k].parameter_gradient_bytes
+        return later
 
     def parameter_gradient(self, k: int) -> int:
         """Gradient bytes that appear in the backward of stage k and stay."""
-        return self.behind[k - 1] - self.behind[k] if k > 0 else self.profile.stages[0].parameter_gradient_bytes
+        if k == 0:
+            return self.profile.stages[0].parameter_gradient_bytes
+        return self.later_gradient_bytes[k - 1] - self.later_gradient_bytes[k]
 
     def residue(self, k: int) -> int:
         """Bytes that stay after a forward of stage k without keeping, beside the boundary.
@@ -133,12 +143,12 @@ class _Timeline:
         stages = self.profile.stages
         if stages[k].kind == "outside":
             return 0
-        stays = self.dropped_growth[k] - stages[k].boundary_bytes
+        residue_bytes = self.dropped_growth_bytes[k] - stages[k].boundary_bytes
         if k > 0 and stages[k].links:
-            stays += stages[k - 1].boundary_bytes
+            residue_bytes += stages[k - 1].boundary_bytes
         if k + 1 < len(stages) and stages[k + 1].kind == "outside":
-            stays += self.dropped_growth[k + 1] - self.growth[k + 1]
-        return max(0, stays)
+            residue_bytes += self.dropped_growth_bytes[k + 1] - self.growth_bytes[k + 1]
+        return max(0, residue_bytes)
 
     def dropped_peak(self, k: int) -> int:
         """Most bytes beside those before it that a forward of stage k without keeping needs.
@@ -148,27 +158,20 @@ class _Timeline:
         """
         stages = self.profile.stages
         record = stages[k]
-        own = record.dropped.peak_bytes - record.dropped.start_bytes
-        behind = stages[k + 1] if k + 1 < len(stages) else record
-        if (
-            record.kind == "outside"
-            or behind.kind != "outside"
-            or behind.dropped.peak_bytes == behind.dropped.start_bytes
-        ):
-            return own
-        inputs = stages[k - 1].boundary_bytes if record.links else 0
-        return max(own, behind.dropped.peak_bytes - record.dropped.start_bytes + inputs)
+        peak_bytes = record.dropped.peak_bytes - record.dropped.start_bytes
+        if record.kind == "outside" or k + 1 == len(stages) or stages[k + 1].kind != "outside":
+            return peak_bytes
+        behind = stages[k + 1].dropped
+        if behind.peak_bytes == behind.start_bytes:
+            return peak_bytes
+        input_bytes = stages[k - 1].boundary_bytes if record.links else 0
+        return max(peak_bytes, behind.peak_bytes - record.dropped.start_bytes + input_bytes)
 
 
-def _casts_let_go(profile: Profile) -> int:
+def _released_cast_bytes(profile: Profile) -> int:
     """Casts of parameters that go at the end of a forward in which no stage keeps anything."""
     kinds = [record.kind for record in profile.stages]
     return sum(t.size_bytes for t in profile.shared if t.cast and all(kinds[k] == "stage" for k in t.savers))
-
-
-def _growth(record: StageRecord) -> int:
-    """Bytes that the unplanned forward adds."""
-    return record.forward.end_bytes - record.forward.start_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,91 +180,91 @@ class _SecondRun:
 
     Attributes:
         state_bytes: the random state is read into, before anything else.
-        beside_bytes: of what the first run left, and the second one takes over. Until then, what is hidden from
+        leftover_bytes: of what the first run left, and the second one takes over. Until then, what is hidden from
             saved-tensor hooks lives beside the second run's, and what had gone before this backward counts as
             gone from it although it is not there again yet.
     """
 
     state_bytes: int
-    beside_bytes: int
+    leftover_bytes: int
 
-    def peak_bytes(self, first_bytes: int) -> int:
-        return max(first_bytes, self.state_bytes) + self.beside_bytes
+    def peak_bytes(self, first_run_bytes: int) -> int:
+        return max(first_run_bytes, self.state_bytes) + self.leftover_bytes
 
 
 class _Casts:
     """Casts of parameters that a stage finds made by others, and makes itself when it runs again."""
 
     def __init__(self, profile: Profile, k: int) -> None:
-        self.again_bytes = sum(t.size_bytes for t in profile.shared if k in t.recast_in)
+        self.recast_bytes = sum(t.size_bytes for t in profile.shared if k in t.recast_in)
         self._saved_bytes = sum(t.size_bytes for t in profile.shared if t.cast and k in t.savers)
 
-    def made_again(self, option: Option) -> Option:
+    def counted(self, option: Option) -> Option:
         """The option, with room for them in its second run, and in the backward that follows with them there.
 
         Second runs are forwards to the schedule, too: predictions of first ones err upwards by as much.
         """
-        if not self.again_bytes:
+        if not self.recast_bytes:
             return option
         kept_bytes = option.kept_bytes + option.kept_output_bytes + self._saved_bytes
         backward_bytes = kept_bytes + option.backward_peak_bytes
         return replace(
             option,
-            forward_peak_bytes=max(option.forward_peak_bytes, backward_bytes) + self.again_bytes,
-            recompute_peak_bytes=max(option.recompute_peak_bytes, backward_bytes) + self.again_bytes,
+            forward_peak_bytes=max(option.forward_peak_bytes, backward_bytes) + self.recast_bytes,
+            recompute_peak_bytes=max(option.recompute_peak_bytes, backward_bytes) + self.recast_bytes,
         )
 
 
-def _stage(record: StageRecord, timeline: _Timeline, k: int) -> Stage:
-    residue = timeline.residue(k)
-    again = _SecondRun(
-        state_bytes=_RANDOM_STATE_BYTES if timeline.profile.device.startswith("cpu") else 0,
-        beside_bytes=max(0, residue - record.lasting_output_bytes),
+def _stage(timeline: _UnsharedTimeline, k: int) -> Stage:
+    profile, record = timeline.profile, timeline.profile.stages[k]
+    residue_bytes = timeline.residue(k)
+    second_run = _SecondRun(
+        state_bytes=_RANDOM_STATE_BYTES if profile.device.startswith("cpu") else 0,
+        leftover_bytes=max(0, residue_bytes - record.lasting_output_bytes),
     )
+    casts = _Casts(profile, k)
+    return Stage(
+        name=record.name,
+        options=tuple(casts.counted(option) for option in _options(timeline, k, second_run)),
+        boundary_bytes=record.boundary_bytes,
+        # Not keeping cannot be faster than keeping: where it was measured so, that was noise.
+        forward_seconds=max(record.dropped.seconds, record.forward.seconds),
+        forward_peak_bytes=max(timeline.dropped_peak(k), second_run.state_bytes) + casts.recast_bytes,
+        residue_bytes=residue_bytes,
+        parameter_gradient_bytes=timeline.parameter_gradient(k),
+        gradient_bytes=timeline.backward_base_bytes[k] - timeline.later_gradient_bytes[k],
+        recomputable=record.recomputable,
+        # In a segment it would be kept by a second run while others are, each with casts of its own.
+        linked=bool(record.links) and not casts.recast_bytes and not _Casts(profile, k - 1).recast_bytes,
+        offload_units=input_offload_unit_bytes(profile, k),
+    )
+
+
+def _options(timeline: _UnsharedTimeline, k: int, second_run: _SecondRun) -> Iterator[Option]:
+    """Keeping everything first, then the measured options inside the stage."""
+    profile, record = timeline.profile, timeline.profile.stages[k]
     keep = Option(
         name="keep",
         forward_seconds=record.forward.seconds,
         backward_seconds=record.backward.seconds,
-        kept_bytes=timeline.growth[k] - record.boundary_bytes,
+        kept_bytes=timeline.growth_bytes[k] - record.boundary_bytes,
         kept_output_bytes=record.kept_output_bytes,
         forward_peak_bytes=record.forward.peak_bytes - record.forward.start_bytes,
         backward_peak_bytes=record.backward.peak_bytes - record.backward.start_bytes,
         recompute_seconds=record.recompute_seconds,
-        recompute_peak_bytes=again.peak_bytes(record.recompute_peak_bytes),
-        offload_units=kept_offload_unit_bytes(timeline.profile, k, None),
+        recompute_peak_bytes=second_run.peak_bytes(record.recompute_peak_bytes),
+        offload_units=kept_offload_unit_bytes(profile, k, None),
     )
-    casts = _Casts(timeline.profile, k)
-    menu = timeline.profile.menus[record.menu] if record.menu >= 0 else None
-    released = _released_bytes(timeline, k)
-    inside = (
-        ()
-        if menu is None
-        else tuple(
-            replace(
-                _option(option, menu, record, keep, released, again),
-                offload_units=kept_offload_unit_bytes(timeline.profile, k, option),
-            )
-            for option in menu.options
-        )
-    )
-    return Stage(
-        name=record.name,
-        options=tuple(casts.made_again(option) for option in (keep, *inside)),
-        boundary_bytes=record.boundary_bytes,
-        # Not keeping cannot be faster than keeping: where it was measured so, that was noise.
-        forward_seconds=max(record.dropped.seconds, record.forward.seconds),
-        forward_peak_bytes=max(timeline.dropped_peak(k), again.state_bytes) + casts.again_bytes,
-        residue_bytes=residue,
-        parameter_gradient_bytes=timeline.parameter_gradient(k),
-        gradient_bytes=timeline.base[k] - timeline.behind[k],
-        recomputable=record.recomputable,
-        # In a segment it would be kept by a second run while others are, each with casts of its own.
-        linked=bool(record.links) and not casts.again_bytes and not _Casts(timeline.profile, k - 1).again_bytes,
-        offload_units=input_offload_unit_bytes(timeline.profile, k),
-    )
+    yield keep
+    if record.menu < 0:
+        return
+    menu, released_bytes = profile.menus[record.menu], _released_bytes(timeline, k)
+    for measured in menu.options:
+        option = _option(measured, menu, record, keep, released_bytes, second_run)
+        yield replace(option, offload_units=kept_offload_unit_bytes(profile, k, measured))
 
 
-def _released_bytes(timeline: _Timeline, k: int) -> int:
+def _released_bytes(timeline: _UnsharedTimeline, k: int) -> int:
     """Bytes of the input that may go after the forward of stage k, unless the stage itself keeps them.
 
     What others hold as well may be let go of by all of them.
@@ -269,8 +272,8 @@ def _released_bytes(timeline: _Timeline, k: int) -> int:
     if not timeline.profile.stages[k].links:
         return 0
     before = timeline.profile.stages[k - 1]
-    shared = sum(t.size_bytes for t in timeline.shared if k in t.linked_readers and k not in t.savers)
-    return before.boundary_bytes - before.kept_output_bytes + shared
+    shared_bytes = sum(t.size_bytes for t in timeline.shared if k in t.linked_readers and k not in t.savers)
+    return before.boundary_bytes - before.kept_output_bytes + shared_bytes
 
 
 def _option(
@@ -285,17 +288,17 @@ def _option(
 
     ``released_bytes`` of its input go after the forward unless the stage itself keeps its input.
     """
-    beyond = _held_beyond(option, menu.ops, released_bytes)
+    extra_bytes = _extra_held_bytes(option, menu.ops, released_bytes)
     if not record.recomputable:
-        beyond += _perhaps_stored(option, menu.ops)
+        extra_bytes += _perhaps_stored_bytes(option, menu.ops)
     extra_forward_seconds, extra_backward_seconds = menu.extra_seconds(option)
     forward_seconds = keep.forward_seconds + extra_forward_seconds
     return Option(
         name=option.name,
         forward_seconds=forward_seconds,
         backward_seconds=keep.backward_seconds + extra_backward_seconds,
-        kept_bytes=keep.kept_bytes - option.freed_bytes + beyond,
-        kept_output_bytes=min(record.kept_output_bytes, _kept_output(option, menu.ops)),
+        kept_bytes=keep.kept_bytes - option.freed_bytes + extra_bytes,
+        kept_output_bytes=min(record.kept_output_bytes, _kept_output_bytes(option, menu.ops)),
         forward_peak_bytes=option.forward_peak_bytes,
         backward_peak_bytes=option.backward_peak_bytes,
         # It runs to its end then: the ops to run again are recorded along with it.
@@ -304,22 +307,23 @@ def _option(
     )
 
 
-def _held_beyond(option: OptionRecord, ops: StageOps, released_bytes: int) -> int:
+def _extra_held_bytes(option: OptionRecord, ops: StageOps, released_bytes: int) -> int:
     """Bytes that this option holds and the stage itself would not, but are alive when the stage is left all the same.
 
     Those are inputs, which go when the next stage runs, and outputs: they may go at any time.
     """
     kept = [ops.storages[number] for number in option.kept]
-    exclusive = sum(storage.size_bytes for storage in kept if storage.op < 0 and storage.dies_after_stage)
-    others = sum(storage.size_bytes for storage in kept if storage.op < 0 and not storage.dies_after_stage)
-    outputs = sum(storage.size_bytes for storage in kept if storage.op >= 0 and storage.returned and not storage.saved)
-    casts = sum(storage.size_bytes for storage in kept if _is_unsaved_cast(storage, ops))
-    return others + min(exclusive, released_bytes) + outputs + casts
+    inputs, made = [s for s in kept if s.op < 0], [s for s in kept if s.op >= 0]
+    own_input_bytes = sum(storage.size_bytes for storage in inputs if storage.dies_after_stage)
+    other_input_bytes = sum(storage.size_bytes for storage in inputs if not storage.dies_after_stage)
+    output_bytes = sum(storage.size_bytes for storage in made if storage.returned and not storage.saved)
+    cast_bytes = sum(storage.size_bytes for storage in made if _is_unsaved_cast(storage, ops))
+    return other_input_bytes + min(own_input_bytes, released_bytes) + output_bytes + cast_bytes
 
 
 def _is_unsaved_cast(storage: StageStorage, ops: StageOps) -> bool:
     """Whether it may be a cast of a parameter that only ops that run again hold: autocast lets it go."""
-    if storage.op < 0 or storage.saved or storage.returned:
+    if storage.saved or storage.returned:
         return False
     maker = ops.ops[storage.op]
     return maker.kind == "_to_copy" and all(
@@ -327,7 +331,7 @@ def _is_unsaved_cast(storage: StageStorage, ops: StageOps) -> bool:
     )
 
 
-def _perhaps_stored(option: OptionRecord, ops: StageOps) -> int:
+def _perhaps_stored_bytes(option: OptionRecord, ops: StageOps) -> int:
     """Bytes that this option holds and the stage itself stores out of sight, say in a list, which may let them go.
 
     They are alive when the stage is left, with the option or without: it seems to free more than its storages are.
@@ -339,7 +343,7 @@ def _perhaps_stored(option: OptionRecord, ops: StageOps) -> int:
     return min(unsaved_bytes, max(0, option.freed_bytes - dropped_bytes))
 
 
-def _kept_output(option: OptionRecord, ops: StageOps) -> int:
+def _kept_output_bytes(option: OptionRecord, ops: StageOps) -> int:
     """Bytes of the stage's output that the option keeps itself, of those that the stage keeps."""
     kept = [ops.storages[number] for number in option.kept]
     return sum(storage.size_bytes for storage in kept if storage.op >= 0 and storage.returned and storage.saved)

@@ -8,11 +8,8 @@ ROOT = Path(__file__).resolve().parents[3]
 NEED_TORCH = {"profiling"}  # it measures
 PLANS = [path.stem for path in sorted((ROOT / "planner/plans").glob("[a-z]*.py")) if path.stem not in NEED_TORCH]
 OTHERS = ["planner.units", "profiler.json_files", "profiler.op_graph", "profiler.records", "solvers"]
-# The rooms alone, without the face of the package in front of them.
 IMPORT_EACH = """
-import importlib, sys, types
-sys.modules["planner"] = planner = types.ModuleType("planner")
-planner.__path__ = ["planner"]
+import importlib, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
     if loaded := {"torch", "pandas", "matplotlib"} & set(sys.modules):
