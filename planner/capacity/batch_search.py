@@ -15,7 +15,7 @@ from planner.capacity.smallest_size import SearchStart, doubling_steps, search_s
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.plans.profiling import profile
-from planner.plans.solving import Infeasible, planned_inside, quick_plan, why_no_offload
+from planner.plans.solving import Infeasible, plan_with_headroom, quick_plan, why_no_offload
 from planner.runtime.step_trial import Build, ran_out, release
 from planner.targets import call_target, load_target, on_device
 from planner.units import parse_bytes
@@ -215,7 +215,7 @@ def _check_smallest(smallest: Profile, vary: str, footing: SearchStart, room: _R
     """Raises NoBatch where not even the smallest size has a plan."""
     usable = offload_request if not why_no_offload(offload_request, smallest) else Offload(mode="never")
     try:
-        planned_inside(room.budget_bytes, room.headroom, lambda within: quick_plan(smallest, within, usable))
+        plan_with_headroom(room.budget_bytes, room.headroom, lambda within: quick_plan(smallest, within, usable))
     except Infeasible as refusal:
         states = StateBytes(
             total_bytes=footing.states_bytes,

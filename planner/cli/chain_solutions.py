@@ -9,7 +9,7 @@ from planner.cli.documents import refusal_document
 from planner.plans.offload_request import Offload, link_document, link_from, usable_link
 from planner.plans.offloadable import sent_bytes
 from planner.plans.problem_files import chain_from
-from planner.plans.solving import NoPlan, feasible_solution, method_of
+from planner.plans.solving import NoPlan, feasible_solution, solver_for
 from planner.units import parse_bytes
 from solvers import Chain, Problem, Replay, Schedule, Solution, replay
 from solvers.chain.baselines import keep_all_replay
@@ -32,7 +32,7 @@ def solve_chain_document(
     budget_bytes = parse_bytes(budget, whole_bytes=whole.peak_bytes)
     link, why = usable_link(offload, chain, None)
     problem = Problem(chain=chain, budget_bytes=budget_bytes, link=link)
-    solution = feasible_solution(problem, method_of(offload, solver), time_limit_seconds)
+    solution = feasible_solution(problem, solver_for(offload, solver), time_limit_seconds)
     assert solution.schedule is not None
     return {**_document(problem, solution, solution.schedule, whole), "no_offload": why}, solution.schedule
 

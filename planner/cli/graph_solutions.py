@@ -7,7 +7,7 @@ from typing import Any
 
 from planner.cli.documents import refusal_document
 from planner.plans.problem_files import all_bytes
-from planner.plans.solving import NoPlan, with_schedule
+from planner.plans.solving import NoPlan, require_schedule
 from planner.units import parse_bytes
 from solvers.graph.liveness import unplanned_replay
 from solvers.graph.registry import DEFAULT_GAP, solve_graph
@@ -34,7 +34,7 @@ def solve_graph_document(
     budget_bytes = parse_bytes(budget, whole_bytes=whole.peak_bytes)
     problem = GraphProblem(graph=graph, budget_bytes=min(budget_bytes, all_bytes(graph)))  # 64 bits hold it
     solution = solve_graph(problem, solver, time_limit_seconds, DEFAULT_GAP if gap is None else gap)
-    schedule = with_schedule(solution, budget_bytes, solver).schedule
+    schedule = require_schedule(solution, budget_bytes, solver).schedule
     assert schedule is not None
     replayed = replay_graph(graph, schedule)
     document = {

@@ -1,4 +1,4 @@
-"""Planning: a profile and a budget in, a certified plan out."""
+"""Solves a profile for a budget: the plan with its certificate, or why there is none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 from planner.plans.cost_model import chain_of
 from planner.plans.headroom import Headroom, headroom_from
@@ -17,16 +17,15 @@ from planner.plans.stage_decisions import planned_stages, with_decisions
 from planner.units import format_bytes, format_seconds, parse_bytes
 from profiler.records import Profile, states_bytes
 from solvers import Problem, Replay, Schedule, Solution, replay, solve_chain
-from solvers.problem.graph_schedule import GraphSchedule
+from solvers.problem.solution import AnySchedule
 
 OFFLOAD_ONLY = "offload_only"
-# So little leaves out the integer program for short chains, which proves what is found and hardly ever betters it.
+# So little leaves out the integer program for short chains, which proves the best plan and hardly ever betters it.
 SEARCH_SECONDS = 1e-3
 NO_LINK = "no link is known: run on a device that has one, or give its speed with --link-gbps"
 _FEWER_STATES = (
     "raise the budget, or take another optimizer or precision (planner advise compares them), or a smaller model"
 )
-AnySchedule = TypeVar("AnySchedule", Schedule, GraphSchedule)
 
 
 class NoPlan(ValueError):
@@ -68,24 +67,9 @@ class NoPlan(ValueError):
     def _message(self) -> str:
         raise NotImplementedError
 
-    def restated(
-        self,
-        *,
-        reason: str,
-        minimum_budget_bytes: int | None = None,
-        budget_bytes: int | None = None,
-        remedy: str | None = None,
-    ) -> NoPlan:
-        """The same refusal in other terms."""
-        return type(self)(
-            minimum_budget_bytes=self.minimum_budget_bytes if minimum_budget_bytes is None else minimum_budget_bytes,
-            reason=reason,
-            solver=self.solver,
-            budget_bytes=self.budget_bytes if budget_bytes is None else budget_bytes,
-            lower_bound_seconds=self.lower_bound_seconds,
-            solve_seconds=self.solve_seconds,
-            remedy=self.remedy if remedy is None else remedy,
-        )
+    def restated(self, **changes: Any) -> NoPlan:
+        """The same refusal with other attributes."""
+        return type(self)(**{**vars(self), **changes})
 
     @property
     def _asked(self) -> str:
@@ -161,24 +145,68 @@ def solve(
     chain = chain_of(profile)
     offload_request = offload_from(offload)
     link, why = usable_link(offload_request, chain, profile.link)
-    beside = profile.unplanned_seconds - chain.unplanned_seconds
-    method = method_of(offload_request, solver)
+    seconds_outside_chain = profile.unplanned_seconds - chain.unplanned_seconds
+    method = solver_for(offload_request, solver)
 
-    def within(planned_bytes: int) -> Plan:
+    def plan_within(planned_bytes: int) -> Plan:
         problem = Problem(chain=chain, budget_bytes=planned_bytes, link=link)
         try:
-            solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain=beside)
+            solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
         except NoPlan as refusal:
-            above = _states_above(profile, planned_bytes)
-            if not above:
+            excess = _states_excess(profile, planned_bytes)
+            if not excess:
                 raise
-            raise refusal.restated(reason=f"{refusal.reason}, and {above}", remedy=_FEWER_STATES) from refusal
+            raise refusal.restated(reason=f"{refusal.reason}, and {excess}", remedy=_FEWER_STATES) from refusal
         return plan_of(profile, problem, solution, no_offload=why, offload_only=method == OFFLOAD_ONLY)
 
-    return planned_inside(budget_bytes, headroom_from(headroom), within)
+    return plan_with_headroom(budget_bytes, headroom_from(headroom), plan_within)
 
 
-def _states_above(profile: Profile, budget_bytes: int) -> str:
+def quick_plan(profile: Profile, budget_bytes: int, offload_request: Offload) -> Plan:
+    """A plan by the method that weighs most in little time; raises Infeasible."""
+    solver = "auto" if offload_request.mode == "only" else "rotor"
+    return solve(profile, budget_bytes, solver=solver, offload=offload_request)
+
+
+def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_seconds: float | None = None) -> Plan:
+    """Solve the plan's own chain again, over the same link.
+
+    Args:
+        plan: with its chain; nothing of it was stated by hand.
+        budget_bytes: that the plan may use; the headroom of ``plan`` comes on top.
+        solver: a name of ``solvers.solver_names()``. A plan that was to recompute nothing stays one.
+        time_limit_seconds: for solvers that search.
+
+    Raises:
+        Infeasible: nothing fits; carries the smallest budget that would, without headroom.
+        ValueError: a plan without its chain, or one stated by hand.
+    """
+    if plan.stated:
+        raise ValueError(
+            "a plan stated by hand: expected one that was solved for, as another budget needs another statement; "
+            "state and solve again"
+        )
+    chain = chain_in(plan)
+    seconds_outside_chain = plan.unplanned_seconds - chain.unplanned_seconds
+    problem = Problem(chain=chain, budget_bytes=budget_bytes, link=plan.link)
+    method = OFFLOAD_ONLY if plan.offload_only else solver
+    solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
+    assert solution.schedule is not None
+    replayed = replay(chain, solution.schedule, plan.link)
+    stages = with_decisions(plan.stages, plan.menus, chain, solution.schedule, replayed)
+    fields = _schedule_fields(stages, solution, replayed, seconds_outside_chain)
+    return replace(plan, budget_bytes=budget_bytes + plan.headroom_bytes, **fields)
+
+
+def why_no_offload(offload_request: Offload, profile: Profile) -> str:
+    """Why nothing can be sent to host memory; empty where it can."""
+    if offload_request.mode == "never":
+        return "nothing is to be sent (--no-offload)"
+    link, why = usable_link(offload_request, chain_of(profile), profile.link)
+    return "" if link is not None else why or NO_LINK
+
+
+def _states_excess(profile: Profile, budget_bytes: int) -> str:
     """By how much the model states alone are above a budget, in words; empty where they are not."""
     needed_bytes = states_bytes(profile)
     if needed_bytes <= budget_bytes:
@@ -189,31 +217,32 @@ def _states_above(profile: Profile, budget_bytes: int) -> str:
     )
 
 
-def planned_inside(budget_bytes: int, headroom: Headroom, within: Callable[[int], Plan]) -> Plan:
-    """The plan that ``within`` finds for what the headroom leaves of a budget; it states both.
+def plan_with_headroom(budget_bytes: int, headroom: Headroom, plan_within: Callable[[int], Plan]) -> Plan:
+    """The plan that ``plan_within`` finds for what the headroom leaves of a budget; it states both.
 
     Raises:
-        NoPlan: as ``within``, in terms of the whole budget.
+        NoPlan: as ``plan_within``, in terms of the whole budget.
         ValueError: nothing of the budget is left.
     """
-    held_bytes = headroom.of(budget_bytes)
-    if not held_bytes:
-        return within(budget_bytes)
-    if held_bytes >= budget_bytes:
+    headroom_bytes = headroom.of(budget_bytes)
+    if not headroom_bytes:
+        return plan_within(budget_bytes)
+    if headroom_bytes >= budget_bytes:
         raise ValueError(
-            f"headroom: expected less than the budget of {budget_bytes} bytes, got {held_bytes}; "
+            f"headroom: expected less than the budget of {budget_bytes} bytes, got {headroom_bytes}; "
             "lower the headroom or raise the budget"
         )
     try:
-        return replace(within(budget_bytes - held_bytes), budget_bytes=budget_bytes, headroom_bytes=held_bytes)
+        plan = plan_within(budget_bytes - headroom_bytes)
+        return replace(plan, budget_bytes=budget_bytes, headroom_bytes=headroom_bytes)
     except NoPlan as refusal:
         least_bytes = headroom.budget_above(refusal.minimum_budget_bytes)
         reason = f"{refusal.reason}; {format_bytes(headroom.of(least_bytes))} of it is headroom"
         raise refusal.restated(reason=reason, minimum_budget_bytes=least_bytes, budget_bytes=budget_bytes) from refusal
 
 
-def method_of(offload_request: Offload, solver: str) -> str:
-    """The method to ask: where nothing may be recomputed it follows from that."""
+def solver_for(offload_request: Offload, solver: str) -> str:
+    """The solver to ask: where nothing may be recomputed it follows from that."""
     if offload_request.mode != "only" or solver == OFFLOAD_ONLY:
         return solver
     if solver != "auto":
@@ -225,18 +254,18 @@ def method_of(offload_request: Offload, solver: str) -> str:
 
 
 def feasible_solution(
-    problem: Problem, solver: str, time_limit_seconds: float | None, *, seconds_outside_chain: float = 0.0
+    problem: Problem, solver: str, time_limit_seconds: float | None, seconds_outside_chain: float = 0.0
 ) -> Solution[Schedule]:
     """The solver's answer for a chain; raises Infeasible where it has none.
 
     ``seconds_outside_chain`` of a step lie outside the chain: a refusal's bound has them.
     """
     solution = solve_chain(problem, solver=solver, time_limit_seconds=time_limit_seconds)
-    return with_schedule(solution, problem.budget_bytes, solver, seconds_outside_chain=seconds_outside_chain)
+    return require_schedule(solution, problem.budget_bytes, solver, seconds_outside_chain)
 
 
-def with_schedule(
-    solution: Solution[AnySchedule], budget_bytes: int, solver: str, *, seconds_outside_chain: float = 0.0
+def require_schedule(
+    solution: Solution[AnySchedule], budget_bytes: int, solver: str, seconds_outside_chain: float = 0.0
 ) -> Solution[AnySchedule]:
     """The solution itself; raises Infeasible or NothingFound where it has no schedule."""
     if solution.schedule is not None:
@@ -267,7 +296,7 @@ def plan_of(
     replayed = replay(chain, solution.schedule, problem.link)
     stages = planned_stages(profile, chain, solution.schedule, replayed)
     # Seconds outside forward and backward (optimizer) are those of the unplanned step.
-    beside = profile.unplanned_seconds - chain.unplanned_seconds
+    seconds_outside_chain = profile.unplanned_seconds - chain.unplanned_seconds
     return Plan(
         model_class=profile.model_class,
         profile_fingerprint=profile.fingerprint,
@@ -284,12 +313,12 @@ def plan_of(
         link=problem.link,
         no_offload=no_offload,
         offload_only=offload_only,
-        **claims_of(stages, solution, replayed, seconds_outside_chain=beside),
+        **_schedule_fields(stages, solution, replayed, seconds_outside_chain),
     )
 
 
-def claims_of(
-    stages: tuple[PlannedStage, ...], solution: Solution[Schedule], replayed: Replay, *, seconds_outside_chain: float
+def _schedule_fields(
+    stages: tuple[PlannedStage, ...], solution: Solution[Schedule], replayed: Replay, seconds_outside_chain: float
 ) -> dict[str, Any]:
     """The fields of a plan that follow from its schedule.
 
@@ -319,47 +348,3 @@ def claims_of(
         "host_bytes": replayed.host_peak_bytes,
         "stall_seconds": replayed.stall_seconds,
     }
-
-
-def quick_plan(profile: Profile, budget_bytes: int, offload_request: Offload) -> Plan:
-    """A plan by the method that weighs most in little time; raises Infeasible."""
-    solver = "auto" if offload_request.mode == "only" else "rotor"
-    return solve(profile, budget_bytes, solver=solver, offload=offload_request)
-
-
-def why_no_offload(offload_request: Offload, profile: Profile) -> str:
-    """Why nothing can be sent to host memory; empty where it can."""
-    if offload_request.mode == "never":
-        return "nothing is to be sent (--no-offload)"
-    link, why = usable_link(offload_request, chain_of(profile), profile.link)
-    return "" if link is not None else why or NO_LINK
-
-
-def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_seconds: float | None = None) -> Plan:
-    """Solve the plan's own chain again, over the same link.
-
-    Args:
-        plan: with its chain; nothing of it was stated by hand.
-        budget_bytes: that the plan may use; the headroom of ``plan`` comes on top.
-        solver: a name of ``solvers.solver_names()``. A plan that recomputes nothing by wish stays one.
-        time_limit_seconds: for solvers that search.
-
-    Raises:
-        Infeasible: nothing fits; carries the smallest budget that would, without headroom.
-        ValueError: a plan without its chain, or one stated by hand.
-    """
-    if plan.stated:
-        raise ValueError(
-            "a plan stated by hand: expected one that was solved for, as another budget needs another statement; "
-            "state and solve again"
-        )
-    chain = chain_in(plan)
-    beside = plan.unplanned_seconds - chain.unplanned_seconds
-    problem = Problem(chain=chain, budget_bytes=budget_bytes, link=plan.link)
-    method = OFFLOAD_ONLY if plan.offload_only else solver
-    solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain=beside)
-    assert solution.schedule is not None
-    replayed = replay(chain, solution.schedule, plan.link)
-    stages = with_decisions(plan.stages, plan.menus, chain, solution.schedule, replayed)
-    claims = claims_of(stages, solution, replayed, seconds_outside_chain=beside)
-    return replace(plan, budget_bytes=budget_bytes + plan.headroom_bytes, **claims)

@@ -12,7 +12,7 @@ from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.plan import Plan
 from planner.plans.rule_resolution import StageDirective, Stated, stated_by
 from planner.plans.rules import Rule, Rules, rules_from
-from planner.plans.solving import Infeasible, plan_of, planned_inside, with_schedule
+from planner.plans.solving import Infeasible, plan_of, plan_with_headroom, require_schedule
 from planner.units import parse_bytes
 from profiler.op_graph import NamedStage, StageOps
 from profiler.records import Profile, StageRecord
@@ -72,7 +72,7 @@ def state(
         return _solved_plan(profile, pieces, problem, solver, time_limit_seconds)
 
     free = headroom_from(headroom)
-    plan = _with_room(within(None), free) if budget_bytes is None else planned_inside(budget_bytes, free, within)
+    plan = _with_room(within(None), free) if budget_bytes is None else plan_with_headroom(budget_bytes, free, within)
     return replace(plan, stated=stated.lines, solve_seconds=time.perf_counter() - start)
 
 
@@ -119,7 +119,7 @@ def _solved_plan(
     small = replace(problem, chain=restricted(chain, pieces))
     beside = profile.unplanned_seconds - chain.unplanned_seconds
     found = solve_chain(small, solver=solver, time_limit_seconds=time_limit_seconds)
-    with_schedule(found, problem.budget_bytes, f"{SOLVER} and {solver}", seconds_outside_chain=beside)
+    require_schedule(found, problem.budget_bytes, f"{SOLVER} and {solver}", seconds_outside_chain=beside)
     assert found.schedule is not None
     solution = replace(found, schedule=expanded(found.schedule, pieces), solver=f"{SOLVER} and {found.solver}")
     plan = plan_of(profile, problem, solution)
