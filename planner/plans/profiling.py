@@ -1,11 +1,11 @@
-"""Profiling as users call it: the profiler's measurement, with menus of options inside every stage."""
+"""Profiles a workload as users call it, and proposes the options inside stages that are worth measuring."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from planner.plans.rule_resolution import stated_by
+from planner.plans.rule_resolution import resolve_rules
 from planner.plans.rules import Rule, Rules, rules_from
 from profiler.measurement import profiling
 from profiler.measurement.profiling import Progress
@@ -62,13 +62,14 @@ def profile(
 
 
 def _choices(rules: Rules, named: Sequence[NamedStage], outside: Sequence[str], compiled: bool) -> Mapping[int, Choice]:
-    found = stated_by(rules, named, outside).choices()
-    if found and compiled:
+    choices = resolve_rules(rules, named, outside).choices()
+    if choices and compiled:
         raise ChoiceError(
-            f"rules: expected whole stages in a compiled model, got a choice of ops inside {named[min(found)].name!r}; "
-            "compiled code shows no ops to choose from: state it for the whole stage, or do not compile"
+            "rules: expected whole stages in a compiled model, got a choice of ops inside "
+            f"{named[min(choices)].name!r}; compiled code shows no ops to choose from: "
+            "state it for the whole stage, or do not compile"
         )
-    return found
+    return choices
 
 
 # Measured on one core at 3 GHz: an op that runs again costs this beside its kernel (recording it in forward and
@@ -90,26 +91,26 @@ def choices_for(ops: StageOps) -> list[Choice]:
     Returns:
         At most ``MOST_CHOICES``, none that keeps everything; equal ones are given once.
     """
-    found: dict[frozenset[int], Choice] = {}
-    for choice in (*_frontier(ops), *_by_hand(ops)):
-        if choice.rerun and choice.rerun not in found:
-            found[choice.rerun] = choice
-    return list(found.values())[:MOST_CHOICES]
+    choices: dict[frozenset[int], Choice] = {}
+    for choice in (*_frontier(ops), *_common_by_hand(ops)):
+        if choice.rerun:
+            choices.setdefault(choice.rerun, choice)
+    return list(choices.values())[:MOST_CHOICES]
 
 
 def _frontier(ops: StageOps) -> Iterator[Choice]:
     problem = SavedSets(
-        steps=tuple(_step(op) for op in ops.ops),
+        steps=tuple(_rerun_candidate(op) for op in ops.ops),
         storages=tuple(
             HeldTensor(size_bytes=0 if s.always_live else s.size_bytes, saved=s.saved, outside=s.op < 0)
             for s in ops.storages
         ),
     )
-    for answer in frontier(problem, FRONTIER_CHOICES):
-        yield Choice.of(ops, answer.kept)
+    for solution in frontier(problem, FRONTIER_CHOICES):
+        yield Choice.of(ops, solution.kept)
 
 
-def _step(op: StageOp) -> RerunCandidate:
+def _rerun_candidate(op: StageOp) -> RerunCandidate:
     return RerunCandidate(
         seconds=op.seconds + OP_SECONDS,
         reads=op.reads,
@@ -119,8 +120,8 @@ def _step(op: StageOp) -> RerunCandidate:
     )
 
 
-def _by_hand(ops: StageOps) -> Iterator[Choice]:
-    """One child module recomputed, the cheap kinds of ops recomputed."""
+def _common_by_hand(ops: StageOps) -> Iterator[Choice]:
+    """What practitioners choose: one child module recomputed, the cheap kinds of ops recomputed."""
     for child in sorted({op.module.partition(".")[0] for op in ops.ops if op.module}):
         yield from _dropping(ops, lambda op, c=child: op.module == c or op.module.startswith(c + "."), child)
     yield from _dropping(ops, lambda op: any(kind in op.kind for kind in _CHEAP_KINDS), "norms and activations")

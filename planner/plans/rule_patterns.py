@@ -1,4 +1,4 @@
-"""Naming: which stages, modules inside stages and ops a pattern of a rule means, and what is near one that fails."""
+"""Which stages, modules inside stages and ops the pattern of a rule names, and the nearest names where it fails."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from profiler.op_graph import ChoiceError, NamedStage, StageOp, StageOps
 _NEAREST = 5
 
 
-def modules_called(pattern: str, stage: NamedStage) -> list[str]:
-    """Modules of a stage that a pattern means, by their names inside it; the empty name is the stage itself.
+def modules_named(pattern: str, stage: NamedStage) -> list[str]:
+    """Modules of a stage that a pattern names, by their names inside it; the empty name is the stage itself.
 
-    A stage is meant by its own name or class, and by those of a module around it.
+    A stage is named by its own name or class, and by those of a module that contains it.
     """
-    whole = is_stage(pattern, stage) or bool(names_around(pattern, stage))
-    return [""] if whole else modules_inside(pattern, stage)
+    whole = names_stage(pattern, stage) or bool(parents_named(pattern, stage))
+    return [""] if whole else inner_modules_named(pattern, stage)
 
 
-def is_stage(pattern: str, stage: NamedStage) -> bool:
-    """Whether a pattern means the stage: its name, with or without the number of its call, or its class."""
-    return _is_called(pattern, (stage.name, stage.module, *(kind for name, kind in stage.ops.modules if not name)))
+def names_stage(pattern: str, stage: NamedStage) -> bool:
+    """Whether a pattern names the stage: its name, with or without the number of its call, or its class."""
+    return _matches(pattern, (stage.name, stage.module, *(kind for name, kind in stage.ops.modules if not name)))
 
 
-def modules_inside(pattern: str, stage: NamedStage) -> list[str]:
-    """Modules inside a stage that a pattern means, by their names inside it."""
+def inner_modules_named(pattern: str, stage: NamedStage) -> list[str]:
+    """Modules inside a stage that a pattern names, by their names inside it."""
     inside = zip(stage.inside(), stage.ops.modules, strict=True)
-    return [relative for (name, kind), (relative, _) in inside if relative and _is_called(pattern, (name, kind))]
+    return [relative for (name, kind), (relative, _) in inside if relative and _matches(pattern, (name, kind))]
 
 
-def names_around(pattern: str, stage: NamedStage) -> list[str]:
-    """Names of the modules around a stage that a pattern means; the model's is empty."""
+def parents_named(pattern: str, stage: NamedStage) -> list[str]:
+    """Names of the modules that contain a stage and that a pattern names; the model's is empty."""
     path = stage.module.split(".")
     containers = {".".join(path[:end]): "" for end in range(1, len(path))}  # those that never run themselves, too
-    return [name for name, kind in {**containers, **dict(stage.parents)}.items() if _is_called(pattern, (name, kind))]
+    return [name for name, kind in {**containers, **dict(stage.parents)}.items() if _matches(pattern, (name, kind))]
 
 
 def ops_inside(ops: StageOps, module: str) -> list[int]:
@@ -45,8 +45,8 @@ def ops_inside(ops: StageOps, module: str) -> list[int]:
     return [k for k, op in enumerate(ops.ops) if op.module == module or op.module.startswith(f"{module}.")]
 
 
-def ops_called(pattern: str, ops: StageOps, inside: Sequence[int]) -> list[int]:
-    """Those of some ops of a stage that a pattern means.
+def ops_named(pattern: str, ops: StageOps, inside: Sequence[int]) -> list[int]:
+    """Those of some ops of a stage that a pattern names.
 
     Patterns are ``gelu``, ``aten.gelu.default``, ``*norm``, ``mul#1`` (the second one) or ``#12`` (op 12 of the stage).
     Underscores around a kind may be left out: ``softmax`` means ``_softmax`` too, and ``relu`` also ``relu_``.
@@ -54,22 +54,22 @@ def ops_called(pattern: str, ops: StageOps, inside: Sequence[int]) -> list[int]:
     text, _, number = pattern.partition("#")
     if not text:
         return [k for k in inside if k == int(number)]
-    found = [k for k in inside if _is_called(text, _op_names(ops.ops[k]))]
-    return found[int(number) : int(number) + 1] if number else found
+    matches = [k for k in inside if _matches(text, _op_names(ops.ops[k]))]
+    return matches[int(number) : int(number) + 1] if number else matches
 
 
 def makers_of_outputs(ops: StageOps, inside: Collection[int]) -> set[int]:
     """Ops among some that make or change what others than these read: a module's outputs."""
-    others = {number for number, storage in enumerate(ops.storages) if storage.returned or storage.op < 0}
+    used_outside = {number for number, storage in enumerate(ops.storages) if storage.returned or storage.op < 0}
     for ordinal in set(range(len(ops.ops))) - set(inside):
         op = ops.ops[ordinal]
-        others |= {number for number, _ in op.reads} | {*op.allocates, *op.writes}
-    return {ordinal for ordinal in inside if others & {*ops.ops[ordinal].allocates, *ops.ops[ordinal].writes}}
+        used_outside |= {number for number, _ in op.reads} | {*op.allocates, *op.writes}
+    return {ordinal for ordinal in inside if used_outside & {*ops.ops[ordinal].allocates, *ops.ops[ordinal].writes}}
 
 
 def no_module(where: str, pattern: str, stages: Sequence[NamedStage], outside: Iterable[str]) -> ChoiceError:
-    """What to say of a pattern that means no stage and no module inside one."""
-    if any(_is_called(pattern, (name,)) for name in outside):
+    """The error for a pattern that names no stage and no module inside one."""
+    if any(_matches(pattern, (name,)) for name in outside):
         return ChoiceError(
             f"{where}: expected stages or modules inside them, got {pattern!r}, which runs outside of stages and is "
             "always kept; make it a stage when profiling (--stages)"
@@ -82,7 +82,7 @@ def no_module(where: str, pattern: str, stages: Sequence[NamedStage], outside: I
 
 
 def no_op(where: str, pattern: str, module: str, ops: Iterable[StageOp]) -> ChoiceError:
-    """What to say of a pattern that means none of the ops of some modules."""
+    """The error for a pattern that names none of the ops of some modules."""
     known = [op.kind for op in ops]
     if not known:
         return ChoiceError(f"{where}: expected a module that runs ops, got {module!r}, which runs none; leave it out")
@@ -98,7 +98,7 @@ def _op_names(op: StageOp) -> tuple[str, ...]:
     return op.op, op.op.rpartition(".")[0], op.kind, op.kind.strip("_")
 
 
-def _is_called(pattern: str, names: Iterable[str]) -> bool:
+def _matches(pattern: str, names: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in names if name)
 
 

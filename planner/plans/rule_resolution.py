@@ -1,4 +1,4 @@
-"""Stating: the rules of a stated plan applied one after another, and what that makes of every stage."""
+"""Applies the rules of a stated plan one after another, and says what they make of every stage."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ class StageDirective:
         kind: ``keep``; ``recompute`` from its own input; ``segment``: recomputed together with its neighbours;
             ``choice``: some of its ops run again; ``solve``: left to the solver.
         choice: those ops.
-        ends: it is a checkpoint: a segment ends with it.
+        ends_segment: it is a checkpoint: a segment ends with it.
         source: what states it, in words.
     """
 
     kind: DirectiveKind
     choice: Choice | None = None
-    ends: bool = False
+    ends_segment: bool = False
     source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stated:
-    """What rules make of a model's stages: one fate each, and one line for each rule that says what it came to."""
+class ResolvedRules:
+    """One directive for each stage of a model, and one line for each rule that says what it came to."""
 
-    fates: tuple[StageDirective, ...]
+    directives: tuple[StageDirective, ...]
     lines: tuple[str, ...]
 
     def choices(self) -> dict[int, Choice]:
         """The choices inside stages, by the stage's position."""
-        return {k: fate.choice for k, fate in enumerate(self.fates) if fate.choice is not None}
+        return {k: stated.choice for k, stated in enumerate(self.directives) if stated.choice is not None}
 
 
-def stated_by(rules: Rules, stages: Sequence[NamedStage], outside: Collection[str]) -> Stated:
+def resolve_rules(rules: Rules, stages: Sequence[NamedStage], outside: Collection[str]) -> ResolvedRules:
     """Apply rules to the stages of a model.
 
     Args:
@@ -55,146 +55,205 @@ def stated_by(rules: Rules, stages: Sequence[NamedStage], outside: Collection[st
     Raises:
         ChoiceError: a name that matches nothing, rules that contradict each other, or an op that must not run again.
     """
-    return _Statement(rules, stages, outside).finish()
+    resolution = _Resolution(rules, stages, outside)
+    if rules.checkpoint_patterns:
+        resolution.apply_checkpoints()
+    for number, rule in enumerate(rules.rules):
+        for target in rule.targets:
+            resolution.apply_rule(number, rule, target)
+    return resolution.resolved()
 
 
 @dataclass(slots=True)
-class _Part:
-    """One stage while the rules are applied."""
+class _StageRules:
+    """What the rules so far state of one stage.
+
+    Attributes:
+        kind, ends_segment: as in the directive; no kind where nothing is stated.
+        source: number of the rule that decides the kind.
+        rerun, forced: ordinals of the ops that run again, and of those that do even if they must not.
+        last_rules: by the ordinal of an op, the number of the last rule that names it.
+    """
 
     stage: NamedStage
     kind: DirectiveKind | None = None
-    ends: bool = False
-    again: set[int] = field(default_factory=set)
-    forced: set[int] = field(default_factory=set)
+    ends_segment: bool = False
     source: int = _CHECKPOINTS
-    owners: dict[int, int] = field(default_factory=dict)  # op -> the last rule that names it
+    rerun: set[int] = field(default_factory=set)
+    forced: set[int] = field(default_factory=set)
+    last_rules: dict[int, int] = field(default_factory=dict)
 
     @property
     def ops(self) -> StageOps:
         return self.stage.ops
 
-    def whole(self, kind: DirectiveKind, number: int, force: bool = False) -> set[int]:
+    def state_whole(self, kind: DirectiveKind, number: int, force: bool = False) -> set[int]:
         """State what becomes of the whole stage; returns its ops."""
-        every = set(range(len(self.ops.ops)))
+        ordinals = set(range(len(self.ops.ops)))
         self.kind, self.source = kind, number
-        self.again = every if kind in ("recompute", "segment") else set()
-        self.forced = set(self.again) if force else set()
-        self.owners = dict.fromkeys(every, number)
-        return every
+        self.rerun = ordinals if kind in ("recompute", "segment") else set()
+        self.forced = set(self.rerun) if force else set()
+        self.last_rules = dict.fromkeys(ordinals, number)
+        return ordinals
 
-    def some(self, ordinals: set[int], rule: Rule, number: int) -> None:
+    def state_ops(self, ordinals: set[int], rule: Rule, number: int) -> None:
         """State what becomes of some of its ops."""
-        if rule.action == "recompute":
-            if self.kind not in ("recompute", "segment"):
-                self.kind, self.source = "choice", number
-            self.again = self.again | ordinals
-            self.forced |= ordinals if rule.force else set()
-        else:
+        drops = rule.action == "recompute"
+        if not drops or self.kind not in ("recompute", "segment"):
             self.kind, self.source = "choice", number
-            self.again = self.again - ordinals
-        self.owners.update(dict.fromkeys(ordinals, number))
+        self.rerun = self.rerun | ordinals if drops else self.rerun - ordinals
+        if drops and rule.force:
+            self.forced |= ordinals
+        self.last_rules.update(dict.fromkeys(ordinals, number))
 
 
-class _Statement:
-    """The rules applied to all stages."""
+class _Resolution:
+    """The rules while they are applied to all stages."""
 
     def __init__(self, rules: Rules, stages: Sequence[NamedStage], outside: Collection[str]) -> None:
         self._rules = rules
-        self._stages = stages
-        self._parts = [_Part(stage) for stage in stages]
+        self._named = stages
         self._outside = outside
-        self._hits: dict[int, list[tuple[int, set[int]]]] = {}
-        if rules.checkpoint_patterns:
-            self._cut()
-        for number, rule in enumerate(rules.rules):
-            for target in rule.targets:
-                self._apply(number, rule, target)
+        self._stages = [_StageRules(stage) for stage in stages]
+        self._named_ops: dict[int, list[tuple[int, set[int]]]] = {}  # by rule: pairs (stage, ordinals)
 
-    def finish(self) -> Stated:
-        """The fates, once it is sure that no rule is taken back as a whole by others."""
-        for number in self._hits:
-            self._refuse_contradiction(number)
-        fates = tuple(self._fate(part) for part in self._parts)
-        return Stated(fates=fates, lines=tuple(self._lines(fates)))
-
-    def _cut(self) -> None:
-        """Checkpoints: everything up to the last one is in a segment."""
+    def apply_checkpoints(self) -> None:
+        """Everything up to the last checkpoint is in a segment."""
         ends = {k for pattern in self._rules.checkpoint_patterns for k in self._checkpoints(pattern)}
-        for k in range(max(ends) + 1):
-            self._parts[k].ends = k in ends
-            self._hit(_CHECKPOINTS, k, self._parts[k].whole("segment", _CHECKPOINTS))
+        for k, stage in enumerate(self._stages[: max(ends) + 1]):
+            stage.ends_segment = k in ends
+            self._note(_CHECKPOINTS, k, stage.state_whole("segment", _CHECKPOINTS))
 
     def _checkpoints(self, pattern: str) -> Iterable[int]:
         """The stages of that name; for a module that contains stages, the last one in it."""
-        named = [k for k, stage in enumerate(self._stages) if rule_patterns.is_stage(pattern, stage)]
+        named = [k for k, stage in enumerate(self._named) if rule_patterns.names_stage(pattern, stage)]
         if named:
             return named
-        last = {name: k for k, stage in enumerate(self._stages) for name in rule_patterns.names_around(pattern, stage)}
+        last = {name: k for k, stage in enumerate(self._named) for name in rule_patterns.parents_named(pattern, stage)}
         if last:
             return last.values()
-        inside = [stage.name for stage in self._stages if rule_patterns.modules_inside(pattern, stage)]
+        inside = [stage.name for stage in self._named if rule_patterns.inner_modules_named(pattern, stage)]
         if not inside:
-            raise rule_patterns.no_module("checkpoints", pattern, self._stages, self._outside)
+            raise rule_patterns.no_module("checkpoints", pattern, self._named, self._outside)
         raise ChoiceError(
             f"checkpoints: expected stages, whose outputs can be kept, got {pattern!r}, which lies inside stage "
             f"{inside[0]!r}; name that one, or make it a stage when profiling (--stages)"
         )
 
-    def _apply(self, number: int, rule: Rule, target: RuleTarget) -> None:
-        called = ((k, rule_patterns.modules_called(target.module, stage)) for k, stage in enumerate(self._stages))
-        found = {k: modules for k, modules in called if modules}
-        if not found:
-            raise rule_patterns.no_module(self._text(number), target.module, self._stages, self._outside)
+    def apply_rule(self, number: int, rule: Rule, target: RuleTarget) -> None:
+        """What a rule says of the modules, or of the ops in them, that one of its targets names."""
+        named = ((k, rule_patterns.modules_named(target.module, stage)) for k, stage in enumerate(self._named))
+        modules = {k: names for k, names in named if names}
+        if not modules:
+            raise rule_patterns.no_module(self._text(number), target.module, self._named, self._outside)
+        inside = {k: [rule_patterns.ops_inside(self._ops(k), name) for name in modules[k]] for k in modules}
         if target.ops:
-            named = self._ops_named(number, target, found)
+            ordinals = self._ops_named(number, target, inside)
         else:
-            named = self._modules_named(number, rule, target, found)
-        for k, own in named.items():
-            if "" in found[k] and not target.ops:
-                self._parts[k].whole(rule.action, number, rule.force)
+            whole = {k for k, names in modules.items() if "" in names}
+            ordinals = self._ops_of_modules(number, rule, target, inside, whole)
+        for k, of_stage in ordinals.items():
+            if "" in modules[k] and not target.ops:
+                self._stages[k].state_whole(rule.action, number, rule.force)
             else:
-                self._parts[k].some(own, rule, number)
-            self._hit(number, k, own)
+                self._stages[k].state_ops(of_stage, rule, number)
+            self._note(number, k, of_stage)
 
-    def _modules_named(
-        self, number: int, rule: Rule, target: RuleTarget, found: dict[int, list[str]]
+    def _ops_of_modules(
+        self, number: int, rule: Rule, target: RuleTarget, inside: dict[int, list[list[int]]], whole: set[int]
     ) -> dict[int, set[int]]:
         """The ops of modules; to recompute one inside a stage, those that make its output are left out."""
-        inner = [k for k, modules in found.items() if "" not in modules]
+        inner = [k for k in inside if k not in whole]
         if inner and rule.action == "solve":
             raise ChoiceError(
                 f"{self._text(number)}: expected whole stages to solve for, got a module inside stage "
-                f"{self._stages[inner[0]].name!r}; name that stage"
+                f"{self._named[inner[0]].name!r}; name that stage"
             )
-        every = {k: [rule_patterns.ops_inside(self._parts[k].ops, m) for m in modules] for k, modules in found.items()}
-        if not any(ops for each in every.values() for ops in each):
+        if not any(ops for modules in inside.values() for ops in modules):
             raise rule_patterns.no_op(self._text(number), "", target.module, ())
-        named: dict[int, set[int]] = {}
-        for k, each in every.items():
-            drops = rule.action == "recompute" and k in inner
-            kept = [rule_patterns.makers_of_outputs(self._parts[k].ops, ops) if drops else set() for ops in each]
-            named[k] = {o for ops, own in zip(each, kept, strict=True) for o in ops if o not in own}
-        return named
+        ordinals: dict[int, set[int]] = {}
+        for k, modules in inside.items():
+            drops = rule.action == "recompute" and k not in whole
+            outputs = [rule_patterns.makers_of_outputs(self._ops(k), ops) if drops else set() for ops in modules]
+            ordinals[k] = {o for ops, makers in zip(modules, outputs, strict=True) for o in ops if o not in makers}
+        return ordinals
 
-    def _ops_named(self, number: int, target: RuleTarget, found: dict[int, list[str]]) -> dict[int, set[int]]:
+    def _ops_named(self, number: int, target: RuleTarget, inside: dict[int, list[list[int]]]) -> dict[int, set[int]]:
         """The ops that the patterns of a target mean; each pattern means some."""
-        named: dict[int, set[int]] = {k: set() for k in found}
-        inside = {k: [rule_patterns.ops_inside(self._parts[k].ops, m) for m in modules] for k, modules in found.items()}
+        ordinals: dict[int, set[int]] = {k: set() for k in inside}
         for pattern in target.ops:
-            hits = {
-                k: {o for own in each for o in rule_patterns.ops_called(pattern, self._parts[k].ops, own)}
-                for k, each in inside.items()
+            matches = {
+                k: {o for ops in modules for o in rule_patterns.ops_named(pattern, self._ops(k), ops)}
+                for k, modules in inside.items()
             }
-            if not any(hits.values()):
-                ops = [self._parts[k].ops.ops[o] for k, each in inside.items() for own in each for o in own]
-                raise rule_patterns.no_op(self._text(number), pattern, target.module, ops)
-            for k, own in hits.items():
-                named[k] |= own
-        return {k: own for k, own in named.items() if own}
+            if not any(matches.values()):
+                known = [self._ops(k).ops[o] for k, modules in inside.items() for ops in modules for o in ops]
+                raise rule_patterns.no_op(self._text(number), pattern, target.module, known)
+            for k, of_stage in matches.items():
+                ordinals[k] |= of_stage
+        return {k: of_stage for k, of_stage in ordinals.items() if of_stage}
 
-    def _hit(self, number: int, k: int, ordinals: set[int]) -> None:
-        self._hits.setdefault(number, []).append((k, ordinals))
+    def resolved(self) -> ResolvedRules:
+        """The directives, once it is sure that no rule is taken back as a whole by others."""
+        for number in self._named_ops:
+            self._refuse_contradiction(number)
+        directives = tuple(self._directive(stage) for stage in self._stages)
+        return ResolvedRules(directives=directives, lines=tuple(self._lines(directives)))
+
+    def _refuse_contradiction(self, number: int) -> None:
+        last = [self._stages[k].last_rules[o] for k, ordinals in self._named_ops[number] for o in ordinals]
+        if not last or any(self._action(other) == self._action(number) for other in last):
+            return
+        raise ChoiceError(
+            f"rules: expected none that others take back as a whole, got {self._text(number)} and after it "
+            f"{self._text(last[0])}; remove one of them, or let the later one name less"
+        )
+
+    def _directive(self, stage: _StageRules) -> StageDirective:
+        if stage.kind is None:
+            return StageDirective(kind=self._rules.rest)
+        source = self._text(stage.source)
+        if stage.kind != "choice":
+            return StageDirective(kind=stage.kind, ends_segment=stage.ends_segment, source=source)
+        try:
+            choice = Choice.dropping(stage.ops, stage.rerun, forced=stage.forced)
+        except ChoiceError as error:
+            raise ChoiceError(
+                f"{source}: stage {stage.stage.name!r}: {error} by a later rule, or set force = true to run it anyway"
+            ) from error
+        if not choice.rerun:
+            return StageDirective(kind="keep", source=source)
+        return StageDirective(kind="choice", choice=replace(choice, stated=True), source=source)
+
+    def _lines(self, directives: Sequence[StageDirective]) -> Iterator[str]:
+        if self._rules.checkpoint_patterns:
+            count = sum(directive.kind == "segment" for directive in directives)
+            yield f"{self._text(_CHECKPOINTS)}: {_counted(count, 'stage')} in segments"
+        for number, rule in enumerate(self._rules.rules):
+            yield f"{rule.text}: {self._effect(number, rule, directives)}"
+        if self._rules.rest == "solve":
+            yield "the rest: solved for"
+
+    def _effect(self, number: int, rule: Rule, directives: Sequence[StageDirective]) -> str:
+        """What became of a rule."""
+        ordinals = {
+            k: {o for o, last in stage.last_rules.items() if last == number} for k, stage in enumerate(self._stages)
+        }
+        stages = [k for k in ordinals if ordinals[k]]
+        if rule.action != "recompute":
+            return _counted(len(stages), "stage")
+        whole = sum(directives[k].kind in ("recompute", "segment") for k in stages)
+        counts = [len(ordinals[k] & choice.rerun) for k in stages if (choice := directives[k].choice) is not None]
+        effects = [f"{_counted(whole, 'stage')} as a whole"] if whole else []
+        if any(counts):
+            effects.append(f"{_counted(sum(counts), 'op')} in {_counted(sum(map(bool, counts)), 'stage')}")
+        return " and ".join(effects) or "nothing runs again, as backward needs nothing of it that is not kept anyway"
+
+    def _note(self, number: int, k: int, ordinals: set[int]) -> None:
+        self._named_ops.setdefault(number, []).append((k, ordinals))
+
+    def _ops(self, k: int) -> StageOps:
+        return self._named[k].ops
 
     def _action(self, number: int) -> str:
         return "recompute" if number == _CHECKPOINTS else self._rules.rules[number].action
@@ -203,53 +262,6 @@ class _Statement:
         if number == _CHECKPOINTS:
             return f"checkpoints {', '.join(self._rules.checkpoint_patterns)}"
         return f"rule {number + 1} ({self._rules.rules[number].text})"
-
-    def _refuse_contradiction(self, number: int) -> None:
-        owners = [self._parts[k].owners[o] for k, ordinals in self._hits[number] for o in ordinals]
-        if not owners or any(self._action(owner) == self._action(number) for owner in owners):
-            return
-        raise ChoiceError(
-            f"rules: expected none that others take back as a whole, got {self._text(number)} and after it "
-            f"{self._text(owners[0])}; remove one of them, or let the later one name less"
-        )
-
-    def _fate(self, part: _Part) -> StageDirective:
-        if part.kind is None:
-            return StageDirective(kind=self._rules.rest)
-        source = self._text(part.source)
-        if part.kind != "choice":
-            return StageDirective(kind=part.kind, ends=part.ends, source=source)
-        try:
-            choice = Choice.dropping(part.ops, part.again, forced=part.forced)
-        except ChoiceError as error:
-            raise ChoiceError(
-                f"{source}: stage {part.stage.name!r}: {error} by a later rule, or set force = true to run it anyway"
-            ) from error
-        if not choice.rerun:
-            return StageDirective(kind="keep", source=source)
-        return StageDirective(kind="choice", choice=replace(choice, stated=True), source=source)
-
-    def _lines(self, fates: Sequence[StageDirective]) -> Iterator[str]:
-        if self._rules.checkpoint_patterns:
-            count = sum(fate.kind == "segment" for fate in fates)
-            yield f"{self._text(_CHECKPOINTS)}: {_counted(count, 'stage')} in segments"
-        for number, rule in enumerate(self._rules.rules):
-            yield f"{rule.text}: {self._effect(number, rule, fates)}"
-        if self._rules.rest == "solve":
-            yield "the rest: solved for"
-
-    def _effect(self, number: int, rule: Rule, fates: Sequence[StageDirective]) -> str:
-        """What became of a rule."""
-        owned = {k: {o for o, owner in part.owners.items() if owner == number} for k, part in enumerate(self._parts)}
-        stages = [k for k, own in owned.items() if own]
-        if rule.action != "recompute":
-            return _counted(len(stages), "stage")
-        whole = sum(fates[k].kind in ("recompute", "segment") for k in stages)
-        inside = {k: len(own & c.rerun) for k, own in owned.items() if own and (c := fates[k].choice) is not None}
-        ops, inner = sum(inside.values()), sum(count > 0 for count in inside.values())
-        found = [f"{_counted(whole, 'stage')} as a whole"] if whole else []
-        found += [f"{_counted(ops, 'op')} in {_counted(inner, 'stage')}"] if ops else []
-        return " and ".join(found) or "nothing runs again, as backward needs nothing of it that is not kept anyway"
 
 
 def _counted(number: int, what: str) -> str:

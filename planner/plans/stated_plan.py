@@ -1,4 +1,4 @@
-"""By hand: rules and a profile in, a plan out that does what the rules state, predicted and bounded like any other."""
+"""Plans stated by hand: a profile and rules in, a plan that does what they state out, predicted and bounded as any."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from planner.plans.cost_model import chain_of
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.plan import Plan
-from planner.plans.rule_resolution import StageDirective, Stated, stated_by
+from planner.plans.rule_resolution import ResolvedRules, StageDirective, resolve_rules
 from planner.plans.rules import Rule, Rules, rules_from
 from planner.plans.solving import Infeasible, plan_of, plan_with_headroom, require_schedule
 from planner.units import parse_bytes
@@ -21,7 +21,7 @@ from solvers.chain.fixed_stages import FixedSpan, expanded, restricted, schedule
 from solvers.chain.minimum_memory import shortage_of
 
 SOLVER = "by hand"
-_KEPT = StageDirective(kind="keep")
+_KEEP = StageDirective(kind="keep")
 
 
 def state(
@@ -56,72 +56,72 @@ def state(
     start = time.perf_counter()
     profile = profile if isinstance(profile, Profile) else Profile.load(profile)
     rules = rules_from(rules)
-    stated = stated_by(rules, _named_stages(profile), _names_outside(profile))
-    pieces = _pieces(profile, stated)
+    resolved = resolve_rules(rules, _named_stages(profile), _names_outside(profile))
+    spans = _spans(profile, resolved)
     chain = chain_of(profile)
     budget_bytes = None if budget is None else parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
 
-    def within(planned_bytes: int | None) -> Plan:
-        if not any(piece.free for piece in pieces):
-            return _stated_plan(profile, chain, pieces, planned_bytes, start)
+    def plan_within(planned_bytes: int | None) -> Plan:
+        if not any(span.free for span in spans):
+            return _fully_stated(profile, chain, spans, planned_bytes, start)
         if planned_bytes is None:
             raise ValueError(
                 "rules: expected a budget for the stages left to the solver, got none; give one (--budget)"
             )
         problem = Problem(chain=chain, budget_bytes=planned_bytes)
-        return _solved_plan(profile, pieces, problem, solver, time_limit_seconds)
+        return _partly_stated(profile, spans, problem, solver, time_limit_seconds)
 
-    free = headroom_from(headroom)
-    plan = _with_room(within(None), free) if budget_bytes is None else plan_with_headroom(budget_bytes, free, within)
-    return replace(plan, stated=stated.lines, solve_seconds=time.perf_counter() - start)
+    left_free = headroom_from(headroom)
+    if budget_bytes is None:
+        plan = _with_headroom_on_top(plan_within(None), left_free)
+    else:
+        plan = plan_with_headroom(budget_bytes, left_free, plan_within)
+    return replace(plan, stated=resolved.lines, solve_seconds=time.perf_counter() - start)
 
 
-def _with_room(plan: Plan, headroom: Headroom) -> Plan:
-    """The plan with a headroom beside what it needs."""
+def _with_headroom_on_top(plan: Plan, headroom: Headroom) -> Plan:
     whole_bytes = headroom.budget_above(plan.budget_bytes)
     return replace(plan, budget_bytes=whole_bytes, headroom_bytes=whole_bytes - plan.budget_bytes)
 
 
-def _stated_plan(
-    profile: Profile, chain: Chain, pieces: Sequence[FixedSpan], budget_bytes: int | None, start: float
+def _fully_stated(
+    profile: Profile, chain: Chain, spans: Sequence[FixedSpan], budget_bytes: int | None, start: float
 ) -> Plan:
     """Everything is stated: the schedule is there, and the solver only bounds it."""
-    schedule = schedule_of(pieces)
-    found = replay(chain, schedule)
-    budget = found.peak_bytes if budget_bytes is None else budget_bytes
-    if found.peak_bytes > budget:
+    schedule = schedule_of(spans)
+    replayed = replay(chain, schedule)
+    budget_bytes = replayed.peak_bytes if budget_bytes is None else budget_bytes
+    if replayed.peak_bytes > budget_bytes:
         raise Infeasible(
-            minimum_budget_bytes=found.peak_bytes,
+            minimum_budget_bytes=replayed.peak_bytes,
             reason=f"what is stated needs them: {shortage_of(chain, schedule).reason}",
             solver=SOLVER,
-            budget_bytes=budget,
+            budget_bytes=budget_bytes,
             solve_seconds=time.perf_counter() - start,
         )
-    problem = Problem(chain=chain, budget_bytes=budget)
-    best = solve_chain(problem)
+    problem = Problem(chain=chain, budget_bytes=budget_bytes)
     solution = Solution(
         solver=SOLVER,
         status="feasible",
         schedule=schedule,
-        peak_bytes=found.peak_bytes,
-        seconds=found.seconds,
-        lower_bound_seconds=min(best.lower_bound_seconds, found.seconds),
+        peak_bytes=replayed.peak_bytes,
+        seconds=replayed.seconds,
+        lower_bound_seconds=min(solve_chain(problem).lower_bound_seconds, replayed.seconds),
         solve_seconds=0.0,
     )
     return plan_of(profile, problem, solution)
 
 
-def _solved_plan(
-    profile: Profile, pieces: Sequence[FixedSpan], problem: Problem, solver: str, time_limit_seconds: float | None
+def _partly_stated(
+    profile: Profile, spans: Sequence[FixedSpan], problem: Problem, solver: str, time_limit_seconds: float | None
 ) -> Plan:
     """A part is stated: the solver plans for the chain in which that part is fixed."""
-    chain = problem.chain
-    small = replace(problem, chain=restricted(chain, pieces))
-    beside = profile.unplanned_seconds - chain.unplanned_seconds
-    found = solve_chain(small, solver=solver, time_limit_seconds=time_limit_seconds)
-    require_schedule(found, problem.budget_bytes, f"{SOLVER} and {solver}", seconds_outside_chain=beside)
-    assert found.schedule is not None
-    solution = replace(found, schedule=expanded(found.schedule, pieces), solver=f"{SOLVER} and {found.solver}")
+    seconds_outside_chain = profile.unplanned_seconds - problem.chain.unplanned_seconds
+    smaller = replace(problem, chain=restricted(problem.chain, spans))
+    solved = solve_chain(smaller, solver=solver, time_limit_seconds=time_limit_seconds)
+    require_schedule(solved, problem.budget_bytes, f"{SOLVER} and {solver}", seconds_outside_chain)
+    assert solved.schedule is not None
+    solution = replace(solved, schedule=expanded(solved.schedule, spans), solver=f"{SOLVER} and {solved.solver}")
     plan = plan_of(profile, problem, solution)
     assert plan.predicted_peak_bytes <= plan.budget_bytes
     return replace(plan, restricted=True)
@@ -145,52 +145,53 @@ def _names_outside(profile: Profile) -> set[str]:
     return {op.module for op in profile.op_records if op.place == "outside"}
 
 
-def _pieces(profile: Profile, stated: Stated) -> list[FixedSpan]:
+def _spans(profile: Profile, resolved: ResolvedRules) -> list[FixedSpan]:
     """The chain cut by what is stated; what lies outside of stages is kept."""
-    fates = iter(stated.fates)
-    found: list[FixedSpan] = []
+    directives = iter(resolved.directives)
+    spans: list[FixedSpan] = []
     open_segment = False
     for k, record in enumerate(profile.stages):
-        fate = next(fates) if record.kind == "stage" else _KEPT
-        _check_recomputable(record, fate)
-        if fate.kind == "segment" and open_segment and record.links:
-            found[-1] = replace(found[-1], end=k + 1)
+        directive = next(directives) if record.kind == "stage" else _KEEP
+        _check_recomputable(record, directive)
+        if directive.kind == "segment" and open_segment and record.links:
+            spans[-1] = replace(spans[-1], end=k + 1)
         else:
-            found.append(_piece(profile, k, fate))
-        open_segment = fate.kind == "segment" and not fate.ends
-    return found
+            spans.append(_span(profile, k, directive))
+        open_segment = directive.kind == "segment" and not directive.ends_segment
+    return spans
 
 
-def _piece(profile: Profile, k: int, fate: StageDirective) -> FixedSpan:
-    if fate.kind in ("recompute", "segment"):
+def _span(profile: Profile, k: int, directive: StageDirective) -> FixedSpan:
+    if directive.kind in ("recompute", "segment"):
         return FixedSpan(k, k + 1)
-    if fate.kind == "choice":
-        return FixedSpan(k, k + 1, option=_option(profile, profile.stages[k], fate))
-    return FixedSpan(k, k + 1, option=0, free=fate.kind == "solve")
+    if directive.kind == "choice":
+        return FixedSpan(k, k + 1, option=_option(profile, profile.stages[k], directive))
+    return FixedSpan(k, k + 1, option=0, free=directive.kind == "solve")
 
 
-def _check_recomputable(record: StageRecord, fate: StageDirective) -> None:
-    if fate.kind in ("recompute", "segment") and not record.recomputable:
+def _check_recomputable(record: StageRecord, directive: StageDirective) -> None:
+    if directive.kind in ("recompute", "segment") and not record.recomputable:
         reason = record.reason or "it does not repeat its result"
         raise ValueError(
-            f"{fate.source}: expected stages that can be recomputed, got {record.name!r}: {reason}; keep it with a "
-            'later rule, or name ops in it (ops = "*"), which run again without its Python code'
+            f"{directive.source}: expected stages that can be recomputed, got {record.name!r}: {reason}; "
+            'keep it with a later rule, or name ops in it (ops = "*"), which run again without its Python code'
         )
 
 
-def _option(profile: Profile, record: StageRecord, fate: StageDirective) -> int:
+def _option(profile: Profile, record: StageRecord, directive: StageDirective) -> int:
     """The number of the measured option that is the choice."""
-    assert fate.choice is not None
+    assert directive.choice is not None
     menu = profile.menus[record.menu]
     for number, option in enumerate(menu.options, start=1):
-        if frozenset(option.rerun) == fate.choice.rerun:
+        if frozenset(option.rerun) == directive.choice.rerun:
             return number
     if menu.reason:
         raise ValueError(
-            f"{fate.source}: expected options inside stage {record.name!r} to work, got none: {menu.reason}; "
+            f"{directive.source}: expected options inside stage {record.name!r} to work, got none: {menu.reason}; "
             "state something else of it"
         )
     raise ValueError(
-        f"{fate.source}: expected a profile that has measured stage {record.name!r} with {fate.choice.name} run again, "
-        "got one that has not; profile with these rules (--rules, or planner.profile(..., rules=...))"
+        f"{directive.source}: expected a profile that has measured stage {record.name!r} with "
+        f"{directive.choice.name} run again, got one that has not; "
+        "profile with these rules (--rules, or planner.profile(..., rules=...))"
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from planner.plans.rule_patterns import makers_of_outputs, ops_inside
-from planner.plans.rule_resolution import StageDirective, stated_by
+from planner.plans.rule_resolution import StageDirective, resolve_rules
 from planner.plans.rules import Rule, Rules
 from profiler.op_graph import ChoiceError, NamedStage, StageOp, StageOps, StageStorage
 
@@ -33,29 +33,29 @@ OPS = StageOps(
     ),
     modules=MODULES,
 )
-AROUND = (("", "Model"), ("body", "Body"))
-STAGES = [NamedStage(name=f"body.h.{k}", parents=AROUND, ops=OPS) for k in range(4)]
+PARENTS = (("", "Model"), ("body", "Body"))
+STAGES = [NamedStage(name=f"body.h.{k}", parents=PARENTS, ops=OPS) for k in range(4)]
 EVERYTHING_SAVED = {NORM, FIRST, GELU}
 
 
-def fates(*rules: Rule, stages=STAGES, **more) -> tuple[StageDirective, ...]:
-    return stated_by(Rules(rules=rules, **more), stages, ["embedding"]).fates
+def directives(*rules: Rule, stages=STAGES, **more) -> tuple[StageDirective, ...]:
+    return resolve_rules(Rules(rules=rules, **more), stages, ["embedding"]).directives
 
 
 def kinds(*rules: Rule, **more) -> str:
     """One letter per stage: (k)eep, (r)ecompute, (s)egment, (c)hoice; (S)olve."""
-    return "".join("S" if fate.kind == "solve" else fate.kind[0] for fate in fates(*rules, **more))
+    return "".join("S" if directive.kind == "solve" else directive.kind[0] for directive in directives(*rules, **more))
 
 
 def again(*rules: Rule, stages=STAGES) -> set[int]:
     """What runs again in the first stage; the others must say the same."""
-    found = fates(*rules, stages=stages)
-    assert all(fate.choice == found[0].choice for fate in found)
-    return set() if found[0].choice is None else set(found[0].choice.rerun)
+    first, *others = directives(*rules, stages=stages)
+    assert all(directive.choice == first.choice for directive in others)
+    return set() if first.choice is None else set(first.choice.rerun)
 
 
 def lines(*rules: Rule, **more) -> tuple[str, ...]:
-    return stated_by(Rules(rules=rules, **more), STAGES, []).lines
+    return resolve_rules(Rules(rules=rules, **more), STAGES, []).lines
 
 
 @pytest.mark.parametrize(
@@ -162,19 +162,19 @@ def test_what_no_rule_names_is_kept_or_solved_for():
 
 
 def test_checkpoints_end_segments():
-    found = fates(checkpoints=["body.h.0", "body.h.2"])
-    assert [(fate.kind, fate.ends) for fate in found] == [
+    stated = directives(checkpoints=["body.h.0", "body.h.2"])
+    assert [(stage.kind, stage.ends_segment) for stage in stated] == [
         ("segment", True), ("segment", False), ("segment", True), ("keep", False)
     ]  # fmt: skip
-    assert [fate.ends for fate in fates(checkpoints="body.h.*")] == [True] * 4
-    assert [fate.ends for fate in fates(checkpoints="body")] == [False, False, False, True]
+    assert [stage.ends_segment for stage in directives(checkpoints="body.h.*")] == [True] * 4
+    assert [stage.ends_segment for stage in directives(checkpoints="body")] == [False, False, False, True]
     assert kinds(Rule(modules="*.h.1", action="keep"), checkpoints="*.h.2") == "sksk"
     assert kinds(Rule(modules="*.h.1"), checkpoints="*.h.2", rest="solve") == "srsS"
     assert kinds(Rule(modules="*.h.1:gelu", action="keep"), checkpoints="*.h.2") == "scsk"
 
 
 def test_choices_are_stated_by_the_stage_s_position():
-    stated = stated_by(Rules(rules=[Rule(modules=["body.h.1", "body.h.3"], ops="gelu")]), STAGES, [])
+    stated = resolve_rules(Rules(rules=[Rule(modules=["body.h.1", "body.h.3"], ops="gelu")]), STAGES, [])
     assert {k: choice.rerun for k, choice in stated.choices().items()} == {1: {GELU}, 3: {GELU}}
     assert all(choice.stated for choice in stated.choices().values())
 
@@ -219,7 +219,7 @@ def test_lines_say_what_rules_came_to():
 )
 def test_rules_that_name_nothing_or_contradict_are_refused(rules, words):
     with pytest.raises(ChoiceError, match=words):
-        fates(*rules)
+        directives(*rules)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_rules_that_name_nothing_or_contradict_are_refused(rules, words):
 )
 def test_checkpoints_that_cannot_be_are_refused(checkpoints, rules, words):
     with pytest.raises(ChoiceError, match=words):
-        fates(*rules, checkpoints=checkpoints)
+        directives(*rules, checkpoints=checkpoints)
 
 
 def stages_with(reason: str) -> list[NamedStage]:
@@ -246,8 +246,8 @@ def stages_with(reason: str) -> list[NamedStage]:
 def test_an_op_that_must_not_run_again_is_refused_by_name_unless_forced(rule):
     stages = stages_with("it communicates with other processes")
     with pytest.raises(ChoiceError, match="rule 1 .*op 2 .aten.gelu.default in mlp.act.*communicates.*force = true"):
-        fates(rule, stages=stages)
-    forced = fates(replace(rule, force=True), stages=stages)
+        directives(rule, stages=stages)
+    forced = directives(replace(rule, force=True), stages=stages)
     assert forced[0].choice is not None and GELU in forced[0].choice.rerun
 
 
