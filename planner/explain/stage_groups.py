@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.plans.plan import Decision, Plan
+from planner.plans.plan import Plan, StageDecision
 from profiler.records import MenuRecord, OptionRecord
 
 _NAMED = 3  # ranges of numbers; of more the first ones and the last
@@ -29,7 +29,7 @@ class StageKind:
 
     members: tuple[int, ...]
     names: tuple[str, ...]
-    decision: Decision
+    decision: StageDecision
     option: int
     menu: MenuRecord | None
     runs: int

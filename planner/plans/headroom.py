@@ -1,4 +1,4 @@
-"""Headroom: the part of a budget that no plan may use, left to what the device's allocator wastes."""
+"""The headroom of a budget: the part that no plan may use, left to what the device's allocator wastes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Headroom:
         >>> headroom_from("5%").budget_above(950)
         1000
         """
-        budget = math.ceil((planned_bytes + self.fixed_bytes) / (1 - self.share))
-        return budget + 1 if budget - self.of(budget) < planned_bytes else budget
+        budget_bytes = math.ceil((planned_bytes + self.fixed_bytes) / (1 - self.share))
+        return budget_bytes + 1 if budget_bytes - self.of(budget_bytes) < planned_bytes else budget_bytes
 
 
 def headroom_from(text: str | int) -> Headroom:
@@ -44,8 +44,8 @@ def headroom_from(text: str | int) -> Headroom:
     Raises:
         ValueError: neither bytes nor a share below 100 %.
     """
-    if isinstance(text, str) and (found := _SHARE.fullmatch(text.strip())):
-        share = Fraction(found[1]) / 100
+    if isinstance(text, str) and (match := _SHARE.fullmatch(text.strip())):
+        share = Fraction(match[1]) / 100
         if share < 1:
             return Headroom(share=share)
     elif text == 0 or (isinstance(text, str) and text.strip() in ("0", "0B")):

@@ -1,4 +1,4 @@
-"""Offloading as a user asks for it: whether, over which link, and within how much host memory."""
+"""The request to offload to host memory: whether, over which link, and how much; and the link that comes of it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Offload:
         mode: ``auto`` weighs it beside recomputation where there is a link; ``never``; ``only`` sends and recomputes
             nothing.
         link_gbps: gigabytes (1e9 bytes) per second of the link in each direction; None for what was measured.
-        devices_per_link: devices that share the link, each with an equal part; None for what was found.
+        devices_per_link: devices that share the link, each with an equal part; None for what was measured.
         host_memory: the most that this device may hold in host memory, bytes or text as ``64GiB``; None for what was
-            found.
+            measured.
     """
 
     mode: OffloadMode = "auto"
@@ -55,15 +55,15 @@ class Offload:
         """The link with this device's share; None where none is known or wanted."""
         if self.mode == "never" or (measured is None and self.link_gbps is None):
             return None
-        found = measured or LinkRecord(to_host_bytes_per_second=0.0, to_device_bytes_per_second=0.0)
+        record = measured or LinkRecord(to_host_bytes_per_second=0.0, to_device_bytes_per_second=0.0)
         given = None if self.link_gbps is None else self.link_gbps * GIGABYTE
-        devices = self.devices_per_link or found.devices
+        devices = self.devices_per_link or record.devices
         host_bytes = self._host_bytes()
         return Link(
-            to_host_bytes_per_second=(found.to_host_bytes_per_second if given is None else given) / devices,
-            to_device_bytes_per_second=(found.to_device_bytes_per_second if given is None else given) / devices,
-            latency_seconds=found.latency_seconds,
-            host_bytes=found.host_bytes if host_bytes is None else host_bytes,
+            to_host_bytes_per_second=(record.to_host_bytes_per_second if given is None else given) / devices,
+            to_device_bytes_per_second=(record.to_device_bytes_per_second if given is None else given) / devices,
+            latency_seconds=record.latency_seconds,
+            host_bytes=record.host_bytes if host_bytes is None else host_bytes,
         )
 
 
@@ -93,7 +93,7 @@ def _why_not(link: Link | None, chain: Chain) -> str:
         return "no link is known: profile on a device that has one, or give its speed with --link-gbps"
     if not min(link.to_host_bytes_per_second, link.to_device_bytes_per_second) > 0:
         return "the link's speed is 0: give one above 0 with --link-gbps"
-    smallest = min(_offload_units(chain), default=None)
+    smallest = min(_offload_unit_bytes(chain), default=None)
     if smallest is None:
         return "nothing of this model can be sent: profile with menus, which record what each stage keeps"
     if link.host_bytes is not None and link.host_bytes < smallest:
@@ -119,7 +119,7 @@ def link_from(data: Mapping[str, Any] | None) -> Link | None:
     return Link(**values)
 
 
-def _offload_units(chain: Chain) -> Iterable[int]:
+def _offload_unit_bytes(chain: Chain) -> Iterable[int]:
     for stage in chain.stages:
         yield from stage.offload_units
         for option in stage.options:

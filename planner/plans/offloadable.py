@@ -1,4 +1,4 @@
-"""Offload units: which parts of what a stage holds between forward and backward may be sent to host memory."""
+"""Offload units: what a stage holds between forward and backward and may send to host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SMALLEST_OFFLOAD_UNIT_BYTES = 4096
 
 
 def kept_offload_units(profile: Profile, k: int, option: OptionRecord | None) -> tuple[int, ...]:
-    """Storages (numbers in the stage's ``StageOps``) that may travel while stage ``k`` is kept, one offload unit each.
+    """Storages (numbers in the stage's ``StageOps``) that may be offloaded while stage ``k`` is kept, one unit each.
 
     What the stage makes and keeps for its own backward alone, and its input where nothing else needs it: no parameter,
     nothing that other stages hold or that the model was handed, nothing smaller than a page. Of a stage that was not
@@ -35,7 +35,7 @@ def offload_units_among(ops: StageOps, option: OptionRecord | None, *, with_inpu
     if not ops.saves:
         return ()  # Files of older releases do not say in which order autograd saves: nothing could be recognised.
     kept = _saved(ops) if option is None else _held(ops, option)
-    found = {
+    units = {
         number
         for number, storage in enumerate(ops.storages)
         if storage.size_bytes >= SMALLEST_OFFLOAD_UNIT_BYTES
@@ -45,11 +45,11 @@ def offload_units_among(ops: StageOps, option: OptionRecord | None, *, with_inpu
             or (storage.dies_after_stage and with_input and (number in ops.saves or number in kept))
         )
     }
-    return tuple(sorted(found - _not_told_apart(ops, option, found)))
+    return tuple(sorted(units - _indistinguishable(ops, option, units)))
 
 
-def _not_told_apart(ops: StageOps, option: OptionRecord | None, wanted: set[int]) -> set[int]:
-    """Those that a run cannot tell from others, which must not travel.
+def _indistinguishable(ops: StageOps, option: OptionRecord | None, wanted: set[int]) -> set[int]:
+    """Those that a run cannot tell from others, which must stay.
 
     What autograd saves is known by its place among what it saves; what only ops that run again hold, by them.
     """
@@ -69,8 +69,8 @@ def _held(ops: StageOps, option: OptionRecord) -> set[int]:
 
     All that an op to run again makes is made again, kept or not: the statistics of a norm beside its output.
     """
-    again = {number for ordinal in option.rerun for number in (*ops.ops[ordinal].allocates, *ops.ops[ordinal].writes)}
-    return set(option.kept) & (_saved(ops) | set(ops.held_for(option.rerun))) - again
+    remade = {number for ordinal in option.rerun for number in (*ops.ops[ordinal].allocates, *ops.ops[ordinal].writes)}
+    return set(option.kept) & (_saved(ops) | set(ops.held_for(option.rerun))) - remade
 
 
 def kept_offload_unit_bytes(profile: Profile, k: int, option: OptionRecord | None) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ def kept_offload_unit_bytes(profile: Profile, k: int, option: OptionRecord | Non
 
 
 def input_offload_units(profile: Profile, k: int) -> tuple[tuple[int, ...], ...]:
-    """Input tensors (numbers among the call's tensors) that may travel while stage ``k`` waits to run again.
+    """Input tensors (numbers among the call's tensors) that may be offloaded while stage ``k`` waits to run again.
 
     One offload unit of all that comes from the stage before and lives for this stage alone; none where the stage before
     keeps some of it itself, or other stages hold some of it.
@@ -102,14 +102,14 @@ def input_offload_unit_bytes(profile: Profile, k: int) -> tuple[int, ...]:
 
 def sent_bytes(chain: Chain, schedule: Schedule) -> Counter[int]:
     """Bytes that each stage sends to host memory in one step."""
-    found: Counter[int] = Counter()
-    kept: dict[int, int] = {}
+    bytes_by_stage: Counter[int] = Counter()
+    options: dict[int, int] = {}
     for action in schedule.actions:
         if action.kind in ("forward", "recompute") and action.option is not None:
-            kept[action.stage] = action.option
+            options[action.stage] = action.option
         elif action.kind == "offload":
             stage = chain.stages[action.stage]
-            option = kept.get(action.stage)
+            option = options.get(action.stage)
             units = stage.offload_units if option is None else stage.options[option].offload_units
-            found[action.stage] += units[action.option or 0]
-    return found
+            bytes_by_stage[action.stage] += units[action.option or 0]
+    return bytes_by_stage

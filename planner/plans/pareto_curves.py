@@ -1,4 +1,4 @@
-"""Curves: every solver's memory/time frontier for one profile, chain or graph, as a table."""
+"""The memory/time frontier of every solver for one profile, chain or graph, as a table."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 COLUMNS = ("solver", "budget_bytes", "peak_bytes", "seconds", "lower_bound_seconds", "status", "solve_seconds")
 SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor")
-SENDING = ("offload_only", "auto")  # beside these, where there is a link
+LINK_SOLVERS = ("offload_only", "auto")  # beside these, where there is a link
 GRAPH_SOLVERS = ("auto", "lower_sets", "hierarchy", "demand", "moments")  # by rank; those of them that there are
 GRAPH_SECONDS = 45.0  # for all methods of a graph together: the whole command then takes about a minute
 _SHARES = {"auto": 4, "moments": 2}  # of the time; the others mostly need less than one share
 BOUND_POINTS = 40
 
-Row = dict[str, Any]
+CurveRow = dict[str, Any]
 
 
 def pareto(
@@ -66,28 +66,29 @@ def pareto(
         return _graph_curves(source, solvers, time_limit_seconds)
     chain = chain_of(source) if isinstance(source, Profile) else source
     unplanned = _unplanned_profile(source) if isinstance(source, Profile) else _unplanned_chain(source)
-    beside = unplanned["seconds"] - chain.unplanned_seconds
+    seconds_outside_chain = unplanned["seconds"] - chain.unplanned_seconds
     rows = [unplanned]
     offload_request = offload_from(offload)
     link, why = usable_link(offload_request, chain, source.link if isinstance(source, Profile) else None)
-    for name in solvers or (*(() if offload_request.mode == "only" else SOLVERS), *(SENDING if link else ())):
-        over = link if name in SENDING else None
-        rows += [_row(s, beside, name) for s in solver_frontier(chain, name, time_limit_seconds, over)]
+    for name in solvers or (*(() if offload_request.mode == "only" else SOLVERS), *(LINK_SOLVERS if link else ())):
+        solutions = solver_frontier(chain, name, time_limit_seconds, link if name in LINK_SOLVERS else None)
+        rows += [_row(solution, seconds_outside_chain, name) for solution in solutions]
     peaks = [row["peak_bytes"] for row in rows]
-    rows += _bound_rows(_even(min(peaks), max(peaks)), lambda budget: bound_seconds(chain, budget, link) + beside)
+    budgets = _evenly_spaced(min(peaks), max(peaks))
+    rows += _bound_rows(budgets, lambda budget: bound_seconds(chain, budget, link) + seconds_outside_chain)
     return _table(rows, no_offload=why)
 
 
 def _graph_curves(graph: Graph, solvers: Sequence[str] | None, time_limit_seconds: float | None) -> pd.DataFrame:
     whole = unplanned_replay(graph)
     names = list(solvers or (name for name in GRAPH_SOLVERS if name in graph_solver_names()))
-    found, left_out = _graph_solutions(graph, names, _limit(time_limit_seconds))
-    rows = [_unplanned(whole.peak_bytes, whole.seconds), *(_row(solution, 0.0, name) for name, solution in found)]
+    solutions, left_out = _graph_solutions(graph, names, _checked_limit(time_limit_seconds))
+    rows = [_unplanned(whole.peak_bytes, whole.seconds), *(_row(solution, 0.0, name) for name, solution in solutions)]
     rows += _graph_bound_rows(graph, rows)
     return _table(rows, left_out=left_out)
 
 
-def _table(rows: list[Row], **attributes: Any) -> pd.DataFrame:
+def _table(rows: list[CurveRow], **attributes: Any) -> pd.DataFrame:
     import pandas as pd  # Half a second, which reading and solving do without.
 
     table = pd.DataFrame(rows, columns=list(COLUMNS))
@@ -99,17 +100,18 @@ def _graph_solutions(
     graph: Graph, names: list[str], time_limit_seconds: float
 ) -> tuple[list[tuple[str, GraphSolution]], list[str]]:
     """Every method's solutions, and the methods that came to no turn."""
-    deadline, found = time.perf_counter() + time_limit_seconds, []
+    deadline = time.perf_counter() + time_limit_seconds
+    solutions: list[tuple[str, GraphSolution]] = []
     for k, name in enumerate(names):
-        left = deadline - time.perf_counter()
-        if left <= 0 or any(solution.interrupted for _, solution in found):
-            return found, names[k:]
+        seconds_left = deadline - time.perf_counter()
+        if seconds_left <= 0 or any(solution.interrupted for _, solution in solutions):
+            return solutions, names[k:]
         share = _SHARES.get(name, 1) / sum(_SHARES.get(other, 1) for other in names[k:])
-        found += [(name, solution) for solution in graph_frontier(graph, name, left * share)]
-    return found, []
+        solutions += [(name, solution) for solution in graph_frontier(graph, name, seconds_left * share)]
+    return solutions, []
 
 
-def _limit(seconds: float | None) -> float:
+def _checked_limit(seconds: float | None) -> float:
     if seconds is None:
         return GRAPH_SECONDS
     if not seconds > 0:
@@ -119,11 +121,12 @@ def _limit(seconds: float | None) -> float:
     return seconds
 
 
-def _graph_bound_rows(graph: Graph, rows: list[Row]) -> list[Row]:
+def _graph_bound_rows(graph: Graph, rows: list[CurveRow]) -> list[CurveRow]:
     """The quick bound over the budgets, lifted to what the solutions proved: a bound holds for smaller budgets too."""
     indexed = IndexedGraph(graph)
     proven = [(row["peak_bytes"], row["lower_bound_seconds"]) for row in rows]
-    budgets = {*_even(smallest_working_set(indexed)[0], max(peak for peak, _ in proven)), *(peak for peak, _ in proven)}
+    peaks = [peak for peak, _ in proven]
+    budgets = {*_evenly_spaced(smallest_working_set(indexed)[0], max(peaks)), *peaks}
 
     def bound(budget: int) -> float:
         return max([graph_bound_seconds(indexed, budget), *(seconds for peak, seconds in proven if peak >= budget)])
@@ -131,16 +134,16 @@ def _graph_bound_rows(graph: Graph, rows: list[Row]) -> list[Row]:
     return list(_bound_rows(sorted(budgets), bound))
 
 
-def _unplanned_profile(profile: Profile) -> Row:
+def _unplanned_profile(profile: Profile) -> CurveRow:
     return _unplanned(profile.unplanned_peak_bytes, profile.unplanned_seconds)
 
 
-def _unplanned_chain(chain: Chain) -> Row:
+def _unplanned_chain(chain: Chain) -> CurveRow:
     whole = keep_all_replay(chain)
     return _unplanned(whole.peak_bytes, whole.seconds)
 
 
-def _unplanned(peak_bytes: int, seconds: float) -> Row:
+def _unplanned(peak_bytes: int, seconds: float) -> CurveRow:
     return {
         "solver": "none",
         "budget_bytes": peak_bytes,
@@ -152,24 +155,24 @@ def _unplanned(peak_bytes: int, seconds: float) -> Row:
     }
 
 
-def _row(solution: Solution[Any], beside: float, name: str) -> Row:
+def _row(solution: Solution[Any], seconds_outside_chain: float, name: str) -> CurveRow:
     assert solution.peak_bytes is not None and solution.seconds is not None
     return {
         "solver": name,
         "budget_bytes": solution.peak_bytes,
         "peak_bytes": solution.peak_bytes,
-        "seconds": solution.seconds + beside,
-        "lower_bound_seconds": solution.lower_bound_seconds + beside,
+        "seconds": solution.seconds + seconds_outside_chain,
+        "lower_bound_seconds": solution.lower_bound_seconds + seconds_outside_chain,
         "status": solution.status,
         "solve_seconds": solution.solve_seconds,
     }
 
 
-def _even(low: int, high: int) -> list[int]:
+def _evenly_spaced(low: int, high: int) -> list[int]:
     return [int(budget) for budget in np.linspace(low, high, BOUND_POINTS, dtype=np.int64)]
 
 
-def _bound_rows(budgets: Iterable[int], bound: Callable[[int], float]) -> Iterator[Row]:
+def _bound_rows(budgets: Iterable[int], bound: Callable[[int], float]) -> Iterator[CurveRow]:
     for budget in budgets:
         seconds = bound(budget)
         if not math.isfinite(seconds):

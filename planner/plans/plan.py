@@ -1,4 +1,4 @@
-"""The plan: a schedule bound to a model's stage names, with its claims; saved as versioned JSON."""
+"""The plan: a schedule bound to a model's stage names, with what it predicts; saved as versioned JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMAT = "planner-plan"
 VERSION = 1
 # Attributes that files of version 1 call otherwise.
 KEYS = {**PROFILE_KEYS, "offload_units": "parcels", "input_offload_units": "input_parcels"}
-Decision = Literal["keep", "selective", "offload", "recompute", "segment"]
+StageDecision = Literal["keep", "selective", "offload", "recompute", "segment"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,9 @@ class PlannedStage:
         option: what runs again inside a selective stage, in words.
         menu: number of its ops and options in ``Plan.menus``; -1 for what has none.
         recomputable: whether it may be run again as a whole.
+        offload_units: what may be sent to host memory of what it keeps: storages, by their numbers in its ops.
+        input_offload_units: what may be sent while it waits to run again: input tensors of each unit, by number.
+        offloaded_bytes: what it sends in one step.
         kept_bytes: bytes kept from its forward to its backward.
         runs: forwards of it in one step, the first included.
         extra_seconds: predicted seconds that the plan adds to it.
@@ -47,7 +50,7 @@ class PlannedStage:
     name: str
     kind: Literal["stage", "outside"]
     module_class: str
-    decision: Decision
+    decision: StageDecision
     kept_bytes: int
     runs: int
     extra_seconds: float
@@ -70,7 +73,7 @@ class PlannedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A schedule with names and claims. Bytes and seconds are of one whole training step.
+    """A schedule with names and predictions. Bytes and seconds are of one whole training step.
 
     Attributes:
         profile_fingerprint: of the profile it was made from.
@@ -87,7 +90,7 @@ class Plan:
         menus: per kind of stage its ops and options; option k of the schedule, from 1, is ``options[k - 1]``.
         chain: the problem that the schedule solves; None in files of older releases.
         resident: what ``resident_bytes`` is made of; None in files of older releases.
-        link: the way to host memory that the plan counts on; None for a plan that sends nothing there.
+        link: to host memory, that the plan counts on; None for a plan that sends nothing there.
         host_bytes: the most bytes that the plan holds in host memory at once.
         stall_seconds: predicted seconds in which computation waits for copies.
         no_offload: why nothing could be sent to host memory where that was to be weighed; empty otherwise.
@@ -181,17 +184,17 @@ def _known_option(plan: Plan, action: Action) -> bool:
     if action.kind in TRANSFERS:
         stage = plan.stages[action.stage]
         return 0 <= (action.option or 0) < max(len(stage.offload_units), len(stage.input_offload_units))
-    return 0 <= (action.option or 0) <= _options(plan, action.stage)
+    return 0 <= (action.option or 0) <= _option_count(plan, action.stage)
 
 
-def _options(plan: Plan, stage: int) -> int:
+def _option_count(plan: Plan, stage: int) -> int:
     menu = plan.stages[stage].menu
     return len(plan.menus[menu].options) if 0 <= menu < len(plan.menus) else 0
 
 
 def _fits(chain: Chain, plan: Plan) -> bool:
-    own = [(stage.name, 1 + _options(plan, k)) for k, stage in enumerate(plan.stages)]
-    return own == [(stage.name, len(stage.options)) for stage in chain.stages]
+    planned = [(stage.name, 1 + _option_count(plan, k)) for k, stage in enumerate(plan.stages)]
+    return planned == [(stage.name, len(stage.options)) for stage in chain.stages]
 
 
 def chain_in(plan: Plan, where: str = "a plan") -> Chain:

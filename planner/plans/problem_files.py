@@ -1,4 +1,4 @@
-"""Problem files: what FILE may be at the command line (a profile, a chain problem or a graph problem), read."""
+"""Reads problem files: a profile, a chain problem or a graph problem, as the command line takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules: a plan stated by hand, as plain data, in Python or in a TOML or JSON file.
+"""The rules of a plan stated by hand, as plain data in Python or in a TOML or JSON file.
 
 A file has the fields of ``Rules``; its rules have those of ``Rule``::
 
@@ -148,7 +148,7 @@ class Rules:
         listed = values.pop("rules", [])
         if not isinstance(listed, list):
             raise ValueError(f"{where}: expected rules to be a list, got {listed!r}; write [[rules]] above each")
-        rules = tuple(_rule(each, f"{where}: rule {k + 1}") for k, each in enumerate(listed))
+        rules = tuple(_rule(table, f"{where}: rule {k + 1}") for k, table in enumerate(listed))
         return _built(cls, {**values, "rules": rules}, where)
 
     def to_document(self) -> dict[str, Any]:
@@ -202,11 +202,11 @@ def _built(kind: type, values: Mapping[str, Any], where: str) -> Any:
 def _listed(given: Any, name: str, text: Callable[[Any], str | None], expected: str) -> tuple[str, ...]:
     """One or several patterns as texts."""
     items = given if isinstance(given, (list, tuple)) else [given]
-    found = [text(item) for item in items]
-    if None in found or "" in found:
-        wrong = next(item for item, each in zip(items, found, strict=True) if not each)
-        raise ValueError(f"{name}: expected {expected}, or a list of them, got {wrong!r}; correct it")
-    return tuple(str(each) for each in found)
+    texts = [text(item) for item in items]
+    for item, read in zip(items, texts, strict=True):
+        if not read:
+            raise ValueError(f"{name}: expected {expected}, or a list of them, got {item!r}; correct it")
+    return tuple(str(read) for read in texts)
 
 
 def _module(item: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""What a schedule means for each stage of a profile: its decision, bytes, runs and seconds, by the stage's name."""
+"""What a schedule decides of each stage of a profile, with the bytes, runs and seconds that follow."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.plans.offloadable import input_offload_units, offload_units_among, sent_bytes
-from planner.plans.plan import Decision, PlannedStage
+from planner.plans.plan import PlannedStage, StageDecision
 from profiler.records import MenuRecord, Profile
-from solvers import Chain, Schedule
+from solvers import Chain, Option, Schedule
 from solvers.problem.chain_simulator import Replay
 
 
@@ -55,13 +55,13 @@ def with_decisions(
 ) -> tuple[PlannedStage, ...]:
     """The stages with what ``schedule`` decides of each; those of another plan of the same chain will do."""
     runs = Counter(a.stage for a in schedule.actions if a.kind in ("forward", "recompute"))
-    again, extra_ops = _extra_runs(stages, replayed)
+    extra_seconds, extra_ops = _extra_runs(stages, replayed)
     decisions = _decisions(stages, schedule)
-    chosen = _chosen_options(chain, schedule)
+    chosen = _chosen_options(schedule)
     sent = sent_bytes(chain, schedule)
-    for k, extra in _inner_seconds(chain, schedule, decisions).items():
-        again[k] = again.get(k, 0.0) + extra
     for k, option in chosen.items():
+        inner_seconds = _inner_seconds(chain.stages[k].options, option, decisions[k])
+        extra_seconds[k] = extra_seconds.get(k, 0.0) + inner_seconds
         extra_ops[k] += len(menus[stages[k].menu].options[option - 1].rerun)
     return tuple(
         replace(
@@ -69,7 +69,7 @@ def with_decisions(
             decision=decisions[k],
             kept_bytes=_kept_bytes(stages, decisions[k], menus, k, chosen.get(k, 0)),
             runs=runs[k],
-            extra_seconds=float(again.get(k, 0.0)),
+            extra_seconds=float(extra_seconds.get(k, 0.0)),
             extra_ops=extra_ops[k],
             option=chain.stages[k].options[chosen[k]].name if k in chosen else "",
             offload_units=_offload_units(stage, menus, chosen.get(k, 0)),
@@ -81,7 +81,7 @@ def with_decisions(
 
 def _extra_runs(stages: Sequence[PlannedStage], replayed: Replay) -> tuple[dict[int, float], Counter[int]]:
     """Seconds and ops of every run of a stage but its first."""
-    again: dict[int, float] = {}
+    extra_seconds: dict[int, float] = {}
     extra_ops: Counter[int] = Counter()
     seen: set[int] = set()
     for moment in replayed.timeline:
@@ -89,13 +89,14 @@ def _extra_runs(stages: Sequence[PlannedStage], replayed: Replay) -> tuple[dict[
         if action.kind not in ("forward", "recompute"):
             continue
         if action.stage in seen:
-            again[action.stage] = again.get(action.stage, 0.0) + moment.seconds - moment.stall_seconds
+            seconds = extra_seconds.get(action.stage, 0.0)
+            extra_seconds[action.stage] = seconds + moment.seconds - moment.stall_seconds
             # With an option inside it does not stop at its last saved tensor: see ``planner.plans.lowering``.
             stops = action.kind == "recompute" and not action.option
             stage = stages[action.stage]
             extra_ops[action.stage] += stage.recompute_ops if stops else stage.forward_ops
         seen.add(action.stage)
-    return again, extra_ops
+    return extra_seconds, extra_ops
 
 
 def _offload_units(stage: PlannedStage, menus: Sequence[MenuRecord], option: int) -> tuple[int, ...]:
@@ -106,51 +107,45 @@ def _offload_units(stage: PlannedStage, menus: Sequence[MenuRecord], option: int
     return offload_units_among(menu.ops, chosen, with_input=bool(stage.input_offload_units))
 
 
-def _chosen_options(chain: Chain, schedule: Schedule) -> dict[int, int]:
+def _chosen_options(schedule: Schedule) -> dict[int, int]:
     """The option inside the stage that each selective stage goes backward with."""
-    found: dict[int, int] = {}
+    options: dict[int, int] = {}
     for action in schedule.actions:
         if action.kind in ("forward", "recompute") and action.option is not None:
-            found[action.stage] = action.option
-    return {k: option for k, option in found.items() if option}
+            options[action.stage] = action.option
+    return {k: option for k, option in options.items() if option}
 
 
-def _inner_seconds(chain: Chain, schedule: Schedule, decisions: Sequence[Decision]) -> dict[int, float]:
+def _inner_seconds(options: Sequence[Option], option: int, decision: StageDecision) -> float:
     """Seconds that running ops again inside a stage adds to its backward, and to its forward where it runs once."""
-    found = {}
-    for k, option in _chosen_options(chain, schedule).items():
-        keep, chosen = chain.stages[k].options[0], chain.stages[k].options[option]
-        found[k] = chosen.backward_seconds - keep.backward_seconds
-        if decisions[k] == "selective":
-            found[k] += chosen.forward_seconds - keep.forward_seconds
-    return found
+    keep, chosen = options[0], options[option]
+    backward_seconds = chosen.backward_seconds - keep.backward_seconds
+    return backward_seconds + (chosen.forward_seconds - keep.forward_seconds if decision == "selective" else 0.0)
 
 
-def _decisions(stages: Sequence[PlannedStage], schedule: Schedule) -> list[Decision]:
+def _decisions(stages: Sequence[PlannedStage], schedule: Schedule) -> list[StageDecision]:
     """Keep (and offload), recompute from a kept input, or (in a segment) from the stage before."""
     first: dict[int, int | None] = {}
     freed: set[int] = set()
     for action in schedule.actions:
-        if action.kind == "backward" or (action.kind == "forward" and action.stage in first):
-            break
-        if action.kind == "recompute":
+        if action.kind in ("backward", "recompute") or (action.kind == "forward" and action.stage in first):
             break
         if action.kind == "forward":
             first[action.stage] = action.option
         elif action.kind == "free":
             freed.add(action.stage)
-    found: list[Decision] = []
     sent = {action.stage for action in schedule.actions if action.kind == "offload"}
+    decisions: list[StageDecision] = []
     for k, stage in enumerate(stages):
         if first.get(k, 0) is not None:
-            found.append("selective" if first.get(k) else "offload" if k in sent else "keep")
+            decisions.append("selective" if first.get(k) else "offload" if k in sent else "keep")
         else:
-            found.append("segment" if stage.links and k - 1 in freed else "recompute")
-    return found
+            decisions.append("segment" if stage.links and k - 1 in freed else "recompute")
+    return decisions
 
 
 def _kept_bytes(
-    stages: Sequence[PlannedStage], decision: Decision, menus: Sequence[MenuRecord], k: int, option: int
+    stages: Sequence[PlannedStage], decision: StageDecision, menus: Sequence[MenuRecord], k: int, option: int
 ) -> int:
     """Bytes this stage holds from forward to backward: what it saves, or its input, or nothing."""
     stage = stages[k]

@@ -10,7 +10,7 @@ import planner
 from planner.explain.op_decision_table import plan_ops_report
 from planner.explain.op_decisions import fates_of_ops, grouped_fates, held_bytes, kept_by, makers
 from planner.explain.stage_groups import StageKind, common_path, kinds_of_stages, names_in_short
-from planner.plans.plan import Decision
+from planner.plans.plan import StageDecision
 from profiler.op_graph import StageOp, StageOps, StageStorage
 from profiler.records import MenuRecord, OptionRecord
 from tests.support.printed_text import text_of
@@ -53,7 +53,7 @@ OPS = StageOps(
 )
 
 
-def kind(decision: Decision, kept: tuple[int, ...] = (), rerun: tuple[int, ...] = ()) -> StageKind:
+def kind(decision: StageDecision, kept: tuple[int, ...] = (), rerun: tuple[int, ...] = ()) -> StageKind:
     option = OptionRecord(
         name="some", kept=kept, rerun=rerun, forward_seconds=0.0, backward_seconds=0.0,
         freed_bytes=0, forward_peak_bytes=0, backward_peak_bytes=0,
