@@ -1,4 +1,4 @@
-"""The applier: installs a plan on the real model, and takes it off again."""
+"""Installs a plan on the real model, and takes it off again."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def handle_of(model: nn.Module) -> Handle | None:
 
 
 class Wrappers(Protocol):
-    """What stands in front of the model's own forward and of its stages'."""
+    """What runs in place of the model's own forward and of its stages'."""
 
     def whole(self, forward: Forward) -> Forward:
         """Instead of the model's forward."""
@@ -130,22 +130,21 @@ class PlannedCalls:
     """The wrappers of one applied plan, and the forward that is under way."""
 
     def __init__(self, plan: Plan, lowered: LoweredSchedule, model: nn.Module) -> None:
-        self._device = device_of(model)
+        self._device = model_device(model)
         self._engine = engine_for(plan, lowered, self._device)
         self._autocast = _autocast_of(plan)
         stages = {k for k, stage in enumerate(plan.stages) if stage.kind == "stage"}
-        # Where something travels, the end of every stage and the begin of its backward are moments to know.
-        acting = stages if lowered.transfers else {*lowered.dropped, *lowered.selective}
+        # Where something is sent, the end of every stage and the begin of its backward are moments to know.
+        planned = stages if lowered.transfers else {*lowered.dropped, *lowered.selective}
         # In a compiled model all stages were compiled one by one while they were measured.
-        kept = stages if made_compiled(plan) else ()
-        self.wrapped = sorted({*acting, *kept})
+        self.wrapped = sorted(stages if made_compiled(plan) else planned)
         self._compiled = CompiledCalls(plan, lowered.selective)
         self._plan = plan
         self._selections = selections_of(plan)
-        self._strays: set[int] = set()
+        self._diverged_stages: set[int] = set()
         self._lowered = lowered
         self._model = weakref.ref(model)
-        self._positions = {split_name(plan.stages[k].name): k for k in acting}
+        self._positions = {split_name(plan.stages[k].name): k for k in planned}
         self._step: PlannedStep | None = None
         self._counts: dict[str, int] = {}
         self._inside = False
@@ -160,8 +159,8 @@ class PlannedCalls:
             if autocast_now(self._device) != self._autocast:
                 check_precision(model, self._plan, autocast_now(self._device))
             self._compiled.in_model(forward)
-            engine = self._engine_beside(model)
-            self._step = PlannedStep(self._plan, self._lowered, self._selections, self._strays, engine)
+            engine = self._engine_on(model_device(model))
+            self._step = PlannedStep(self._plan, self._lowered, self._selections, self._diverged_stages, engine)
             self._counts.clear()
             try:
                 output = forward(*args, **kwargs)
@@ -173,11 +172,11 @@ class PlannedCalls:
 
         return run
 
-    def _engine_beside(self, model: nn.Module) -> CopyEngine | None:
-        """What carries bytes from and to the device that the model is on now."""
-        if device_of(model) != self._device:
-            self._device = device_of(model)
-            self._engine = engine_for(self._plan, self._lowered, self._device)
+    def _engine_on(self, device: torch.device) -> CopyEngine | None:
+        """What copies from and to the device that the model is on now."""
+        if device != self._device:
+            self._device = device
+            self._engine = engine_for(self._plan, self._lowered, device)
         return self._engine
 
     def stage(self, forward: Forward, name: str, module: nn.Module) -> Forward:
@@ -193,9 +192,9 @@ class PlannedCalls:
             if position is None or self._inside:
                 return forward(*args, **kwargs)
             self._inside = True
-            own = self._compiled.in_stage(position, module, forward, self._strays)
+            planned = self._compiled.in_stage(position, module, forward, self._diverged_stages)
             try:
-                return step.run(position, module, own, args, kwargs)
+                return step.run(position, module, planned, args, kwargs)
             finally:
                 self._inside = False
 
@@ -209,7 +208,7 @@ def split_name(stage: str) -> tuple[str, int]:
 
 
 def _check_model(model: nn.Module, plan: Plan) -> None:
-    differences = [d for stage in plan.stages if stage.kind == "stage" for d in _differences(model, stage)]
+    differences = [text for stage in plan.stages if stage.kind == "stage" if (text := _difference(model, stage))]
     if differences:
         more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
         raise PlanMismatch(
@@ -247,31 +246,30 @@ def check_precision(model: nn.Module, plan: Plan, autocast: torch.dtype | None) 
         )
 
 
-def _differences(model: nn.Module, stage: PlannedStage) -> list[str]:
+def _difference(model: nn.Module, stage: PlannedStage) -> str:
+    """The first thing in which a stage's module differs from the profiled one; empty where there is none."""
     name, _ = split_name(stage.name)
     try:
         module = module_named(model, name)
     except AttributeError:
-        return [f"it has no module {name!r}"]
+        return f"it has no module {name!r}"
     if type(module).__name__ != stage.module_class:
-        return [f"{name!r} is a {type(module).__name__}, expected {stage.module_class}"]
+        return f"{name!r} is a {type(module).__name__}, expected {stage.module_class}"
     shapes = {plain_name(key): tuple(p.shape) for key, p in module.named_parameters()}
     expected = dict(stage.parameter_shapes)
-    if shapes == expected:
-        return []
     for key in sorted({*shapes, *expected}):
         if shapes.get(key) != expected.get(key):
-            return [f"{name}.{key} has shape {shapes.get(key)}, expected {expected.get(key)}"]
-    return []
+            return f"{name}.{key} has shape {shapes.get(key)}, expected {expected.get(key)}"
+    return ""
 
 
-def device_of(model: nn.Module) -> torch.device:
+def model_device(model: nn.Module) -> torch.device:
     """The device that a model computes on."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def engine_for(plan: Plan, lowered: LoweredSchedule, device: torch.device) -> CopyEngine | None:
-    """The engine with its host memory, allocated here once; None where nothing travels.
+    """The engine with its host memory, allocated here once; None where nothing is sent.
 
     On a device that has no streams beside the computation's nothing does, which is said.
     """
@@ -291,13 +289,13 @@ def engine_for(plan: Plan, lowered: LoweredSchedule, device: torch.device) -> Co
 
 
 def selections_of(plan: Plan) -> dict[tuple[int, int], Selection]:
-    """What the ops of each stage are told, by stage and option, for all options that the schedule uses."""
+    """Which ops of each stage run again, by stage and option, for all options that the schedule uses."""
     runs = [action for action in plan.schedule.actions if action.kind in ("forward", "recompute")]
     used = {(action.stage, action.option) for action in runs if action.option}
     sending = {action.stage for action in plan.schedule.actions if action.kind == "offload"}
-    kinds = {(plan.stages[stage].menu, option, stage in sending) for stage, option in used}
-    found = {(m, o, all_saves): _selection(plan.menus[m], o, all_saves) for m, o, all_saves in kinds}
-    return {(k, option): found[plan.stages[k].menu, option, k in sending] for k, option in used}
+    distinct = {(plan.stages[stage].menu, option, stage in sending) for stage, option in used}
+    selections = {(m, o, all_saves): _selection(plan.menus[m], o, all_saves) for m, o, all_saves in distinct}
+    return {(k, option): selections[plan.stages[k].menu, option, k in sending] for k, option in used}
 
 
 def _selection(menu: MenuRecord, option: int, all_saves: bool) -> Selection:

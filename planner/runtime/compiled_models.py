@@ -1,4 +1,4 @@
-"""Plans on compiled models: which modules a plan's names mean there, and what is said where it cannot be kept."""
+"""Plans on compiled models: which modules a plan's names mean there, and warnings where it cannot be kept."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def made_compiled(plan: Plan) -> bool:
 
 
 class CompiledCalls:
-    """What compiled code asks of an applied plan: what cannot be kept is said once, at the first call.
+    """How stages of an applied plan run where code is compiled; what cannot be kept is said once, at the first call.
 
     A plan that keeps a choice of what a stage saves tells single ops, as they are dispatched, what to do; compiled
     code dispatches none. In a compiled model such a stage runs uncompiled, as planned. Where the stage itself is
@@ -52,36 +52,40 @@ class CompiledCalls:
     def __init__(self, plan: Plan, selective: Collection[int]) -> None:
         self._plan = plan
         self._selective = frozenset(selective)
-        self._whole = False
+        self._model_compiled = False
         self._promised = made_compiled(plan)
         self._uncompiled: set[int] = set()
-        self._settled: set[int] = set()
+        self._checked: set[int] = set()
 
     def in_model(self, forward: Forward) -> None:
         """The model is about to be run with ``forward``."""
-        self._whole = isinstance(forward, CompiledForward)
-        if self._whole:
+        self._model_compiled = isinstance(forward, CompiledForward)
+        if self._model_compiled:
             self._warn_of_the_peak()
 
-    def in_stage(self, position: int, module: nn.Module, forward: Forward, whole: set[int]) -> Forward:
-        """A stage is about to be run with ``forward``: what to run it with instead; may add it to ``whole``."""
-        if position not in self._settled or isinstance(forward, CompiledForward):
-            self._settle(position, module, forward, whole)
-        return uncompiled(forward) if position in self._uncompiled and position not in whole else forward
+    def in_stage(self, position: int, module: nn.Module, forward: Forward, diverged_stages: set[int]) -> Forward:
+        """A stage is about to be run with ``forward``: what to run it with instead.
 
-    def _settle(self, position: int, module: nn.Module, forward: Forward, whole: set[int]) -> None:
-        self._settled.add(position)
+        One that cannot keep its choice of ops joins ``diverged_stages``, which are recomputed whole.
+        """
+        if position not in self._checked or isinstance(forward, CompiledForward):
+            self._check(position, module, forward, diverged_stages)
+        runs_uncompiled = position in self._uncompiled and position not in diverged_stages
+        return uncompiled(forward) if runs_uncompiled else forward
+
+    def _check(self, position: int, module: nn.Module, forward: Forward, diverged_stages: set[int]) -> None:
+        self._checked.add(position)
         if not is_compiling_or_compiled(module, forward):
             return
         self._warn_of_the_peak()
-        if position not in self._selective or position in whole or position in self._uncompiled:
+        if position not in self._selective or position in diverged_stages or position in self._uncompiled:
             return
         stage = self._plan.stages[position]
-        if self._whole or not stage.recomputable:
+        if self._model_compiled or not stage.recomputable:
             self._uncompiled.add(position)
             instead = "it runs uncompiled"
         else:
-            whole.add(position)
+            diverged_stages.add(position)
             instead = "it stays compiled and is recomputed as a whole"
         _warn(
             f"planned stage {stage.name!r}: {stage.option or 'a choice of its ops'} cannot be recomputed inside "

@@ -1,4 +1,4 @@
-"""Copy engines: what the runtime asks of whatever carries bytes between device and host memory."""
+"""What the runtime asks of a copy engine, which copies bytes between device and host memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class OffloadedCopy(Protocol):
 
 
 class CopyEngine(Protocol):
-    """Carries bytes in both directions, in each in the order asked for, beside the computation."""
+    """Copies in both directions, in each in the order asked for, while the computation goes on."""
 
     def send(self, source: Tensor) -> OffloadedCopy | None:
         """Begin to copy ``source``, one row of bytes, to host memory; None where that is full."""
@@ -49,6 +49,6 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def room_for(size_bytes: int, device: torch.device) -> Tensor:
-    """New memory on the device."""
+def empty_bytes(size_bytes: int, device: torch.device) -> Tensor:
+    """New memory on the device, as one row of bytes."""
     return torch.empty(size_bytes, dtype=torch.uint8, device=device)

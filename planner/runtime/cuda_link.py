@@ -1,4 +1,4 @@
-"""The link of a CUDA device: a copy engine with a stream for each direction and pinned host memory."""
+"""A copy engine of a CUDA device: a stream for each direction, and pinned host memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from planner.runtime.copy_engine import room_for
-from planner.runtime.host_pool import HostPool, Spans
+from planner.runtime.copy_engine import empty_bytes
+from planner.runtime.host_pool import HostBlocks, HostPool
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.storages import CUDA_BLOCK_BYTES
 
@@ -40,74 +40,76 @@ class CudaCopyEngine:
 
     def send(self, source: Tensor) -> CudaCopy | None:
         """Begin to copy one row of bytes to host memory; None where that is full."""
-        spans = self.memory.take(source.numel())
-        if spans is None:
+        blocks = self.memory.take(source.numel())
+        if blocks is None:
             return None
-        own = torch.cuda.current_stream(self.device)
-        copy = CudaCopy(self, source, spans, own)
-        self.to_host.wait_stream(own)
+        computing = torch.cuda.current_stream(self.device)
+        copy = CudaCopy(self, source, blocks, computing)
+        self.to_host.wait_stream(computing)
         if self._given_back is not None:
             self.to_host.wait_event(self._given_back)
         try:
             with torch.cuda.stream(self.to_host):
-                for host, device in self.pieces(spans, source):
+                for host, device in self.parts(blocks, source):
                     host.copy_(device, non_blocking=True)
         finally:
             copy.done = _recorded(self.to_host)
         return copy
 
-    def pieces(self, spans: Spans, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each span of the host memory, with the part of ``tensor`` that belongs there."""
+    def parts(self, blocks: HostBlocks, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each block of the host memory, with the part of ``tensor`` that belongs there."""
         offset, size = 0, tensor.numel()
-        for begin, end in spans:
+        for begin, end in blocks:
             length = min(end - begin, size - offset)
             yield self.bytes[begin : begin + length], tensor[offset : offset + length]
             offset += length
 
-    def give_back(self, spans: Spans, after: torch.cuda.Event | None) -> None:
+    def give_back(self, blocks: HostBlocks, after: torch.cuda.Event | None) -> None:
         """Host memory is free again once ``after`` has happened."""
         if after is not None:
             self._given_back = after
-        self.memory.give(spans)
+        self.memory.give(blocks)
 
 
 class CudaCopy:
     """A copy on the stream to host memory, with its source until the computation waits for it."""
 
-    def __init__(self, engine: CudaCopyEngine, source: Tensor, spans: Spans, own: torch.cuda.Stream) -> None:
+    def __init__(
+        self, engine: CudaCopyEngine, source: Tensor, blocks: HostBlocks, computing: torch.cuda.Stream
+    ) -> None:
         self.done: torch.cuda.Event | None = None
         self._engine = engine
         self._source: Tensor | None = source
-        self._spans = spans
+        self._blocks = blocks
         self._size_bytes = source.numel()
-        self._own = own
+        self._computing = computing
 
     def wait(self) -> None:
         """The computation waits for the copy."""
-        _wait(self.done, self._own, self._engine.device)
+        _wait(self.done, self._computing, self._engine.device)
         self._source = None
 
     def fetch(self) -> CudaFetch:
         """Begin the copy back."""
         engine, device = self._engine, self._engine.device
-        own = torch.cuda.current_stream(device)
-        fetched = CudaFetch(self, room_for(self._size_bytes, device), own)
-        engine.to_device.wait_stream(own)  # Its memory may have been another tensor's, still in use there.
+        computing = torch.cuda.current_stream(device)
+        fetch = CudaFetch(self, empty_bytes(self._size_bytes, device), computing)
+        engine.to_device.wait_stream(computing)  # Its memory may have been another tensor's, still in use there.
         if self.done is not None:
             engine.to_device.wait_event(self.done)
         try:
             with torch.cuda.stream(engine.to_device):
-                for host, target in engine.pieces(self._spans, fetched.target):
+                for host, target in engine.parts(self._blocks, fetch.target):
                     target.copy_(host, non_blocking=True)
         finally:
-            fetched.arrived = _recorded(engine.to_device)
-        return fetched
+            fetch.arrived = _recorded(engine.to_device)
+        return fetch
 
     def give_back(self, after: torch.cuda.Event | None = None) -> None:
         """The host memory is free again once ``after`` has happened."""
-        spans, self._spans = self._spans, ()
-        if spans:
-            self._engine.give_back(spans, after)
+        blocks, self._blocks = self._blocks, ()
+        if blocks:
+            self._engine.give_back(blocks, after)
 
     @property
     def device(self) -> torch.device:
@@ -117,23 +119,23 @@ class CudaCopy:
         if sys.is_finalizing():
             return
         if self._source is not None and self.done is not None:
-            self._own.wait_event(self.done)  # Else its memory could be given to others while it is being read.
+            self._computing.wait_event(self.done)  # Else its memory could be given to others while it is being read.
         self.give_back()
 
 
 class CudaFetch:
     """A copy on the stream back to the device."""
 
-    def __init__(self, copy: CudaCopy, target: Tensor, own: torch.cuda.Stream) -> None:
+    def __init__(self, copy: CudaCopy, target: Tensor, computing: torch.cuda.Stream) -> None:
         self.arrived: torch.cuda.Event | None = None
         self.target = target
         self._copy = copy
-        self._own = own
+        self._computing = computing
         self._waited = False
 
     def wait(self) -> Tensor:
         """The computation waits until the bytes have arrived."""
-        _wait(self.arrived, self._own, self._copy.device)
+        _wait(self.arrived, self._computing, self._copy.device)
         self._waited = True
         self._copy.give_back(self.arrived)
         return self.target
@@ -141,7 +143,7 @@ class CudaFetch:
     def __del__(self) -> None:
         if self._waited or self.arrived is None or sys.is_finalizing():
             return
-        self._own.wait_event(self.arrived)  # Else its memory could be given to others while it is being written.
+        self._computing.wait_event(self.arrived)  # Else its memory could be given to others while it is being written.
         self._copy.give_back(self.arrived)
 
 
@@ -151,13 +153,13 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-def _wait(event: torch.cuda.Event | None, own: torch.cuda.Stream, device: torch.device) -> None:
+def _wait(event: torch.cuda.Event | None, computing: torch.cuda.Stream, device: torch.device) -> None:
     """The stream in use waits for an event, and so does the one whose memory it is about."""
     assert event is not None
-    now = torch.cuda.current_stream(device)
-    now.wait_event(event)
-    if now != own:
-        own.wait_event(event)
+    current = torch.cuda.current_stream(device)
+    current.wait_event(event)
+    if current != computing:
+        computing.wait_event(event)
 
 
 def host_buffer(size_bytes: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Host memory: which spans of one buffer, allocated once, hold what has been sent from the device."""
+"""The host memory of a plan: one buffer, allocated once, of which blocks are handed out and taken back."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class HostBlock(NamedTuple):
         return self.end - self.begin
 
 
-Spans = tuple[HostBlock, ...]
+HostBlocks = tuple[HostBlock, ...]
 
 
 class HostPool:
-    """Hands out spans of a buffer of ``size_bytes`` and takes them back.
+    """Hands out blocks of a buffer of ``size_bytes`` and takes them back.
 
-    What is asked for is given in one span where one is long enough, else in several: as long as that many bytes are
-    free they are found, whatever the sizes before.
+    What is asked for is given in one block where one is long enough, else in several: as long as that many bytes are
+    free they are given, whatever the sizes before.
 
     Args:
         size_bytes: of the buffer.
-        granule_bytes: spans begin and end at multiples of it.
+        granule_bytes: blocks begin and end at multiples of it.
 
     >>> memory = HostPool(8)
     >>> held = [memory.take(2) for _ in range(4)]
@@ -46,58 +46,58 @@ class HostPool:
         self.size_bytes = self._rounded(size_bytes)
         self.peak_bytes = 0
         self._free: list[HostBlock] = [HostBlock(0, self.size_bytes)] if size_bytes else []
-        # Whoever holds spans may be let go of at any moment, also in the middle of ``take``.
-        self._returned: deque[Spans] = deque()
+        # Whoever holds blocks may be let go of at any moment, also in the middle of ``take``.
+        self._returned: deque[HostBlocks] = deque()
 
     @property
     def held_bytes(self) -> int:
         """Bytes that are handed out."""
         self._absorb()
-        return self.size_bytes - sum(span.size_bytes for span in self._free)
+        return self.size_bytes - sum(block.size_bytes for block in self._free)
 
-    def take(self, size_bytes: int) -> Spans | None:
-        """Spans of so many bytes in all; None where fewer are free."""
-        wanted = self._rounded(size_bytes)
-        if wanted > self.size_bytes - self.held_bytes:
+    def take(self, size_bytes: int) -> HostBlocks | None:
+        """Blocks of so many bytes in all; None where fewer are free."""
+        wanted_bytes = self._rounded(size_bytes)
+        if wanted_bytes > self.size_bytes - self.held_bytes:
             return None
-        found: list[HostBlock] = []
-        while wanted:
-            span = min((s for s in self._free if s.size_bytes >= wanted), key=_size, default=None)
-            span = span or max(self._free, key=_size)
-            found.append(self._cut(span, wanted))
-            wanted -= found[-1].size_bytes
+        blocks: list[HostBlock] = []
+        while wanted_bytes:
+            large_enough = (block for block in self._free if block.size_bytes >= wanted_bytes)
+            free = min(large_enough, key=_size, default=None) or max(self._free, key=_size)
+            blocks.append(self._cut(free, wanted_bytes))
+            wanted_bytes -= blocks[-1].size_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return tuple(found)
+        return tuple(blocks)
 
-    def give(self, spans: Spans) -> None:
-        """Take spans back."""
-        self._returned.append(spans)
+    def give(self, blocks: HostBlocks) -> None:
+        """Take blocks back."""
+        self._returned.append(blocks)
 
     def _rounded(self, size_bytes: int) -> int:
         return -(-size_bytes // self._granule_bytes) * self._granule_bytes
 
-    def _cut(self, span: HostBlock, most_bytes: int) -> HostBlock:
-        """The first bytes of a free span."""
-        position = self._free.index(span)
-        end = min(span.end, span.begin + most_bytes)
-        self._free[position : position + 1] = [HostBlock(end, span.end)] if end < span.end else []
-        return HostBlock(span.begin, end)
+    def _cut(self, free: HostBlock, most_bytes: int) -> HostBlock:
+        """The first bytes of a free block."""
+        position = self._free.index(free)
+        end = min(free.end, free.begin + most_bytes)
+        self._free[position : position + 1] = [HostBlock(end, free.end)] if end < free.end else []
+        return HostBlock(free.begin, end)
 
     def _absorb(self) -> None:
         while self._returned:
-            for span in self._returned.popleft():
-                self._insert(span)
+            for block in self._returned.popleft():
+                self._insert(block)
 
-    def _insert(self, span: HostBlock) -> None:
-        """Add a free span, as one with those beside it."""
-        position = bisect.bisect(self._free, span)
-        if position < len(self._free) and self._free[position].begin == span.end:
-            span = HostBlock(span.begin, self._free.pop(position).end)
-        if position and self._free[position - 1].end == span.begin:
+    def _insert(self, block: HostBlock) -> None:
+        """Add a free block, as one with its neighbours."""
+        position = bisect.bisect(self._free, block)
+        if position < len(self._free) and self._free[position].begin == block.end:
+            block = HostBlock(block.begin, self._free.pop(position).end)
+        if position and self._free[position - 1].end == block.begin:
             position -= 1
-            span = HostBlock(self._free.pop(position).begin, span.end)
-        self._free.insert(position, span)
+            block = HostBlock(self._free.pop(position).begin, block.end)
+        self._free.insert(position, block)
 
 
-def _size(span: HostBlock) -> int:
-    return span.size_bytes
+def _size(block: HostBlock) -> int:
+    return block.size_bytes

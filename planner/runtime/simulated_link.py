@@ -1,4 +1,4 @@
-"""The artificial link: a copy engine on the CPU that takes the time that a stated link would."""
+"""A copy engine on the CPU whose copies take the time that a link of a stated speed would."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planner.runtime.copy_engine import room_for
-from planner.runtime.host_pool import HostPool, Spans
+from planner.runtime.copy_engine import empty_bytes
+from planner.runtime.host_pool import HostBlocks, HostPool
 from profiler.workload.compiled_forwards import leave_uncompiled
 from solvers.problem.link import Link
 
@@ -46,26 +46,26 @@ class SimulatedCopyEngine:
 
     def send(self, source: Tensor) -> SimulatedCopy | None:
         """Begin to copy one row of bytes to host memory; None where that is full."""
-        spans = self.memory.take(source.numel())
-        if spans is None:
+        blocks = self.memory.take(source.numel())
+        if blocks is None:
             return None
         self._to_host_free = max(self._to_host_free, self._now()) + self._link.to_host_seconds(source.numel())
-        copy = SimulatedCopy(self, spans, source.numel(), self._to_host_free)
+        copy = SimulatedCopy(self, blocks, source.numel(), self._to_host_free)
         values, offset = source.numpy(), 0
-        for begin, end in spans:
+        for begin, end in blocks:
             self.bytes[begin:end] = values[offset : offset + end - begin]
             offset += end - begin
         return copy
 
-    def fetching(self, size_bytes: int, sent: float) -> float:
-        """Begin a copy back that was ``sent`` by that time: when it will have arrived."""
-        begin = max(self._to_device_free, self._now(), sent)
+    def begin_fetch(self, size_bytes: int, sent_seconds: float) -> float:
+        """Begin to copy back what was sent by that time; returns the time when it will have arrived."""
+        begin = max(self._to_device_free, self._now(), sent_seconds)
         self._to_device_free = begin + self._link.to_device_seconds(size_bytes)
         return self._to_device_free
 
-    def wait_until(self, moment: float) -> None:
+    def wait_until(self, clock_seconds: float) -> None:
         """The computation waits."""
-        seconds = moment - self._now()
+        seconds = clock_seconds - self._now()
         if seconds > 0:
             self.stall_seconds += seconds
             self._sleep(seconds)
@@ -74,9 +74,9 @@ class SimulatedCopyEngine:
 class SimulatedCopy:
     """A copy that is in host memory from ``done`` on."""
 
-    def __init__(self, engine: SimulatedCopyEngine, spans: Spans, size_bytes: int, done: float) -> None:
+    def __init__(self, engine: SimulatedCopyEngine, blocks: HostBlocks, size_bytes: int, done: float) -> None:
         self._engine = engine
-        self._spans = spans
+        self._blocks = blocks
         self._size_bytes = size_bytes
         self._done = done
 
@@ -86,18 +86,18 @@ class SimulatedCopy:
 
     def fetch(self) -> SimulatedFetch:
         """Begin the copy back."""
-        engine, target = self._engine, room_for(self._size_bytes, torch.device("cpu"))
+        engine, target = self._engine, empty_bytes(self._size_bytes, torch.device("cpu"))
         values, offset = target.numpy(), 0
-        for begin, end in self._spans:
+        for begin, end in self._blocks:
             values[offset : offset + end - begin] = engine.bytes[begin:end]
             offset += end - begin
-        return SimulatedFetch(self, engine, target, engine.fetching(self._size_bytes, self._done))
+        return SimulatedFetch(self, engine, target, engine.begin_fetch(self._size_bytes, self._done))
 
     def give_back(self) -> None:
         """The host memory is free again."""
-        spans, self._spans = self._spans, ()
-        if spans:
-            self._engine.memory.give(spans)
+        blocks, self._blocks = self._blocks, ()
+        if blocks:
+            self._engine.memory.give(blocks)
 
     def __del__(self) -> None:
         self.give_back()

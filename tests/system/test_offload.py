@@ -404,7 +404,7 @@ def test_under_every_option_of_a_transformers_block_what_is_left_travels(
 def test_on_a_device_without_streams_nothing_travels_which_is_said(
     profiles: dict[str, planner.Profile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(applier, "device_of", lambda _: torch.device("meta"))
+    monkeypatch.setattr(applier, "model_device", lambda _: torch.device("meta"))
     work, plan = workload("dropout"), planned(profiles["dropout"], sent_late)
     with pytest.warns(RuntimeWarning, match="copies beside its computation, got meta; nothing is sent"):
         handle = planner.apply(work.model, plan)
@@ -416,11 +416,11 @@ def test_on_a_device_without_streams_nothing_travels_which_is_said(
 def test_the_engine_is_that_of_the_device_that_the_model_is_on(
     everything: planner.Plan, engines: list[SimulatedCopyEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work, found = workload("dropout"), applier.device_of
-    monkeypatch.setattr(applier, "device_of", lambda _: torch.device("meta"))
+    work, model_device = workload("dropout"), applier.model_device
+    monkeypatch.setattr(applier, "model_device", lambda _: torch.device("meta"))
     with pytest.warns(RuntimeWarning, match="nothing is sent"):
         handle = planner.apply(work.model, everything)
-    monkeypatch.setattr(applier, "device_of", found)
+    monkeypatch.setattr(applier, "model_device", model_device)
     with handle:
         work.step()
         work.step()
