@@ -10,7 +10,7 @@ from planner.capacity.size_bisection import BisectionResult, bisect_size
 from planner.capacity.size_profiles import NoProfile
 from planner.capacity.smallest_size import SearchStart, takes
 from planner.plans.plan import Plan
-from planner.runtime.step_trial import Build, Report, Trial, has_room, room_bytes, trial
+from planner.runtime.step_trial import Build, Notify, Trial, has_room, room_bytes, run_trial
 from planner.units import format_bytes
 
 TRIES = 12  # real steps to settle one limit; two where the prediction is right
@@ -39,7 +39,7 @@ class LimitSearch:
         vary: str,
         footing: SearchStart,
         forecast: PredictedLimits,
-        report: Report,
+        report: Notify,
         *,
         refused: int | None = None,
     ) -> None:
@@ -143,7 +143,7 @@ class LimitSearch:
         self._report(f"{self._vary}={size}: a step, {way}")
         short = self._forecast.seconds_at(size, plan) <= LONG_SECONDS
         repeats = REPEATS if short and expected <= self._forecast.budget_bytes else 1
-        self._trials[way, size] = trial(self._build, size, plan, repeats=repeats)
+        self._trials[way, size] = run_trial(self._build, size, plan, repeats=repeats)
         return self._trials[way, size]
 
     def _reported(self, way: TrainingMode, settled: BisectionResult, guess: int) -> Limit:

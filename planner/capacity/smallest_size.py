@@ -8,7 +8,7 @@ import torch
 
 from planner.capacity.scaling import whole_at
 from planner.capacity.size_bisection import MOST
-from planner.runtime.step_trial import Build, Report, Trial, has_room, ran_out, states_bytes, trial
+from planner.runtime.step_trial import Build, Notify, Trial, has_room, measured_states_bytes, ran_out, run_trial
 from planner.targets import NoTarget
 
 STANDING = 6  # sizes in a row with one peak; the optimizer's step may hide growth below it, which profiles still show
@@ -34,7 +34,7 @@ class SearchStart:
     notes: tuple[str, ...] = ()
 
 
-def search_start(build: Build, vary: str, step: int, report: Report) -> SearchStart:
+def search_start(build: Build, vary: str, step: int, report: Notify) -> SearchStart:
     """Try the step, twice the step and so on, until the target takes one and the model trains with it.
 
     Raises:
@@ -46,7 +46,7 @@ def search_start(build: Build, vary: str, step: int, report: Report) -> SearchSt
         report(f"{vary}={size}: states")
         try:
             workload = build(size)
-            states, device = states_bytes(workload), workload.device
+            states, device = measured_states_bytes(workload), workload.device
         except NoTarget:
             raise  # other sizes would not help
         except ValueError as error:
@@ -79,14 +79,14 @@ def _unit(build: Build, size: int, step: int) -> int:
 def takes(build: Build, size: int) -> bool:
     """Whether the target takes a size and the model trains with it: many refuse one only in their forward."""
     try:
-        states_bytes(build(size))
+        measured_states_bytes(build(size))
     except ValueError as error:
         return ran_out(error)  # there is no room for it here, which is another question
     return True
 
 
 def doubling_steps(
-    build: Build, footing: SearchStart, vary: str, budget_bytes: int, report: Report
+    build: Build, footing: SearchStart, vary: str, budget_bytes: int, report: Notify
 ) -> tuple[list[Trial], int | None]:
     """Real unplanned steps at doubled sizes, as long as they are taken, predicted to fit and have room.
 
@@ -97,7 +97,7 @@ def doubling_steps(
     while size <= MOST * footing.step:
         report(f"{vary}={size}: a step")
         try:
-            found.append(trial(build, size, None, repeats=1))
+            found.append(run_trial(build, size, None, repeats=1))
         except ValueError:
             if not found:
                 raise

@@ -1,4 +1,4 @@
-"""Trials: one real step at one size, with or without a plan, and whether its measured peak is within the budget."""
+"""Runs one real step at one size, with or without a plan, and measures its peak; running out of memory is a result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from profiler.workload.storages import distinct_bytes
 from profiler.workload.workload import Workload
 
 Build = Callable[[int], Workload]
-Report = Callable[[str], None]
+Notify = Callable[[str], None]  # is told in words what is being done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Trial:
         return self.peak_bytes is not None and self.peak_bytes <= budget_bytes
 
 
-def trial(build: Build, size: int, plan: Plan | None, *, repeats: int) -> Trial:
+def run_trial(build: Build, size: int, plan: Plan | None, *, repeats: int) -> Trial:
     """Build the workload and run its step; running out of memory, while building too, is an outcome.
 
     Raises:
@@ -75,13 +75,13 @@ def release() -> None:
 
 def ran_out(error: BaseException) -> bool:
     """Whether an error, or what it came from, says that the device has no memory left."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, (MemoryError, torch.OutOfMemoryError)):
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (MemoryError, torch.OutOfMemoryError)):
             return True
-        if isinstance(seen, RuntimeError) and "can't allocate memory" in str(seen):  # what torch says on the CPU
+        if isinstance(cause, RuntimeError) and "can't allocate memory" in str(cause):  # what torch says on the CPU
             return True
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return False
 
 
@@ -100,10 +100,10 @@ def has_room(device: torch.device, peak_bytes: int, resident_bytes: int) -> bool
     return room is None or peak_bytes + copied <= room
 
 
-def states_bytes(workload: Workload) -> int:
+def measured_states_bytes(workload: Workload) -> int:
     """Bytes of the model's states, whatever the batch: parameters, buffers, gradients and optimizer states."""
     with preserved(workload):
         first_step(workload)
         resident = resident_bytes_of(workload)
-    gradients = distinct_bytes(p for p in workload.model.parameters() if p.requires_grad)
-    return resident.total - resident.inputs - resident.gradients + gradients
+    gradient_bytes = distinct_bytes(p for p in workload.model.parameters() if p.requires_grad)
+    return resident.total - resident.inputs - resident.gradients + gradient_bytes

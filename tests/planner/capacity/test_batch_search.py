@@ -12,7 +12,7 @@ import planner
 import planner.capacity.size_profiles
 from planner import zoo
 from planner.capacity.batch_search import max_batch
-from planner.runtime.step_trial import has_room, states_bytes
+from planner.runtime.step_trial import has_room, measured_states_bytes
 from tests.support.command_line import done, refused, run
 
 SETTINGS = {"layers": 4, "hidden": 32}
@@ -94,7 +94,7 @@ def test_no_step_is_run_where_the_device_has_no_room(budget, monkeypatch):
     room = unplanned_peak(LIMIT) + 300_000
     monkeypatch.setattr("planner.runtime.step_trial.room_bytes", lambda device: room)
     monkeypatch.setattr("planner.capacity.measured_limits.room_bytes", lambda device: room)
-    most = room - states_bytes(build(STEP))
+    most = room - measured_states_bytes(build(STEP))
     found = search(watched, 10 * most)
     assert not found.none.confirmed and not found.none.next_fails
     assert f"batch={found.none.size} was not tried" in found.none.reason
@@ -109,7 +109,7 @@ def test_on_a_cpu_there_is_room_for_what_the_host_may_still_hold(monkeypatch):
 
 
 def test_states_alone_above_the_budget_are_named():
-    states = states_bytes(build(STEP))
+    states = measured_states_bytes(build(STEP))
     parameters = sum(p.numel() * 4 for p in build(STEP).model.parameters())
     steps = 4 * sum(1 for _ in build(STEP).model.parameters())
     buffers = sum(b.numel() * b.element_size() for b in build(STEP).model.buffers())

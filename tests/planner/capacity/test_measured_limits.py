@@ -43,7 +43,7 @@ def search(growth, monkeypatch, peak, seconds=lambda size: 1.0, step=STEP) -> An
         expected = forecast.plan_at("none", size)[1] if plan is None else plan.predicted_peak_bytes
         return Trial(size=size, peak_bytes=peak(plan, expected), seconds=seconds(size), plan=plan)
 
-    monkeypatch.setattr("planner.capacity.measured_limits.trial", train)
+    monkeypatch.setattr("planner.capacity.measured_limits.run_trial", train)
     footing = SearchStart(start=step, step=step, states_bytes=1, device=torch.device("cpu"))
     return LimitSearch(build, "batch", footing, forecast, lambda what: None).run(())
 

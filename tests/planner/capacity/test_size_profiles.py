@@ -44,7 +44,7 @@ def search(profiles, monkeypatch) -> Any:
     def train(build, size, plan, *, repeats):
         return Trial(size=size, peak_bytes=forecast.plan_at("none", size)[1], seconds=float(size), plan=plan)
 
-    monkeypatch.setattr("planner.capacity.measured_limits.trial", train)
+    monkeypatch.setattr("planner.capacity.measured_limits.run_trial", train)
     footing = SearchStart(start=1, step=1, states_bytes=1, device=torch.device("cpu"))
     return LimitSearch(build, "layers", footing, forecast, lambda what: None).run(())
 
