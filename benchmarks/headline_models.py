@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.zoo.language import bert_config
-from planner.zoo.training import check_device, seeded, transformers
+from planner.zoo.training import check_available, seeded, transformers
 from profiler.workload.workload import Workload
 
 LEARNING_RATE = 1e-4  # of BERT's pretraining (Devlin et al. 2018, appendix A.2)
@@ -71,7 +71,7 @@ def bert_large(
         ValueError: a value that cannot work.
     """
     _check(batch=batch, layers=layers, seq=seq, masked=masked, attention=attention, amp=amp)
-    check_device("bert", device)
+    check_available("bert", device)
     config = bert_config(layers=layers, hidden=hidden, heads=heads, seq=seq, vocab=vocab, attention=attention)
     with seeded(seed):
         model = MaskedLanguageModel(config).train().to(device)

@@ -1,4 +1,4 @@
-"""Owns targets: the text that names a function, and the call that turns it into a workload."""
+"""Loads targets: calls the function that a text names (a zoo model, one of a file or of a module) for its workload."""
 
 from __future__ import annotations
 
@@ -161,11 +161,11 @@ def _put_on_path(folder: Path) -> None:
 
 
 def _function(text: str, module: ModuleType, name: str) -> Callable[..., Any]:
-    found = getattr(module, name, None)
-    if callable(found):
-        return found
+    member = getattr(module, name, None)
+    if callable(member):
+        return member
     functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-    got = "nothing of that name" if found is None else f"a {type(found).__name__}"
+    got = "nothing of that name" if member is None else f"a {type(member).__name__}"
     raise NoTarget(
         f"target {text!r}: expected a function {name!r}, got {got}; "
         f"use one of those there: {', '.join(sorted(functions)) or 'none yet'}"

@@ -1,4 +1,4 @@
-"""Owns the text forms of bytes and seconds: sizes as people write them, and numbers as people read them."""
+"""Bytes and seconds as text: sizes as people write them, and numbers as people read them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EXPECTED = "expected a size such as 8GiB, 8GB, 512MiB, 1234567 (bytes) or 70% (
 
 
 def parse_bytes(text: str | int, *, whole_bytes: int | None = None) -> int:
-    """Read a size; fractions of a byte are dropped, so a budget never grows.
+    """Read a size; fractions of a byte are dropped, so a budget never gets larger than what was written.
 
     ``KiB MiB GiB TiB`` are powers of 1024, ``KB MB GB TB`` powers of 1000; a
     bare whole number is bytes; ``70%`` is a part of ``whole_bytes``.

@@ -1,4 +1,4 @@
-"""Owns the registry of built-in models: real architectures at sizes whose step takes about a second on two cores.
+"""Built-in models by name: real architectures at sizes whose step takes about a second on two cores.
 
 All are built offline from configs with random weights, so nothing is downloaded.
 """

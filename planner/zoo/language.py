@@ -1,4 +1,4 @@
-"""Owns the zoo's language models: GPT-2, BERT, Llama and T5 from transformers configs, with random weights."""
+"""Language models: GPT-2, BERT, Llama and T5 from transformers configs, with random weights."""
 
 from __future__ import annotations
 

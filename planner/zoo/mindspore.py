@@ -1,4 +1,4 @@
-"""Owns the zoo's attention blocks of MindSpore's tutorial on recomputation: few weights, large scores, no residual."""
+"""Attention blocks of MindSpore's tutorial on recomputation: few weights, large scores, no residual."""
 
 from __future__ import annotations
 

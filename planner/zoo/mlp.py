@@ -1,4 +1,4 @@
-"""Owns the zoo's multilayer perceptron: a plain ``nn.Sequential`` that regresses its own input's width."""
+"""A multilayer perceptron: a plain ``nn.Sequential`` whose output is as wide as its input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what every zoo model shares: seeded building, checked settings, the device and the optimizer."""
+"""What every built-in model shares: seeded building, checked settings, the device and the optimizer."""
 
 from __future__ import annotations
 
@@ -62,19 +62,17 @@ def finish(
     """
     model.train().to(device)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    moved = map_tensors(lambda tensor: _to(tensor, device, dtype), inputs)
-    stepped = make_optimizer(optimizer, model.to(dtype))
     return Workload(
         model=model,
-        inputs=moved,
+        inputs=map_tensors(lambda tensor: _moved(tensor, device, dtype), inputs),
         loss=loss,
-        optimizer=stepped,
+        optimizer=make_optimizer(optimizer, model.to(dtype)),
         autocast=_AUTOCAST[precision],
         scaler=torch.amp.GradScaler(torch.device(device).type) if precision == "amp-fp16" else None,
     )
 
 
-def _to(tensor: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
+def _moved(tensor: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
 
 
@@ -128,7 +126,7 @@ def check_settings(name: str, builder: Callable[..., Workload], settings: Mappin
 
 def _check_value(where: str, key: str, value: Any, default: Any) -> None:
     if key == "device":
-        return check_device(where, value)
+        return check_available(where, value)
     if key in _CHOICES:
         if value not in _CHOICES[key]:
             raise ValueError(f"{where}: expected {key} to be {', '.join(_CHOICES[key])}, got {value!r}; use one")
@@ -142,7 +140,7 @@ def _check_value(where: str, key: str, value: Any, default: Any) -> None:
     return None
 
 
-def check_device(where: str, value: Any) -> None:
+def check_available(where: str, value: Any) -> None:
     """Refuse a device that is not there, before anything is built for it; raises Unknown."""
     try:
         device = torch.device(value)

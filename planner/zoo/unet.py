@@ -1,4 +1,4 @@
-"""Owns the zoo's U-Net: four levels down, four up, and a long skip connection at each."""
+"""U-Net: four levels down, four up, and a long skip connection at each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the zoo's image classifiers: ViT and ResNet-50 from transformers configs, with random weights."""
+"""Image classifiers: ViT and ResNet-50 from transformers configs, with random weights."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from planner.plans.solving import plan_of
 from profiler.workload.workload import Workload
 from solvers import Chain, Problem, Schedule, Solution, replay
 from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
+from solvers.problem.link import Link
 
 DEPTHS = (0.0, 0.3, 0.6)
 
@@ -67,10 +68,10 @@ def choosing_inside(chain: Chain) -> Schedule:
     )
 
 
-def following(profile: planner.Profile, schedule: Schedule) -> planner.Plan:
+def following(profile: planner.Profile, schedule: Schedule, link: Link | None = None) -> planner.Plan:
     """The plan that does what a schedule says."""
     chain = chain_of(profile)
-    replayed = replay(chain, schedule)
+    replayed = replay(chain, schedule, link)
     solution = Solution(
         solver="stated",
         status="feasible",
@@ -80,4 +81,4 @@ def following(profile: planner.Profile, schedule: Schedule) -> planner.Plan:
         lower_bound_seconds=0.0,
         solve_seconds=0.0,
     )
-    return plan_of(profile, Problem(chain=chain, budget_bytes=replayed.peak_bytes), solution)
+    return plan_of(profile, Problem(chain=chain, budget_bytes=replayed.peak_bytes, link=link), solution)

@@ -15,16 +15,15 @@ import planner
 from planner import zoo
 from planner.plans import offloadable
 from planner.plans.cost_model import chain_of
-from planner.plans.solving import plan_of
 from planner.runtime import applier
 from planner.runtime.plan_checks import _WARNED
 from planner.runtime.simulated_link import SimulatedCopyEngine
 from profiler.workload.workload import Workload
-from solvers import Chain, Problem, Schedule, Solution, replay
+from solvers import Chain, Schedule
 from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
 from solvers.problem.chain_schedule import Action
 from solvers.problem.link import Link
-from tests.support.exactness import assert_same, choosing_inside, state_after
+from tests.support.exactness import assert_same, choosing_inside, following, state_after
 from tests.support.odd_models import workload
 from tests.support.random_transfers import AMPLE, with_transfers
 
@@ -94,17 +93,7 @@ def planned(
     schedule = make(chain)
     if not any(action.kind == "offload" for action in schedule.actions):
         schedule = with_transfers(chain, schedule, random.Random(seed), share)
-    replayed = replay(chain, schedule, link)
-    solution = Solution(
-        solver="by hand",
-        status="feasible",
-        schedule=schedule,
-        peak_bytes=replayed.peak_bytes,
-        seconds=replayed.seconds,
-        lower_bound_seconds=0.0,
-        solve_seconds=0.0,
-    )
-    return plan_of(profile, Problem(chain=chain, budget_bytes=replayed.peak_bytes, link=link), solution)
+    return following(profile, schedule, link)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Host memory and the artificial link: bytes come back as they went, in the time that the link takes."""
+"""Host memory and the simulated link: bytes come back as they went, in the time that the link takes."""
 
 from __future__ import annotations
 
