@@ -134,9 +134,9 @@ def _split_at_second_runs(actions: list[Action]) -> tuple[list[Action], list[Act
 
 
 def _split_end(actions: list[Action]) -> tuple[list[Action], list[Action]]:
-    """Set apart what has to wait for backward: what is brought back behind the last forward, and transfers after that.
+    """Set apart what waits for backward: what is brought back after the last forward, and transfers after that.
 
-    Nobody tells when the loss is done.
+    The runtime is not told when the loss is done.
     """
     last = max((i for i, action in enumerate(actions) if action.kind in _RUNS), default=-1)
     waits = False

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,15 +26,27 @@ from solvers.problem.graph import Graph
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMNS = ("solver", "budget_bytes", "peak_bytes", "seconds", "lower_bound_seconds", "status", "solve_seconds")
-SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor")
+CHAIN_SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor")
 LINK_SOLVERS = ("offload_only", "auto")  # beside these, where there is a link
 GRAPH_SOLVERS = ("auto", "lower_sets", "hierarchy", "demand", "moments")  # by rank; those of them that there are
 GRAPH_SECONDS = 45.0  # for all methods of a graph together: the whole command then takes about a minute
 _SHARES = {"auto": 4, "moments": 2}  # of the time; the others mostly need less than one share
 BOUND_POINTS = 40
 
-CurveRow = dict[str, Any]
+
+class CurveRow(NamedTuple):
+    """One point of a curve; see ``pareto``."""
+
+    solver: str
+    budget_bytes: int
+    peak_bytes: int | None
+    seconds: float
+    lower_bound_seconds: float
+    status: str
+    solve_seconds: float = 0.0
+
+
+COLUMNS = CurveRow._fields
 
 
 def pareto(
@@ -64,16 +76,21 @@ def pareto(
     source = problem if isinstance(problem, Profile | Chain | Graph) else read_source(problem)
     if isinstance(source, Graph):
         return _graph_curves(source, solvers, time_limit_seconds)
-    chain = chain_of(source) if isinstance(source, Profile) else source
-    unplanned = _unplanned_profile(source) if isinstance(source, Profile) else _unplanned_chain(source)
-    seconds_outside_chain = unplanned["seconds"] - chain.unplanned_seconds
-    rows = [unplanned]
+    if isinstance(source, Profile):
+        chain, record = chain_of(source), source.link
+        unplanned = _unplanned(source.unplanned_peak_bytes, source.unplanned_seconds)
+    else:
+        chain, record, whole = source, None, keep_all_replay(source)
+        unplanned = _unplanned(whole.peak_bytes, whole.seconds)
+    seconds_outside_chain = unplanned.seconds - chain.unplanned_seconds
     offload_request = offload_from(offload)
-    link, why = usable_link(offload_request, chain, source.link if isinstance(source, Profile) else None)
-    for name in solvers or (*(() if offload_request.mode == "only" else SOLVERS), *(LINK_SOLVERS if link else ())):
+    link, why = usable_link(offload_request, chain, record)
+    rows = [unplanned]
+    chain_solvers = () if offload_request.mode == "only" else CHAIN_SOLVERS
+    for name in solvers or (*chain_solvers, *(LINK_SOLVERS if link else ())):
         solutions = solver_frontier(chain, name, time_limit_seconds, link if name in LINK_SOLVERS else None)
         rows += [_row(solution, seconds_outside_chain, name) for solution in solutions]
-    peaks = [row["peak_bytes"] for row in rows]
+    peaks = [row.budget_bytes for row in rows]
     budgets = _evenly_spaced(min(peaks), max(peaks))
     rows += _bound_rows(budgets, lambda budget: bound_seconds(chain, budget, link) + seconds_outside_chain)
     return _table(rows, no_offload=why)
@@ -124,7 +141,7 @@ def _checked_limit(seconds: float | None) -> float:
 def _graph_bound_rows(graph: Graph, rows: list[CurveRow]) -> list[CurveRow]:
     """The quick bound over the budgets, lifted to what the solutions proved: a bound holds for smaller budgets too."""
     indexed = IndexedGraph(graph)
-    proven = [(row["peak_bytes"], row["lower_bound_seconds"]) for row in rows]
+    proven = [(row.budget_bytes, row.lower_bound_seconds) for row in rows]
     peaks = [peak for peak, _ in proven]
     budgets = {*_evenly_spaced(smallest_working_set(indexed)[0], max(peaks)), *peaks}
 
@@ -134,38 +151,21 @@ def _graph_bound_rows(graph: Graph, rows: list[CurveRow]) -> list[CurveRow]:
     return list(_bound_rows(sorted(budgets), bound))
 
 
-def _unplanned_profile(profile: Profile) -> CurveRow:
-    return _unplanned(profile.unplanned_peak_bytes, profile.unplanned_seconds)
-
-
-def _unplanned_chain(chain: Chain) -> CurveRow:
-    whole = keep_all_replay(chain)
-    return _unplanned(whole.peak_bytes, whole.seconds)
-
-
 def _unplanned(peak_bytes: int, seconds: float) -> CurveRow:
-    return {
-        "solver": "none",
-        "budget_bytes": peak_bytes,
-        "peak_bytes": peak_bytes,
-        "seconds": seconds,
-        "lower_bound_seconds": seconds,
-        "status": "optimal",
-        "solve_seconds": 0.0,
-    }
+    return CurveRow("none", peak_bytes, peak_bytes, seconds, seconds, "optimal")
 
 
 def _row(solution: Solution[Any], seconds_outside_chain: float, name: str) -> CurveRow:
     assert solution.peak_bytes is not None and solution.seconds is not None
-    return {
-        "solver": name,
-        "budget_bytes": solution.peak_bytes,
-        "peak_bytes": solution.peak_bytes,
-        "seconds": solution.seconds + seconds_outside_chain,
-        "lower_bound_seconds": solution.lower_bound_seconds + seconds_outside_chain,
-        "status": solution.status,
-        "solve_seconds": solution.solve_seconds,
-    }
+    return CurveRow(
+        solver=name,
+        budget_bytes=solution.peak_bytes,
+        peak_bytes=solution.peak_bytes,
+        seconds=solution.seconds + seconds_outside_chain,
+        lower_bound_seconds=solution.lower_bound_seconds + seconds_outside_chain,
+        status=solution.status,
+        solve_seconds=solution.solve_seconds,
+    )
 
 
 def _evenly_spaced(low: int, high: int) -> list[int]:
@@ -173,16 +173,7 @@ def _evenly_spaced(low: int, high: int) -> list[int]:
 
 
 def _bound_rows(budgets: Iterable[int], bound: Callable[[int], float]) -> Iterator[CurveRow]:
-    for budget in budgets:
-        seconds = bound(budget)
-        if not math.isfinite(seconds):
-            continue
-        yield {
-            "solver": "lower_bound",
-            "budget_bytes": budget,
-            "peak_bytes": None,
-            "seconds": seconds,
-            "lower_bound_seconds": seconds,
-            "status": "bound",
-            "solve_seconds": 0.0,
-        }
+    for budget_bytes in budgets:
+        seconds = bound(budget_bytes)
+        if math.isfinite(seconds):
+            yield CurveRow("lower_bound", budget_bytes, None, seconds, seconds, "bound")

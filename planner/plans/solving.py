@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -28,6 +28,7 @@ _FEWER_STATES = (
 )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class NoPlan(ValueError):
     """No schedule came out, and what is known instead.
 
@@ -35,41 +36,28 @@ class NoPlan(ValueError):
         status: ``infeasible`` (proven) or ``unknown``.
         minimum_budget_bytes: the smallest budget that is known to be feasible.
         reason: the stage and moment, or the node, that force it.
-        remedy: what to do.
         solver: the method that was asked.
         budget_bytes: what was asked for.
         lower_bound_seconds: of a whole step; None where nothing finite is known.
         solve_seconds: time that the solver took; None where it is not known.
+        remedy: what to do.
     """
 
     status: ClassVar[Literal["infeasible", "unknown"]]
 
-    def __init__(
-        self,
-        *,
-        minimum_budget_bytes: int,
-        reason: str,
-        solver: str,
-        budget_bytes: int,
-        lower_bound_seconds: float | None = None,
-        solve_seconds: float | None = None,
-        remedy: str = "raise the budget, make the batch smaller",
-    ) -> None:
-        self.minimum_budget_bytes = minimum_budget_bytes
-        self.reason = reason
-        self.solver = solver
-        self.budget_bytes = budget_bytes
-        self.lower_bound_seconds = lower_bound_seconds
-        self.solve_seconds = solve_seconds
-        self.remedy = remedy
+    minimum_budget_bytes: int
+    reason: str
+    solver: str
+    budget_bytes: int
+    lower_bound_seconds: float | None = None
+    solve_seconds: float | None = None
+    remedy: str = "raise the budget, make the batch smaller"
+
+    def __post_init__(self) -> None:
         super().__init__(self._message())
 
     def _message(self) -> str:
         raise NotImplementedError
-
-    def restated(self, **changes: Any) -> NoPlan:
-        """The same refusal with other attributes."""
-        return type(self)(**{**vars(self), **changes})
 
     @property
     def _asked(self) -> str:
@@ -156,7 +144,7 @@ def solve(
             excess = _states_excess(profile, planned_bytes)
             if not excess:
                 raise
-            raise refusal.restated(reason=f"{refusal.reason}, and {excess}", remedy=_FEWER_STATES) from refusal
+            raise replace(refusal, reason=f"{refusal.reason}, and {excess}", remedy=_FEWER_STATES) from refusal
         return plan_of(profile, problem, solution, no_offload=why, offload_only=method == OFFLOAD_ONLY)
 
     return plan_with_headroom(budget_bytes, headroom_from(headroom), plan_within)
@@ -238,7 +226,7 @@ def plan_with_headroom(budget_bytes: int, headroom: Headroom, plan_within: Calla
     except NoPlan as refusal:
         least_bytes = headroom.budget_above(refusal.minimum_budget_bytes)
         reason = f"{refusal.reason}; {format_bytes(headroom.of(least_bytes))} of it is headroom"
-        raise refusal.restated(reason=reason, minimum_budget_bytes=least_bytes, budget_bytes=budget_bytes) from refusal
+        raise replace(refusal, reason=reason, minimum_budget_bytes=least_bytes, budget_bytes=budget_bytes) from refusal
 
 
 def solver_for(offload_request: Offload, solver: str) -> str:

@@ -271,7 +271,7 @@ def model_device(model: nn.Module) -> torch.device:
 def engine_for(plan: Plan, lowered: LoweredSchedule, device: torch.device) -> CopyEngine | None:
     """The engine with its host memory, allocated here once; None where nothing is sent.
 
-    On a device that has no streams beside the computation's nothing does, which is said.
+    On a device on which nothing can be sent, it warns.
     """
     if not lowered.transfers:
         return None

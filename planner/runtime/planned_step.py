@@ -14,7 +14,6 @@ from planner.plans.plan import Plan
 from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.dropped_stage import DroppedStage
 from planner.runtime.kept_runs import KeptRuns
-from planner.runtime.plan_checks import warn_once
 from planner.runtime.transfers import TransferExecutor, before_backward
 from profiler.recomputation.selection import Selection
 from profiler.workload.autograd_nodes import next_node
@@ -48,7 +47,7 @@ class PlannedStep:
         self._latest: tuple[int, DroppedStage, list[weakref.ref[Tensor]]] | None = None
         self._transfers: TransferExecutor | None = None
         if engine is not None and lowered.transfers:
-            self._transfers = TransferExecutor(plan, lowered, engine, self._dropped, warn_once)
+            self._transfers = TransferExecutor(plan, lowered, engine, self._dropped)
         self._runs = KeptRuns(plan, lowered, selections, diverged_stages, self._transfers)
         self._node_after_stage = next_node()
 

@@ -14,13 +14,14 @@ from planner.plans.plan import Plan
 from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.offload_matching import match_saved_storages
 from planner.runtime.offloaded_tensors import OffloadableTensor, OffloadedStorage
+from planner.runtime.plan_checks import warn_once
 from profiler.recomputation.selective_call import SelectiveCall
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
 
 _ALL_RERUNS = 10**9  # more than any backward has before it
-_Units = dict[int, list[weakref.ref[OffloadedStorage]]]  # the storages of each offload unit
+_UnitStorages = dict[int, list[weakref.ref[OffloadedStorage]]]  # the storages of each offload unit
 
 
 class WaitingStage(Protocol):
@@ -41,7 +42,6 @@ class TransferExecutor:
         plan, lowered: of the step.
         engine: copies the bytes.
         waiting: stages that wait to run again.
-        warn: is told at which stage the plan cannot be kept, and why.
     """
 
     def __init__(
@@ -50,14 +50,12 @@ class TransferExecutor:
         lowered: LoweredSchedule,
         engine: CopyEngine,
         waiting: Mapping[int, weakref.ref[Any]],
-        warn: Callable[[str, str], None],
     ) -> None:
         self._plan = plan
         self._lowered = lowered
         self._engine = engine
         self._waiting = waiting
-        self._warn = warn
-        self._units: dict[tuple[int, int | None], _Units] = {}  # by stage and what it is kept with
+        self._units: dict[tuple[int, int | None], _UnitStorages] = {}  # by stage and what it is kept with
         self._next = 0
         self._backward = -1  # how many stages have gone backward, as far as the schedule knows them
 
@@ -131,7 +129,7 @@ class TransferExecutor:
             self._units.setdefault((stage, None), {})[unit] = [weakref.ref(storage) for storage in storages]
 
     def _cannot(self, stage: int, why: str) -> None:
-        self._warn(self._plan.stages[stage].name, f"{why}; the peak is not promised")
+        warn_once(self._plan.stages[stage].name, f"{why}; the peak is not promised")
 
 
 def _alive(references: Sequence[weakref.ref[OffloadedStorage]]) -> list[OffloadedStorage]:
