@@ -1,7 +1,7 @@
-"""Mixed integer programs as sparse rows, handed to HiGHS directly: the large programs of the graph solvers.
+"""Mixed integer programs as sparse rows, handed to HiGHS directly: the programs that are built many times.
 
 PuLP builds a model object by object, which takes longer than HiGHS needs to solve the programs of the local search;
-here a row goes straight into the arrays that HiGHS reads, and a start solution and an interrupt come through.
+here a row goes straight into the arrays that HiGHS reads, a start solution can be given, and Ctrl-C ends the search.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 import highspy
 import numpy as np
-import pulp
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
@@ -168,14 +167,3 @@ def run(highs: highspy.Highs) -> None:
         highs.cancelSolve()
         highs.wait()
         raise
-
-
-class InterruptibleHiGHS(pulp.HiGHS):
-    """PuLP's HiGHS; Ctrl-C ends it like its time limit does, so that the best solution until then is read."""
-
-    def callSolver(self, lp: pulp.LpProblem) -> None:
-        """Solve the program that PuLP has built."""
-        try:
-            run(lp.solverModel)  # type: ignore[attr-defined]  # set by PuLP
-        except KeyboardInterrupt:
-            return

@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers.chain.persistent import Bytes, ChainBytes
-from solvers.chain.rotor_grid import NEVER, Index, Seconds
-from solvers.chain.rotor_options import Menu, keep_menus, recompute_menus
+from solvers.chain.rotor_grid import NEVER, Index, Menu, Seconds, keep_menus, recompute_menus
 from solvers.problem.chain import Chain
 
 Floats = NDArray[np.float64]

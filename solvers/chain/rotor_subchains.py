@@ -13,8 +13,20 @@ from typing import NamedTuple
 import numpy as np
 
 from solvers.chain.persistent import Bytes, ChainBytes, PersistentChoice
-from solvers.chain.rotor_grid import NEVER, NOTHING, Answers, Grid, Index, Seconds, faster, reached_slots, settled
-from solvers.chain.rotor_options import Menu, keep_menus, recompute_menus
+from solvers.chain.rotor_grid import (
+    NEVER,
+    NOTHING,
+    Answers,
+    Grid,
+    Index,
+    Menu,
+    Seconds,
+    faster,
+    keep_menus,
+    reached_slots,
+    recompute_menus,
+    settled,
+)
 
 
 class Facts(NamedTuple):

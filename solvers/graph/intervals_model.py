@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any
-
-import pulp
 
 from solvers.graph.liveness import IndexedGraph
-from solvers.highs import InterruptibleHiGHS
-
-Term = tuple[pulp.LpVariable, float]
-Value = tuple[list[Term], float]  # terms and a constant
+from solvers.pulp_program import PulpProgram, Term, Terms, chosen, scaled
 
 _BYTE_SCALE = 1e4  # the budget in the program's units: HiGHS's tolerance of 1e-6 is a byte in 10 GB
-_SECOND_SCALE = 1e3  # the unplanned seconds in the program's units
-_FEASIBLE = 2  # HiGHS: kSolutionStatusFeasible
 
 
 class IntervalsModel:
@@ -33,139 +24,98 @@ class IntervalsModel:
     """
 
     def __init__(self, indexed: IndexedGraph, budget_bytes: int, most_runs: int) -> None:
-        self.indexed, self.count = indexed, indexed.count
-        self.byte = _BYTE_SCALE / max(1, budget_bytes)
-        self.room = (budget_bytes - indexed.graph.resident_bytes) * self.byte
-        self.size = [float(size) * self.byte for size in indexed.output_bytes]
-        self.program = pulp.LpProblem("intervals", pulp.LpMinimize)
-        self._variables()
-        self._objective()
-        for i in range(self.count):
-            self._at_most([(self.runs[t, i], 1.0) for t in range(i + 1, self.count)], most_runs - 1)
-        for t in range(self.count):
+        self.program = PulpProgram(
+            "intervals",
+            budget_bytes=budget_bytes,
+            unplanned_seconds=indexed.graph.unplanned_seconds,
+            byte_scale=_BYTE_SCALE,
+        )
+        self._indexed, self._count = indexed, indexed.count
+        self._room = (budget_bytes - indexed.graph.resident_bytes) * self.program.byte
+        self._size = [float(size) * self.program.byte for size in indexed.output_bytes]
+        self._make_variables()
+        self.program.minimise((x, float(indexed.seconds[i])) for (_, i), x in self.runs.items())
+        for i in range(self._count):
+            self.program.at_most([(self.runs[t, i], 1.0) for t in range(i + 1, self._count)], most_runs - 1)
+        for t in range(self._count):
             self._flow_rows(t)
             self._need_rows(t)
             self._byte_rows(t)
 
     def solve(self, time_limit_seconds: float) -> list[tuple[int, int]] | None:
-        """Stage and node of every repeated run; None where HiGHS found no solution, within the time limit or at all.
-
-        The number of threads is left to HiGHS: its scheduler is one per process and refuses to run
-        with another number than it was started with.
-        """
-        # Without presolve: with it HiGHS 1.11 to 1.15.1 called wrong answers of ``solvers.chain.ilp``'s programs
-        # optimal.
-        limit = max(0.01, time_limit_seconds)
-        self.program.solve(InterruptibleHiGHS(msg=False, timeLimit=limit, gapRel=1e-9, gapAbs=1e-7, presolve="off"))
-        highs: Any = self.program.solverModel
-        if highs.getInfo().primal_solution_status != _FEASIBLE:  # PuLP's status says "feasible" at any time limit
+        """Stage and node of every repeated run; None where HiGHS found no solution, within the time limit or at all."""
+        if not self.program.solve(time_limit_seconds).found:
             return None
-        return [place for place, variable in self.runs.items() if (variable.value() or 0.0) > 0.5]
+        return [place for place, variable in self.runs.items() if chosen(variable)]
 
-    def _variables(self) -> None:
-        add, n, readers = self.program.add_variable, self.count, self.indexed.readers
-        pairs = [(t, i) for t in range(n) for i in range(t)]
-        self.runs = {(t, i): add(f"run_{t}_{i}", 0, 1, pulp.LpBinary) for t, i in pairs}
-        self.kept = {(t, i): add(f"kept_{t}_{i}", 0, 1, pulp.LpBinary) for t, i in pairs}
-        self.here = {(t, i): [j for j in readers[i] if j <= t] for t in range(n) for i in range(t + 1)}
+    def _make_variables(self) -> None:
+        stages, readers, variable = range(self._count), self._indexed.readers, self.program.variable
+        pairs = [(t, i) for t in stages for i in range(t)]
+        self.runs = {pair: variable("run", *pair) for pair in pairs}
+        self.kept = {pair: variable("kept", *pair) for pair in pairs}
+        self._readers = {(t, i): [j for j in readers[i] if j <= t] for t in stages for i in range(t + 1)}
         self.needed = {
-            (t, i, p): add(f"needed_{t}_{i}_{p}", 0, 1)
-            for (t, i), here in self.here.items()
-            for p in range(len(here))
-            if t not in here  # what node t reads is needed throughout stage t
+            (t, i, p): variable("needed", t, i, p, integral=False)
+            for (t, i), readers in self._readers.items()
+            for p in range(len(readers))
+            if t not in readers  # what node t reads is needed throughout stage t
         }
-        self.used = {(t, k): add(f"used_{t}_{k}", 0, self.room) for t in range(n) for k in range(t + 1)}
-
-    def _objective(self) -> None:
-        """Seconds of repeated runs; first runs are a constant."""
-        second = _SECOND_SCALE / (self.indexed.graph.unplanned_seconds or 1.0)
-        terms = [(x, float(self.indexed.seconds[i]) * second) for (_, i), x in self.runs.items()]
-        self.program += pulp.LpAffineExpression(terms)
+        slots = [(t, k) for t in stages for k in range(t + 1)]
+        self.used = {slot: variable("used", *slot, most=self._room, integral=False) for slot in slots}
 
     def _flow_rows(self, t: int) -> None:
         """A run needs its inputs, what is kept was kept or made a stage earlier, and what is kept does not run."""
         for k in range(t + 1):
-            for i in self.indexed.inputs[k]:
-                self._rows_below(self._run(t, k), ([(self.runs[t, i], 1.0), (self.kept[t, i], 1.0)], 0.0))
+            for i in self._indexed.inputs[k]:
+                self.program.at_most([self._run(t, k), (self.runs[t, i], -1.0), (self.kept[t, i], -1.0)])
         for i in range(t):
-            self._at_most([(self.runs[t, i], 1.0), (self.kept[t, i], 1.0)], 1.0)
+            self.program.at_most([(self.runs[t, i], 1.0), (self.kept[t, i], 1.0)], 1.0)
             if i < t - 1:
-                self._rows_below(self._kept(t, i), ([(self.runs[t - 1, i], 1.0), (self.kept[t - 1, i], 1.0)], 0.0))
+                before = [(self.runs[t - 1, i], -1.0), (self.kept[t - 1, i], -1.0)]
+                self.program.at_most([(self.kept[t, i], 1.0), *before])
 
     def _need_rows(self, t: int) -> None:
         for i in range(t + 1):
-            here = self.here[t, i]
-            if t not in here:
-                needs = [self._need(t, i, p) for p in range(len(here) + 1)]
-                for p, j in enumerate(here):
-                    self._rows_below(self._run(t, j), needs[p])
+            readers = self._readers[t, i]
+            if t not in readers:
+                needs = [self._needed(t, i, p) for p in range(len(readers) + 1)]
+                for p, j in enumerate(readers):
+                    self.program.at_most([self._run(t, j), *scaled(needs[p], -1.0)])
                 for earlier, later in pairwise(needs):
-                    self._rows_below(later, earlier)
+                    self.program.at_most([*later, *scaled(earlier, -1.0)])
             if i < t:
-                self._rows_below(self._run(t, i), self._need(t, i, 0))
+                self.program.at_most([self._run(t, i), *scaled(self._needed(t, i, 0), -1.0)])
 
     def _byte_rows(self, t: int) -> None:
         """Bytes from run to run; transient bytes come on top of a run's own."""
         for k in range(t + 1):
-            own = self._need(t, k, 0) if k < t else ([], 1.0)
-            change = _times(own, self.size[k])
+            made: Terms = self._needed(t, k, 0) if k < t else [(None, 1.0)]
+            change = [*scaled(self._freed_by(t, k - 1), -1.0), *scaled(made, self._size[k])]
             if k:
-                change = _plus(change, _times(self._freed_by(t, k - 1), -1.0))
-                change = _plus(change, ([(self.used[t, k - 1], 1.0)], 0.0))
+                change.append((self.used[t, k - 1], 1.0))
             else:
-                change = _plus(change, ([(self.kept[t, i], self.size[i]) for i in range(t)], 0.0))
+                change += [(self.kept[t, i], self._size[i]) for i in range(t)]
             if k < t:
-                change = _plus(change, ([(self.kept[t, k], -self.size[k])], 0.0))
-            terms, fixed = _plus(change, ([(self.used[t, k], -1.0)], 0.0))
-            self.program += pulp.LpAffineExpression(_merged(terms)) == -fixed
-            transient = float(self.indexed.transient_bytes[k]) * self.byte
-            if transient:
-                self._rows_below(
-                    _plus(_times(self._run(t, k), transient), ([(self.used[t, k], 1.0)], 0.0)), ([], self.room)
-                )
+                change.append((self.kept[t, k], -self._size[k]))
+            self.program.equal([*change, (self.used[t, k], -1.0)])
+            if transient := float(self._indexed.transient_bytes[k]) * self.program.byte:
+                self.program.at_most([(self._run(t, k)[0], transient), (self.used[t, k], 1.0)], self._room)
 
-    def _freed_by(self, t: int, k: int) -> Value:
+    def _freed_by(self, t: int, k: int) -> Terms:
         """Bytes that go after the slot of node k in stage t: of inputs that nothing later needs."""
-        total: Value = ([], 0.0)
-        for i in self.indexed.inputs[k]:
-            p = self.here[t, i].index(k)
-            gone = _plus(self._need(t, i, p), _times(self._need(t, i, p + 1), -1.0))
-            total = _plus(total, _times(gone, self.size[i]))
-        return total
+        freed: Terms = []
+        for i in self._indexed.inputs[k] if k >= 0 else ():
+            p = self._readers[t, i].index(k)
+            freed += scaled(self._needed(t, i, p), self._size[i])
+            freed += scaled(self._needed(t, i, p + 1), -self._size[i])
+        return freed
 
-    def _run(self, t: int, k: int) -> Value:
-        return ([], 1.0) if k == t else ([(self.runs[t, k], 1.0)], 0.0)
+    def _run(self, t: int, k: int) -> Term:
+        return (None if k == t else self.runs[t, k]), 1.0
 
-    def _kept(self, t: int, i: int) -> Value:
-        return ([(self.kept[t, i], 1.0)], 0.0) if t < self.count else ([], 0.0)
-
-    def _need(self, t: int, i: int, p: int) -> Value:
-        here = self.here[t, i]
-        if p < len(here):
-            return ([], 1.0) if t in here else ([(self.needed[t, i, p], 1.0)], 0.0)
-        return self._kept(t + 1, i)
-
-    def _rows_below(self, less: Value, more: Value) -> None:
-        terms, fixed = _plus(less, _times(more, -1.0))
-        self._at_most(terms, -fixed)
-
-    def _at_most(self, terms: Iterable[Term], most: float) -> None:
-        merged = _merged(terms)
-        if merged:
-            self.program += pulp.LpAffineExpression(merged) <= most
-
-
-def _times(value: Value, factor: float) -> Value:
-    return [(x, c * factor) for x, c in value[0]], value[1] * factor
-
-
-def _plus(a: Value, b: Value) -> Value:
-    return [*a[0], *b[0]], a[1] + b[1]
-
-
-def _merged(terms: Iterable[Term]) -> list[Term]:
-    """One term per variable: an affine expression made from a list keeps only the last of two."""
-    total: dict[pulp.LpVariable, float] = {}
-    for variable, factor in terms:
-        total[variable] = total.get(variable, 0.0) + factor
-    return [(x, c) for x, c in total.items() if c]
+    def _needed(self, t: int, i: int, p: int) -> Terms:
+        """Whether node i is needed at its p-th reader of stage t or later; behind the last one, in a later stage."""
+        readers = self._readers[t, i]
+        if p < len(readers):
+            return [(None if t in readers else self.needed[t, i, p], 1.0)]
+        return [(self.kept[t + 1, i], 1.0)] if t + 1 < self._count else []
