@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from solvers.problem.chain import Chain, Shared
 from solvers.problem.chain_schedule import Action, Schedule
+from solvers.problem.number_checks import check_size
 from solvers.problem.solution import Candidate, Problem
 
 MOST_STAGES = 6
@@ -53,10 +54,7 @@ def solve(problem: Problem) -> Candidate:
     [13, 11, 9]
     """
     chain = problem.chain
-    if len(chain.stages) > MOST_STAGES:
-        raise ValueError(
-            f"exhaustive: expected at most {MOST_STAGES} stages, got {len(chain.stages)}; use rotor or ilp"
-        )
+    check_size("exhaustive", len(chain.stages), MOST_STAGES, "stages", "rotor or ilp")
     if chain.optimizer_peak_bytes > problem.budget_bytes:
         return Candidate(schedule=None)
     stages = len(chain.stages)

@@ -29,6 +29,7 @@ import time
 from solvers.chain.ilp_model import ChainModel
 from solvers.problem.chain_schedule import Schedule
 from solvers.problem.chain_simulator import replay
+from solvers.problem.number_checks import check_size
 from solvers.problem.solution import Candidate, Problem
 
 MOST_STAGES = 100  # rows grow with L^2 and terms with L^3: beyond, building the program takes minutes
@@ -51,8 +52,7 @@ def solve(problem: Problem, time_limit_seconds: float = 60.0) -> Candidate:
     >>> solve(Problem(chain=Chain(stages=(stage,) * 3), budget_bytes=8)).lower_bound_seconds
     11.0
     """
-    if len(problem.chain.stages) > MOST_STAGES:
-        raise ValueError(f"ilp: expected at most {MOST_STAGES} stages, got {len(problem.chain.stages)}; use rotor")
+    check_size("ilp", len(problem.chain.stages), MOST_STAGES, "stages", "rotor")
     if problem.budget_bytes < problem.chain.optimizer_peak_bytes or problem.budget_bytes <= 0:
         return Candidate(schedule=None, lower_bound_seconds=math.inf)
     deadline = time.monotonic() + time_limit_seconds

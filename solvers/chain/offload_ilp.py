@@ -26,6 +26,7 @@ from solvers.chain.persistent import ChainBytes, PersistentChoice
 from solvers.highs import Floats, Program
 from solvers.problem.chain_schedule import Action, Schedule
 from solvers.problem.link import Link
+from solvers.problem.number_checks import check_size
 from solvers.problem.solution import Candidate, Problem
 
 MOST_STAGES = 16  # the program of more has thousands of binaries that nothing ties together tightly
@@ -66,8 +67,7 @@ def solve(problem: Problem, link: Link, time_limit_seconds: float = 60.0, known_
     [0]
     """
     chain = problem.chain
-    if len(chain.stages) > MOST_STAGES:
-        raise ValueError(f"offload_ilp: expected at most {MOST_STAGES} stages, got {len(chain.stages)}; use pofo")
+    check_size("offload_ilp", len(chain.stages), MOST_STAGES, "stages", "pofo")
     if chain.optimizer_peak_bytes > problem.budget_bytes:
         return Candidate(schedule=None)
     return Candidate(schedule=_OffloadModel(problem, link, known_seconds).solve(time_limit_seconds))

@@ -26,7 +26,8 @@ from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Schedule
 from solvers.problem.chain_simulator import replay
 from solvers.problem.link import Link
-from solvers.problem.solution import Candidate, Problem, Solution, check_time_limit
+from solvers.problem.number_checks import check_time_limit
+from solvers.problem.solution import Candidate, Problem, Solution
 
 NAMES: tuple[str, ...] = (*BASELINES, "rotor", "ilp", "exhaustive", *LINKED, "auto")
 

@@ -20,6 +20,7 @@ from solvers.chain.persistent import PersistentChoice, persistent_schedule
 from solvers.chain.segments import Segment, droppable_runs
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
+from solvers.problem.number_checks import is_whole
 
 _CANDIDATES = 48  # slot numbers tried: all for short chains, in equal ratios for long ones, whose curve is smooth
 _MOST_REPEATS = 12  # of long chains; 1000 stages need four slots for it, and half a million runs with one
@@ -101,5 +102,5 @@ def _slot_numbers(longest: int) -> list[int]:
 
 
 def _check(what: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_whole(value) or value < 1:
         raise ValueError(f"{what}: expected a whole number above zero, got {value!r}; correct it")

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from solvers.graph.checkmate_model import CheckmateModel, Matrices
 from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of, with_end
 from solvers.graph.order_repair import without_spare_runs
+from solvers.problem.number_checks import check_size
 from solvers.problem.solution import GraphCandidate
 
 Chosen = NDArray[np.bool_]
@@ -51,7 +52,7 @@ def solve(indexed: IndexedGraph, budget_bytes: int, time_limit_seconds: float = 
     >>> solve(IndexedGraph(Graph(nodes=(a, b, c, d), outputs=("d",))), 8).order
     (0, 1, 2, 0, 3)
     """
-    _check_size(indexed)
+    check_size("checkmate", indexed.count, MOST_NODES, "nodes", "another method")
     if indexed.working_bytes.max() > budget_bytes:
         return GraphCandidate(order=None, lower_bound_seconds=math.inf)
     deadline, ended = time.monotonic() + time_limit_seconds, with_end(indexed)
@@ -68,7 +69,7 @@ def round_relaxation(
     Raises:
         ValueError: the graph is too large for the program to be built.
     """
-    _check_size(indexed)
+    check_size("checkmate", indexed.count, MOST_NODES, "nodes", "another method")
     if indexed.working_bytes.max() > budget_bytes:
         return GraphCandidate(order=None, lower_bound_seconds=math.inf)
     deadline, ended = time.monotonic() + time_limit_seconds, with_end(indexed)
@@ -82,11 +83,6 @@ def round_relaxation(
             if order is not None:
                 best = min(best, (seconds_of(indexed, order), order))
     return GraphCandidate(order=best[1])
-
-
-def _check_size(indexed: IndexedGraph) -> None:
-    if indexed.count > MOST_NODES:
-        raise ValueError(f"checkmate: expected at most {MOST_NODES} nodes, got {indexed.count}; use another method")
 
 
 def _roundings(values: Matrices, rng: np.random.Generator) -> Iterator[Chosen]:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
+from solvers.problem.number_checks import check_size
 from solvers.problem.solution import GraphCandidate
 
 MOST_NODES = 12
@@ -77,10 +78,7 @@ class _Search:
     """One graph, as bit masks; ``order`` answers one budget."""
 
     def __init__(self, indexed: IndexedGraph) -> None:
-        if indexed.count > MOST_NODES:
-            raise ValueError(
-                f"graph_exhaustive: expected at most {MOST_NODES} nodes, got {indexed.count}; use another method"
-            )
+        check_size("exhaustive", indexed.count, MOST_NODES, "nodes", "another method")
         self.count = indexed.count
         self.inputs = [sum(1 << i for i in inputs) for inputs in indexed.inputs]
         self.size = [int(size) for size in indexed.output_bytes]

@@ -21,6 +21,7 @@ import time
 from solvers.graph.intervals_model import IntervalsModel
 from solvers.graph.liveness import IndexedGraph, peak_profile, with_end
 from solvers.graph.order_repair import without_spare_runs
+from solvers.problem.number_checks import check_size
 from solvers.problem.solution import GraphCandidate
 
 MOST_NODES = 500  # building the program takes 7 s at 200 nodes of a chain and grows with their square
@@ -43,8 +44,7 @@ def solve(
     >>> solve(indexed, 8).order, solve(indexed, 8, most_runs=1).order
     ((0, 1, 2, 0, 3), None)
     """
-    if indexed.count > MOST_NODES:
-        raise ValueError(f"intervals: expected at most {MOST_NODES} nodes, got {indexed.count}; use another method")
+    check_size("intervals", indexed.count, MOST_NODES, "nodes", "another method")
     if indexed.working_bytes.max() > budget_bytes:
         return GraphCandidate(order=None, lower_bound_seconds=math.inf)
     deadline = time.monotonic() + time_limit_seconds

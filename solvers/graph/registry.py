@@ -24,7 +24,8 @@ from solvers.graph.order_merging import OrderMerging
 from solvers.problem.graph import Graph
 from solvers.problem.graph_schedule import GraphSchedule
 from solvers.problem.graph_simulator import replay_graph
-from solvers.problem.solution import GraphCandidate, GraphProblem, Shortage, Solution, check_time_limit
+from solvers.problem.number_checks import check_time_limit
+from solvers.problem.solution import GraphCandidate, GraphProblem, Shortage, Solution
 
 GraphSolution = Solution[GraphSchedule]
 Mask = NDArray[np.bool_]

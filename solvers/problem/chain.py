@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from solvers.problem.plain_data import from_plain, to_plain
+from solvers.problem.number_checks import check_number, is_whole
+from solvers.problem.plain_data import from_document, to_document
 
 FORMAT = "planner-chain"
 VERSION = 1
@@ -141,8 +141,8 @@ class Chain:
             _check_stage(stage)
         for tensor in self.shared:
             _check_shared(tensor, len(self.stages))
-        _check_number("chain", "resident_bytes", self.resident_bytes)
-        _check_number("chain", "other_peak_bytes", self.optimizer_peak_bytes)
+        check_number("chain", "resident_bytes", self.resident_bytes)
+        check_number("chain", "other_peak_bytes", self.optimizer_peak_bytes)
 
     @property
     def unplanned_seconds(self) -> float:
@@ -164,19 +164,12 @@ class Chain:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a problem file (``"format": "planner-chain"``, version 1)."""
-        return {"format": FORMAT, "version": VERSION, **to_plain(self, KEYS)}
+        return to_document(self, FORMAT, VERSION, KEYS)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Chain:
         """Read what ``to_dict`` wrote; raises ValueError with what is wrong and where."""
-        if data.get("format") != FORMAT or data.get("version") != VERSION:
-            raise ValueError(
-                f"a chain problem: expected format {FORMAT!r} version {VERSION}, "
-                f"got {data.get('format')!r} version {data.get('version')!r}; "
-                "write it with Chain.to_dict"
-            )
-        fields = {key: value for key, value in data.items() if key not in ("format", "version")}
-        return from_plain(cls, fields, "a chain problem", KEYS)
+        return from_document(cls, data, FORMAT, VERSION, KEYS)
 
 
 def _larger(stage: Stage, extra_bytes: int) -> Stage:
@@ -187,10 +180,10 @@ def _larger(stage: Stage, extra_bytes: int) -> Stage:
 
 
 def _check_shared(tensor: Shared, count: int) -> None:
-    _check_number("shared tensor", "size_bytes", tensor.size_bytes)
+    check_number("shared tensor", "size_bytes", tensor.size_bytes)
     last = [] if tensor.held_until is None else [tensor.held_until]
     for k in (tensor.born, tensor.forward_death, *tensor.readers, *tensor.linked_readers, *tensor.savers, *last):
-        if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k < count:
+        if not is_whole(k) or not 0 <= k < count:
             raise ValueError(f"shared tensor: expected stage numbers from 0 to {count - 1}, got {k!r}; correct it")
 
 
@@ -205,7 +198,8 @@ def _check_stage(stage: Stage) -> None:
     for item in (stage, *stage.options):
         for field in fields(item):
             if field.name.endswith(("_bytes", "_seconds")):
-                _check_number(f"stage {stage.name!r}", field.name, getattr(item, field.name))
+                negative = field.name in _MAY_BE_NEGATIVE
+                check_number(f"stage {stage.name!r}", field.name, getattr(item, field.name), negative=negative)
         _check_offload_units(stage, item.offload_units)
 
 
@@ -213,12 +207,4 @@ def _check_offload_units(stage: Stage, units: Any) -> None:
     if not isinstance(units, tuple):
         raise ValueError(f"stage {stage.name!r}: expected a list of offload units' bytes, got {units!r}; correct it")
     for size_bytes in units:
-        _check_number(f"stage {stage.name!r}", "unit_bytes", size_bytes)
-
-
-def _check_number(where: str, name: str, value: Any) -> None:
-    integral = name.endswith("_bytes")
-    number = isinstance(value, int if integral else (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or (value < 0 and name not in _MAY_BE_NEGATIVE):
-        kind = "an integer number of bytes" if integral else "a number of seconds"
-        raise ValueError(f"{where}: expected {name} to be {kind}, not negative, got {value!r}; correct the record")
+        check_number(f"stage {stage.name!r}", "unit_bytes", size_bytes)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from solvers.problem.number_checks import is_whole
+
 ActionKind = Literal["forward", "recompute", "backward", "free", "offload", "release", "prefetch"]
 KINDS: tuple[ActionKind, ...] = ("forward", "recompute", "backward", "free", "offload", "release", "prefetch")
 TRANSFERS: tuple[ActionKind, ...] = ("offload", "release", "prefetch")
@@ -59,8 +61,7 @@ def _action(row: Sequence[Any]) -> Action:
     if isinstance(row, (str, Mapping)) or len(row) != 3:
         raise ValueError(f"a schedule's action: expected [kind, stage, option], got {row!r}; save the plan again")
     kind, stage, option = row
-    whole = isinstance(stage, int) and not isinstance(stage, bool) and (option is None or isinstance(option, int))
-    if kind not in KINDS or not whole:
+    if kind not in KINDS or not is_whole(stage) or not (option is None or is_whole(option)):
         raise ValueError(
             f"a schedule's action: expected one of {KINDS} with whole numbers, got {row!r}; save the plan again"
         )

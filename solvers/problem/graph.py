@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from solvers.problem.plain_data import from_plain, to_plain
+from solvers.problem.number_checks import check_number
+from solvers.problem.plain_data import from_document, to_document
 
 FORMAT = "planner-graph"
 VERSION = 1
@@ -66,7 +66,7 @@ class Graph:
             raise ValueError("a graph: expected at least one node, got none; add nodes")
         for node in self.nodes:
             _check_node(node)
-        _check_number("a graph", "resident_bytes", self.resident_bytes)
+        check_number("a graph", "resident_bytes", self.resident_bytes)
         _check_names(self.nodes)
         _check_order(self.nodes)
         known = {node.name for node in self.nodes}
@@ -83,18 +83,12 @@ class Graph:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a problem file (``"format": "planner-graph"``, version 1)."""
-        return {"format": FORMAT, "version": VERSION, **to_plain(self, {})}
+        return to_document(self, FORMAT, VERSION)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Graph:
         """Read what ``to_dict`` wrote; raises ValueError with what is wrong and where."""
-        if data.get("format") != FORMAT or data.get("version") != VERSION:
-            raise ValueError(
-                f"a graph problem: expected format {FORMAT!r} version {VERSION}, "
-                f"got {data.get('format')!r} version {data.get('version')!r}; write it with Graph.to_dict"
-            )
-        fields = {key: value for key, value in data.items() if key not in ("format", "version")}
-        return from_plain(cls, fields, "a graph problem", {})
+        return from_document(cls, data, FORMAT, VERSION)
 
 
 def _check_node(node: Node) -> None:
@@ -102,7 +96,7 @@ def _check_node(node: Node) -> None:
         raise ValueError(f"a node: expected its name to be text, got {node.name!r}; name it")
     where = f"node {node.name!r}"
     for name in ("seconds", "output_bytes", "transient_bytes"):
-        _check_number(where, name, getattr(node, name))
+        check_number(where, name, getattr(node, name))
     if node.side not in get_args(Side):
         raise ValueError(f"{where}: expected side to be one of {get_args(Side)}, got {node.side!r}; correct it")
 
@@ -156,11 +150,3 @@ def _cycle(nodes: tuple[Node, ...]) -> list[str]:
     while path[-1] not in path[:-1]:
         path.append(min(need for need in inputs[path[-1]] if need in inputs))
     return list(reversed(path[path.index(path[-1]) :]))
-
-
-def _check_number(where: str, name: str, value: Any) -> None:
-    integral = name.endswith("_bytes")
-    number = isinstance(value, int if integral else (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:
-        kind = "an integer number of bytes" if integral else "a number of seconds"
-        raise ValueError(f"{where}: expected {name} to be {kind}, not negative, got {value!r}; correct it")

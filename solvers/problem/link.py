@@ -1,19 +1,20 @@
-"""The link: how fast bytes travel between device and host memory, and how many the host may hold."""
+"""The link between device and host memory: bytes per second each way, latency, and the host memory there is."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+from solvers.problem.number_checks import check_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A copy engine for each direction, both at work at once, beside the computation.
+    """A copy engine for each direction; both work at the same time, while the device computes.
 
     Attributes:
         to_host_bytes_per_second, to_device_bytes_per_second: of one device, its share where several use one link;
             0 where nothing can be sent, infinity where copies take no time.
-        latency_seconds: that each copy takes beside.
+        latency_seconds: that each copy takes in addition.
         host_bytes: the most bytes that this device may hold in host memory; None without a limit.
 
     >>> Link(to_host_bytes_per_second=1e9, to_device_bytes_per_second=2e9, latency_seconds=0.5).to_host_seconds(10**9)
@@ -26,16 +27,13 @@ class Link:
     host_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("to_host_bytes_per_second", "to_device_bytes_per_second", "latency_seconds"):
-            value = getattr(self, name)
-            endless = name == "latency_seconds" and value == math.inf
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0 or endless:
-                raise ValueError(f"a link: expected {name} to be a number, not negative, got {value!r}; correct it")
-        limit = self.host_bytes
-        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
-            raise ValueError(
-                f"a link: expected host_bytes to be an integer number of bytes, not negative, got {limit!r}; correct it"
-            )
+        for name in ("to_host_bytes_per_second", "to_device_bytes_per_second"):
+            rate = getattr(self, name)
+            if not isinstance(rate, (int, float)) or isinstance(rate, bool) or not rate >= 0:
+                raise ValueError(f"a link: expected {name} to be a number, not negative, got {rate!r}; correct it")
+        check_number("a link", "latency_seconds", self.latency_seconds)
+        if self.host_bytes is not None:
+            check_number("a link", "host_bytes", self.host_bytes)
 
     @property
     def usable(self) -> bool:

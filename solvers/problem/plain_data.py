@@ -9,48 +9,60 @@ from typing import Any, TypeVar
 
 import msgspec
 
-Record = TypeVar("Record")
+AnyProblem = TypeVar("AnyProblem")
 
 
-def to_plain(record: Any, keys: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a record, and of records in it; ``keys`` has those attributes that files call otherwise."""
-    return _renamed(msgspec.to_builtins(record), keys)
+def to_document(problem: Any, kind: str, version: int, keys: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The fields of a problem, and of records in it, with the format and version of the file.
+
+    ``keys`` has those attributes that files call otherwise.
+    """
+    return {"format": kind, "version": version, **_renamed(msgspec.to_builtins(problem), keys or {})}
 
 
-def from_plain(kind: type[Record], data: Mapping[str, Any], where: str, keys: Mapping[str, str]) -> Record:
-    """Read what ``to_plain`` wrote.
+def from_document(
+    problem: type[AnyProblem], data: Mapping[str, Any], kind: str, version: int, keys: Mapping[str, str] | None = None
+) -> AnyProblem:
+    """Read what ``to_document`` wrote.
 
     Raises:
-        ValueError: a field is missing, unknown, or of another kind; says which, and where it stands.
+        ValueError: another format or version; a field is missing, unknown, or of another kind. Says which, and where.
     """
-    named = _renamed(data, {key: attribute for attribute, key in keys.items()})
+    where = f"a {problem.__name__.lower()} problem"
+    if data.get("format") != kind or data.get("version") != version:
+        raise ValueError(
+            f"{where}: expected format {kind!r} version {version}, "
+            f"got {data.get('format')!r} version {data.get('version')!r}; write it with {problem.__name__}.to_dict"
+        )
+    fields = {key: value for key, value in data.items() if key not in ("format", "version")}
+    named = _renamed(fields, {key: attribute for attribute, key in (keys or {}).items()})
     try:
-        record = msgspec.convert(named, kind)
+        record = msgspec.convert(named, problem)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{where}: {worded(error, named, 'correct it')}") from error
-    if unknown := list(unread(named, msgspec.to_builtins(record))):
+        raise ValueError(f"{where}: {_mismatch(error, named)}") from error
+    if unknown := list(_unread(named, msgspec.to_builtins(record))):
         raise ValueError(f"{where}: expected known fields alone, got also {', '.join(unknown)}; remove them")
     return record
 
 
-def worded(error: msgspec.ValidationError, data: Any, remedy: str) -> str:
+def _mismatch(error: msgspec.ValidationError, data: Any) -> str:
     """What was expected, what came, where, and the remedy, in the words of our own messages.
 
     >>> data = {"stages": [{"name": 3}]}
-    >>> worded(msgspec.ValidationError("Expected `str`, got `int` - at `$.stages[0].name`"), data, "correct it")
+    >>> _mismatch(msgspec.ValidationError("Expected `str`, got `int` - at `$.stages[0].name`"), data)
     'expected str, got 3 at stages[0].name; correct it'
     """
     text, _, path = str(error).partition(" - at `$")
     place = path.strip("`.")
     at = f" at {place}" if place else ""
     if text.startswith("Object missing"):
-        return f"expected a field {text.split('`')[1]}, got none{at}; {remedy}"
+        return f"expected a field {text.split('`')[1]}, got none{at}; correct it"
     wanted = {"Invalid": "a known value", "Number": "a number in range"}.get(text.partition(" ")[0], "")
     if text.startswith("Expected"):
         wanted = text.removeprefix("Expected ").partition(", got")[0].replace("`", "")
     if not wanted:
         return text + at  # a record's own check, which says all of it
-    return f"expected {wanted}, got {reprlib.repr(_value_at(data, place))}{at}; {remedy}"
+    return f"expected {wanted}, got {reprlib.repr(_value_at(data, place))}{at}; correct it"
 
 
 def _value_at(data: Any, place: str) -> Any:
@@ -59,15 +71,15 @@ def _value_at(data: Any, place: str) -> Any:
     return data
 
 
-def unread(given: Any, read: Any, place: str = "") -> Iterator[str]:
+def _unread(given: Any, read: Any, place: str = "") -> Iterator[str]:
     """The places of fields that were given and not read."""
     if isinstance(given, Mapping) and isinstance(read, Mapping):
         for key, value in given.items():
             inner = f"{place}.{key}".lstrip(".")
-            yield from unread(value, read[key], inner) if key in read else (inner,)
+            yield from _unread(value, read[key], inner) if key in read else (inner,)
     elif isinstance(given, Sequence) and isinstance(read, Sequence) and not isinstance(given, str):
         for i, (value, taken) in enumerate(zip(given, read, strict=False)):
-            yield from unread(value, taken, f"{place}[{i}]")
+            yield from _unread(value, taken, f"{place}[{i}]")
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:

@@ -1,4 +1,4 @@
-"""Problems and answers: a chain or a graph with a budget in, a schedule with its certificate out."""
+"""Problems with a budget, and solutions: a schedule with its peak, seconds, status and bound, or what is missing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from solvers.problem.chain_schedule import Schedule
 from solvers.problem.graph import Graph
 from solvers.problem.graph_schedule import GraphSchedule
 from solvers.problem.link import Link
+from solvers.problem.number_checks import check_budget
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 AnySchedule = TypeVar("AnySchedule", Schedule, GraphSchedule)
@@ -29,22 +30,6 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_budget(self.budget_bytes)
-
-
-def check_budget(budget_bytes: int) -> None:
-    """Raises ValueError for what is no number of bytes."""
-    if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool) or budget_bytes < 0:
-        raise ValueError(
-            f"a budget: expected an integer number of bytes, not negative, got {budget_bytes!r}; correct it"
-        )
-
-
-def check_time_limit(time_limit_seconds: float | None) -> None:
-    """Raises ValueError for a limit that is no time above zero; None stands for the default."""
-    if time_limit_seconds is not None and not (time_limit_seconds > 0):
-        raise ValueError(
-            f"a time limit: expected seconds above zero, got {time_limit_seconds!r}; leave it out for the default"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
