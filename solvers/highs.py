@@ -11,17 +11,16 @@ from typing import Literal, NamedTuple
 
 import highspy
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from solvers.arrays import Floats
 
 INFINITE = highspy.kHighsInf
 
 _PROVEN = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kObjectiveTarget)
 
 
-class Answer(NamedTuple):
-    """What HiGHS found.
+class ProgramAnswer(NamedTuple):
+    """What HiGHS says of a program.
 
     Attributes:
         status: ``optimal`` (within the gap asked for), ``infeasible`` or ``stopped`` (the time limit).
@@ -88,7 +87,7 @@ class Program:
         relaxed: bool = False,
         start: Floats | None = None,
         seed: int = 0,
-    ) -> Answer:
+    ) -> ProgramAnswer:
         """The best solution found in the time; ``relaxed`` drops the integrality.
 
         Raises:
@@ -110,13 +109,13 @@ class Program:
             solution.col_value = [float(value) for value in start]
             highs.setSolution(solution)
         run(highs)
-        return _answer(highs, relaxed)
+        return _answer_of(highs, relaxed)
 
-    def _empty_answer(self) -> Answer:
+    def _empty_answer(self) -> ProgramAnswer:
         """HiGHS has no answer for a program without variables."""
         if all(low <= 0.0 <= high for low, high in zip(self._row_lowers, self._row_uppers, strict=True)):
-            return Answer("optimal", np.zeros(0), self.offset, self.offset)
-        return Answer("infeasible", None, INFINITE, INFINITE)
+            return ProgramAnswer("optimal", np.zeros(0), self.offset, self.offset)
+        return ProgramAnswer("infeasible", None, INFINITE, INFINITE)
 
     def _model(self, relaxed: bool) -> highspy.HighsLp:
         model = highspy.HighsLp()
@@ -139,18 +138,18 @@ class Program:
         return model
 
 
-def _answer(highs: highspy.Highs, relaxed: bool) -> Answer:
+def _answer_of(highs: highspy.Highs, relaxed: bool) -> ProgramAnswer:
     status, info = highs.getModelStatus(), highs.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
-        return Answer("infeasible", None, INFINITE, INFINITE)
+        return ProgramAnswer("infeasible", None, INFINITE, INFINITE)
     known = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     values = np.array(highs.getSolution().col_value) if known else None
     objective = float(info.objective_function_value) if known else INFINITE
     if status in _PROVEN:
         bound = objective if relaxed else float(info.mip_dual_bound)
-        return Answer("optimal", values, objective, min(bound, objective))
+        return ProgramAnswer("optimal", values, objective, min(bound, objective))
     bound = -INFINITE if relaxed else float(info.mip_dual_bound)  # an unfinished relaxation proves nothing
-    return Answer("stopped", values, objective, min(bound, objective))
+    return ProgramAnswer("stopped", values, objective, min(bound, objective))
 
 
 _LISTEN_SECONDS = 0.5  # a person who presses Ctrl-C does not wait longer

@@ -1,23 +1,23 @@
-"""Saved sets: which storages of one stage to keep from forward to backward at the least time of running ops again.
+"""Saved sets: which storages a stage keeps from forward to backward, for the fewest seconds of ops that run again.
 
-Formulation: for every storage s a binary ``keep[s]``, for every op o a binary ``again[o]``. A value is a storage in
-one of its versions (an in-place op makes the next one); what is kept is the last version. A value is at hand if it is
-kept in that version or the op that makes it runs again. Every value that backward needs is at hand, and so is every
-value that an op which runs again reads, the one that it overwrites included. An op that must not run again has
-``again`` = 0. The bytes kept stay below a limit; minimised are the seconds of what runs again. Ops after the last
-needed one are not run again, because nothing asks for them.
+Formulation: for every storage s a binary ``keep[s]``, for every op o a binary ``rerun[o]``. A storage has versions (an
+in-place op makes the next one); what is kept is the last. A version is available if it is the kept one or the op that
+makes it runs again. Every version that backward needs is available, and so is every one that an op which runs again
+reads, the one that it overwrites included. An op that must not run again has ``rerun`` = 0. The bytes kept stay below a
+limit; minimised are the seconds of what runs again. Ops after the last needed one are not run again, because nothing
+asks for them.
 
 Guarantee: exact, up to HiGHS's relative gap of 1e-6; where the sizes have no large common divisor, a limit may be
 exceeded by a hundred-thousandth of all bytes per storage. Complexity: a 0/1 program with one variable per op and
 storage and one row per read; milliseconds for a transformer block. Units: bytes and seconds.
 
 Source: the min-cut of Zheng et al. ("AOTAutograd", PyTorch) and Checkmate (Jain et al. 2020) with one stage, with
-the knapsack limit in place of the cut; both know values only, not storages and in-place ops.
+the knapsack limit in place of the cut; both know tensors only, not storages and in-place ops.
 
 >>> storages = (HeldTensor(size_bytes=4, saved=True), HeldTensor(size_bytes=2, saved=True))
 >>> ops = (RerunCandidate(seconds=1.0, allocates=(0,)), RerunCandidate(seconds=5.0, reads=((0, 0),), allocates=(1,)))
->>> cheapest(SavedSets(steps=ops, storages=storages), limit_bytes=3)
-SavedSet(kept=(1,), again=(0,), kept_bytes=2, seconds=1.0)
+>>> cheapest(SavedSetProblem(steps=ops, storages=storages), limit_bytes=3)
+SavedSet(kept=(1,), rerun=(0,), kept_bytes=2, seconds=1.0)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from solvers.highs import Program
 
-Value = tuple[int, int]
+StorageVersion = tuple[int, int]
 SECONDS = 2.0  # per limit; blocks need milliseconds, whole models of a thousand ops about one
 _SCALE = 1e4  # what all ops cost together in the program: far above HiGHS's absolute tolerances
 # All storages in units of the program's limit: HiGHS's tolerance of 1e-6 for each variable stays below a unit.
@@ -63,14 +63,14 @@ class RerunCandidate:
     """
 
     seconds: float
-    reads: tuple[Value, ...] = ()
+    reads: tuple[StorageVersion, ...] = ()
     allocates: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     must_run_once: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedSets:
+class SavedSetProblem:
     """The choice for one stage: its ops in order and its storages."""
 
     steps: tuple[RerunCandidate, ...]
@@ -82,48 +82,48 @@ class SavedSet:
     """An answer: storages kept, ops that run again, the bytes and the seconds of that."""
 
     kept: tuple[int, ...]
-    again: tuple[int, ...]
+    rerun: tuple[int, ...]
     kept_bytes: int
     seconds: float
 
 
-def frontier(problem: SavedSets, count: int) -> list[SavedSet]:
+def frontier(problem: SavedSetProblem, count: int) -> list[SavedSet]:
     """Saved sets between the most and the fewest bytes, at limits spread evenly, fewest seconds first.
 
     Args:
         problem: the stage.
         count: how many limits are tried; equal answers are given once.
     """
-    most = sum(storage.size_bytes for storage in problem.storages if storage.saved)
+    most_bytes = sum(storage.size_bytes for storage in problem.storages if storage.saved)
     smallest = cheapest(problem, fewest_bytes(problem))
     if smallest is None:
         return []
-    step = (most - smallest.kept_bytes) / max(1, count)
-    limits = [most - round(step * number) for number in range(1, count)]
+    step_bytes = (most_bytes - smallest.kept_bytes) / max(1, count)
+    limits = [most_bytes - round(step_bytes * number) for number in range(1, count)]
     answers = [cheapest(problem, limit) for limit in limits]
-    found = {answer.kept: answer for answer in [*answers, smallest] if answer is not None}
-    return sorted(found.values(), key=lambda answer: (answer.seconds, -answer.kept_bytes))
+    by_kept = {answer.kept: answer for answer in [*answers, smallest] if answer is not None}
+    return sorted(by_kept.values(), key=lambda answer: (answer.seconds, -answer.kept_bytes))
 
 
-def cheapest(problem: SavedSets, limit_bytes: int) -> SavedSet | None:
+def cheapest(problem: SavedSetProblem, limit_bytes: int) -> SavedSet | None:
     """The saved set of at most ``limit_bytes`` that costs the least seconds; None where there is none."""
     return _solved(problem, limit_bytes, 1.0, 1e-9)
 
 
-def fewest_bytes(problem: SavedSets) -> int:
+def fewest_bytes(problem: SavedSetProblem) -> int:
     """The least bytes with which backward is possible."""
     answer = _solved(problem, None, 0.0, 1.0)
     assert answer is not None  # To keep everything is always possible.
     return answer.kept_bytes
 
 
-def _solved(problem: SavedSets, limit_bytes: int | None, per_second: float, per_byte: float) -> SavedSet | None:
+def _solved(problem: SavedSetProblem, limit_bytes: int | None, per_second: float, per_byte: float) -> SavedSet | None:
     program = Program()
     all_seconds = sum(step.seconds for step in problem.steps) or 1.0
     all_bytes = sum(storage.size_bytes for storage in problem.storages) or 1
     keep = [program.variable(cost=_SCALE * per_byte * s.size_bytes / all_bytes) for s in problem.storages]
-    again = [program.variable(cost=_SCALE * per_second * step.seconds / all_seconds) for step in problem.steps]
-    _add_rows(program, problem, keep, again)
+    rerun = [program.variable(cost=_SCALE * per_second * step.seconds / all_seconds) for step in problem.steps]
+    _add_rows(program, problem, keep, rerun)
     if limit_bytes is not None:
         unit = _unit_bytes(problem)
         terms = [(keep[n], float(s.size_bytes // unit)) for n, s in enumerate(problem.storages) if s.size_bytes >= unit]
@@ -131,44 +131,43 @@ def _solved(problem: SavedSets, limit_bytes: int | None, per_second: float, per_
     answer = program.solve(time_limit_seconds=SECONDS)
     if answer.values is None:
         return None
-    kept = tuple(n for n in range(len(keep)) if answer.values[keep[n]] > 0.5)
-    run = tuple(o for o in range(len(again)) if answer.values[again[o]] > 0.5)
-    return SavedSet(
-        kept, run, sum(problem.storages[n].size_bytes for n in kept), sum(problem.steps[o].seconds for o in run)
-    )
+    kept = tuple(n for n, x in enumerate(keep) if answer.values[x] > 0.5)
+    rerun_ops = tuple(o for o, x in enumerate(rerun) if answer.values[x] > 0.5)
+    kept_bytes = sum(problem.storages[n].size_bytes for n in kept)
+    return SavedSet(kept, rerun_ops, kept_bytes, sum(problem.steps[o].seconds for o in rerun_ops))
 
 
-def _unit_bytes(problem: SavedSets) -> int:
+def _unit_bytes(problem: SavedSetProblem) -> int:
     """What sizes are counted in; divides all of them unless that makes too many units."""
     sizes = [storage.size_bytes for storage in problem.storages]
     common = math.gcd(*sizes) or 1
     return common * max(1, -(-sum(sizes) // (common * _MOST_UNITS)))
 
 
-def _add_rows(program: Program, problem: SavedSets, keep: Sequence[int], again: Sequence[int]) -> None:
+def _add_rows(program: Program, problem: SavedSetProblem, keep: Sequence[int], rerun: Sequence[int]) -> None:
     makers, last = _makers(problem)
 
-    def at_hand(value: Value) -> list[tuple[int, float]]:
+    def available(value: StorageVersion) -> list[tuple[int, float]]:
         kept = [(keep[value[0]], 1.0)] if value[1] == last[value[0]] else []
-        return kept + ([(again[makers[value]], 1.0)] if value in makers else [])
+        return kept + ([(rerun[makers[value]], 1.0)] if value in makers else [])
 
     for number, storage in enumerate(problem.storages):
         if storage.saved:
-            program.row(at_hand((number, last[number])), lower=1.0)
+            program.row(available((number, last[number])), lower=1.0)
         if storage.outside and not storage.size_bytes:
             program.fix(keep[number], 1.0)
     for ordinal, step in enumerate(problem.steps):
         if step.must_run_once:
-            program.fix(again[ordinal], 0.0)
+            program.fix(rerun[ordinal], 0.0)
             continue
         for value in (*step.reads, *_overwritten(problem, ordinal)):
-            terms = [term for term in at_hand(value) if term[0] != again[ordinal]]
-            program.row([*terms, (again[ordinal], -1.0)], lower=0.0)
+            terms = [term for term in available(value) if term[0] != rerun[ordinal]]
+            program.row([*terms, (rerun[ordinal], -1.0)], lower=0.0)
 
 
-def _makers(problem: SavedSets) -> tuple[dict[Value, int], list[int]]:
-    """The op that makes each value, and the last version of every storage."""
-    makers: dict[Value, int] = {}
+def _makers(problem: SavedSetProblem) -> tuple[dict[StorageVersion, int], list[int]]:
+    """The op that makes each version, and the last version of every storage."""
+    makers: dict[StorageVersion, int] = {}
     version = [0] * len(problem.storages)
     for ordinal, step in enumerate(problem.steps):
         for number in step.allocates:
@@ -179,7 +178,7 @@ def _makers(problem: SavedSets) -> tuple[dict[Value, int], list[int]]:
     return makers, version
 
 
-def _overwritten(problem: SavedSets, ordinal: int) -> list[Value]:
+def _overwritten(problem: SavedSetProblem, ordinal: int) -> list[StorageVersion]:
     """The versions before those that an op writes."""
     counts = [0] * len(problem.storages)
     for step in problem.steps[:ordinal]:

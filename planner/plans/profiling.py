@@ -14,7 +14,7 @@ from profiler.records import Profile
 from profiler.trace.partition import StagePattern
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.workload import Workload
-from solvers.saved_tensors import HeldTensor, RerunCandidate, SavedSets, frontier
+from solvers.saved_tensors import HeldTensor, RerunCandidate, SavedSetProblem, frontier
 
 
 def profile(
@@ -99,7 +99,7 @@ def choices_for(ops: StageOps) -> list[Choice]:
 
 
 def _frontier(ops: StageOps) -> Iterator[Choice]:
-    problem = SavedSets(
+    problem = SavedSetProblem(
         steps=tuple(_rerun_candidate(op) for op in ops.ops),
         storages=tuple(
             HeldTensor(size_bytes=0 if s.always_live else s.size_bytes, saved=s.saved, outside=s.op < 0)

@@ -62,7 +62,7 @@ def state(
     budget_bytes = None if budget is None else parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
 
     def plan_within(planned_bytes: int | None) -> Plan:
-        if not any(span.free for span in spans):
+        if not any(span.undecided for span in spans):
             return _fully_stated(profile, chain, spans, planned_bytes, start)
         if planned_bytes is None:
             raise ValueError(
@@ -166,7 +166,7 @@ def _span(profile: Profile, k: int, directive: StageDirective) -> FixedSpan:
         return FixedSpan(k, k + 1)
     if directive.kind == "choice":
         return FixedSpan(k, k + 1, option=_option(profile, profile.stages[k], directive))
-    return FixedSpan(k, k + 1, option=0, free=directive.kind == "solve")
+    return FixedSpan(k, k + 1, option=0, undecided=directive.kind == "solve")
 
 
 def _check_recomputable(record: StageRecord, directive: StageDirective) -> None:

@@ -1,4 +1,4 @@
-"""What people do without a solver: keep every stage, or recompute every stage on its own.
+"""The two schedules that need no solver: keep every stage, or recompute every stage on its own.
 
 Formulation: ``keep_all`` runs every stage once with option 0. ``recompute_all`` makes every stage a segment of its own:
 the boundary before it is held and the stage is recomputed directly before its backward; stages that must run once are
@@ -21,9 +21,9 @@ def keep_all(chain: Chain) -> list[Schedule]:
     """The one schedule that keeps every stage.
 
     >>> from solvers.problem.chain import Option, Stage
-    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
+    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
     >>> keep_all(Chain(stages=(stage,) * 3))[0].forward_runs()
     3
     """
@@ -39,9 +39,9 @@ def recompute_all(chain: Chain) -> list[Schedule]:
     """The one schedule that recomputes every stage on its own.
 
     >>> from solvers.problem.chain import Option, Stage
-    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
+    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
     >>> recompute_all(Chain(stages=(stage,) * 3))[0].forward_runs()
     6
     """

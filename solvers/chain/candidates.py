@@ -1,4 +1,4 @@
-"""What the quick methods find without copies: schedules of the baselines and of the rotor's table, replayed."""
+"""Schedules without copies that the quick methods find, replayed: those of the baselines and of the rotor's table."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from solvers.chain import baselines, chen, revolve
+from solvers.chain import baselines, chen, revolve, rotor
 from solvers.chain.minimum_memory import smallest_schedule
-from solvers.chain.rotor import Table
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
 from solvers.problem.chain_simulator import replay
@@ -42,65 +41,74 @@ class ReplayedSchedule(NamedTuple):
 
 
 def replayed(chain: Chain, solver: str, schedule: Schedule, link: Link | None = None) -> ReplayedSchedule:
+    """Replay a schedule that a method has made."""
     result = replay(chain, schedule, link)
     return ReplayedSchedule(solver, schedule, result.peak_bytes, result.seconds)
 
 
-def of_baseline(chain: Chain, solver: str) -> list[ReplayedSchedule]:
+def baseline_schedules(chain: Chain, solver: str) -> list[ReplayedSchedule]:
+    """All schedules of one baseline."""
     return [replayed(chain, solver, schedule) for schedule in BASELINES[solver](chain)]
 
 
-def of_baselines(chain: Chain) -> list[ReplayedSchedule]:
-    """What all baselines find; of long chains an even sample of their candidates, since each one is replayed."""
-    most = LONG_CANDIDATES if len(chain.stages) > LONG_CHAIN else None
-    made = [(name, sample(schedules(chain), most)) for name, schedules in BASELINES.items()]
-    return [replayed(chain, name, schedule) for name, found in made for schedule in found]
+def all_baseline_schedules(chain: Chain) -> list[ReplayedSchedule]:
+    """Schedules of all baselines; of long chains an even sample of them, since each one is replayed."""
+    limit = LONG_CANDIDATES if len(chain.stages) > LONG_CHAIN else None
+    schedules_by_name = [(name, evenly_picked(schedules(chain), limit)) for name, schedules in BASELINES.items()]
+    return [replayed(chain, name, schedule) for name, picked in schedules_by_name for schedule in picked]
 
 
-def of_rotor(problem: Problem) -> list[ReplayedSchedule]:
-    """The table's answer, beside the two ends that the grid may miss: nothing recomputed, and the smallest peak.
+def rotor_schedules(problem: Problem) -> list[ReplayedSchedule]:
+    """The table's answer, and the two extremes that its grid may miss: nothing recomputed, and the smallest peak.
 
     Where stages share tensors, the table counts them throughout and true peaks lie lower: then every schedule of the
     frontier is a candidate too. Where stages have menus, so is what the table finds without them: its memory grid is
     another one, and more options must never make a plan slower.
     """
     chain = problem.chain
-    found = [replayed(chain, "rotor", schedule) for schedule in _of_table(chain, problem.budget_bytes)]
+    schedules = _table_schedules(chain, problem.budget_bytes)
     if any(len(stage.options) > 1 for stage in chain.stages):
-        whole = replace(chain, stages=tuple(replace(stage, options=stage.options[:1]) for stage in chain.stages))
-        found += [replayed(chain, "rotor", schedule) for schedule in _of_table(whole, problem.budget_bytes)]
-    return found
+        schedules += _table_schedules(chain.without_menus(), problem.budget_bytes)
+    return [replayed(chain, "rotor", schedule) for schedule in schedules]
 
 
-def _of_table(chain: Chain, budget_bytes: int) -> list[Schedule]:
+def _table_schedules(chain: Chain, budget_bytes: int) -> list[Schedule]:
     table = _table(chain.folded())
     points = [point for point in table.points() if point.peak_bytes <= budget_bytes]
-    schedules = [*([table.schedule(points[-1])] if points else []), *ends(chain)]
+    schedules = [*([table.schedule(points[-1])] if points else []), *extreme_schedules(chain)]
     return schedules + [entry.schedule for entry in rotor_frontier(chain)] if chain.shared else schedules
 
 
-def ends(chain: Chain) -> list[Schedule]:
+def extreme_schedules(chain: Chain) -> list[Schedule]:
+    """The schedule that keeps everything, and the one with the smallest peak."""
     return [*baselines.keep_all(chain), smallest_schedule(chain)]
 
 
+def even_budgets(chain: Chain, low: int, count: int) -> list[int]:
+    """Budgets from a low one to the peak of keeping everything, evenly."""
+    high = max(low, baselines.keep_all_replay(chain).peak_bytes)
+    return [low + (high - low) * i // (count - 1) for i in range(count)]
+
+
 @lru_cache(maxsize=4)
-def _table(chain: Chain) -> Table:
+def _table(chain: Chain) -> rotor.Table:
     """The last tables are remembered: asking for several budgets of one chain costs one solve."""
-    return Table(chain)
+    return rotor.Table(chain)
 
 
 @lru_cache(maxsize=1)
 def rotor_frontier(chain: Chain) -> tuple[ReplayedSchedule, ...]:
-    schedules = ends(chain)
+    """Schedules from all over the frontier of the rotor's table, and the extremes."""
+    schedules = extreme_schedules(chain)
     for variant in dict.fromkeys((chain.folded(), replace(chain, shared=()))):
         table = _table(variant)
-        most = LONG_FRONTIER_POINTS if len(chain.stages) > LONG_CHAIN else FRONTIER_POINTS
-        schedules += [table.schedule(point) for point in sample(table.points(), most)]
+        limit = LONG_FRONTIER_POINTS if len(chain.stages) > LONG_CHAIN else FRONTIER_POINTS
+        schedules += [table.schedule(point) for point in evenly_picked(table.points(), limit)]
     return tuple(replayed(chain, "rotor", schedule) for schedule in schedules)
 
 
-def sample(items: list[_Item], most: int | None) -> list[_Item]:
+def evenly_picked(items: list[_Item], limit: int | None) -> list[_Item]:
     """Evenly picked items, the first and the last among them."""
-    if most is None or len(items) <= most:
+    if limit is None or len(items) <= limit:
         return items
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]

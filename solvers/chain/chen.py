@@ -1,4 +1,4 @@
-"""Chen's two ways to cut a chain into segments: evenly into about sqrt(L), and filled up to a byte budget.
+"""Chen's two methods to cut a chain into segments: evenly into about sqrt(L), or filled up to a byte budget.
 
 Formulation: only the boundaries before segments are held, and a segment is materialised whole at its backward.
 ``sqrt_segments`` cuts each run of stages that may be dropped together evenly into segments of about sqrt(L) stages.
@@ -26,14 +26,14 @@ def sqrt_segments(chain: Chain) -> list[Schedule]:
     """The schedule with about sqrt(L) segments: with the last one kept, and with it recomputed.
 
     >>> from solvers.problem.chain import Option, Stage
-    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
+    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
     >>> [schedule.forward_runs() for schedule in sqrt_segments(Chain(stages=(stage,) * 9))]
     [15, 18]
     """
     length = math.sqrt(len(chain.stages))
-    segments = [piece for run in droppable_runs(chain) for piece in _cut_evenly(run, length)]
+    segments = [segment for run in droppable_runs(chain) for segment in _cut_evenly(run, length)]
     kept_last = [*segments[:-1], segments[-1]._replace(kept=True)]
     variants = [kept_last] if segments[-1].kept else [kept_last, segments]
     return [segmented_schedule(variant) for variant in variants]
@@ -41,8 +41,8 @@ def sqrt_segments(chain: Chain) -> list[Schedule]:
 
 def _cut_evenly(run: Segment, length: float) -> list[Segment]:
     size = run.end - run.start
-    pieces = max(1, round(size / length))
-    edges = [run.start + round(size * i / pieces) for i in range(pieces + 1)]
+    count = max(1, round(size / length))
+    edges = [run.start + round(size * i / count) for i in range(count + 1)]
     return [Segment(a, b, run.kept) for a, b in pairwise(edges)]
 
 
@@ -53,9 +53,9 @@ def greedy_segments(chain: Chain) -> list[Schedule]:
     """One schedule per different cut, each with its last segment kept and recomputed.
 
     >>> from solvers.problem.chain import Option, Stage
-    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
+    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
     >>> sorted(schedule.forward_runs() for schedule in greedy_segments(Chain(stages=(stage,) * 4)))
     [4, 6, 7, 7, 8, 8, 8, 8]
     """
@@ -71,13 +71,13 @@ def greedy_segments(chain: Chain) -> list[Schedule]:
 
 
 def _cut_at_bytes(runs: list[Segment], sizes: list[int], segment_budget: int) -> tuple[Segment, ...]:
-    pieces: list[Segment] = []
+    segments: list[Segment] = []
     for run in runs:
         start, filled = run.start, 0
         for k in range(run.start, run.end):
             if filled and filled + sizes[k] > segment_budget:
-                pieces.append(Segment(start, k, run.kept))
+                segments.append(Segment(start, k, run.kept))
                 start, filled = k, 0
             filled += sizes[k]
-        pieces.append(Segment(start, run.end, run.kept))
-    return tuple(pieces)
+        segments.append(Segment(start, run.end, run.kept))
+    return tuple(segments)

@@ -1,4 +1,4 @@
-"""The oracle for tiny chains: a shortest path over every state that a schedule can be in.
+"""Exhaustive search for chains of a few stages: a shortest path over every state that a schedule can be in.
 
 Formulation: a state is the set of boundaries and residues alive, what is kept of each stage, how far the first pass
 has come and which stage goes backward next; every action of the simulator's rules that stays within the budget is an
@@ -23,7 +23,7 @@ from solvers.problem.solution import Candidate, Problem
 MOST_STAGES = 6
 
 
-class _State(NamedTuple):
+class SearchState(NamedTuple):
     alive: frozenset[int]  # boundaries
     kept: tuple[int, ...]  # option of each stage, -1 where nothing is kept
     residues: frozenset[int]
@@ -31,12 +31,12 @@ class _State(NamedTuple):
     pending: int
 
 
-class _Edge(NamedTuple):
-    state: _State
+class Edge(NamedTuple):
+    state: SearchState
     action: Action
     seconds: float
     peak_bytes: int  # while the action runs, above the bytes alive before it
-    before: _State
+    before: SearchState
 
 
 def solve(problem: Problem) -> Candidate:
@@ -46,9 +46,9 @@ def solve(problem: Problem) -> Candidate:
         ValueError: the chain has more stages than can be searched.
 
     >>> from solvers.problem.chain import Option, Stage
-    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
+    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
     >>> chain = Chain(stages=(stage,) * 3)
     >>> [solve(Problem(chain=chain, budget_bytes=b)).lower_bound_seconds for b in (6, 8, 16)]
     [13, 11, 9]
@@ -58,55 +58,55 @@ def solve(problem: Problem) -> Candidate:
     if chain.optimizer_peak_bytes > problem.budget_bytes:
         return Candidate(schedule=None)
     stages = len(chain.stages)
-    return _search(chain, _State(frozenset(), (-1,) * stages, frozenset(), -1, stages - 1), problem.budget_bytes)
+    return _search(chain, SearchState(frozenset(), (-1,) * stages, frozenset(), -1, stages - 1), problem.budget_bytes)
 
 
-def _search(chain: Chain, start: _State, budget_bytes: int) -> Candidate:
+def _search(chain: Chain, start: SearchState, budget_bytes: int) -> Candidate:
     tie = count()
-    queue: list[tuple[float, int, _State, _State | None, Action | None]] = [(0, next(tie), start, None, None)]
-    came: dict[_State, tuple[_State | None, Action | None]] = {}
+    queue: list[tuple[float, int, SearchState, SearchState | None, Action | None]] = [(0, next(tie), start, None, None)]
+    predecessors: dict[SearchState, tuple[SearchState | None, Action | None]] = {}
     while queue:
         seconds, _, state, parent, action = heapq.heappop(queue)
-        if state in came:
+        if state in predecessors:
             continue
-        came[state] = (parent, action)
+        predecessors[state] = (parent, action)
         if state.pending < 0:
-            return Candidate(schedule=_trace(came, state), lower_bound_seconds=seconds)
-        for edge in _edges(chain, state):
-            if edge.state not in came and _fits(chain, edge, budget_bytes):
+            return Candidate(schedule=_trace(predecessors, state), lower_bound_seconds=seconds)
+        for edge in edges_from(chain, state):
+            if edge.state not in predecessors and _fits(chain, edge, budget_bytes):
                 heapq.heappush(queue, (seconds + edge.seconds, next(tie), edge.state, state, edge.action))
     return Candidate(schedule=None)
 
 
-def _trace(came: dict[_State, tuple[_State | None, Action | None]], state: _State) -> Schedule:
+def _trace(predecessors: dict[SearchState, tuple[SearchState | None, Action | None]], state: SearchState) -> Schedule:
     actions: list[Action] = []
-    parent, action = came[state]
+    parent, action = predecessors[state]
     while parent is not None and action is not None:
         actions.append(action)
-        parent, action = came[parent]
+        parent, action = predecessors[parent]
     return Schedule(actions=tuple(reversed(actions)))
 
 
-def _fits(chain: Chain, edge: _Edge, budget_bytes: int) -> bool:
-    before = _bytes_of(chain, edge.before)
-    return max(before + edge.peak_bytes, _bytes_of(chain, edge.state)) <= budget_bytes
+def _fits(chain: Chain, edge: Edge, budget_bytes: int) -> bool:
+    before = live_bytes(chain, edge.before)
+    return max(before + edge.peak_bytes, live_bytes(chain, edge.state)) <= budget_bytes
 
 
-def _bytes_of(chain: Chain, state: _State) -> int:
+def live_bytes(chain: Chain, state: SearchState) -> int:
     stages = chain.stages
-    held = chain.resident_bytes + sum(stages[k].residue_bytes for k in state.residues)
-    held += sum(stages[k].boundary_bytes for k in state.alive)
-    for k, option in enumerate(state.kept):
-        if option >= 0:
-            way = stages[k].options[option]
-            held += way.kept_bytes + (way.kept_output_bytes if k not in state.alive else 0)
-    held += sum(stages[k].parameter_gradient_bytes for k in range(state.pending + 1, len(stages)))
-    held += sum(tensor.size_bytes for tensor in chain.shared if _shared(tensor, state))
+    total = chain.resident_bytes + sum(stages[k].residue_bytes for k in state.residues)
+    total += sum(stages[k].boundary_bytes for k in state.alive)
+    for k, o in enumerate(state.kept):
+        if o >= 0:
+            option = stages[k].options[o]
+            total += option.kept_bytes + (option.kept_output_bytes if k not in state.alive else 0)
+    total += sum(stages[k].parameter_gradient_bytes for k in range(state.pending + 1, len(stages)))
+    total += sum(tensor.size_bytes for tensor in chain.shared if _holds(tensor, state))
     loss_done = state.reached + 1 == len(stages)
-    return held + (stages[state.pending].gradient_bytes if loss_done and state.pending >= 0 else 0)
+    return total + (stages[state.pending].gradient_bytes if loss_done and state.pending >= 0 else 0)
 
 
-def _shared(tensor: Shared, state: _State) -> bool:
+def _holds(tensor: Shared, state: SearchState) -> bool:
     if state.pending < 0 or state.reached < tensor.born:
         return False
     waiting = {k for k in range(min(state.reached, state.pending) + 1) if state.kept[k] < 0}
@@ -117,55 +117,55 @@ def _shared(tensor: Shared, state: _State) -> bool:
     return held or (loss_done and tensor.held_until is not None and state.pending >= tensor.held_until)
 
 
-def _edges(chain: Chain, state: _State) -> Iterator[_Edge]:
+def edges_from(chain: Chain, state: SearchState) -> Iterator[Edge]:
     for k in range(min(state.reached + 1, state.pending) + 1):
         if state.kept[k] < 0 and (k == 0 or k - 1 in state.alive):
             yield from _forwards(chain, state, k)
     if state.reached + 1 == len(chain.stages):
-        yield from _turns(chain, state)
+        yield from _pending_edges(chain, state)
     for k in state.alive:
         if _may_free(chain, state, k):
             after = state._replace(alive=state.alive - {k})
-            yield _Edge(after, Action("free", k), 0, 0, state)
+            yield Edge(after, Action("free", k), 0, 0, state)
 
 
-def _forwards(chain: Chain, state: _State, k: int) -> Iterator[_Edge]:
+def _forwards(chain: Chain, state: SearchState, k: int) -> Iterator[Edge]:
     stage, first = chain.stages[k], k == state.reached + 1
     ran = state._replace(alive=state.alive | {k}, reached=max(state.reached, k))
     if stage.recomputable:
         residues = state.residues | {k} if first else state.residues
         after = ran._replace(residues=residues)
-        yield _Edge(after, Action("forward", k), stage.forward_seconds, stage.forward_peak_bytes, state)
+        yield Edge(after, Action("forward", k), stage.forward_seconds, stage.forward_peak_bytes, state)
     if stage.recomputable or first:
-        for option, way in enumerate(stage.options):
-            after = _keeping(ran, k, option)
-            yield _Edge(after, Action("forward", k, option), way.forward_seconds, way.forward_peak_bytes, state)
+        for o, option in enumerate(stage.options):
+            after = _keeping(ran, k, o)
+            yield Edge(after, Action("forward", k, o), option.forward_seconds, option.forward_peak_bytes, state)
 
 
-def _turns(chain: Chain, state: _State) -> Iterator[_Edge]:
+def _pending_edges(chain: Chain, state: SearchState) -> Iterator[Edge]:
     """The next backward, and the recomputation directly before it."""
     k = state.pending
     stage = chain.stages[k]
     if k > 0 and k - 1 not in state.alive:
         return
     if state.kept[k] >= 0:
-        way = stage.options[state.kept[k]]
+        option = stage.options[state.kept[k]]
         after = _keeping(state, k, -1)._replace(pending=k - 1)
-        yield _Edge(after, Action("backward", k), way.backward_seconds, way.backward_peak_bytes, state)
+        yield Edge(after, Action("backward", k), option.backward_seconds, option.backward_peak_bytes, state)
     elif stage.recomputable:
         before = state._replace(residues=state.residues - {k})
-        for option, way in enumerate(stage.options):
-            after = _keeping(state, k, option)
-            action = Action("recompute", k, option)
-            yield _Edge(after, action, way.recompute_seconds, way.recompute_peak_bytes, before)
+        for o, option in enumerate(stage.options):
+            after = _keeping(state, k, o)
+            action = Action("recompute", k, o)
+            yield Edge(after, action, option.recompute_seconds, option.recompute_peak_bytes, before)
 
 
-def _keeping(state: _State, k: int, option: int) -> _State:
-    kept = (*state.kept[:k], option, *state.kept[k + 1 :])
+def _keeping(state: SearchState, k: int, o: int) -> SearchState:
+    kept = (*state.kept[:k], o, *state.kept[k + 1 :])
     return state._replace(kept=kept, residues=state.residues - {k})
 
 
-def _may_free(chain: Chain, state: _State, k: int) -> bool:
+def _may_free(chain: Chain, state: SearchState, k: int) -> bool:
     reader = k + 1
     if reader > state.pending:
         return True

@@ -1,12 +1,12 @@
-"""Restriction: a chain in which it is fixed what happens to some stages, and schedules of it as those of the chain.
+"""Chains in which it is fixed what happens to some stages, and their schedules as those of the whole chain.
 
-Formulation: consecutive stages with one fixed fate are a piece. In the restricted chain a piece is a single stage that
-runs once and has one option: a stage kept with an option, or a segment that keeps its input, runs forward without
-keeping anything and is made again before its backward. What a segment costs is replayed, so seconds and bytes are
+Formulation: consecutive stages about which one thing is fixed are a span. In the restricted chain a span is a single
+stage that runs once and has one option: a stage kept with an option, or a segment that keeps its input, runs forward
+without keeping anything and runs again before its backward. What a segment costs is replayed, so seconds and bytes are
 those of its actions in the chain itself. Stages left to the solver stay as they are.
 
 Guarantee: a schedule of the restricted chain needs at least the bytes, and exactly the seconds, of its counterpart in
-the chain. Shared tensors that a segment has to do with are counted for as long as it might hold them.
+the chain. Shared tensors that a segment reads or keeps are counted for as long as it might hold them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from solvers.chain.segments import first_pass, second_pass
 from solvers.problem.chain import Chain, Option, Shared, Stage
 from solvers.problem.chain_schedule import Action, Schedule
 from solvers.problem.chain_simulator import ReplayedAction, replay
@@ -25,100 +26,89 @@ class FixedSpan:
 
     Attributes:
         option: a single stage is kept with this one; None: they run again together, from the first one's input.
-        free: a single stage that the solver decides for.
+        undecided: a single stage that the solver decides for.
     """
 
     start: int
     end: int
     option: int | None = None
-    free: bool = False
+    undecided: bool = False
 
 
-def schedule_of(pieces: Sequence[FixedSpan]) -> Schedule:
+def schedule_of(spans: Sequence[FixedSpan]) -> Schedule:
     """The schedule of a chain of which everything is fixed."""
-    actions = [action for piece in pieces for action in _forward(piece)]
-    for piece in reversed(pieces):
-        actions += [Action("free", piece.end - 1), *_backward(piece)]
+    actions = [action for span in spans for action in _forward(span)]
+    for span in reversed(spans):
+        actions += [Action("free", span.end - 1), *_backward(span)]
     return Schedule(actions=tuple(actions))
 
 
-def restricted(chain: Chain, pieces: Sequence[FixedSpan]) -> Chain:
-    """The chain whose stages are the pieces."""
-    place = {k: number for number, piece in enumerate(pieces) for k in range(piece.start, piece.end)}
-    segments = {number for number, piece in enumerate(pieces) if not piece.free and piece.option is None}
-    extra = _hidden_bytes(chain, pieces, segments, place)
+def restricted(chain: Chain, spans: Sequence[FixedSpan]) -> Chain:
+    """The chain whose stages are the spans."""
+    span_of = {k: number for number, span in enumerate(spans) for k in range(span.start, span.end)}
+    segments = {number for number, span in enumerate(spans) if not span.undecided and span.option is None}
+    hidden_bytes = _hidden_bytes(chain, spans, segments, span_of)
     return replace(
         chain,
-        stages=tuple(_stage(chain, piece, extra[number]) for number, piece in enumerate(pieces)),
-        shared=tuple(_shared(tensor, place, segments, pieces) for tensor in chain.shared),
+        stages=tuple(_stage_of(chain, span, hidden_bytes[number]) for number, span in enumerate(spans)),
+        shared=tuple(_shared(tensor, span_of, segments, spans) for tensor in chain.shared),
     )
 
 
-def expanded(schedule: Schedule, pieces: Sequence[FixedSpan]) -> Schedule:
+def expanded(schedule: Schedule, spans: Sequence[FixedSpan]) -> Schedule:
     """A schedule of the restricted chain as one of the chain itself."""
-    return Schedule(actions=tuple(a for action in schedule.actions for a in _expanded(action, pieces[action.stage])))
+    return Schedule(actions=tuple(a for action in schedule.actions for a in _expanded(action, spans[action.stage])))
 
 
-def _expanded(action: Action, piece: FixedSpan) -> list[Action]:
-    if piece.free or action.kind == "free":
-        return [replace(action, stage=piece.end - 1)]
-    return _forward(piece) if action.kind == "forward" else _backward(piece)
+def _expanded(action: Action, span: FixedSpan) -> list[Action]:
+    if span.undecided or action.kind == "free":
+        return [replace(action, stage=span.end - 1)]
+    return _forward(span) if action.kind == "forward" else _backward(span)
 
 
-def _forward(piece: FixedSpan) -> list[Action]:
-    """The first forward of a fixed piece."""
-    actions = [Action("forward", piece.start, piece.option)]
-    for k in range(piece.start + 1, piece.end):
-        actions += [Action("forward", k), Action("free", k - 1)]
-    return actions
+def _forward(span: FixedSpan) -> list[Action]:
+    return list(first_pass(span.start, span.end, span.option))
 
 
-def _backward(piece: FixedSpan) -> list[Action]:
-    """Its backward, with what is made again for it; the boundary behind it is free by then."""
-    last = piece.end - 1
-    if piece.option is not None:
-        return [Action("backward", last)]
-    actions = [Action("forward", k, 0) for k in range(piece.start, last)]
-    actions += [Action("recompute", last, 0), Action("backward", last)]
-    for k in reversed(range(piece.start, last)):
-        actions += [Action("free", k), Action("backward", k)]
-    return actions
+def _backward(span: FixedSpan) -> list[Action]:
+    return list(second_pass(span.start, span.end, span.option))
 
 
-def _stage(chain: Chain, piece: FixedSpan, extra: tuple[int, int]) -> Stage:
-    if piece.free:
-        return chain.stages[piece.start]
-    if piece.option is not None:
-        stage = chain.stages[piece.start]
-        return replace(stage, options=(stage.options[piece.option],), recomputable=False)
-    return _segment(chain, piece, extra)
+def _stage_of(chain: Chain, span: FixedSpan, hidden_bytes: tuple[int, int]) -> Stage:
+    if span.undecided:
+        return chain.stages[span.start]
+    if span.option is not None:
+        stage = chain.stages[span.start]
+        return replace(stage, options=(stage.options[span.option],), recomputable=False)
+    return _segment_stage(chain, span, hidden_bytes)
 
 
-def _segment(chain: Chain, piece: FixedSpan, extra: tuple[int, int]) -> Stage:
-    """The costs of a segment, replayed alone: its forward, then (behind a stage of no cost) its backward."""
-    stages = chain.stages[piece.start : piece.end]
-    nothing = Option(
+def _segment_stage(chain: Chain, span: FixedSpan, hidden_bytes: tuple[int, int]) -> Stage:
+    """The costs of a segment, replayed alone: its forward, then (after a stage of no cost) its backward."""
+    stages = chain.stages[span.start : span.end]
+    no_cost = Option(
         forward_seconds=0, backward_seconds=0, kept_bytes=0, forward_peak_bytes=0, backward_peak_bytes=0,
         recompute_seconds=0, recompute_peak_bytes=0,
     )  # fmt: skip
-    behind = Stage(name="", options=(nothing,), boundary_bytes=0, forward_seconds=0, forward_peak_bytes=0)
-    own = FixedSpan(0, len(stages))
-    first, again = _forward(own), _backward(own)
+    next_stage = Stage(name="", options=(no_cost,), boundary_bytes=0, forward_seconds=0, forward_peak_bytes=0)
+    whole = FixedSpan(0, len(stages))
+    first_run, second_run = _forward(whole), _backward(whole)
     count = len(stages)
     between = [Action("forward", count, 0), Action("backward", count), Action("free", count - 1)]
-    moments = replay(
-        Chain(stages=(*stages, behind)), Schedule(actions=(*first, *between, Action("free", count), *again))
+    timeline = replay(
+        Chain(stages=(*stages, next_stage)),
+        Schedule(actions=(*first_run, *between, Action("free", count), *second_run)),
     ).timeline
-    forward, before, backward = moments[: len(first)], moments[-len(again) - 1], moments[-len(again) :]
+    forward, before, backward = timeline[: len(first_run)], timeline[-len(second_run) - 1], timeline[-len(second_run) :]
     kept_bytes = sum(stage.residue_bytes for stage in stages)
     last = stages[-1]
     option = Option(
         name="recompute",
-        forward_seconds=sum(moment.seconds for moment in forward),
-        backward_seconds=sum(moment.seconds for moment in backward),
+        forward_seconds=sum(entry.seconds for entry in forward),
+        backward_seconds=sum(entry.seconds for entry in backward),
         kept_bytes=kept_bytes,
-        forward_peak_bytes=_peak(forward, 0) + extra[0],
-        backward_peak_bytes=_peak(backward, before.after_bytes) + extra[1],
+        forward_peak_bytes=_peak(forward, 0) + hidden_bytes[0],
+        backward_peak_bytes=_peak(backward, before.after_bytes) + hidden_bytes[1],
         recompute_seconds=0,
         recompute_peak_bytes=0,
     )
@@ -135,41 +125,41 @@ def _segment(chain: Chain, piece: FixedSpan, extra: tuple[int, int]) -> Stage:
     )
 
 
-def _peak(moments: Sequence[ReplayedAction], before_bytes: int) -> int:
-    return max(0, max(moment.peak_bytes for moment in moments) - before_bytes)
+def _peak(entries: Sequence[ReplayedAction], before_bytes: int) -> int:
+    return max(0, max(entry.peak_bytes for entry in entries) - before_bytes)
 
 
 def _hidden_bytes(
-    chain: Chain, pieces: Sequence[FixedSpan], segments: set[int], place: dict[int, int]
+    chain: Chain, spans: Sequence[FixedSpan], segments: set[int], span_of: dict[int, int]
 ) -> list[tuple[int, int]]:
     """Bytes of shared tensors that a segment alone holds for a while: in its forward, and in its backward."""
-    found = [(0, 0)] * len(pieces)
+    hidden_bytes = [(0, 0)] * len(spans)
     for tensor in chain.shared:
-        dies = place[tensor.forward_death]
-        if dies in segments and not (tensor.born < pieces[dies].start == tensor.forward_death):
-            found[dies] = (found[dies][0] + tensor.size_bytes, found[dies][1])
-        for number in segments & {place[k] for k in tensor.savers}:
-            if number not in _holders(tensor, place, segments, pieces):
-                found[number] = (found[number][0], found[number][1] + tensor.size_bytes)
-    return found
+        last = span_of[tensor.forward_death]
+        if last in segments and not (tensor.born < spans[last].start == tensor.forward_death):
+            hidden_bytes[last] = (hidden_bytes[last][0] + tensor.size_bytes, hidden_bytes[last][1])
+        for number in segments & {span_of[k] for k in tensor.savers}:
+            if number not in _holders(tensor, span_of, segments, spans):
+                hidden_bytes[number] = (hidden_bytes[number][0], hidden_bytes[number][1] + tensor.size_bytes)
+    return hidden_bytes
 
 
-def _shared(tensor: Shared, place: dict[int, int], segments: set[int], pieces: Sequence[FixedSpan]) -> Shared:
-    free = {number for number, piece in enumerate(pieces) if piece.free}
-    savers = {place[k] for k in tensor.savers} - segments
+def _shared(tensor: Shared, span_of: dict[int, int], segments: set[int], spans: Sequence[FixedSpan]) -> Shared:
+    undecided = {number for number, span in enumerate(spans) if span.undecided}
+    savers = {span_of[k] for k in tensor.savers} - segments
     return Shared(
         size_bytes=tensor.size_bytes,
-        born=place[tensor.born],
-        forward_death=place[tensor.forward_death],
-        readers=tuple(sorted({place[k] for k in tensor.readers} & free)),
-        linked_readers=tuple(sorted({place[k] for k in tensor.linked_readers} & free)),
-        savers=tuple(sorted(savers | _holders(tensor, place, segments, pieces))),
-        held_until=None if tensor.held_until is None else place[tensor.held_until],
+        born=span_of[tensor.born],
+        forward_death=span_of[tensor.forward_death],
+        readers=tuple(sorted({span_of[k] for k in tensor.readers} & undecided)),
+        linked_readers=tuple(sorted({span_of[k] for k in tensor.linked_readers} & undecided)),
+        savers=tuple(sorted(savers | _holders(tensor, span_of, segments, spans))),
+        held_until=None if tensor.held_until is None else span_of[tensor.held_until],
     )
 
 
-def _holders(tensor: Shared, place: dict[int, int], segments: set[int], pieces: Sequence[FixedSpan]) -> set[int]:
+def _holders(tensor: Shared, span_of: dict[int, int], segments: set[int], spans: Sequence[FixedSpan]) -> set[int]:
     """Segments that hold a shared tensor from their forward on: it is an input of a stage in them."""
-    first = {pieces[number].start for number in segments}
-    held = {place[k] for k in tensor.readers} | {place[k] for k in tensor.linked_readers if k in first}
-    return held & segments
+    starts = {spans[number].start for number in segments}
+    holders = {span_of[k] for k in tensor.readers} | {span_of[k] for k in tensor.linked_readers if k in starts}
+    return holders & segments

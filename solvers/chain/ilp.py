@@ -5,7 +5,7 @@ one phase before the backward of each stage t = L-1 .. 0. R: stage k runs in pha
 option, or (k == t) recomputed directly before its backward. S: which boundaries and which kept options are alive as a
 phase starts. FREE is eliminated: within a phase stages run in rising order and a boundary has one reader, so at the
 run of stage k a boundary j < k - 1 is alive exactly if it is retained into the next phase, k - 1 because it is read,
-and j >= k if it was carried in. Two programs share these variables:
+and j >= k if it was alive as the phase began. Two programs share these variables:
 
 * ``sweep``: exact bytes of every schedule whose phases run stages in rising order, each at most once (Checkmate's
   frontier-advancing schedules). Contains all persistent schedules and more.
@@ -14,8 +14,8 @@ and j >= k if it was carried in. Two programs share these variables:
   of the chain is feasible in it at no greater cost, so its optimum bounds them all.
 
 Guarantee: ``bound`` is solved first; where its answer, replayed, fits, it is the optimum over all schedules. Otherwise
-the answer is that of ``sweep``, with the bound of ``bound``; only transients that outweigh what they make room for
-tell the two apart. Complexity: O(L^2 K) binaries for menus of K options, exponential time.
+the answer is that of ``sweep``, with the bound of ``bound``; the two differ only where transients outweigh what they
+make room for. Complexity: O(L^2 K) binaries for menus of K options, exponential time.
 Units: bytes and seconds; inside the program both are scaled, so that HiGHS's tolerances stay below one byte.
 
 Paper: Jain et al., "Checkmate: breaking the memory wall with optimal tensor rematerialization" (2020), section 4.
@@ -46,9 +46,9 @@ def solve(problem: Problem, time_limit_seconds: float = 60.0) -> Candidate:
         ValueError: the chain is too long for the program to be built.
 
     >>> from solvers.problem.chain import Chain, Option, Stage
-    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
+    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
     >>> solve(Problem(chain=Chain(stages=(stage,) * 3), budget_bytes=8)).lower_bound_seconds
     11.0
     """

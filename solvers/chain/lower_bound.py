@@ -28,12 +28,10 @@ from itertools import accumulate, product
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from solvers.arrays import Floats
 from solvers.problem.chain import Chain, Option, Stage
 from solvers.problem.link import Link
-
-Floats = NDArray[np.float64]
 
 _PRICES = 256  # 3200 raise the bound of random chains of 200 and 1000 stages by 0.001 %
 _MEANS = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)  # weights of the copies in a part of the step
@@ -55,9 +53,9 @@ def bound_seconds(chain: Chain, budget_bytes: int, link: Link | None = None) -> 
     """Seconds that every schedule within the budget needs; infinite where the bound sees that none fits.
 
     >>> from solvers.problem.chain import Option, Stage
-    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
+    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
     >>> [round(bound_seconds(Chain(stages=(stage,) * 3), b), 6) for b in (5, 8, 16)]
     [inf, 10.552415, 9.0]
     """
@@ -74,10 +72,10 @@ class _Bounds:
     """Cheapest priced states at the start of every backward, for every price."""
 
     def __init__(self, chain: Chain, link: Link | None) -> None:
-        self._other_peak_bytes = chain.optimizer_peak_bytes
-        tried = _weights(link)
-        self._prices = _prices(chain, [weights.away for weights in tried if 0 < weights.away < math.inf])
-        self._seconds = [_sums(chain, weights, self._prices) for weights in tried]
+        self._optimizer_peak_bytes = chain.optimizer_peak_bytes
+        weightings = _weights(link)
+        self._prices = _prices(chain, [weights.away for weights in weightings if 0 < weights.away < math.inf])
+        self._seconds = [_sums(chain, weights, self._prices) for weights in weightings]
         only_bytes = _Weights(0.0, 0.0, math.inf if link is None else 0.0)
         self._least_bytes = _priced(chain, only_bytes, np.array([1.0]))[:, 0]
         self._fixed = np.array([_fixed_bytes(chain, t) for t in range(len(chain.stages))], dtype=np.float64)
@@ -85,7 +83,7 @@ class _Bounds:
     def seconds(self, budget_bytes: int) -> float:
         """The bound within a budget."""
         room = budget_bytes - self._fixed
-        if budget_bytes < self._other_peak_bytes or (self._least_bytes > room).any():
+        if budget_bytes < self._optimizer_peak_bytes or (self._least_bytes > room).any():
             return math.inf
         paid = self._prices * room[:, None]
         bounds = [seconds - paid - _SLACK * (seconds + np.abs(paid)) for seconds in self._seconds]
@@ -101,10 +99,10 @@ def _weights(link: Link | None) -> list[_Weights]:
 
 def _sums(chain: Chain, weights: _Weights, prices: Floats) -> Floats:
     """What ``_priced`` finds, with the weighted seconds of all other stages; those after t are over by then."""
-    least = (weights.before * _least_seconds(stage) for stage in reversed(chain.stages))
-    later = list(accumulate(least, initial=0.0))[-2::-1]
-    own = [_least_seconds(stage, weights) for stage in chain.stages]
-    return _priced(chain, weights, prices) + np.array([a + b for a, b in zip(own, later, strict=True)])[:, None]
+    least_seconds = (weights.before * _least_seconds(stage) for stage in reversed(chain.stages))
+    later = list(accumulate(least_seconds, initial=0.0))[-2::-1]
+    of_stage = [_least_seconds(stage, weights) for stage in chain.stages]
+    return _priced(chain, weights, prices) + np.array([a + b for a, b in zip(of_stage, later, strict=True)])[:, None]
 
 
 def _priced(chain: Chain, weights: _Weights, prices: Floats) -> Floats:
@@ -114,9 +112,9 @@ def _priced(chain: Chain, weights: _Weights, prices: Floats) -> Floats:
     """
     away = np.minimum(prices, weights.away)  # the price of an offload unit's byte: on the device, or away
     alive, dead = np.zeros(prices.size), np.full(prices.size, math.inf)
-    found = []
+    cheapest = []
     for k, stage in enumerate(chain.stages):
-        found.append(alive)
+        cheapest.append(alive)
         before_bytes = chain.stages[k - 1].boundary_bytes if k else chain.resident_bytes
         either = np.minimum(alive - (prices - away) * min(before_bytes, sum(stage.offload_units)), dead)
         frees = k + 1 < len(chain.stages) and chain.stages[k + 1].linked
@@ -124,21 +122,21 @@ def _priced(chain: Chain, weights: _Weights, prices: Floats) -> Floats:
         dead = either + again
         alive = np.minimum(alive + _kept(stage, weights, prices, away), either + _dropped_seconds(stage, weights))
         alive = alive + prices * stage.boundary_bytes
-    return np.array(found)
+    return np.array(cheapest)
 
 
 def _kept(stage: Stage, weights: _Weights, prices: Floats, away: Floats) -> Floats:
-    ways = [
-        _kept_seconds(way, weights)
-        + prices * (way.kept_bytes - stage.residue_bytes)
-        - (prices - away) * sum(way.offload_units)
-        for way in stage.options
+    costs = [
+        _kept_seconds(option, weights)
+        + prices * (option.kept_bytes - stage.residue_bytes)
+        - (prices - away) * sum(option.offload_units)
+        for option in stage.options
     ]
-    return np.minimum.reduce(ways)
+    return np.minimum.reduce(costs)
 
 
-def _kept_seconds(way: Option, weights: _Weights) -> float:
-    return weights.before * way.forward_seconds + weights.after * way.backward_seconds
+def _kept_seconds(option: Option, weights: _Weights) -> float:
+    return weights.before * option.forward_seconds + weights.after * option.backward_seconds
 
 
 def _dropped_seconds(stage: Stage, weights: _Weights, made_again: bool = False) -> float:
@@ -151,53 +149,56 @@ def _dropped_seconds(stage: Stage, weights: _Weights, made_again: bool = False) 
     """
     if not stage.recomputable:
         return math.inf
-    again = min(_again_seconds(way) + way.backward_seconds for way in stage.options)
+    again = min(_again_seconds(option) + option.backward_seconds for option in stage.options)
     if made_again:
-        both = min(way.forward_seconds + way.backward_seconds for way in stage.options)
+        both = min(option.forward_seconds + option.backward_seconds for option in stage.options)
         again = min(both, stage.forward_seconds + again)
     return weights.before * stage.forward_seconds + weights.after * again
 
 
-def _again_seconds(way: Option) -> float:
-    return min(way.forward_seconds, way.recompute_seconds)
+def _again_seconds(option: Option) -> float:
+    return min(option.forward_seconds, option.recompute_seconds)
 
 
 def _least_seconds(stage: Stage, weights: _Weights = _BOTH) -> float:
     """Least seconds of a stage all of whose runs count as before the moment, and whose backward as after it."""
-    kept = min(_kept_seconds(way, weights) for way in stage.options)
+    kept = min(_kept_seconds(option, weights) for option in stage.options)
     if not stage.recomputable:
         return kept
-    again = min(weights.before * _again_seconds(way) + weights.after * way.backward_seconds for way in stage.options)
+    again = min(weights.before * _again_seconds(o) + weights.after * o.backward_seconds for o in stage.options)
     return min(kept, weights.before * stage.forward_seconds + again)
 
 
 def _fixed_bytes(chain: Chain, t: int) -> int:
-    """Bytes at the backward of stage t in any state: all but kept stages (beside their residues) and boundaries."""
+    """Bytes at the backward of stage t in any state: all but kept stages (less their residues) and boundaries."""
     stages, stage = chain.stages, chain.stages[t]
-    held = chain.resident_bytes + stage.gradient_bytes + sum(s.parameter_gradient_bytes for s in stages[t + 1 :])
-    held += sum(s.residue_bytes for s in stages[:t])
-    return held + min(
-        way.kept_bytes + min(way.kept_output_bytes, stage.boundary_bytes) + way.backward_peak_bytes
-        for way in stage.options
+    fixed = chain.resident_bytes + stage.gradient_bytes + sum(s.parameter_gradient_bytes for s in stages[t + 1 :])
+    fixed += sum(s.residue_bytes for s in stages[:t])
+    return fixed + min(
+        o.kept_bytes + min(o.kept_output_bytes, stage.boundary_bytes) + o.backward_peak_bytes for o in stage.options
     )
 
 
 def _prices(chain: Chain, away: list[float]) -> Floats:
-    """Prices per byte at which some stage changes its mind, evenly picked, as many in equal ratios, and copies'."""
+    """Prices per byte at which two choices of some stage cost the same, evenly picked, as many in equal ratios, and
+    those of copies.
+    """
     before = [0, *(stage.boundary_bytes for stage in chain.stages)]
-    turns = sorted({turn for k, stage in enumerate(chain.stages) for turn in _turns(stage, before[k])})
-    if not turns:
+    indifferent = sorted(
+        {price for k, stage in enumerate(chain.stages) for price in _indifferent_prices(stage, before[k])}
+    )
+    if not indifferent:
         return np.array([0.0, *away])
-    picks = np.linspace(0, len(turns) - 1, min(len(turns), _PRICES // 2)).astype(np.int64)
-    around = np.geomspace(turns[0] / 8, turns[-1] * 2, _PRICES // 2)
-    return np.unique(np.concatenate(([0.0], np.array(turns)[picks], around, away)))
+    even = np.linspace(0, len(indifferent) - 1, min(len(indifferent), _PRICES // 2)).astype(np.int64)
+    ratios = np.geomspace(indifferent[0] / 8, indifferent[-1] * 2, _PRICES // 2)
+    return np.unique(np.concatenate(([0.0], np.array(indifferent)[even], ratios, away)))
 
 
-def _turns(stage: Stage, before_bytes: int) -> list[float]:
-    """Prices at which two choices of a stage cost the same, with any of the boundaries around it on the one's bill."""
-    ways = [(w.kept_bytes - stage.residue_bytes, w.forward_seconds + w.backward_seconds) for w in stage.options]
+def _indifferent_prices(stage: Stage, before_bytes: int) -> list[float]:
+    """Prices at which two choices of a stage cost the same, any of the boundaries before and after it included."""
+    kept = [(o.kept_bytes - stage.residue_bytes, o.forward_seconds + o.backward_seconds) for o in stage.options]
     extras = {0, before_bytes, stage.boundary_bytes, before_bytes + stage.boundary_bytes}
-    choices = [(size + extra, seconds) for size, seconds in ways for extra in extras]
+    choices = [(size + extra, seconds) for size, seconds in kept for extra in extras]
     if stage.recomputable:
         choices += [(extra, _dropped_seconds(stage, _BOTH)) for extra in (0, stage.boundary_bytes)]
     return [(b[1] - a[1]) / (a[0] - b[0]) for a in choices for b in choices if a[0] > b[0] and a[1] < b[1]]

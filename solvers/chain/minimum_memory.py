@@ -1,4 +1,4 @@
-"""The smallest budget with which a chain can be trained at all, its schedule, and what forces it.
+"""The smallest budget with which a chain can be trained, its schedule, and the stage and phase that force it.
 
 Formulation: the persistent recursion of ``solvers.chain.persistent`` with bytes in place of seconds; the need of a
 range is the smallest, over its choices, of the largest need of the parts:
@@ -16,7 +16,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from solvers.chain.persistent import Bytes, ChainBytes, PersistentChoice, persistent_schedule
+from solvers.arrays import Integers
+from solvers.chain.persistent import ChainBytes, PersistentChoice, persistent_schedule
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Schedule
 from solvers.problem.chain_simulator import replay
@@ -30,20 +31,20 @@ def smallest_schedule(chain: Chain) -> Schedule:
     """The schedule with the smallest peak of forward and backward.
 
     >>> from solvers.problem.chain import Option, Stage
-    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
+    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
     >>> replay(Chain(stages=(stage,) * 3), smallest_schedule(Chain(stages=(stage,) * 3))).peak_bytes
     6
     """
     variants = dict.fromkeys((chain.folded(), replace(chain, shared=())))  # shared tensors: throughout, or not at all
-    found = [_smallest(variant) for variant in variants]
-    return min(found, key=lambda schedule: replay(chain, schedule).peak_bytes)
+    schedules = [_smallest(variant) for variant in variants]
+    return min(schedules, key=lambda schedule: replay(chain, schedule).peak_bytes)
 
 
-def smallest_level(chain_bytes: ChainBytes) -> int:
+def smallest_level(sizes: ChainBytes) -> int:
     """Bytes above the resident ones that the smallest persistent schedule needs."""
-    return int(_Needs(chain_bytes).first[0])
+    return int(_Needs(sizes).first[0])
 
 
 def _smallest(chain: Chain) -> Schedule:
@@ -58,11 +59,12 @@ def shortage(chain: Chain) -> Shortage:
 def shortage_of(chain: Chain, schedule: Schedule, link: Link | None = None) -> Shortage:
     """What the peak of one schedule is and where it stands, the optimizer included."""
     result = replay(chain, schedule, link)
-    worst = result.peak_moment
-    if chain.optimizer_peak_bytes > worst.peak_bytes:
+    highest = result.peak_moment
+    if chain.optimizer_peak_bytes > highest.peak_bytes:
         return Shortage(minimum_budget_bytes=chain.optimizer_peak_bytes, stage="", moment="optimizer")
-    moment = "backward" if worst.action.kind in ("free", *TRANSFERS) else worst.action.kind
-    return Shortage(minimum_budget_bytes=result.peak_bytes, stage=chain.stages[worst.action.stage].name, moment=moment)
+    moment = "backward" if highest.action.kind in ("free", *TRANSFERS) else highest.action.kind
+    stage = chain.stages[highest.action.stage].name
+    return Shortage(minimum_budget_bytes=result.peak_bytes, stage=stage, moment=moment)
 
 
 class _Needs:
@@ -71,25 +73,25 @@ class _Needs:
     Ranges that run again are filled by rising length, all of one length at once; those of the first pass by start.
     """
 
-    def __init__(self, chain_bytes: ChainBytes) -> None:
-        self.bytes = b = chain_bytes
-        count = b.stage_count
+    def __init__(self, sizes: ChainBytes) -> None:
+        self.bytes = sizes
+        count = sizes.stage_count
         square = (count, count)
         self._again = np.full(square, _NEVER, dtype=np.int64)  # row: first stage; column: length less one
         self._rests = np.full(square, _NEVER, dtype=np.int64)  # as a drop before sees it; row: last stage
         self._drop_needs = np.full(square, _NEVER, dtype=np.int64)
-        for start, needs in enumerate(b.again_needs):
+        for start, needs in enumerate(sizes.rerun_needs):
             self._drop_needs[start, : needs.size] = needs
-        self._reach = np.array(b.run_end) - np.arange(count)
-        self._entries = np.array([b.entry(end + 1, end) for end in range(count)], dtype=np.int64)
-        self._boundaries = np.array([0, *(b.boundary(k) for k in range(count))], dtype=np.int64)
+        self._reach = np.array(sizes.run_end) - np.arange(count)
+        self._entries = np.array([sizes.entry(end + 1, end) for end in range(count)], dtype=np.int64)
+        self._boundaries = np.array([0, *(sizes.boundary(k) for k in range(count))], dtype=np.int64)
         self._keeps = self._keep_rows()
         for length in range(int(self._reach.max())):
             self._fill(length)
         self.first = np.full(count + 1, _NEVER, dtype=np.int64)
-        self.first[count] = b.entry(count, count)
+        self.first[count] = sizes.entry(count, count)
         for start in reversed(range(count)):
-            self.first[start] = max(self._best(start, count)[0], b.entry(start, count))
+            self.first[start] = max(self._best(start, count)[0], sizes.entry(start, count))
 
     def choose(self, start: int, end: int, token: int) -> tuple[PersistentChoice, int, int]:
         return self._best(start, end)[1], token, token
@@ -107,62 +109,62 @@ class _Needs:
         self._again[:rows, length] = best
         self._rests[length:, length] = best + self._boundaries[:rows]
 
-    def _kept(self, length: int) -> Bytes:
+    def _kept(self, length: int) -> Integers:
         """Smallest level with which each range of a length keeps its first stage."""
         rows = self._entries.size - length
         shifts, backward_needs, peaks = self._keeps[:, :, :rows]
         needs = np.maximum(self._entries[length:] + peaks, backward_needs)
         return np.maximum(needs, self._again[1 : rows + 1, length - 1] + shifts).min(axis=0)
 
-    def _keep_rows(self) -> Bytes:
+    def _keep_rows(self) -> Integers:
         """Shift, level of the backward and forward peak of every option; stages with fewer repeat theirs."""
-        b = self.bytes
-        most = max(len(stage.options) for stage in b.stages)
+        sizes = self.bytes
+        most = max(len(stage.options) for stage in sizes.stages)
         rows = [
             [
-                (b.keep(s, s, o)[1], b.backward(s, o), stage.options[o].forward_peak_bytes)
+                (sizes.keep(s, s, o)[1], sizes.backward(s, o), stage.options[o].forward_peak_bytes)
                 for o in (o % len(stage.options) for o in range(most))
             ]
-            for s, stage in enumerate(b.stages)
+            for s, stage in enumerate(sizes.stages)
         ]
         return np.array(rows, dtype=np.int64).transpose(2, 1, 0).copy()
 
-    def _single(self) -> Bytes:
-        found = [min(need for need, _ in self._candidates(s, s)) for s in range(self._entries.size)]
-        return np.array(found, dtype=np.int64)
+    def _single(self) -> Integers:
+        needs = [min(need for need, _ in self._candidates(s, s)) for s in range(self._entries.size)]
+        return np.array(needs, dtype=np.int64)
 
     def _options(self, start: int) -> range:
         return range(len(self.bytes.stages[start].options))
 
     def _best(self, start: int, end: int) -> tuple[int, PersistentChoice]:
-        found = self._candidates(start, end)
+        choices = self._candidates(start, end)
         drops = self._drops(start, end)
         if drops.size:
             best = int(drops.argmin())
-            found.append((int(drops[best]), PersistentChoice("drop", start + 1 + best)))
-        return min(found, key=lambda pair: pair[0])
+            choices.append((int(drops[best]), PersistentChoice("drop", start + 1 + best)))
+        return min(choices, key=lambda pair: pair[0])
 
     def _candidates(self, start: int, end: int) -> list[tuple[int, PersistentChoice]]:
         """What keeping the first stage needs, and running a single one again, with each option."""
-        b, found = self.bytes, []
+        sizes, choices = self.bytes, []
         rest = self._rest(start + 1, end)
         for option in self._options(start):
-            need, shift = b.keep(start, end, option)
-            found.append((max(need, rest + shift), PersistentChoice("keep", option)))
+            need, shift = sizes.keep(start, end, option)
+            choices.append((max(need, rest + shift), PersistentChoice("keep", option)))
             if start == end:
-                found.append((b.recompute(start, option), PersistentChoice("recompute", option)))
-        return found
+                choices.append((sizes.recompute(start, option), PersistentChoice("recompute", option)))
+        return choices
 
     def _rest(self, start: int, end: int) -> int:
         if end == self.bytes.stage_count:
             return int(self.first[start])
         return int(self._again[start, end - start]) if start <= end else int(self._entries[end])
 
-    def _drops(self, start: int, end: int) -> Bytes:
-        own = self.bytes.drop(start, end)
-        last = start + own.size
+    def _drops(self, start: int, end: int) -> Integers:
+        needs = self.bytes.drop(start, end)
+        last = start + needs.size
         if end == self.bytes.stage_count:
             rest = self.first[start + 1 : last + 1] + self._boundaries[start + 1 : last + 1]
         else:
             rest = self._rests[end, end - last : end - start][::-1]
-        return np.maximum(np.maximum(own, rest), self._again[start, : own.size])
+        return np.maximum(np.maximum(needs, rest), self._again[start, : needs.size])

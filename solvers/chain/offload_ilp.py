@@ -1,4 +1,4 @@
-"""Integer program for keeping, sending and dropping at once, with the clocks of both copy engines: small chains.
+"""Integer program for keeping, offloading and dropping at once, with the clocks of both copy engines: small chains.
 
 Formulation: a path of the choices of ``solvers.chain.offload_choices`` through the stages. Positions are the forwards
 in order, then the backwards. For each offload unit of each choice two rising rows of binaries say by which position its
@@ -21,9 +21,10 @@ import math
 from itertools import pairwise
 from typing import NamedTuple
 
+from solvers.arrays import Floats
 from solvers.chain.offload_choices import ChoiceStep, schedule_of, steps_from
 from solvers.chain.persistent import ChainBytes, PersistentChoice
-from solvers.highs import Floats, Program
+from solvers.highs import Program
 from solvers.problem.chain_schedule import Action, Schedule
 from solvers.problem.link import Link
 from solvers.problem.number_checks import check_size
@@ -31,17 +32,17 @@ from solvers.problem.solution import Candidate, Problem
 
 MOST_STAGES = 16  # the program of more has thousands of binaries that nothing ties together tightly
 _SLACK = 1e-6  # relative: a schedule as fast as the known one stays within HiGHS's tolerance
-_Term = tuple[int, float]
+_RowTerm = tuple[int, float]
 
 
-class _Sent(NamedTuple):
+class _UnitVariables(NamedTuple):
     """The variables of one offload unit of one choice; ``away`` and ``back`` by position, between making and use."""
 
     stage: int
     unit: int
     size_bytes: int
     chosen: int  # that the choice is made
-    sent: int
+    offloaded: int
     gone: dict[int, int]
     back: dict[int, int]
 
@@ -58,12 +59,12 @@ def solve(problem: Problem, link: Link, time_limit_seconds: float = 60.0, known_
         ValueError: the chain is too long for the program to be solved.
 
     >>> from solvers.problem.chain import Chain, Option, Stage
-    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6, backward_peak_bytes=1,
-    ...              recompute_seconds=1, recompute_peak_bytes=4, offload_units=(4,))
-    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4, offload_units=(4,))
+    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
     >>> link = Link(to_host_bytes_per_second=8.0, to_device_bytes_per_second=8.0)
-    >>> found = solve(Problem(chain=Chain(stages=(stage,) * 3), budget_bytes=12), link).schedule
-    >>> [action.stage for action in found.actions if action.kind == "offload"]
+    >>> schedule = solve(Problem(chain=Chain(stages=(stage,) * 3), budget_bytes=12), link).schedule
+    >>> [action.stage for action in schedule.actions if action.kind == "offload"]
     [0]
     """
     chain = problem.chain
@@ -88,7 +89,7 @@ class _OffloadModel:
         for k in range(self._count):
             self._choices += [(k, step, self._program.variable()) for step in steps_from(self._bytes, k)]
         self._path()
-        self._sent = [sent for k, step, chosen in self._choices for sent in self._offload_units(k, step, chosen)]
+        self._units = [unit for k, step, chosen in self._choices for unit in self._offload_units(k, step, chosen)]
         self._horizon = min(self._longest(), known_seconds * (1 + _SLACK)) * self._second
         self._starts = [self._clock() for _ in range(2 * self._count)]
         self._fit()
@@ -111,39 +112,39 @@ class _OffloadModel:
             ends = [(x, -1.0) for _, step, x in self._choices if step.stop == k]
             self._program.row(begins + ends, lower=0.0 if k else 1.0, upper=0.0 if k else 1.0)
 
-    def _offload_units(self, k: int, step: ChoiceStep, chosen: int) -> list[_Sent]:
+    def _offload_units(self, k: int, step: ChoiceStep, chosen: int) -> list[_UnitVariables]:
         between = range(step.stop, 2 * self._count - step.stop + (step.stop - 1 - k))
-        found = []
+        units = []
         for unit, size_bytes in enumerate(step.offload_units):
             gone, back = ({p: self._program.variable() for p in between} for _ in range(2))
-            sent = _Sent(k, unit, size_bytes, chosen, self._program.variable(), gone, back)
-            self._program.row([(sent.sent, 1.0), (chosen, -1.0)], upper=0.0)
-            self._rising(sent)
-            found.append(sent)
-        return found
+            variables = _UnitVariables(k, unit, size_bytes, chosen, self._program.variable(), gone, back)
+            self._program.row([(variables.offloaded, 1.0), (chosen, -1.0)], upper=0.0)
+            self._rising(variables)
+            units.append(variables)
+        return units
 
-    def _rising(self, sent: _Sent) -> None:
-        for row in (sent.gone, sent.back):
+    def _rising(self, unit: _UnitVariables) -> None:
+        for row in (unit.gone, unit.back):
             for p, q in pairwise(row):
                 self._program.row([(row[p], 1.0), (row[q], -1.0)], upper=0.0)
-        for p in sent.gone:
-            self._program.row([(sent.back[p], 1.0), (sent.gone[p], -1.0)], upper=0.0)
-            self._program.row([(sent.gone[p], 1.0), (sent.sent, -1.0)], upper=0.0)
+        for p in unit.gone:
+            self._program.row([(unit.back[p], 1.0), (unit.gone[p], -1.0)], upper=0.0)
+            self._program.row([(unit.gone[p], 1.0), (unit.offloaded, -1.0)], upper=0.0)
 
     def _fit(self) -> None:
-        """Bytes at every position at which a choice runs: what earlier ones hold and did not send, and its need."""
+        """Bytes at every position at which a choice runs: what earlier ones hold on the device, and its need."""
         for position in range(2 * self._count):
             forward = position < self._count
             k = position if forward else 2 * self._count - 1 - position
-            terms: list[_Term] = [(x, float(step.held_bytes)) for _, step, x in self._choices if step.stop <= k]
+            terms: list[_RowTerm] = [(x, float(step.held_bytes)) for _, step, x in self._choices if step.stop <= k]
             terms += [
                 (x, float(step.forward_bytes if forward else step.backward_bytes))
                 for start, step, x in self._choices
                 if start == k
             ]
-            for sent in self._sent:
-                if position in sent.gone:
-                    terms += [(sent.gone[position], -sent.size_bytes), (sent.back[position], float(sent.size_bytes))]
+            for unit in self._units:
+                if position in unit.gone:
+                    terms += [(unit.gone[position], -unit.size_bytes), (unit.back[position], float(unit.size_bytes))]
             self._program.row([(x, size * self._scale) for x, size in terms], upper=self._room * self._scale)
 
     def _clocks(self) -> None:
@@ -153,39 +154,39 @@ class _OffloadModel:
         self._engine_back()
 
     def _engine_out(self) -> None:
-        before: int | None = None
-        for sent in sorted(self._sent, key=lambda s: (s.stage, -s.size_bytes, s.unit)):
-            done = self._clock()
-            seconds = self._link.to_host_seconds(sent.size_bytes) * self._second
-            self._after(done, self._end(sent.stage), 0.0, [(sent.sent, seconds)], where=[sent.sent])
-            if before is not None:
-                self._after(done, [(before, 1.0)], 0.0, [(sent.sent, seconds)])
-            for position, gone in sent.gone.items():
-                self._after(self._starts[position], [(done, 1.0)], 0.0, [], where=[gone])
-            before = done
+        previous: int | None = None
+        for unit in sorted(self._units, key=lambda s: (s.stage, -s.size_bytes, s.unit)):
+            end = self._clock()
+            seconds = self._link.to_host_seconds(unit.size_bytes) * self._second
+            self._after(end, self._end(unit.stage), 0.0, [(unit.offloaded, seconds)], where=[unit.offloaded])
+            if previous is not None:
+                self._after(end, [(previous, 1.0)], 0.0, [(unit.offloaded, seconds)])
+            for position, gone in unit.gone.items():
+                self._after(self._starts[position], [(end, 1.0)], 0.0, [], where=[gone])
+            previous = end
 
     def _engine_back(self) -> None:
-        before: int | None = None
-        for sent in sorted(self._sent, key=lambda s: (-s.stage, -s.size_bytes, s.unit)):
-            done = self._clock()
-            seconds = self._link.to_device_seconds(sent.size_bytes) * self._second
-            if before is not None:
-                self._after(done, [(before, 1.0)], 0.0, [(sent.sent, seconds)])
-            for position in sent.gone:  # still away there: fetched after it at the earliest
-                terms = [(sent.gone[position], 1.0), (sent.back[position], -1.0)]
-                self._after(done, self._end(position), seconds, [], where_terms=terms)
-            use = 2 * self._count - 1 - sent.stage
-            self._after(self._starts[use], [(done, 1.0)], 0.0, [], where=[sent.sent])
-            before = done
+        previous: int | None = None
+        for unit in sorted(self._units, key=lambda s: (-s.stage, -s.size_bytes, s.unit)):
+            end = self._clock()
+            seconds = self._link.to_device_seconds(unit.size_bytes) * self._second
+            if previous is not None:
+                self._after(end, [(previous, 1.0)], 0.0, [(unit.offloaded, seconds)])
+            for position in unit.gone:  # still away there: fetched after it at the earliest
+                terms = [(unit.gone[position], 1.0), (unit.back[position], -1.0)]
+                self._after(end, self._end(position), seconds, [], where_terms=terms)
+            use = 2 * self._count - 1 - unit.stage
+            self._after(self._starts[use], [(end, 1.0)], 0.0, [], where=[unit.offloaded])
+            previous = end
 
     def _after(
         self,
         later: int,
-        earlier: list[_Term],
+        earlier: list[_RowTerm],
         seconds: float,
-        more: list[_Term],
+        more: list[_RowTerm],
         where: list[int] | None = None,
-        where_terms: list[_Term] | None = None,
+        where_terms: list[_RowTerm] | None = None,
     ) -> None:
         """``later >= earlier + seconds + more``, where all of ``where`` are 1."""
         terms = [(later, 1.0), *((x, -c) for x, c in earlier), *((x, -c) for x, c in more)]
@@ -193,7 +194,7 @@ class _OffloadModel:
         bound = seconds - (self._horizon if switches else 0.0)
         self._program.row(_merged([*terms, *((x, -self._horizon * c) for x, c in switches)]), lower=bound)
 
-    def _end(self, position: int) -> list[_Term]:
+    def _end(self, position: int) -> list[_RowTerm]:
         """When the choice that runs at a position ends."""
         forward = position < self._count
         k = position if forward else 2 * self._count - 1 - position
@@ -208,14 +209,14 @@ class _OffloadModel:
             max(s.forward_seconds + s.backward_seconds for start, s, _ in self._choices if start == k)
             for k in range(self._count)
         )
-        link, sizes = self._link, [sent.size_bytes for sent in self._sent]
+        link, sizes = self._link, [unit.size_bytes for unit in self._units]
         return slowest + sum(link.to_host_seconds(size) + link.to_device_seconds(size) for size in sizes)
 
     def _host(self, host_bytes: int | None) -> None:
-        """Whatever was sent is in host memory at the turn."""
-        if host_bytes is not None and self._sent:
+        """Whatever is offloaded is in host memory at the end of the forward."""
+        if host_bytes is not None and self._units:
             scale = 1e4 / max(1, host_bytes)
-            terms = [(sent.sent, sent.size_bytes * scale) for sent in self._sent]
+            terms = [(unit.offloaded, unit.size_bytes * scale) for unit in self._units]
             self._program.row(terms, upper=host_bytes * scale)
 
     def _objective(self) -> None:
@@ -226,39 +227,39 @@ class _OffloadModel:
 
     def _schedule(self, values: Floats) -> Schedule:
         chosen = {k: step.choice for k, step, x in self._choices if values[x] > 0.5}
-        plain = schedule_of(self._count, chosen).actions
-        places = self._places(plain, chosen)
-        inserted: list[list[Action]] = [[] for _ in range(len(plain) + 1)]
-        travels = [(s, *_moves(s, values)) for s in self._sent if values[s.sent] > 0.5 and _moves(s, values)]
-        for sent, _, _ in sorted(travels, key=lambda t: (t[0].stage, -t[0].size_bytes, t[0].unit)):
-            inserted[places[sent.stage] + 1].append(Action("offload", sent.stage, sent.unit))
-        for sent, gone, _ in sorted(travels, key=lambda t: (t[1], t[0].stage, -t[0].size_bytes)):
-            inserted[places[gone]].append(Action("release", sent.stage, sent.unit))
-        for sent, _, back in sorted(travels, key=lambda t: (t[2], -t[0].stage, -t[0].size_bytes)):
-            inserted[places[back]].append(Action("prefetch", sent.stage, sent.unit))
-        parts = zip(inserted, (*plain, None), strict=True)
-        return Schedule(actions=tuple(a for more, own in parts for a in (*more, *([own] if own is not None else []))))
+        schedule = schedule_of(self._count, chosen)
+        places = self._places(schedule.actions, chosen)
+        moves = [(unit, span) for unit in self._units if (span := _away_span(unit, values))]
+        begins = sorted(moves, key=lambda move: (move[0].stage, -move[0].size_bytes, move[0].unit))
+        gone = sorted(moves, key=lambda move: (move[1][0], move[0].stage, -move[0].size_bytes))
+        back = sorted(moves, key=lambda move: (move[1][1], -move[0].stage, -move[0].size_bytes))
+        transfers = [(places[unit.stage] + 1, Action("offload", unit.stage, unit.unit)) for unit, _ in begins]
+        transfers += [(places[span[0]], Action("release", unit.stage, unit.unit)) for unit, span in gone]
+        transfers += [(places[span[1]], Action("prefetch", unit.stage, unit.unit)) for unit, span in back]
+        return schedule.with_inserted(transfers)
 
-    def _places(self, plain: tuple[Action, ...], chosen: dict[int, PersistentChoice]) -> list[int]:
+    def _places(self, actions: tuple[Action, ...], chosen: dict[int, PersistentChoice]) -> list[int]:
         """Index of the action with which each position begins."""
         firsts = [
-            next(i for i, a in enumerate(plain) if a.kind == "forward" and a.stage == k) for k in range(self._count)
+            next(i for i, a in enumerate(actions) if a.kind == "forward" and a.stage == k) for k in range(self._count)
         ]
-        turn, places = firsts[-1], list(firsts)
+        last_forward, places = firsts[-1], list(firsts)
         starts = sorted(chosen)
         for k in reversed(range(self._count)):
             start = max(s for s in starts if s <= k)
-            places.append(next(i for i, a in enumerate(plain) if i > turn and a.stage == start and a.kind != "free"))
+            places.append(
+                next(i for i, a in enumerate(actions) if i > last_forward and a.stage == start and a.kind != "free")
+            )
         return places
 
 
-def _moves(sent: _Sent, values: Floats) -> tuple[int, int] | tuple[()]:
-    """Positions before which an offload unit leaves and comes back; none where it never is away."""
-    away = [p for p in sent.gone if values[sent.gone[p]] > 0.5 and values[sent.back[p]] < 0.5]
-    return (away[0], away[-1] + 1) if away else ()
+def _away_span(unit: _UnitVariables, values: Floats) -> tuple[int, int] | None:
+    """Positions before which an offload unit leaves and comes back; None where it never is away."""
+    away = [p for p in unit.gone if values[unit.gone[p]] > 0.5 and values[unit.back[p]] < 0.5]
+    return (away[0], away[-1] + 1) if away and values[unit.offloaded] > 0.5 else None
 
 
-def _merged(terms: list[_Term]) -> list[_Term]:
+def _merged(terms: list[_RowTerm]) -> list[_RowTerm]:
     total: dict[int, float] = {}
     for variable, factor in terms:
         total[variable] = total.get(variable, 0.0) + factor

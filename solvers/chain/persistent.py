@@ -1,4 +1,4 @@
-"""What the persistent recursion knows about a chain: bytes each choice needs and shifts, and the actions it means.
+"""Persistent schedules of a chain: the bytes that each choice of their recursion needs, and the actions it means.
 
 A persistent schedule answers a range of stages ``s..t`` by one of three choices: ``keep`` (run s with an option,
 answer s+1..t, backward of s), ``recompute`` (s == t: run s again directly before its backward), ``drop`` (run
@@ -17,12 +17,10 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from solvers.arrays import Integers
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Action, Schedule
-
-Bytes = NDArray[np.int64]
 
 
 class PersistentChoice(NamedTuple):
@@ -38,7 +36,7 @@ class ChainBytes:
     Attributes:
         stage_count: stages of the chain; also the end index of the first pass.
         run_end: for each s the largest q such that s..q-1 may be dropped together.
-        again_needs: for each s what dropping s..q-1 once more adds to the entry, for q = s + 1, s + 2, ...
+        rerun_needs: for each s what dropping s..q-1 once more adds to the entry, for q = s + 1, s + 2, ...
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -51,9 +49,9 @@ class ChainBytes:
         self._gradients = [total - done[t + 1] + self.stages[t].gradient_bytes for t in range(self.stage_count)]
         self._gradients.append(total)  # index -1: every stage has gone backward
         self.run_end = self._run_ends()
-        first, again = self._first_steps(), self._again_steps()
+        first, rerun = self._first_steps(), self._rerun_steps()
         self._first_needs = [self._drop_needs(s, *first) for s in range(self.stage_count)]
-        self.again_needs = [self._drop_needs(s, *again) for s in range(self.stage_count)]
+        self.rerun_needs = [self._drop_needs(s, *rerun) for s in range(self.stage_count)]
 
     def empty_stage(self, end: int) -> int:
         """The stage index at which the range that ends at ``end`` has nothing left to run."""
@@ -66,33 +64,33 @@ class ChainBytes:
             return self.residues_before[start]
         return self.residues_before[stop] + self._gradients[stop - 1]
 
-    def keep(self, start: int, end: int, option: int) -> tuple[int, int]:
+    def keep(self, start: int, end: int, o: int) -> tuple[int, int]:
         """Level that keeping ``start`` needs, and by how much it shifts the rest of the range."""
-        stage, way = self.stages[start], self.stages[start].options[option]
-        need = max(self.entry(start, end) + way.forward_peak_bytes, self.backward(start, option))
-        return need, way.kept_bytes - stage.residue_bytes + stage.boundary_bytes
+        stage, option = self.stages[start], self.stages[start].options[o]
+        need = max(self.entry(start, end) + option.forward_peak_bytes, self.backward(start, o))
+        return need, option.kept_bytes - stage.residue_bytes + stage.boundary_bytes
 
-    def recompute(self, start: int, option: int) -> int:
+    def recompute(self, start: int, o: int) -> int:
         """Level that running ``start`` again directly before its backward needs."""
-        way = self.stages[start].options[option]
-        run = self.residues_before[start] + self._gradients[start] + way.recompute_peak_bytes
-        return max(self.entry(start, start), run, self.backward(start, option))
+        option = self.stages[start].options[o]
+        run = self.residues_before[start] + self._gradients[start] + option.recompute_peak_bytes
+        return max(self.entry(start, start), run, self.backward(start, o))
 
-    def drop(self, start: int, end: int) -> Bytes:
+    def drop(self, start: int, end: int) -> Integers:
         """Level that dropping ``start..q-1`` needs, for q = start + 1, start + 2, ..."""
         if end == self.stage_count:
             return self._first_needs[start]
-        return self.again_needs[start][: end - start] + self.entry(start, end)
+        return self.rerun_needs[start][: end - start] + self.entry(start, end)
 
     def boundary(self, stage: int) -> int:
         """Bytes between ``stage`` and the next: by how much dropping up to and with ``stage`` shifts the rest."""
         return self.stages[stage].boundary_bytes
 
-    def backward(self, s: int, option: int) -> int:
+    def backward(self, s: int, o: int) -> int:
         """Level that the backward of a stage kept with an option needs."""
-        way, base = self.stages[s].options[option], self.residues_before[s]
-        held = way.kept_bytes + way.kept_output_bytes
-        return base + max(self._gradients[s] + held + way.backward_peak_bytes, self._gradients[s - 1])
+        option, base = self.stages[s].options[o], self.residues_before[s]
+        held = option.kept_bytes + option.kept_output_bytes
+        return base + max(self._gradients[s] + held + option.backward_peak_bytes, self._gradients[s - 1])
 
     def _run_ends(self) -> list[int]:
         ends = [0] * self.stage_count
@@ -101,23 +99,26 @@ class ChainBytes:
             ends[s] = s if not self.stages[s].recomputable else ends[s + 1] if follows else s + 1
         return ends
 
-    def _first_steps(self) -> tuple[Bytes, Bytes]:
-        """Per stage what running it first without keeping needs, beside the boundary before it, and that boundary."""
+    def _first_steps(self) -> tuple[Integers, Integers]:
+        """Per stage what its first run without keeping needs in addition to the boundary before it, and that
+        boundary."""
         after = [stage.boundary_bytes + stage.residue_bytes for stage in self.stages]
         after[-1] += self.stages[-1].gradient_bytes  # the loss has run: its gradient is there
         peaks = [max(stage.forward_peak_bytes, left) for stage, left in zip(self.stages, after, strict=True)]
-        return np.array(self.residues_before[:-1], dtype=np.int64) + np.array(peaks, dtype=np.int64), self._carried()
+        return np.array(self.residues_before[:-1], dtype=np.int64) + np.array(
+            peaks, dtype=np.int64
+        ), self._boundaries_before()
 
-    def _again_steps(self) -> tuple[Bytes, Bytes]:
+    def _rerun_steps(self) -> tuple[Integers, Integers]:
         peaks = [max(stage.forward_peak_bytes, stage.boundary_bytes) for stage in self.stages]
-        return np.array(peaks, dtype=np.int64), self._carried()
+        return np.array(peaks, dtype=np.int64), self._boundaries_before()
 
-    def _carried(self) -> Bytes:
+    def _boundaries_before(self) -> Integers:
         return np.array([0, *(stage.boundary_bytes for stage in self.stages[:-1])], dtype=np.int64)
 
-    def _drop_needs(self, start: int, steps: Bytes, carried: Bytes) -> Bytes:
-        needs = steps[start : self.run_end[start]] + carried[start : self.run_end[start]]
-        needs[:1] -= carried[start]  # the boundary before the range is not the drop's own
+    def _drop_needs(self, start: int, steps: Integers, boundaries_before: Integers) -> Integers:
+        needs = steps[start : self.run_end[start]] + boundaries_before[start : self.run_end[start]]
+        needs[:1] -= boundaries_before[start]  # the boundary before the range is counted elsewhere
         return np.maximum.accumulate(needs)
 
 
@@ -133,15 +134,15 @@ def persistent_schedule(
         token: the token of the whole chain.
     """
     actions: list[Action] = []
-    todo: list[tuple[int, int, int] | Action] = [(0, stage_count, token)]
-    while todo:  # a stack rather than recursion: chains may be longer than Python's recursion limit
-        task = todo.pop()
-        if isinstance(task, Action):
-            actions.append(task)
-        elif task[0] <= min(task[1], stage_count - 1):
-            start, end, mark = task
-            choice, rest, again = choose(start, end, mark)
-            todo.extend(reversed(_steps(start, end, choice, rest, again)))
+    remaining: list[tuple[int, int, int] | Action] = [(0, stage_count, token)]
+    while remaining:  # a stack rather than recursion: chains may be longer than Python's recursion limit
+        item = remaining.pop()
+        if isinstance(item, Action):
+            actions.append(item)
+        elif item[0] <= min(item[1], stage_count - 1):
+            start, end, state = item
+            choice, rest, again = choose(start, end, state)
+            remaining.extend(reversed(_steps(start, end, choice, rest, again)))
     return Schedule(actions=tuple(actions))
 
 

@@ -1,10 +1,10 @@
-"""Keeping, sending and dropping stages in one dynamic program that knows how far behind the copy engines are.
+"""Keeping, offloading and dropping stages in one dynamic program whose states count the copies still under way.
 
 Formulation: stages are decided in forward order. A state holds the seconds spent on the stages decided, in forward and
 backward; the bytes that stay on the device until their backward; and the backlog of either copy engine in seconds: what
 is still leaving as the forward goes on, and, by symmetry, backward in time, what has to be back before the backwards of
 the stages decided. Bytes in a backlog are on the device. Where a phase of a stage does not fit beside them the step
-waits until enough of them are gone. A stage is kept with an option and a share of its offload units sent, the largest
+waits until enough of them are gone. A stage is kept with an option and a share of its units offloaded, the largest
 first, or begins a segment that is dropped and run again, kept whole, before its backward. Of states alike in bytes and
 both backlogs (the same cell of a grid) the one with the fewest seconds stays, with its exact numbers.
 
@@ -20,87 +20,88 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from solvers.arrays import Floats
 from solvers.chain.offload_choices import ChoiceStep, schedule_of, steps_from
 from solvers.chain.persistent import ChainBytes, PersistentChoice
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
 from solvers.problem.link import Link
 
-Floats = NDArray[np.float64]
-
 _CELLS = (64, 12, 12)  # of bytes and of both backlogs: finer ones gain 0.2 % at most on chains of 24 and 50 stages
-_SHARES = 3  # of a kept option's offload units: none, half of them, all
-_LOOKED_AT = 2000  # final states, of which many are one draft
-_FOUND = 60  # drafts; those of equal states place differently
+_SHARES = 3  # of a kept option's units offloaded: none, half of them, all
+_FINAL_STATES = 2000  # looked at; many are one proposal
+_PROPOSALS = 60  # those of equal states place differently
 
 
-class _States(NamedTuple):
+class _OffloadStates(NamedTuple):
     """All states before one stage, as columns."""
 
     seconds: Floats
-    held: Floats  # bytes until their backward
-    out: Floats  # seconds of copies still leaving
-    back: Floats  # seconds of copies that have to be back by then
+    held_bytes: Floats  # bytes until their backward
+    out_seconds: Floats  # seconds of copies still leaving
+    back_seconds: Floats  # seconds of copies that have to be back by then
     parent: Floats  # position among the states of stage ``origin``
     origin: Floats
     choice: Floats  # position in ``_Search._taken``
 
 
-class Draft(NamedTuple):
-    """A schedule without copies yet, and the offload units (stage and number) that are meant to travel."""
+class OffloadProposal(NamedTuple):
+    """A schedule without copies yet, and the units (stage and number) that are to be offloaded."""
 
     schedule: Schedule
-    sent: frozenset[tuple[int, int]]
+    offloaded: frozenset[tuple[int, int]]
 
 
-def drafts(chain: Chain, budget_bytes: int, link: Link) -> list[Draft]:
+def proposals(chain: Chain, budget_bytes: int, link: Link) -> list[OffloadProposal]:
     """The most promising schedules first; placing their copies is left to ``solvers.chain.transfer_placement``.
 
     >>> from solvers.problem.chain import Option, Stage
-    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6, backward_peak_bytes=1,
-    ...              recompute_seconds=1, recompute_peak_bytes=4, offload_units=(4,))
-    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4, offload_units=(4,))
+    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
     >>> link = Link(to_host_bytes_per_second=8.0, to_device_bytes_per_second=8.0)
-    >>> draft = drafts(Chain(stages=(stage,) * 4), 14, link)[0]
-    >>> draft.schedule.forward_runs(), sorted(draft.sent)
+    >>> proposal = proposals(Chain(stages=(stage,) * 4), 14, link)[0]
+    >>> proposal.schedule.forward_runs(), sorted(proposal.offloaded)
     (4, [(0, 0), (1, 0), (2, 0)])
     """
-    search = _Search(chain, budget_bytes, link)
-    found = dict.fromkeys(search.draft(final) for final in search.best())
-    return list(found)[:_FOUND]
+    search = _OffloadSearch(chain, budget_bytes, link)
+    distinct = dict.fromkeys(search.proposal(final) for final in search.best())
+    return list(distinct)[:_PROPOSALS]
 
 
-class _Search:
+class _OffloadSearch:
     def __init__(self, chain: Chain, budget_bytes: int, link: Link) -> None:
         self._chain, self._link = chain, link
         self._bytes = ChainBytes(chain.folded())
         self._room = float(budget_bytes - chain.resident_bytes)
         self._count = len(chain.stages)
-        ways = [stage.options[0] for stage in chain.stages]  # a backlog longer than all of these is too long
-        self._spans = sum(w.forward_seconds for w in ways) or 1.0, sum(w.backward_seconds for w in ways) or 1.0
+        options = [stage.options[0] for stage in chain.stages]  # a backlog longer than all of these is too long
+        self._spans = (
+            sum(option.forward_seconds for option in options) or 1.0,
+            sum(option.backward_seconds for option in options) or 1.0,
+        )
         self._taken: list[tuple[PersistentChoice, tuple[int, ...]]] = []
-        waiting: list[list[_States]] = [[] for _ in range(self._count + 1)]
-        waiting[0].append(_States(*(np.zeros(1) for _ in _States._fields)))
-        self._states: list[_States | None] = []
+        arriving: list[list[_OffloadStates]] = [[] for _ in range(self._count + 1)]
+        arriving[0].append(_OffloadStates(*(np.zeros(1) for _ in _OffloadStates._fields)))
+        self._states: list[_OffloadStates | None] = []
         for k in range(self._count):
-            states = self._thinned(waiting[k])
+            states = self._thinned(arriving[k])
             self._states.append(states)
             if states is not None:
                 for step in steps_from(self._bytes, k):
-                    waiting[step.stop] += [self._moved(k, states, step, sent) for sent in self._shares(step)]
-        self._states.append(self._thinned(waiting[self._count]))
+                    arriving[step.stop] += [self._moved(k, states, step, units) for units in self._shares(step)]
+        self._states.append(self._thinned(arriving[self._count]))
 
     def best(self) -> list[int]:
         """Positions of the final states with the fewest seconds."""
         final = self._states[-1]
-        return [] if final is None else [int(i) for i in np.argsort(final.seconds, kind="stable")[:_LOOKED_AT]]
+        return [] if final is None else [int(i) for i in np.argsort(final.seconds, kind="stable")[:_FINAL_STATES]]
 
-    def draft(self, final: int) -> Draft:
+    def proposal(self, final: int) -> OffloadProposal:
         """The actions that lead to a final state."""
         chosen: dict[int, PersistentChoice] = {}
-        sent: set[tuple[int, int]] = set()
+        offloaded: set[tuple[int, int]] = set()
         stage, position = self._count, final
         while stage > 0:
             states = self._states[stage]
@@ -108,57 +109,64 @@ class _Search:
             choice, units = self._taken[int(states.choice[position])]
             stage, position = int(states.origin[position]), int(states.parent[position])
             chosen[stage] = choice
-            sent.update((stage, unit) for unit in units)
-        return Draft(schedule_of(self._count, chosen), frozenset(sent))
+            offloaded.update((stage, unit) for unit in units)
+        return OffloadProposal(schedule_of(self._count, chosen), frozenset(offloaded))
 
     def _shares(self, step: ChoiceStep) -> list[tuple[int, ...]]:
-        """Which offload units of a choice may be sent together, the largest first."""
+        """Which units of a choice may be offloaded together, the largest first."""
         largest = sorted(range(len(step.offload_units)), key=lambda i: -step.offload_units[i])
         return [tuple(largest[:n]) for n in sorted({len(largest) * i // (_SHARES - 1) for i in range(_SHARES)})]
 
-    def _moved(self, k: int, states: _States, step: ChoiceStep, sent: tuple[int, ...]) -> _States:
+    def _moved(self, k: int, states: _OffloadStates, step: ChoiceStep, units: tuple[int, ...]) -> _OffloadStates:
         """Where one choice leads from all states; those that never fit are left out."""
-        link, slots = self._link, len(sent) * self._link.latency_seconds
-        sent_bytes = sum(step.offload_units[i] for i in sent)
-        waits_out = self._wait(states, step.forward_bytes, states.out, link.to_host_bytes_per_second)
-        waits_back = self._wait(states, step.backward_bytes, states.back, link.to_device_bytes_per_second)
-        if step.stop == self._count:  # at the turn what is still leaving is there beside the first backward
-            left = np.maximum(0.0, states.out - waits_out - step.forward_seconds)
-            waits_out = waits_out + self._wait(states, step.backward_bytes, left, link.to_host_bytes_per_second)
-        fits = np.flatnonzero(np.isfinite(waits_out + waits_back))
-        waited, returned = waits_out[fits], waits_back[fits]
-        self._taken.append((step.choice, sent))
-        out = np.maximum(0.0, states.out[fits] - waited - step.forward_seconds)
-        back = np.maximum(0.0, states.back[fits] - returned - step.backward_seconds)
-        moved = _States(
-            seconds=states.seconds[fits] + waited + returned + step.forward_seconds + step.backward_seconds,
-            held=states.held[fits] + step.held_bytes - sent_bytes,
-            out=out + sent_bytes / link.to_host_bytes_per_second + slots,
-            back=back + sent_bytes / link.to_device_bytes_per_second + slots,
-            parent=fits.astype(np.float64),
-            origin=np.full(fits.size, float(k)),
-            choice=np.full(fits.size, float(len(self._taken) - 1)),
+        link, slots = self._link, len(units) * self._link.latency_seconds
+        units_bytes = sum(step.offload_units[i] for i in units)
+        waits_out = self._wait(states, step.forward_bytes, states.out_seconds, link.to_host_bytes_per_second)
+        waits_back = self._wait(states, step.backward_bytes, states.back_seconds, link.to_device_bytes_per_second)
+        if step.stop == self._count:  # what is still leaving then counts with the first backward
+            still_leaving = np.maximum(0.0, states.out_seconds - waits_out - step.forward_seconds)
+            waits_out = waits_out + self._wait(
+                states, step.backward_bytes, still_leaving, link.to_host_bytes_per_second
+            )
+        possible = np.flatnonzero(np.isfinite(waits_out + waits_back))
+        waited, returned = waits_out[possible], waits_back[possible]
+        self._taken.append((step.choice, units))
+        out = np.maximum(0.0, states.out_seconds[possible] - waited - step.forward_seconds)
+        back = np.maximum(0.0, states.back_seconds[possible] - returned - step.backward_seconds)
+        after = _OffloadStates(
+            seconds=states.seconds[possible] + waited + returned + step.forward_seconds + step.backward_seconds,
+            held_bytes=states.held_bytes[possible] + step.held_bytes - units_bytes,
+            out_seconds=out + units_bytes / link.to_host_bytes_per_second + slots,
+            back_seconds=back + units_bytes / link.to_device_bytes_per_second + slots,
+            parent=possible.astype(np.float64),
+            origin=np.full(possible.size, float(k)),
+            choice=np.full(possible.size, float(len(self._taken) - 1)),
         )
-        useful = (moved.out <= self._spans[0]) & (moved.back <= self._spans[1])
-        return _States(*(column[useful] for column in moved))
+        useful = (after.out_seconds <= self._spans[0]) & (after.back_seconds <= self._spans[1])
+        return _OffloadStates(*(column[useful] for column in after))
 
-    def _wait(self, states: _States, need_bytes: float, backlog: Floats, rate: float) -> Floats:
+    def _wait(self, states: _OffloadStates, need_bytes: float, backlog: Floats, rate: float) -> Floats:
         """Seconds until enough of a backlog is gone for a phase to fit; infinite where all of it is not enough."""
         if rate == np.inf:
-            return np.where(states.held + need_bytes <= self._room, 0.0, np.inf)
-        over = (states.held + need_bytes - self._room) / rate + backlog
+            return np.where(states.held_bytes + need_bytes <= self._room, 0.0, np.inf)
+        over = (states.held_bytes + need_bytes - self._room) / rate + backlog
         return np.where(over <= backlog, np.maximum(0.0, over), np.inf)
 
-    def _thinned(self, parts: list[_States]) -> _States | None:
+    def _thinned(self, groups: list[_OffloadStates]) -> _OffloadStates | None:
         """The fastest state of each cell."""
-        sizes = [part for part in parts if part.seconds.size]
-        if not sizes:
+        nonempty = [group for group in groups if group.seconds.size]
+        if not nonempty:
             return None
-        states = _States(*(np.concatenate(columns) for columns in zip(*sizes, strict=True)))
-        limits = zip((states.held, states.out, states.back), _CELLS, (self._room or 1.0, *self._spans), strict=True)
+        states = _OffloadStates(*(np.concatenate(columns) for columns in zip(*nonempty, strict=True)))
+        limits = zip(
+            (states.held_bytes, states.out_seconds, states.back_seconds),
+            _CELLS,
+            (self._room or 1.0, *self._spans),
+            strict=True,
+        )
         cells = [np.ceil(column / limit * count) for column, count, limit in limits]
         order = np.lexsort((states.seconds, *cells))
         keys = np.array(cells)[:, order]
         first = np.ones(order.size, dtype=bool)
         first[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
-        return _States(*(column[order[first]] for column in states))
+        return _OffloadStates(*(column[order[first]] for column in states))

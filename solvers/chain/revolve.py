@@ -49,22 +49,22 @@ def schedules(chain: Chain) -> list[Schedule]:
     """One schedule per useful number of slots, up to as many as leave every stage two runs at most.
 
     >>> from solvers.problem.chain import Option, Stage
-    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
+    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
     >>> [schedule.forward_runs() for schedule in schedules(Chain(stages=(stage,) * 4))]
     [10, 8, 7]
     """
     runs = droppable_runs(chain)
     longest = max(run.end - run.start for run in runs)
-    made = (_schedule(len(chain.stages), runs, slots) for slots in _slot_numbers(longest))
-    return list(dict.fromkeys(made))
+    candidates = (_schedule(len(chain.stages), runs, slots) for slots in _slot_numbers(longest))
+    return list(dict.fromkeys(candidates))
 
 
 def _schedule(count: int, runs: list[Segment], slots: int) -> Schedule:
     run_of = [run for run in runs for _ in range(run.start, run.end)]
 
-    def choose(start: int, end: int, left: int) -> tuple[PersistentChoice, int, int]:
+    def choose(start: int, end: int, free_slots: int) -> tuple[PersistentChoice, int, int]:
         if start == end:
             return PersistentChoice("recompute", 0), 0, 0
         run = run_of[start]
@@ -72,8 +72,8 @@ def _schedule(count: int, runs: list[Segment], slots: int) -> Schedule:
         if run.kept or (last and start + 1 == count):
             return PersistentChoice("keep", 0), slots, 0
         stop = end + 1 if end < count else run.end if last else run.end + 1  # all that follows counts as one stage more
-        q = start + _split(stop - start, left)
-        return PersistentChoice("drop", q), left - 1 if q < run.end else slots, left
+        q = start + _split(stop - start, free_slots)
+        return PersistentChoice("drop", q), free_slots - 1 if q < run.end else slots, free_slots
 
     return persistent_schedule(count, choose, slots)
 

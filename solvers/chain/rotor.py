@@ -5,13 +5,13 @@ Formulation, with ``m`` the level (see ``solvers.chain.persistent``) that a rang
 drop to q: f(s) + .. + f(q-1) + time(q, t, m - a(q-1)) + time(s, q-1, m))`` where the choice's own need fits in m.
 The gradients of stages that already went backward are part of every need.
 
-Grid: levels are split into at most a few thousand slots. A slot holds the fastest answer found whose *exact* need
+Grid: levels are divided into at most a few thousand slots. A slot holds the fastest answer found whose *exact* need
 fits in the slot, and that exact need is what shifts are added to; so rounding does not add up along the chain, as it
-does where costs are rounded. Half of the levels lie even, a quarter in equal ratios, and a quarter close together
+does where costs are rounded. Half of the levels lie evenly, a quarter in equal ratios, and a quarter close together
 around the smallest budget. Chains whose levels all fit on the grid (small or homogeneous numbers) are solved exactly.
 
 Long chains (more than 250 stages): ranges that run again are solved in full up to 40 stages; longer ones start and
-stop at posts every ten stages and only drop, which is what they are for, since they occur where memory is so short
+stop at cuts every ten stages and only drop, which is what they are for, since they occur where memory is so short
 that many stages wait for one boundary. The first pass keeps and drops freely, with a finer grid.
 
 Guarantee: optimal among persistent schedules where the grid has a slot for every multiple of the levels' common
@@ -32,11 +32,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from solvers.arrays import Indices, Integers
 from solvers.chain.lower_bound import bound_seconds
-from solvers.chain.persistent import Bytes, ChainBytes, PersistentChoice, persistent_schedule
+from solvers.chain.persistent import ChainBytes, PersistentChoice, persistent_schedule
 from solvers.chain.rotor_bound import persistent_bound_seconds
-from solvers.chain.rotor_grid import NEVER, NOTHING, Answers, Index, Seconds, faster, level_grid, reached_slots, settled
-from solvers.chain.rotor_subchains import Ranges, code_count, forbid, gather_facts
+from solvers.chain.rotor_grid import (
+    NEVER,
+    NOTHING,
+    RangeCosts,
+    at_exact_needs,
+    faster_places,
+    level_grid,
+    reached_slots,
+)
+from solvers.chain.rotor_subchains import ChainArrays, Ranges, forbid
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
 
@@ -51,13 +60,13 @@ class FrontierPoint(NamedTuple):
 
 
 class Effort(NamedTuple):
-    """How much a table looks at.
+    """How many levels and ranges a table looks at.
 
     Attributes:
         slots: levels of the first pass.
         again_slots: levels of ranges that run again.
         longest: stages of the longest ranges that are solved in full.
-        spacing: stages between the posts of longer ones.
+        spacing: stages between the cuts of longer ones.
     """
 
     slots: int
@@ -70,9 +79,9 @@ class Table:
     """All answers for one chain.
 
     >>> from solvers.problem.chain import Option, Stage
-    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
+    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
     >>> table = Table(Chain(stages=(stage,) * 3))
     >>> [(point.peak_bytes, round(point.seconds)) for point in table.points()]
     [(6, 13), (7, 12), (8, 11), (12, 10), (16, 9)]
@@ -84,28 +93,26 @@ class Table:
         self._resident_bytes = chain.resident_bytes
         self._count = len(chain.stages)
         effort = effort or effort_for(self._count, slots)
-        self._seconds = Seconds(chain, code_count(self._bytes))
-        again = level_grid(chain, self._bytes, effort.again_slots)
-        known = gather_facts(self._bytes, again, self._seconds)
-        self._ranges = [Ranges(known, list(range(self._count + 1)), effort.longest)]
+        rerun_grid = level_grid(chain, self._bytes, effort.again_slots)
+        arrays = ChainArrays(chain, self._bytes)
+        self._ranges = [Ranges(arrays, rerun_grid, list(range(self._count + 1)), effort.longest)]
         self._whole = effort.longest >= self._count
-        self._exact = self._whole and again.exact and effort.slots == effort.again_slots
+        self._exact = self._whole and rerun_grid.exact and effort.slots == effort.again_slots
         if not self._whole:
-            posts = _posts(self._bytes, effort.spacing)
-            self._ranges.append(Ranges(known, posts, len(posts), self._ranges[0]))
-        same = effort.slots == effort.again_slots
-        grid = again if same else level_grid(chain, self._bytes, effort.slots)
-        self._known = known._replace(grid=grid)
-        self._again_slots = None if same else np.searchsorted(again.levels, grid.levels, side="right") - 1
+            cuts = _cuts(self._bytes, effort.spacing)
+            self._ranges.append(Ranges(arrays, rerun_grid, cuts, len(cuts), self._ranges[0]))
+        one_grid = effort.slots == effort.again_slots
+        grid = rerun_grid if one_grid else level_grid(chain, self._bytes, effort.slots)
+        self._arrays, self._grid = arrays, grid
+        self._again_slots = None if one_grid else np.searchsorted(rerun_grid.levels, grid.levels, side="right") - 1
         self._solve()
 
     def points(self) -> list[FrontierPoint]:
         """Every answer of the table that no other one beats, by rising peak and falling seconds."""
         costs, needs = self._first.costs[0], self._first.needs[0]
-        fresh = np.flatnonzero(costs[1:] < costs[:-1]) + 1
-        return [
-            FrontierPoint(self._resident_bytes + int(needs[i]), self._seconds.seconds(int(costs[i]))) for i in fresh
-        ]
+        answers = [(int(needs[i]), int(costs[i])) for i in np.flatnonzero(costs[1:] < costs[:-1]) + 1]
+        seconds = self._arrays.packing.seconds
+        return [FrontierPoint(self._resident_bytes + need, seconds(cost)) for need, cost in answers]
 
     def schedule(self, point: FrontierPoint) -> Schedule:
         """The actions of one answer."""
@@ -142,18 +149,18 @@ class Table:
             return ranges.look(start, end, level)
         slot = int(np.searchsorted(self._first.needs[start], level, side="right")) - 1
         code, need = int(self._first.codes[start, slot]), int(self._first.needs[start, slot])
-        options = self._known.options
+        options = self._arrays.options
         if code < options:
-            return PersistentChoice("keep", int(self._known.keeps[code].options[start])), need
+            return PersistentChoice("keep", int(self._arrays.keeps[code].options[start])), need
         return PersistentChoice("drop", code - 2 * options), need
 
     def _solve(self) -> None:
         """The first pass: all ranges that stop at the loss, from the shortest on."""
-        shape = (self._count + 1, self._known.grid.size)
-        self._first = Answers(np.empty(shape, np.int64), np.empty(shape, np.int64), np.zeros(shape, np.int16))
+        shape = (self._count + 1, self._grid.size)
+        self._first = RangeCosts(np.empty(shape, np.int64), np.empty(shape, np.int64), np.zeros(shape, np.int16))
         self._rests = np.empty(shape, dtype=np.int64)
         entry = self._bytes.entry(self._count, self._count)
-        fits = self._known.grid.levels >= entry
+        fits = self._grid.levels >= entry
         self._first.costs[-1], self._first.needs[-1] = np.where(fits, 0, NEVER), np.where(fits, entry, NOTHING)
         self._rest(self._count)
         for start in reversed(range(self._count)):
@@ -164,64 +171,65 @@ class Table:
     def _rest(self, q: int) -> None:
         """The costs of the range from q as the drop before it sees them: shifted, with its runs and code."""
         slots = self._shifted(q, self._bytes.boundary(q - 1))
-        self._rests[q] = self._first.costs[q, slots] + (int(self._known.runs[q]) + 2 * self._known.options + q)
+        self._rests[q] = self._first.costs[q, slots] + (int(self._arrays.runs[q]) + 2 * self._arrays.options + q)
 
-    def _shifted(self, start: int, shift: int) -> Index:
-        grid = self._known.grid
+    def _shifted(self, start: int, shift: int) -> Indices:
+        grid = self._grid
         below = grid.below(shift)[None]
         return reached_slots(self._first.needs[start], grid, below, np.array([shift]))[0]
 
     def _answer(self, start: int) -> None:
-        costs, grid, mask = self._drops(start), self._known.grid, self._known.seconds.mask
-        for code, menu in enumerate(self._known.keeps):
-            shift, need = int(menu.shifts[start]), self._keep_need(start, code)
-            sums = self._first.costs[start + 1, self._shifted(start + 1, shift)] + (int(menu.costs[start]) + code)
+        costs, grid, mask = self._drops(start), self._grid, self._arrays.packing.mask
+        for code, column in enumerate(self._arrays.keeps):
+            shift, need = int(column.shifts[start]), self._keep_need(start, code)
+            sums = self._first.costs[start + 1, self._shifted(start + 1, shift)] + (int(column.costs[start]) + code)
             sums[: grid.first(np.array(need))] = NEVER
             np.minimum(costs, sums, out=costs)
-        rows, slots = faster(costs[None], mask)
+        rows, slots = faster_places(costs[None], mask)
         needs = self._needs(start, costs[slots] & mask, slots)
-        for stored, found in zip(self._first, settled(costs[None], grid, rows, slots, needs, mask), strict=True):
-            stored[start] = found[0]
+        answers = at_exact_needs(costs[None], grid, rows, slots, needs, mask)
+        for stored, made in zip(self._first, answers, strict=True):
+            stored[start] = made[0]
 
     def _keep_need(self, start: int, code: int) -> int:
-        menu, entry = self._known.keeps[code], self._bytes.entry(start, self._count)
-        return max(entry + int(menu.forward_peak_bytes[start]), int(menu.backward_needs[start]))
+        column, entry = self._arrays.keeps[code], self._bytes.entry(start, self._count)
+        return max(entry + int(column.forward_peak_bytes[start]), int(column.backward_needs[start]))
 
-    def _drops(self, start: int) -> Bytes:
+    def _drops(self, start: int) -> Integers:
         """The cheapest drop of each slot."""
-        found = [ranges.answers_from(start) for ranges in self._ranges]
-        stops = np.concatenate([stops for stops, _, _ in found])
+        answers = [ranges.answers_from(start) for ranges in self._ranges]
+        stops = np.concatenate([stops for stops, _, _ in answers])
         if not stops.size:
-            return np.full(self._known.grid.size, NEVER, dtype=np.int64)
-        again = np.concatenate([self._on_this_grid(costs, needs) for _, costs, needs in found])
+            return np.full(self._grid.size, NEVER, dtype=np.int64)
+        again = np.concatenate([self._on_this_grid(costs, needs) for _, costs, needs in answers])
         sums = self._rests[stops] + again
-        forbid(sums, self._known.grid.first(self._bytes.drop(start, self._count)[stops - start - 1]))
-        return sums.min(axis=0) - self._known.runs[start]
+        forbid(sums, self._grid.first(self._bytes.drop(start, self._count)[stops - start - 1]))
+        return sums.min(axis=0) - self._arrays.runs[start]
 
-    def _on_this_grid(self, values: Bytes, needs: Bytes) -> Bytes:
+    def _on_this_grid(self, values: Integers, needs: Integers) -> Integers:
         """Values of ranges that run again, for the levels of the first pass."""
         if self._again_slots is None:
             return values
         above = np.minimum(self._again_slots + 1, needs.shape[1] - 1)
-        fits = needs.take(above, axis=1) <= self._known.grid.levels
+        fits = needs.take(above, axis=1) <= self._grid.levels
         return np.where(fits, values.take(above, axis=1), values.take(self._again_slots, axis=1))
 
-    def _needs(self, start: int, codes: Index, slots: Index) -> Bytes:
+    def _needs(self, start: int, codes: Indices, slots: Indices) -> Integers:
         """Exact needs of the choices made in some slots."""
-        options, needs = self._known.options, np.empty(slots.size, dtype=np.int64)
+        options, needs = self._arrays.options, np.empty(slots.size, dtype=np.int64)
         for code in np.unique(codes):
-            mine = codes == code
-            part = self._keep_needs if code < options else self._drop_needs
-            needs[mine] = part(start, int(code), slots[mine])
+            selected = codes == code
+            needs_of = self._keep_needs if code < options else self._drop_needs
+            needs[selected] = needs_of(start, int(code), slots[selected])
         return needs
 
-    def _keep_needs(self, start: int, code: int, slots: Index) -> Bytes:
-        shift = int(self._known.keeps[code].shifts[start])
+    def _keep_needs(self, start: int, code: int, slots: Indices) -> Integers:
+        shift = int(self._arrays.keeps[code].shifts[start])
         rest = self._first.needs[start + 1, self._shifted(start + 1, shift)[slots]]
         return np.maximum(rest + shift, self._keep_need(start, code))
 
-    def _drop_needs(self, start: int, code: int, slots: Index) -> Bytes:
-        q = code - 2 * self._known.options
+    def _drop_needs(self, start: int, code: int, slots: Indices) -> Integers:
+        q = code - 2 * self._arrays.options
         shift = self._bytes.boundary(q - 1)
         rest = self._first.needs[q, self._shifted(q, shift)[slots]]
         ranges = next(ranges for ranges in self._ranges if ranges.knows(start, q - 1))
@@ -247,7 +255,7 @@ def effort_for(stage_count: int, slots: int | None = None) -> Effort:
     return Effort(slots, slots, stage_count, stage_count)
 
 
-def _posts(chain_bytes: ChainBytes, spacing: int) -> list[int]:
+def _cuts(chain_bytes: ChainBytes, spacing: int) -> list[int]:
     """Every few stages of each run that may be dropped together, and the runs' ends."""
     edges = sorted({0, chain_bytes.stage_count, *(end for s, end in enumerate(chain_bytes.run_end) if end > s)})
-    return sorted({post for a, b in pairwise(edges) for post in (*range(a, b, spacing), b)})
+    return sorted({cut for a, b in pairwise(edges) for cut in (*range(a, b, spacing), b)})

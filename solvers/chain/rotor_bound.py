@@ -21,13 +21,11 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
-from solvers.chain.persistent import Bytes, ChainBytes
-from solvers.chain.rotor_grid import NEVER, Index, Menu, Seconds, keep_menus, recompute_menus
+from solvers.arrays import Floats, Indices, Integers
+from solvers.chain.persistent import ChainBytes
+from solvers.chain.rotor_grid import NEVER, CostPacking, OptionColumn, keep_columns, recompute_columns
 from solvers.problem.chain import Chain
-
-Floats = NDArray[np.float64]
 
 _STEPS = 24_000  # of the first grid times stages: a tenth of a second for 48 stages, a second for 200
 _FINER = (1.0, 1.4, 2.0, 2.8)  # grids tried one after the other; how well shifts match the steps is luck
@@ -46,41 +44,44 @@ def persistent_bound_seconds(chain: Chain, level: int, enough_seconds: float) ->
     best = 0.0
     for finer in _FINER:
         steps = int(finer * max(100, _STEPS // len(chain.stages)))
-        best = max(best, Optimistic(chain, level, steps).seconds(level))
+        best = max(best, PersistentBound(chain, level, steps).seconds(level))
         if best >= enough_seconds:
             break
     return best
 
 
-class Optimistic:
+class PersistentBound:
     """Functions of all ranges up to one level.
 
     >>> from solvers.problem.chain import Option, Stage
-    >>> way = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...              backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(way,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
-    >>> bound = Optimistic(Chain(stages=(stage,) * 3), ceiling=16, steps=16)
+    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
+    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
+    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> bound = PersistentBound(Chain(stages=(stage,) * 3), ceiling=16, steps=16)
     >>> [round(bound.seconds(level), 3) for level in (5, 6, 7, 8, 12, 16)]
     [inf, 13.0, 12.0, 11.0, 10.0, 9.0]
     """
 
     def __init__(self, chain: Chain, ceiling: int, steps: int) -> None:
-        self._bytes = b = ChainBytes(chain)
-        self._count = b.stage_count
-        self._bottom = min(b.entry(0, self._count), 0)
-        self._unit = Seconds(chain, 1)
-        self._keeps, self._recomputes = keep_menus(b, self._unit), recompute_menus(b, self._unit)
+        self._bytes = chain_bytes = ChainBytes(chain)
+        self._count = chain_bytes.stage_count
+        self._bottom = min(chain_bytes.entry(0, self._count), 0)
+        self._packing = CostPacking(chain, 1)
+        self._keeps, self._recomputes = (
+            keep_columns(chain_bytes, self._packing),
+            recompute_columns(chain_bytes, self._packing),
+        )
         height = ceiling - self._bottom
         self._step = max(1, -(-height // steps))
         self._size = -(-height // self._step) + 1 + self._above()
-        self._runs = np.array([0.0, *accumulate(stage.forward_seconds for stage in b.stages)])
-        self._boundaries = np.array([0, *(stage.boundary_bytes for stage in b.stages)], dtype=np.int64)
-        self._entries = np.array([b.entry(end + 1, end) for end in range(self._count)], dtype=np.int64)
-        self._reach = np.array(b.run_end) - np.arange(self._count)
+        self._runs = np.array([0.0, *accumulate(stage.forward_seconds for stage in chain_bytes.stages)])
+        self._boundaries = np.array([0, *(stage.boundary_bytes for stage in chain_bytes.stages)], dtype=np.int64)
+        self._entries = np.array([chain_bytes.entry(end + 1, end) for end in range(self._count)], dtype=np.int64)
+        self._lengths_possible = np.array(chain_bytes.run_end) - np.arange(self._count)
         self._values: list[Floats] = []  # by length, a row per first stage; flat below the first possible level
         self._rests: list[Floats] = []  # as a drop before the range sees them
-        self._needs: list[Bytes] = []  # exact smallest levels
-        for length in range(int(self._reach.max(initial=0))):
+        self._needs: list[Integers] = []  # exact smallest levels
+        for length in range(int(self._lengths_possible.max(initial=0))):
             self._fill(length)
         self._solve()
 
@@ -98,13 +99,15 @@ class Optimistic:
 
         What looks even further sees the last level instead, and is itself too high to be looked at from the ceiling.
         """
-        freed = -np.minimum.reduce([np.minimum(menu.shifts, 0) for menu in self._keeps])
+        freed = -np.minimum.reduce([np.minimum(column.shifts, 0) for column in self._keeps])
         return int((-(-freed // self._step) + (freed > 0)).sum())
 
-    def _seconds(self, menu: Menu) -> Floats:
-        return np.where(menu.costs < NEVER, (menu.costs >> self._unit.bits) * self._unit.tick_seconds, math.inf)
+    def _seconds_of(self, column: OptionColumn) -> Floats:
+        return np.where(
+            column.costs < NEVER, (column.costs >> self._packing.bits) * self._packing.tick_seconds, math.inf
+        )
 
-    def _slots(self, levels: Bytes) -> Index:
+    def _slots(self, levels: Integers) -> Indices:
         """The last slot at or below each level."""
         return np.clip((levels - self._bottom) // self._step, 0, self._size)
 
@@ -112,10 +115,10 @@ class Optimistic:
         """All ranges of one length that run again."""
         rows = self._count - length
         best, needs = np.full((rows, self._size), math.inf), np.full(rows, _UNREACHED, dtype=np.int64)
-        valid = self._reach[:rows] > length
+        valid = self._lengths_possible[:rows] > length
         for values, lowest in (*self._kept(rows, length), *self._dropped(rows, length)):
             lowest = np.where(valid, lowest, _UNREACHED)
-            self._take(best, values, lowest)
+            self._write(best, values, lowest)
             np.minimum(needs, lowest, out=needs)
         self._values.append(self._flat(best, needs))
         self._needs.append(needs)
@@ -123,44 +126,46 @@ class Optimistic:
         rest = self._shifted(self._values[-1], shifts)
         self._rests.append(rest + self._runs[:rows, None])
 
-    def _kept(self, rows: int, length: int) -> Iterator[tuple[Floats, Bytes]]:
+    def _kept(self, rows: int, length: int) -> Iterator[tuple[Floats, Integers]]:
         entries = self._entries[length : length + rows]
-        for menu in self._keeps:
-            own = np.maximum(entries + menu.forward_peak_bytes[:rows], menu.backward_needs[:rows])
-            own[menu.costs[:rows] == NEVER] = _UNREACHED
-            shifts, seconds = menu.shifts[:rows], self._seconds(menu)[:rows, None]
+        for column in self._keeps:
+            lowest = np.maximum(entries + column.forward_peak_bytes[:rows], column.backward_needs[:rows])
+            lowest[column.costs[:rows] == NEVER] = _UNREACHED
+            shifts, seconds = column.shifts[:rows], self._seconds_of(column)[:rows, None]
             if length:
                 rest = self._shifted(self._values[length - 1][1:], shifts)
-                own = np.maximum(own, self._needs[length - 1][1:] + shifts)
-                yield rest + seconds, own
+                lowest = np.maximum(lowest, self._needs[length - 1][1:] + shifts)
+                yield rest + seconds, lowest
             else:
-                yield np.repeat(seconds, self._size, axis=1), np.maximum(own, entries + shifts)
-        for menu in self._recomputes if not length else []:
-            lowest = np.where(menu.costs < NEVER, menu.backward_needs, _UNREACHED)
-            yield np.repeat(self._seconds(menu)[:, None], self._size, axis=1), lowest
+                yield np.repeat(seconds, self._size, axis=1), np.maximum(lowest, entries + shifts)
+        for column in self._recomputes if not length else []:
+            lowest = np.where(column.costs < NEVER, column.backward_needs, _UNREACHED)
+            yield np.repeat(self._seconds_of(column)[:, None], self._size, axis=1), lowest
 
-    def _dropped(self, rows: int, length: int) -> Iterator[tuple[Floats, Bytes]]:
+    def _dropped(self, rows: int, length: int) -> Iterator[tuple[Floats, Integers]]:
         entries = self._entries[length : length + rows]
         for j in range(1, length + 1):
             rests, again = slice(j, j + rows), self._needs[j - 1][:rows]
-            own = [needs[j - 1] if needs.size >= j else _UNREACHED // 2 for needs in self._bytes.again_needs[:rows]]
-            lowest = np.maximum(np.array(own) + entries, np.maximum(again, self._rest_needs(length - j)[rests]))
+            drop_needs = [
+                needs[j - 1] if needs.size >= j else _UNREACHED // 2 for needs in self._bytes.rerun_needs[:rows]
+            ]
+            lowest = np.maximum(np.array(drop_needs) + entries, np.maximum(again, self._rest_needs(length - j)[rests]))
             yield self._rests[length - j][rests] + self._values[j - 1][:rows] - self._runs[:rows, None], lowest
 
-    def _rest_needs(self, length: int) -> Bytes:
+    def _rest_needs(self, length: int) -> Integers:
         return self._needs[length] + self._boundaries[: self._needs[length].size]
 
-    def _take(self, best: Floats, values: Floats, lowest: Bytes) -> None:
+    def _write(self, best: Floats, values: Floats, lowest: Integers) -> None:
         """Write a choice into the levels from the last one before it is possible on, where it is faster."""
         np.minimum(best, values, out=best, where=np.arange(self._size) >= self._slots(lowest)[:, None])
 
-    def _flat(self, best: Floats, needs: Bytes) -> Floats:
+    def _flat(self, best: Floats, needs: Integers) -> Floats:
         """Values below the first possible level like those at it: a shift may look there, a choice may not."""
         first = np.minimum(self._slots(needs), self._size - 1)
         flat = best[np.arange(best.shape[0])[:, None], np.maximum(np.arange(self._size), first[:, None])]
         return np.where(flat < math.inf, flat, 0.0)  # of ranges beyond the ceiling, which nobody takes
 
-    def _shifted(self, values: Floats, shifts: Bytes) -> Floats:
+    def _shifted(self, values: Floats, shifts: Integers) -> Floats:
         """Each row's function moved up by its shift, back on the grid and nowhere above."""
         whole, rest = np.divmod(-shifts, self._step)
         weight = (rest / self._step)[:, None]
@@ -174,16 +179,16 @@ class Optimistic:
 
     def _solve(self) -> None:
         """The first pass: all ranges that stop at the loss, from the shortest on."""
-        count, b = self._count, self._bytes
+        count, chain_bytes = self._count, self._bytes
         self._first, self._first_needs = np.zeros((count + 1, self._size)), np.zeros(count + 1, dtype=np.int64)
         self._first_rests = np.zeros((count + 1, self._size))
-        self._first_needs[count] = b.entry(count, count)
+        self._first_needs[count] = chain_bytes.entry(count, count)
         self._rest(count)
         for start in reversed(range(count)):
             choices = [*self._first_kept(start), *self._first_dropped(start)]
             best = np.full((1, self._size), math.inf)
             for values, lowest in choices:
-                self._take(best, values[None], np.array([lowest]))
+                self._write(best, values[None], np.array([lowest]))
             self._first_needs[start] = min(lowest for _, lowest in choices)
             self._first[start] = self._flat(best, self._first_needs[start : start + 1])[0]
             self._rest(start)
@@ -195,16 +200,16 @@ class Optimistic:
         return self._shifted(self._first[q : q + 1], np.array([shift]))[0]
 
     def _first_kept(self, start: int) -> Iterator[tuple[Floats, int]]:
-        for menu in self._keeps:
-            if menu.costs[start] < NEVER:
-                shift, entry = int(menu.shifts[start]), self._bytes.entry(start, self._count)
-                own = max(entry + int(menu.forward_peak_bytes[start]), int(menu.backward_needs[start]))
-                rest = self._moved(start + 1, shift) + self._seconds(menu)[start]
-                yield rest, max(own, int(self._first_needs[start + 1]) + shift)
+        for column in self._keeps:
+            if column.costs[start] < NEVER:
+                shift, entry = int(column.shifts[start]), self._bytes.entry(start, self._count)
+                lowest = max(entry + int(column.forward_peak_bytes[start]), int(column.backward_needs[start]))
+                rest = self._moved(start + 1, shift) + self._seconds_of(column)[start]
+                yield rest, max(lowest, int(self._first_needs[start + 1]) + shift)
 
     def _first_dropped(self, start: int) -> Iterator[tuple[Floats, int]]:
-        for j, own in enumerate(self._bytes.drop(start, self._count).tolist(), start=1):
+        for j, drop_need in enumerate(self._bytes.drop(start, self._count).tolist(), start=1):
             q = start + j
             rest = int(self._first_needs[q] + self._boundaries[q])
             values = self._first_rests[q] + self._values[j - 1][start] - self._runs[start]
-            yield values, max(own, rest, int(self._needs[j - 1][start]))
+            yield values, max(drop_need, rest, int(self._needs[j - 1][start]))

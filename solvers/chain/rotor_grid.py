@@ -9,11 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from solvers.arrays import Indices, Integers
 from solvers.chain.minimum_memory import smallest_level
-from solvers.chain.persistent import Bytes, ChainBytes
+from solvers.chain.persistent import ChainBytes
 from solvers.problem.chain import Chain, Option
-
-Index = NDArray[np.intp]
 
 NEVER = 1 << 60  # cost of a slot without an answer; three of them still sum within 64 bits
 NOTHING = np.iinfo(np.int64).min // 4  # need of a slot without an answer: sorts before every real one
@@ -30,29 +29,29 @@ class Grid:
         exact: whether every need that can occur has a slot of its own.
     """
 
-    def __init__(self, levels: Bytes, exact: bool) -> None:
+    def __init__(self, levels: Integers, exact: bool) -> None:
         self.levels = levels
         self.exact = exact
         self.size = levels.size
         self.below = cache(self._below)  # equal stages ask for the same shift
 
-    def _below(self, shift: int) -> Index:
+    def _below(self, shift: int) -> Indices:
         """For each slot the last one whose level plus ``shift`` is within its own."""
         return np.maximum(np.searchsorted(self.levels, self.levels - shift, side="right") - 1, 0)
 
-    def slots_below(self, shifts: Bytes) -> Index:
+    def slots_below(self, shifts: Integers) -> Indices:
         """``below`` of each shift, stacked."""
         return np.stack([self.below(int(shift)) for shift in shifts])
 
-    def first(self, needs: Bytes) -> Index:
+    def first(self, needs: Integers) -> Indices:
         """The first slot that each need fits in."""
         return np.searchsorted(self.levels, needs)
 
 
-class Seconds:
+class CostPacking:
     """Seconds as whole numbers with free low bits, in which a cost carries the code of the choice that made it.
 
-    Whole numbers make sums exact and ties ties, and the smaller of two packed costs brings its code along.
+    Whole numbers make sums exact and ties ties, and the smaller of two packed costs brings its code with it.
     """
 
     def __init__(self, chain: Chain, codes: int) -> None:
@@ -70,15 +69,17 @@ class Seconds:
         return (cost >> self.bits) * self.tick_seconds
 
 
-class Answers(NamedTuple):
+class RangeCosts(NamedTuple):
     """Costs (packed, or with code 0), exact needs and codes of some ranges, one row each and one column per slot."""
 
-    costs: Bytes
-    needs: Bytes
+    costs: Integers
+    needs: Integers
     codes: NDArray[np.int16]
 
 
-def reached_slots(needs: Bytes, grid: Grid, below: Index, shifts: Bytes, window: slice = slice(None)) -> Index:
+def reached_slots(
+    needs: Integers, grid: Grid, below: Indices, shifts: Integers, window: slice = slice(None)
+) -> Indices:
     """Per row and slot the last column whose need fits once the row's shift is added, counted through all rows.
 
     ``below`` is right but for the next slot, whose exact need may lie low enough in it. With a window, only its slots.
@@ -90,7 +91,9 @@ def reached_slots(needs: Bytes, grid: Grid, below: Index, shifts: Bytes, window:
     return places
 
 
-def settled(costs: Bytes, grid: Grid, rows: Index, columns: Index, needs: Bytes, mask: int) -> Answers:
+def at_exact_needs(
+    costs: Integers, grid: Grid, rows: Indices, columns: Indices, needs: Integers, mask: int
+) -> RangeCosts:
     """Move every answer to the first slot that its exact need fits in; slots between repeat the one below.
 
     Args:
@@ -105,12 +108,12 @@ def settled(costs: Bytes, grid: Grid, rows: Index, columns: Index, needs: Bytes,
     source[rows, grid.first(needs)] = np.arange(1, rows.size + 1)  # rising, so the fastest of a slot stays
     source = np.maximum.accumulate(source, axis=1)
     packed = costs[rows, columns]
-    found = np.concatenate(([NEVER], packed & ~mask)), np.concatenate(([NOTHING], needs))
+    values = np.concatenate(([NEVER], packed & ~mask)), np.concatenate(([NOTHING], needs))
     codes = np.concatenate(([0], packed & mask)).astype(np.int16)
-    return Answers(found[0][source], found[1][source], codes[source])
+    return RangeCosts(values[0][source], values[1][source], codes[source])
 
 
-def faster(costs: Bytes, mask: int) -> tuple[Index, Index]:
+def faster_places(costs: Integers, mask: int) -> tuple[Indices, Indices]:
     """Rows and columns of the answers that are faster than the slot before."""
     plain = costs | mask
     rows, columns = np.nonzero(plain[:, 1:] < np.minimum(plain[:, :-1], NEVER))
@@ -118,25 +121,28 @@ def faster(costs: Bytes, mask: int) -> tuple[Index, Index]:
 
 
 def level_grid(chain: Chain, chain_bytes: ChainBytes, slots: int) -> Grid:
-    """Levels of the slots: the first holds nothing; then every multiple of the common divisor where they are few
-    enough, else half of them evenly up to the top, a quarter in equal ratios from the smallest need of a stage on,
-    and a quarter evenly around the smallest level of the whole chain, where single boundaries decide."""
+    """Levels of the slots, of which the first holds nothing.
+
+    They are all multiples of the common divisor where these are few enough. Else half of them lie evenly up to the top,
+    a quarter in equal ratios from the smallest need of a stage on, and a quarter evenly near the smallest level of the
+    whole chain, where single boundaries decide.
+    """
     top, bottom = _top(chain, chain_bytes), min(chain_bytes.entry(0, chain_bytes.stage_count), 0)
     unit = _common_divisor(chain)
     exact = top // unit < slots
     if exact:
         levels = np.arange(0, top + 2 * unit, unit)
     else:
-        least, tight = max(_least_need(chain_bytes), unit, top // (8 * slots)), smallest_level(chain_bytes)
-        ratios = np.geomspace(least, max(top, least), slots // 4)
-        around = np.linspace(min(least, tight), tight * _TIGHT, slots // 4)
-        levels = np.ceil(np.concatenate((np.linspace(0, top + 1, slots // 2), ratios, around)))
+        least_need, tight = max(_least_need(chain_bytes), unit, top // (8 * slots)), smallest_level(chain_bytes)
+        ratios = np.geomspace(least_need, max(top, least_need), slots // 4)
+        close = np.linspace(min(least_need, tight), tight * _TIGHT, slots // 4)
+        levels = np.ceil(np.concatenate((np.linspace(0, top + 1, slots // 2), ratios, close)))
     return Grid(np.concatenate(([bottom - 1], np.unique(levels))).astype(np.int64), exact)
 
 
-def _least_need(b: ChainBytes) -> int:
+def _least_need(sizes: ChainBytes) -> int:
     """Level below which no stage can go backward."""
-    return min(b.backward(s, o) for s in range(b.stage_count) for o in range(len(b.stages[s].options)))
+    return min(sizes.backward(s, o) for s in range(sizes.stage_count) for o in range(len(sizes.stages[s].options)))
 
 
 def _most_seconds(chain: Chain) -> float:
@@ -149,14 +155,14 @@ def _most_seconds(chain: Chain) -> float:
     return (count + 2) * (sum(stage.forward_seconds for stage in chain.stages) + sum(slowest))
 
 
-def _top(chain: Chain, b: ChainBytes) -> int:
+def _top(chain: Chain, sizes: ChainBytes) -> int:
     """Level above which nothing gets faster: with it every stage may keep what its most demanding option keeps."""
     top = shift = 0
     for s, stage in enumerate(chain.stages):
-        choices = [b.keep(s, b.stage_count, o) for o in range(len(stage.options))]
+        choices = [sizes.keep(s, sizes.stage_count, o) for o in range(len(stage.options))]
         top = max(top, shift + max(need for need, _ in choices))
-        shift += max(0, *(moved for _, moved in choices))
-    return max(top, shift + b.entry(b.stage_count, b.stage_count))
+        shift += max(0, *(shift_bytes for _, shift_bytes in choices))
+    return max(top, shift + sizes.entry(sizes.stage_count, sizes.stage_count))
 
 
 def _common_divisor(chain: Chain) -> int:
@@ -170,7 +176,7 @@ def _common_divisor(chain: Chain) -> int:
     return math.gcd(*sizes) or 1
 
 
-class Menu(NamedTuple):
+class OptionColumn(NamedTuple):
     """One option of every stage, the i-th of those worth looking at; stages with fewer have a cost of ``NEVER``.
 
     Attributes:
@@ -181,50 +187,50 @@ class Menu(NamedTuple):
         forward_peak_bytes: of its forward.
     """
 
-    options: Bytes
-    costs: Bytes
-    shifts: Bytes
-    backward_needs: Bytes
-    forward_peak_bytes: Bytes
+    options: Integers
+    costs: Integers
+    shifts: Integers
+    backward_needs: Integers
+    forward_peak_bytes: Integers
 
 
-def keep_menus(chain_bytes: ChainBytes, seconds: Seconds) -> list[Menu]:
+def keep_columns(chain_bytes: ChainBytes, packing: CostPacking) -> list[OptionColumn]:
     """The options to keep that no other one of the stage beats in everything."""
-    return _menus([_keeps(chain_bytes, seconds, s) for s in range(chain_bytes.stage_count)])
+    return _columns([_keeps(chain_bytes, packing, s) for s in range(chain_bytes.stage_count)])
 
 
-def recompute_menus(chain_bytes: ChainBytes, seconds: Seconds) -> list[Menu]:
+def recompute_columns(chain_bytes: ChainBytes, packing: CostPacking) -> list[OptionColumn]:
     """The options to run again directly before the backward that no other one beats in everything."""
-    return _menus([_recomputes(chain_bytes, seconds, s) for s in range(chain_bytes.stage_count)])
+    return _columns([_recomputes(chain_bytes, packing, s) for s in range(chain_bytes.stage_count)])
 
 
 _Row = tuple[int, int, int, int, int]
 
 
-def _keeps(b: ChainBytes, seconds: Seconds, s: int) -> list[_Row]:
+def _keeps(sizes: ChainBytes, packing: CostPacking, s: int) -> list[_Row]:
     return [
-        (o, _cost(seconds, way.forward_seconds, way), b.keep(s, s, o)[1], b.backward(s, o), way.forward_peak_bytes)
-        for o, way in enumerate(b.stages[s].options)
+        (o, _cost(packing, x.forward_seconds, x), sizes.keep(s, s, o)[1], sizes.backward(s, o), x.forward_peak_bytes)
+        for o, x in enumerate(sizes.stages[s].options)
     ]
 
 
-def _recomputes(b: ChainBytes, seconds: Seconds, s: int) -> list[_Row]:
+def _recomputes(sizes: ChainBytes, packing: CostPacking, s: int) -> list[_Row]:
     return [
-        (o, _cost(seconds, way.recompute_seconds, way), 0, b.recompute(s, o), 0)
-        for o, way in enumerate(b.stages[s].options)
+        (o, _cost(packing, x.recompute_seconds, x), 0, sizes.recompute(s, o), 0)
+        for o, x in enumerate(sizes.stages[s].options)
     ]
 
 
-def _cost(seconds: Seconds, run_seconds: float, way: Option) -> int:
-    return seconds.cost(run_seconds) + seconds.cost(way.backward_seconds)
+def _cost(packing: CostPacking, run_seconds: float, option: Option) -> int:
+    return packing.cost(run_seconds) + packing.cost(option.backward_seconds)
 
 
-def _menus(rows: list[list[_Row]]) -> list[Menu]:
-    menus = [_unbeaten(row) for row in rows]
+def _columns(rows: list[list[_Row]]) -> list[OptionColumn]:
+    options = [_unbeaten(row) for row in rows]
     nothing: _Row = (0, NEVER, 0, 0, 0)
-    longest = max(len(menu) for menu in menus)
-    columns = [[menu[i] if i < len(menu) else nothing for menu in menus] for i in range(longest)]
-    return [Menu(*np.array(column, dtype=np.int64).T.copy()) for column in columns]
+    longest = max(len(row) for row in options)
+    columns = [[row[i] if i < len(row) else nothing for row in options] for i in range(longest)]
+    return [OptionColumn(*np.array(column, dtype=np.int64).T.copy()) for column in columns]
 
 
 def _unbeaten(rows: list[_Row]) -> list[_Row]:

@@ -36,28 +36,29 @@ def segmented_schedule(segments: Sequence[Segment]) -> Schedule:
     recomputed, the others run forward with option 0.
     """
     actions: list[Action] = []
-    for segment in segments:
-        actions.extend(_first_pass(segment))
-    for segment in reversed(segments):
-        actions.extend(_second_pass(segment))
+    for start, end, kept in segments:
+        actions.extend(first_pass(start, end, 0 if kept else None))
+    for start, end, kept in reversed(segments):
+        actions += [Action("free", end - 1), *second_pass(start, end, 0 if kept else None)]
     return Schedule(actions=tuple(actions))
 
 
-def _first_pass(segment: Segment) -> Iterator[Action]:
-    for k in range(segment.start, segment.end):
-        yield Action("forward", k, 0 if segment.kept else None)
-        if k > segment.start and not segment.kept:
+def first_pass(start: int, end: int, option: int | None) -> Iterator[Action]:
+    """The forwards of stages ``start..end-1``: kept with an option, or dropped but for the boundary after the last."""
+    for k in range(start, end):
+        yield Action("forward", k, option)
+        if k > start and option is None:
             yield Action("free", k - 1)
 
 
-def _second_pass(segment: Segment) -> Iterator[Action]:
-    last = segment.end - 1
-    yield Action("free", last)
-    if not segment.kept:
-        for k in range(segment.start, last):
+def second_pass(start: int, end: int, option: int | None) -> Iterator[Action]:
+    """Their backwards, once the boundary after the last is freed; dropped stages run again from the one before."""
+    last = end - 1
+    if option is None:
+        for k in range(start, last):
             yield Action("forward", k, 0)
         yield Action("recompute", last, 0)
     yield Action("backward", last)
-    for k in reversed(range(segment.start, last)):
+    for k in reversed(range(start, last)):
         yield Action("free", k)
         yield Action("backward", k)

@@ -12,17 +12,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from solvers.arrays import Indices, Integers, Mask
 from solvers.graph.liveness import IndexedGraph, peak_profile
 
 MOST_BLOCKS = 60  # a table of 60 stages and 15 options takes about a second
 MOST_NODES = 80  # forward nodes of a block: programs for more take a second each and give no better answers
 _HUGE = 1 / 2  # of the forward's bytes: a block with more is cut even where much is read across
 _SIDE = 1 / 4  # of a block's bytes that either side of such a cut has at least
-
-Mask = NDArray[np.bool_]
-Bytes = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +87,7 @@ def _forward_cuts(indexed: IndexedGraph, turn: int, largest_share: float) -> lis
     return _merged(_split_huge(cuts, size, crossing), size)
 
 
-def _crossing(indexed: IndexedGraph, turn: int) -> tuple[Bytes, Bytes]:
+def _crossing(indexed: IndexedGraph, turn: int) -> tuple[Integers, Integers]:
     """For every place of the forward nodes how many outputs with bytes are read across it, and their bytes."""
     count, size = np.zeros(turn + 1, dtype=np.int64), np.zeros(turn + 1, dtype=np.int64)
     for v in np.flatnonzero(indexed.output_bytes[:turn]):
@@ -100,7 +97,7 @@ def _crossing(indexed: IndexedGraph, turn: int) -> tuple[Bytes, Bytes]:
     return count, size
 
 
-def _without_wide(cuts: list[int], size: Bytes, crossing: Bytes, largest_share: float) -> list[int]:
+def _without_wide(cuts: list[int], size: Integers, crossing: Integers, largest_share: float) -> list[int]:
     """Where the most bytes cross there is no cut, as long as no block grows larger than its share."""
     left = dict(zip(cuts[1:], cuts, strict=False))
     right = dict(pairwise(cuts))
@@ -112,7 +109,7 @@ def _without_wide(cuts: list[int], size: Bytes, crossing: Bytes, largest_share: 
     return [*sorted(right), cuts[-1]]
 
 
-def _merged(cuts: list[int], size: Bytes) -> list[int]:
+def _merged(cuts: list[int], size: Integers) -> list[int]:
     """At most ``MOST_BLOCKS``: the two neighbours that are smallest together become one."""
     cuts = list(cuts)
     while len(cuts) - 1 > MOST_BLOCKS:
@@ -121,7 +118,7 @@ def _merged(cuts: list[int], size: Bytes) -> list[int]:
     return cuts
 
 
-def _split_huge(cuts: list[int], size: Bytes, crossing: Bytes) -> list[int]:
+def _split_huge(cuts: list[int], size: Integers, crossing: Integers) -> list[int]:
     """Blocks with most of the bytes are cut where the fewest bytes cross."""
     done: list[int] = []
     todo = list(reversed(list(pairwise(cuts))))
@@ -136,14 +133,14 @@ def _split_huge(cuts: list[int], size: Bytes, crossing: Bytes) -> list[int]:
     return [*done, cuts[-1]]
 
 
-def _best_place(start: int, end: int, size: Bytes, crossing: Bytes) -> int | None:
+def _best_place(start: int, end: int, size: Integers, crossing: Integers) -> int | None:
     whole = size[end] - size[start]
     sides = np.minimum(size[start + 1 : end] - size[start], size[end] - size[start + 1 : end])
     places = np.flatnonzero(sides >= whole * _SIDE) + start + 1
     return int(places[crossing[places].argmin()]) if places.size else None
 
 
-def _backward_starts(indexed: IndexedGraph, turn: int, block_of: NDArray[np.intp], count: int) -> list[int]:
+def _backward_starts(indexed: IndexedGraph, turn: int, block_of: Indices, count: int) -> list[int]:
     """Per block the first node of its backward; they fall.
 
     A node that reads a block's outputs belongs before that block's backward is over, and not before the backward of
@@ -164,7 +161,7 @@ def _backward_starts(indexed: IndexedGraph, turn: int, block_of: NDArray[np.intp
     return starts
 
 
-def _reads(indexed: IndexedGraph, turn: int, block_of: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def _reads(indexed: IndexedGraph, turn: int, block_of: Indices) -> tuple[Indices, Indices]:
     """Per backward node the last block whose outputs it reads, and the last that reads these too; -1 for none."""
     reach_of = [max(int(block_of[r]) for r in (v, *indexed.readers[v]) if r < turn) for v in range(turn)]
     nodes = range(turn, indexed.count)
@@ -173,7 +170,7 @@ def _reads(indexed: IndexedGraph, turn: int, block_of: NDArray[np.intp]) -> tupl
     return np.array(own, dtype=np.intp), np.array(reach, dtype=np.intp)
 
 
-def _gradient_bytes(indexed: IndexedGraph, turn: int) -> Bytes:
+def _gradient_bytes(indexed: IndexedGraph, turn: int) -> Integers:
     """For every place of the backward nodes the bytes of their outputs that are read across it."""
     size = np.zeros(indexed.count - turn + 1, dtype=np.int64)
     for v in range(turn, indexed.count):
@@ -186,7 +183,7 @@ def _blocks(
     indexed: IndexedGraph,
     rerunnable: Mask,
     turn: int,
-    block_of: NDArray[np.intp],
+    block_of: Indices,
     cuts: Sequence[int],
     starts: Sequence[int],
 ) -> list[Block]:

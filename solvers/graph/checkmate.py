@@ -21,15 +21,13 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
+from solvers.arrays import Mask
 from solvers.graph.checkmate_model import CheckmateModel, Matrices
 from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of, with_end
 from solvers.graph.order_repair import without_spare_runs
 from solvers.problem.number_checks import check_size
 from solvers.problem.solution import GraphCandidate
-
-Chosen = NDArray[np.bool_]
 
 MOST_NODES = 500  # building the program takes 3 s at 200 nodes of a chain and grows with their square
 ALLOWANCES = (0.1, 0.0, 0.2)  # the paper's own first
@@ -85,14 +83,14 @@ def round_relaxation(
     return GraphCandidate(order=best[1])
 
 
-def _roundings(values: Matrices, rng: np.random.Generator) -> Iterator[Chosen]:
+def _roundings(values: Matrices, rng: np.random.Generator) -> Iterator[Mask]:
     for threshold in (0.5, *rng.uniform(0.05, 0.95, _THRESHOLDS)):
         yield values.kept >= threshold - _WHOLE
     for _ in range(_DRAWS):
         yield values.kept > rng.uniform(size=values.kept.shape)
 
 
-def _fewest_runs(indexed: IndexedGraph, kept: Chosen) -> Chosen:
+def _fewest_runs(indexed: IndexedGraph, kept: Mask) -> Mask:
     """R from S: what a stage's own runs and the next stage need and the stage does not start with.
 
     Stages from the last on, since what a stage keeps and nobody makes before it has to be run there.
@@ -109,7 +107,7 @@ def _fewest_runs(indexed: IndexedGraph, kept: Chosen) -> Chosen:
     return runs
 
 
-def _fitting(indexed: IndexedGraph, budget_bytes: int, runs: Chosen) -> tuple[int, ...] | None:
+def _fitting(indexed: IndexedGraph, budget_bytes: int, runs: Mask) -> tuple[int, ...] | None:
     """The order of a matrix of runs without those that nobody reads, if it fits."""
     order = [int(k) for row in runs for k in np.flatnonzero(row[: indexed.count])]
     order = without_spare_runs(indexed, order)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from solvers.arrays import Floats
 from solvers.graph.liveness import IndexedGraph
 from solvers.pulp_program import PulpProgram, Term, scaled
-
-Values = NDArray[np.float64]
 
 _BYTE_SCALE = 1e4  # the budget in the program's units: HiGHS's tolerance of 1e-6 is a byte in 10 GB
 
@@ -19,8 +17,8 @@ _BYTE_SCALE = 1e4  # the budget in the program's units: HiGHS's tolerance of 1e-
 class Matrices:
     """Values of R and S, shape (stages, nodes)."""
 
-    runs: Values
-    kept: Values
+    runs: Floats
+    kept: Floats
 
 
 class CheckmateModel:

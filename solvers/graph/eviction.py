@@ -15,16 +15,13 @@ after Belady, "A study of replacement algorithms for a virtual-storage computer"
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from solvers.arrays import Floats, Mask
 from solvers.graph.liveness import IndexedGraph
 
 POWERS = (1.0, 0.5, 2.0, 0.0)  # of the steps until the next need: the published 1 first
 SCORINGS = 400  # of one order: scores of graphs with more nodes serve for several first runs
 MOST_RUNS_PER_NODE = 50  # an order that runs nodes more often than this on average is given up
-
-Floats = NDArray[np.float64]
-Mask = NDArray[np.bool_]
 
 
 def eviction_order(

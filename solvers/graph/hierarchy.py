@@ -18,17 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from solvers.arrays import Mask
 from solvers.graph.block_options import BlockMenus, BlockOption, node_of, peak_bytes
 from solvers.graph.block_partition import Block, cut_into_blocks
 from solvers.graph.incumbent import Incumbent
 from solvers.graph.liveness import IndexedGraph, peak_profile, runs_for, seconds_of
 from solvers.problem.chain import Chain, Option, Stage
 from solvers.problem.chain_schedule import Action, Schedule
-
-Mask = NDArray[np.bool_]
 
 SHARES = (0.03, 0.1, 0.3)  # the largest block's share of the forward's bytes: small ones fit tight budgets
 _BESIDE = 3  # answers on either side of the last that fits: the model is not exact, and orders are tidied
@@ -51,8 +47,9 @@ class ChainTable(Protocol):
 def solve(search: Incumbent, rerunnable: Mask, make_table: Callable[[Chain], ChainTable]) -> None:
     """Offer orders to the search; nothing where the graph has no cuts.
 
-    >>> from solvers.problem.graph import Graph, Node
+    >>> import numpy as np
     >>> from solvers.chain.rotor import Table
+    >>> from solvers.problem.graph import Graph, Node
     >>> forward = [Node(name=f"f{k}", seconds=1, output_bytes=2, inputs=(f"f{k - 1}",) if k else ()) for k in range(4)]
     >>> backward = [Node(name=f"b{k}", seconds=1, output_bytes=1, inputs=(f"f{k}",) + ((f"b{k + 1}",) if k < 3 else ()),
     ...                  side="backward") for k in (3, 2, 1, 0)]

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from solvers.arrays import Integers
 from solvers.problem.graph import Graph, Node
 from solvers.problem.graph_schedule import GraphAction, GraphSchedule
 from solvers.problem.graph_simulator import GraphReplay, replay_graph
@@ -48,10 +48,10 @@ class IndexedGraph:
         self.is_output = np.zeros(self.count, dtype=bool)
         self.is_output[[index[name] for name in graph.outputs]] = True
         last = [max(readers, default=-1) for readers in self.readers]
-        self.needed_until: NDArray[np.int64] = np.where(self.is_output, self.count, np.array(last, dtype=np.int64))
+        self.needed_until: Integers = np.where(self.is_output, self.count, np.array(last, dtype=np.int64))
         own = self.output_bytes + self.transient_bytes + graph.resident_bytes
         read = [self.output_bytes[list(inputs)].sum() for inputs in self.inputs]
-        self.working_bytes: NDArray[np.int64] = own + np.array(read, dtype=np.int64)
+        self.working_bytes: Integers = own + np.array(read, dtype=np.int64)
 
 
 def last_reads(indexed: IndexedGraph, order: Sequence[int]) -> list[int]:
@@ -71,7 +71,7 @@ def last_reads(indexed: IndexedGraph, order: Sequence[int]) -> list[int]:
     return last
 
 
-def peak_profile(indexed: IndexedGraph, order: Sequence[int]) -> NDArray[np.int64]:
+def peak_profile(indexed: IndexedGraph, order: Sequence[int]) -> Integers:
     """Bytes alive while each run of an order goes on, resident and transient ones included; shape (len(order),)."""
     last = last_reads(indexed, order)
     size = indexed.output_bytes[list(order)]

@@ -26,12 +26,11 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
+from solvers.arrays import Indices, Mask
 from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
 from solvers.problem.solution import GraphCandidate
 
-Sets = NDArray[np.bool_]
 LowerSetAnswer = tuple[float, tuple[int, ...] | None]
 
 MOST_SETS = 2000  # one budget of the program took 1.6 s with 600 sets, and that grows with their square
@@ -77,21 +76,21 @@ def solve(
     return GraphCandidate(order=best[1])
 
 
-def _best_of(indexed: IndexedGraph, strategies: list[NDArray[np.intp]], budget_bytes: int) -> LowerSetAnswer:
+def _best_of(indexed: IndexedGraph, strategies: list[Indices], budget_bytes: int) -> LowerSetAnswer:
     """Seconds and order of the fastest strategy that fits; infinite and None where none does."""
     orders = [order for segment_of in strategies for order in _orders(indexed, segment_of)]
     fitting = [order for order in orders if peak_profile(indexed, order).max() <= budget_bytes]
     return min(((seconds_of(indexed, order), order) for order in fitting), default=(math.inf, None))
 
 
-def _orders(indexed: IndexedGraph, segment_of: NDArray[np.intp]) -> Iterator[tuple[int, ...]]:
+def _orders(indexed: IndexedGraph, segment_of: Indices) -> Iterator[tuple[int, ...]]:
     """The order of runs of a strategy: with the last segment kept, and with it repeated too."""
     last = segment_of.max(initial=-1)
     yield _order(indexed, np.where(segment_of == last, -1, segment_of))
     yield _order(indexed, segment_of)
 
 
-def _order(indexed: IndexedGraph, segment_of: NDArray[np.intp]) -> tuple[int, ...]:
+def _order(indexed: IndexedGraph, segment_of: Indices) -> tuple[int, ...]:
     """First runs in order, each segment's runs again before the first backward node that reads one of them.
 
     ``segment_of`` has for every node its segment where it is to run again, else -1.
@@ -108,7 +107,7 @@ def _order(indexed: IndexedGraph, segment_of: NDArray[np.intp]) -> tuple[int, ..
     return tuple(order)
 
 
-def _needed_again(indexed: IndexedGraph, segment_of: NDArray[np.intp]) -> Sets:
+def _needed_again(indexed: IndexedGraph, segment_of: Indices) -> Mask:
     """Nodes to run again that a backward node reads, directly or through others of them."""
     again = np.zeros(indexed.count, dtype=bool)
     for k in reversed(range(indexed.count)):
@@ -142,7 +141,7 @@ class _Table:
         self.before = (members @ (~self.sets).T.astype(float)) == 0
         np.fill_diagonal(self.before, False)
 
-    def strategies(self, budget_bytes: int, deadline: float) -> list[NDArray[np.intp]]:
+    def strategies(self, budget_bytes: int, deadline: float) -> list[Indices]:
         """Per strategy each node's segment, or -1 for a node that stays: the fastest and the slowest that fit."""
         rows = len(self.sets)
         held = np.full((rows, 2 * _TICKS), np.inf)
@@ -162,7 +161,7 @@ class _Table:
         found = np.flatnonzero(np.isfinite(held[-1]))
         return [self._segments(came, int(tick)) for tick in sorted({*found[:1], *found[-1:]})]
 
-    def _segments(self, came: NDArray[np.intp], tick: int) -> NDArray[np.intp]:
+    def _segments(self, came: Indices, tick: int) -> Indices:
         segment_of = np.full(self.count, -1, dtype=np.intp)
         column = len(self.sets) - 1
         while column:
@@ -189,7 +188,7 @@ class _Table:
             family = _few_enough(fit | {(*members, False) for members in family})
         return family
 
-    def _boundaries(self) -> tuple[Sets, Sets]:
+    def _boundaries(self) -> tuple[Mask, Mask]:
         """Per set its boundary, and what has to be there beside it for the gradients that enter it from outside."""
         boundary, readers = np.zeros_like(self.sets), np.zeros_like(self.sets)
         for v, inputs in enumerate(self.inputs):

@@ -17,8 +17,8 @@ from __future__ import annotations
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
+from solvers.arrays import Integers, Mask
 from solvers.graph.incumbent import Incumbent
 from solvers.graph.liveness import IndexedGraph, peak_profile
 from solvers.graph.moments_program import MomentsProgram
@@ -29,8 +29,6 @@ ROUND_GAP = 0.3  # share of the gap asked for that one round may leave
 _TRUST = 1e-7  # relative: HiGHS's tolerances must not lift a bound above an optimum
 PROMOTED_NODES = 300  # up to here the program stays small enough when late nodes are modelled in full
 _EXTRA = 1e-3  # of the budget, kept free beside an excess: the next order differs a little
-
-Mask = NDArray[np.bool_]
 
 
 class MomentSearch:
@@ -115,14 +113,14 @@ def first_moments(search: Incumbent) -> list[int]:
     return sorted({int(profile.argmax()), *picks.tolist()})
 
 
-def _fresh_runs(order: list[int]) -> NDArray[np.bool_]:
+def _fresh_runs(order: list[int]) -> Mask:
     """Which places of an order are first runs: the nodes come in their own order there."""
     array = np.array(order)
     reached = np.array(list(accumulate(order, max)))
     return (array == reached) & (np.concatenate(([-1], reached[:-1])) < array)
 
 
-def _missing_moments(order: list[int], excess: NDArray[np.int64], moments: set[int]) -> set[int]:
+def _missing_moments(order: list[int], excess: Integers, moments: set[int]) -> set[int]:
     """The worst first runs of the worst stretches that exceed the budget at first runs that are no moments."""
     fresh = _fresh_runs(order)
     found: list[tuple[int, int]] = []
@@ -138,7 +136,7 @@ def _missing_moments(order: list[int], excess: NDArray[np.int64], moments: set[i
     return {v for _, v in sorted(found)[-ADDED:]}
 
 
-def _excess_at_moments(order: list[int], excess: NDArray[np.int64], moments: list[int]) -> dict[int, int]:
+def _excess_at_moments(order: list[int], excess: Integers, moments: list[int]) -> dict[int, int]:
     """For each moment the largest excess since the moment before."""
     reached = np.array(list(accumulate(order, max)))
     coming = np.where(_fresh_runs(order), reached, reached + 1)  # the first run that is done or comes next

@@ -23,10 +23,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from solvers.arrays import Floats, Mask
 from solvers.graph.liveness import IndexedGraph, last_reads, runs_for
-from solvers.highs import Floats, Program
+from solvers.highs import Program
 
 _SCALE = 1e4  # what all first runs cost together in the program: far above HiGHS's absolute tolerances
 
@@ -46,7 +46,7 @@ class MomentsProgram:
         indexed: IndexedGraph,
         budget_bytes: int,
         moments: Sequence[int],
-        rerunnable: NDArray[np.bool_],
+        rerunnable: Mask,
         reserved_bytes: Sequence[int] | None = None,
     ) -> None:
         """``reserved_bytes``: per moment what the budget is lowered by there; with it the optimum bounds nothing."""

@@ -14,14 +14,11 @@ routing problems" (1998), on windows of Jain et al.'s stages ("Checkmate", 2020,
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from solvers.arrays import Floats, Mask
 from solvers.graph.incumbent import Incumbent
 from solvers.graph.liveness import peak_profile
 from solvers.graph.moments_program import MomentsProgram
-from solvers.highs import Floats
-
-Mask = NDArray[np.bool_]
 
 FEWEST_MOMENTS = 12  # for a window of all nodes; smaller windows have more: orders are then read more exactly
 MOST_PAIRS = 30_000  # of a moment and a node: building the program takes about a second (1,000 nodes at 30 moments)

@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
+from solvers.arrays import Mask
 from solvers.graph.liveness import IndexedGraph, runs_for
 
-Mask = NDArray[np.bool_]
 Mode = Literal["drop", "rerun", "segment"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 

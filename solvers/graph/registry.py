@@ -9,8 +9,8 @@ from functools import lru_cache, partial
 from itertools import count, takewhile
 
 import numpy as np
-from numpy.typing import NDArray
 
+from solvers.arrays import Mask
 from solvers.chain.rotor import Table
 from solvers.graph import checkmate, exhaustive, hierarchy, intervals, lower_sets
 from solvers.graph.eviction import POWERS, eviction_order
@@ -28,7 +28,6 @@ from solvers.problem.number_checks import check_time_limit
 from solvers.problem.solution import GraphCandidate, GraphProblem, Shortage, Solution
 
 GraphSolution = Solution[GraphSchedule]
-Mask = NDArray[np.bool_]
 
 EXHAUSTIVE_NODES = 10  # auto asks the exact oracle up to here: milliseconds (tests/solvers/graph/test_registry.py)
 DEFAULT_SECONDS = 60.0
@@ -275,9 +274,6 @@ def _without_schedule(search: Incumbent, solver: str, spent_seconds: float, inte
     return Solution(
         solver=solver,
         status="infeasible" if proven else "unknown",
-        schedule=None,
-        peak_bytes=None,
-        seconds=None,
         lower_bound_seconds=bound,
         solve_seconds=spent_seconds,
         shortage=Shortage(minimum_budget_bytes=minimum, stage=search.indexed.graph.nodes[node].name, moment="run"),

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from solvers.arrays import Floats
 from solvers.graph.liveness import IndexedGraph
-from solvers.highs import Floats, Program
+from solvers.highs import Program
 
 _SCALE = 1e4  # what all first runs cost together in the program: far above HiGHS's absolute tolerances
 

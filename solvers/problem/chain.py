@@ -27,7 +27,7 @@ class Option:
         forward_seconds: one forward that keeps ``kept_bytes``.
         backward_seconds: its backward, inner recomputation included.
         kept_bytes: bytes alive from the end of the forward to the end of the
-            backward, beside the boundaries before and after the stage. Negative
+            backward, in addition to the boundaries before and after the stage. Negative
             where the stage frees more of its input than it keeps.
         kept_output_bytes: the part of the boundary after the stage that the
             stage itself holds, so that it outlives the next stage's backward.
@@ -64,7 +64,7 @@ class Stage:
         forward_seconds: one forward that keeps nothing.
         forward_peak_bytes: its peak above the bytes alive at its start.
         residue_bytes: bytes that stay alive after a forward without keeping,
-            beside the boundary, until the stage is run again or goes backward.
+            in addition to the boundary, until the stage is run again or goes backward.
         parameter_gradient_bytes: gradients that appear in its backward and stay.
         gradient_bytes: bytes alive at the start of its backward beside
             everything kept and the parameter gradients: the boundary's gradient.
@@ -91,7 +91,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """A tensor that several stages read or keep (a skip connection, a mask): alive while anybody holds it.
+    """A tensor that several stages read or keep (a skip connection, a mask): alive while any of them holds it.
 
     Its bytes are counted here once and in no stage.
 
@@ -148,6 +148,10 @@ class Chain:
     def unplanned_seconds(self) -> float:
         """Seconds of the step that keeps everything (option 0 of every stage)."""
         return sum(s.options[0].forward_seconds + s.options[0].backward_seconds for s in self.stages)
+
+    def without_menus(self) -> Chain:
+        """This chain with option 0 of every stage alone."""
+        return replace(self, stages=tuple(replace(stage, options=stage.options[:1]) for stage in self.stages))
 
     def folded(self) -> Chain:
         """This chain without shared tensors, each counted as held from its birth to its maker's backward.

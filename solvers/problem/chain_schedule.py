@@ -1,8 +1,8 @@
-"""Schedules: the ordered actions that a solver returns and the applier carries out."""
+"""Schedules of chains: the ordered actions that a solver returns and that a planned model carries out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,6 +46,14 @@ class Schedule:
     def choices_inside(self) -> int:
         """How many forwards keep a choice of what they save, so that ops inside the stage run again."""
         return sum(bool(a.option) for a in self.actions if a.kind in ("forward", "recompute"))
+
+    def with_inserted(self, actions: Iterable[tuple[int, Action]]) -> Schedule:
+        """The schedule with actions more, each before the action that has a position now, in the order given."""
+        before: list[list[Action]] = [[] for _ in self.actions]
+        for position, action in actions:
+            before[position].append(action)
+        parts = zip(before, self.actions, strict=True)
+        return Schedule(actions=tuple(action for more, present in parts for action in (*more, present)))
 
     def to_list(self) -> list[list[Any]]:
         """Plain data: one ``[kind, stage, option]`` per action."""

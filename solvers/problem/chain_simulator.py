@@ -1,4 +1,4 @@
-"""The replay simulator: runs a schedule through a chain in exact bytes; shares no code with any solver."""
+"""The replay of a chain's schedule: its memory timeline, seconds and copies, or the first action that is impossible."""
 
 from __future__ import annotations
 
@@ -57,12 +57,14 @@ class Replay:
     @property
     def peak_moment(self) -> ReplayedAction:
         """The action at which the forward-backward peak stands."""
-        return max(self.timeline, key=lambda moment: moment.peak_bytes)
+        return max(self.timeline, key=lambda entry: entry.peak_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSet:
-    """What a step holds beside its resident bytes as one of its actions begins. Numbers are stages, but for ``shared``.
+    """What a step holds in addition to its resident bytes as one of its actions begins.
+
+    All numbers are those of stages, but for ``shared``.
 
     Attributes:
         boundaries: their outputs.
@@ -88,7 +90,7 @@ def replay(chain: Chain, schedule: Schedule, link: Link | None = None) -> Replay
 
     Args:
         chain, schedule: what to run.
-        link: the way to host memory; a schedule that sends nothing there needs none.
+        link: to host memory; a schedule that offloads nothing needs none.
 
     Returns:
         The timeline, the peak in bytes and the seconds. Bytes on the device never depend on how fast the link is.
@@ -97,16 +99,16 @@ def replay(chain: Chain, schedule: Schedule, link: Link | None = None) -> Replay
         ReplayError: an action needs something that is not alive, a stage goes
             backward out of order or twice, host memory does not suffice, or the step does not finish.
     """
-    state = _State(chain, link)
+    state = _ReplayState(chain, link)
     timeline = tuple(state.run(position, action) for position, action in enumerate(schedule.actions))
     if state.pending >= 0:
         raise ReplayError(f"the schedule ends before the backward of stage {state.pending}")
-    peak = max(moment.peak_bytes for moment in timeline)
+    peak = max(entry.peak_bytes for entry in timeline)
     return Replay(
         timeline=timeline,
         peak_bytes=max(peak, chain.optimizer_peak_bytes),
-        seconds=sum(moment.seconds for moment in timeline),
-        stall_seconds=sum(moment.stall_seconds for moment in timeline),
+        seconds=sum(entry.seconds for entry in timeline),
+        stall_seconds=sum(entry.stall_seconds for entry in timeline),
         host_peak_bytes=state.engines.host_peak_bytes,
         copies=tuple(state.engines.copies),
     )
@@ -118,7 +120,7 @@ def alive_before(chain: Chain, schedule: Schedule, position: int) -> LiveSet:
     Raises:
         ReplayError: an action before it is impossible.
     """
-    state = _State(chain, _ANY_LINK)
+    state = _ReplayState(chain, _ANY_LINK)
     for k, action in enumerate(schedule.actions[:position]):
         state.run(k, action)
     return state.alive(schedule.actions[position])
@@ -127,7 +129,7 @@ def alive_before(chain: Chain, schedule: Schedule, position: int) -> LiveSet:
 _ANY_LINK = Link(to_host_bytes_per_second=math.inf, to_device_bytes_per_second=math.inf)  # bytes depend on none
 
 
-class _State:
+class _ReplayState:
     """What is alive while a schedule runs. Boundary k is the output of stage k; the chain's input is resident."""
 
     def __init__(self, chain: Chain, link: Link | None) -> None:
@@ -171,7 +173,7 @@ class _State:
         )
 
     def _holds(self, tensor: Shared) -> bool:
-        """Whether anybody holds a shared tensor at this moment."""
+        """Whether anything holds a shared tensor now."""
         if self.reached < tensor.born or self.pending < 0:
             return False
         forward_over = self.reached == len(self.chain.stages) - 1
@@ -193,21 +195,21 @@ class _State:
             self._fail(f"stage {action.stage} does not exist")
         if action.kind == "recompute":
             self.residues.discard(action.stage)
-        before, begin = self.live_bytes(), self.now
+        before_bytes, begin_seconds = self.live_bytes(), self.now
         try:
-            peak, seconds, stall = self._act(action)
+            above_bytes, seconds, stall_seconds = self._act(action)
         except CopyError as error:
             raise self._error(str(error)) from error
-        after = self.live_bytes()
-        self.now += stall + seconds
+        after_bytes = self.live_bytes()
+        self.now += stall_seconds + seconds
         return ReplayedAction(
             action=action,
-            before_bytes=before,
-            peak_bytes=max(before + peak, before, after),
-            after_bytes=after,
-            seconds=stall + seconds,
-            begin_seconds=begin,
-            stall_seconds=stall,
+            before_bytes=before_bytes,
+            peak_bytes=max(before_bytes + above_bytes, before_bytes, after_bytes),
+            after_bytes=after_bytes,
+            seconds=stall_seconds + seconds,
+            begin_seconds=begin_seconds,
+            stall_seconds=stall_seconds,
         )
 
     def _act(self, action: Action) -> tuple[int, float, float]:
@@ -235,7 +237,7 @@ class _State:
         elif self._waits(k) and (k == 0 or k - 1 in self.boundaries):
             units = self.chain.stages[k].offload_units
         else:
-            raise self._error(f"stage {k} holds nothing that could travel")
+            raise self._error(f"stage {k} holds nothing that can be offloaded")
         if action.option is None or not 0 <= action.option < len(units):
             raise self._error(f"stage {k} holds no offload unit {action.option}")
         return units[action.option]
@@ -247,7 +249,7 @@ class _State:
             self._fail(f"stage {k} runs before stage {k - 1}")
         first = k == self.reached + 1
         self._check_runnable(action, first)
-        self._check_output_is_here(k)
+        self._check_output_on_device(k)
         if first:
             self.reached = k
         self.boundaries.add(k)
@@ -289,7 +291,7 @@ class _State:
         if reader < len(self.chain.stages) and reader <= self.pending:
             if reader in self.kept:
                 self._fail(f"boundary {k} is freed while stage {reader}, which is kept, still needs it")
-            if self.engines.travels(reader):
+            if self.engines.has_transfers(reader):
                 self._fail(f"boundary {k} is freed while parts of it, the input of stage {reader}, are away")
             if not self.chain.stages[reader].linked:
                 self._fail(f"boundary {k} is freed, but stage {reader} cannot get it back: they are not linked")
@@ -298,9 +300,9 @@ class _State:
         self.boundaries.discard(k)
         return 0, 0.0
 
-    def _check_output_is_here(self, k: int) -> None:
+    def _check_output_on_device(self, k: int) -> None:
         reader = k + 1
-        if reader not in self.kept and self.engines.travels(reader):
+        if reader not in self.kept and self.engines.has_transfers(reader):
             self._fail(f"stage {k} is run again while parts of its output, the input of stage {reader}, are away")
 
     def _check_runnable(self, action: Action, first: bool) -> None:

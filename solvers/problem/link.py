@@ -37,7 +37,7 @@ class Link:
 
     @property
     def usable(self) -> bool:
-        """Whether anything can be sent and brought back."""
+        """Whether anything can be copied to the host and back."""
         rates = (self.to_host_bytes_per_second, self.to_device_bytes_per_second)
         return min(rates) > 0 and self.host_bytes != 0
 

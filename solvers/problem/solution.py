@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
@@ -21,7 +22,7 @@ class Problem:
     """A chain and the most bytes that may be alive at once; ValueError for a budget that is no number of bytes.
 
     Attributes:
-        link: the way to host memory; None where nothing may be sent there.
+        link: to host memory; None where nothing can be offloaded.
     """
 
     chain: Chain
@@ -52,7 +53,7 @@ class Shortage:
         if self.moment == "optimizer":
             return f"the optimizer step alone needs {self.minimum_budget_bytes} bytes"
         if self.moment == "run":
-            return f"running node {self.stage!r} needs {self.minimum_budget_bytes} bytes in the leanest schedule known"
+            return f"running node {self.stage!r} needs {self.minimum_budget_bytes} bytes in the smallest schedule known"
         return f"the {self.moment} of stage {self.stage!r} needs {self.minimum_budget_bytes} bytes"
 
 
@@ -76,9 +77,9 @@ class Solution(Generic[AnySchedule]):
 
     solver: str
     status: Status
-    schedule: AnySchedule | None
-    peak_bytes: int | None
-    seconds: float | None
+    schedule: AnySchedule | None = None
+    peak_bytes: int | None = None
+    seconds: float | None = None
     lower_bound_seconds: float
     solve_seconds: float
     shortage: Shortage | None = None
@@ -92,6 +93,25 @@ class Solution(Generic[AnySchedule]):
         if self.seconds <= 0:
             return 0.0
         return max(0.0, (self.seconds - self.lower_bound_seconds) / self.seconds)
+
+
+class _Costs(Protocol):
+    @property
+    def peak_bytes(self) -> int | None: ...
+    @property
+    def seconds(self) -> float | None: ...
+
+
+Costed = TypeVar("Costed", bound=_Costs)
+
+
+def undominated(answers: Iterable[Costed], tolerance: float = 0.0) -> list[Costed]:
+    """Answers with a schedule, by rising peak, each faster than all before it by more than a relative tolerance."""
+    best: list[Costed] = []
+    for answer in sorted(answers, key=lambda answer: (answer.peak_bytes or 0, answer.seconds or 0.0)):
+        if not best or (answer.seconds or 0.0) < (best[-1].seconds or 0.0) * (1 - tolerance):
+            best.append(answer)
+    return best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,25 +8,33 @@ import random
 
 import pytest
 
-from solvers.saved_tensors import HeldTensor, RerunCandidate, SavedSet, SavedSets, cheapest, fewest_bytes, frontier
+from solvers.saved_tensors import (
+    HeldTensor,
+    RerunCandidate,
+    SavedSet,
+    SavedSetProblem,
+    cheapest,
+    fewest_bytes,
+    frontier,
+)
 
 # HiGHS stops within this of the best seconds, relative to all ops' seconds.
 GAP = 1e-5
 
 
-def chain(*sizes: int, seconds: float = 1.0) -> SavedSets:
+def chain(*sizes: int, seconds: float = 1.0) -> SavedSetProblem:
     """Ops one after another, each reading what the one before made; everything is saved."""
     steps = tuple(
         RerunCandidate(seconds=seconds, reads=((k - 1, 0),) if k else (), allocates=(k,)) for k in range(len(sizes))
     )
-    return SavedSets(steps=steps, storages=tuple(HeldTensor(size_bytes=size, saved=True) for size in sizes))
+    return SavedSetProblem(steps=steps, storages=tuple(HeldTensor(size_bytes=size, saved=True) for size in sizes))
 
 
 def test_what_costs_least_seconds_per_byte_runs_again() -> None:
     # Storages 0 of 4 bytes made in 1 s and 1 of 2 bytes made from it in 5 s: with 3 bytes only 1 can be kept.
     storages = (HeldTensor(size_bytes=4, saved=True), HeldTensor(size_bytes=2, saved=True))
     steps = (RerunCandidate(seconds=1.0, allocates=(0,)), RerunCandidate(seconds=5.0, reads=((0, 0),), allocates=(1,)))
-    problem = SavedSets(steps=steps, storages=storages)
+    problem = SavedSetProblem(steps=steps, storages=storages)
     assert cheapest(problem, 6) == SavedSet((0, 1), (), 6, 0.0)
     assert cheapest(problem, 5) == SavedSet((1,), (0,), 2, 1.0)
     assert cheapest(problem, 3) == SavedSet((1,), (0,), 2, 1.0)
@@ -36,7 +44,7 @@ def test_what_costs_least_seconds_per_byte_runs_again() -> None:
 def test_an_op_runs_again_only_to_reach_another() -> None:
     # Only the last of three storages is saved: without it all three run again; with the middle one kept, only the last.
     storages = (HeldTensor(size_bytes=9), HeldTensor(size_bytes=1), HeldTensor(size_bytes=5, saved=True))
-    problem = SavedSets(steps=chain(9, 1, 5).steps, storages=storages)
+    problem = SavedSetProblem(steps=chain(9, 1, 5).steps, storages=storages)
     assert cheapest(problem, 0) == SavedSet((), (0, 1, 2), 0, 3.0)
     assert cheapest(problem, 4) == SavedSet((1,), (2,), 1, 1.0)
     assert cheapest(problem, 5) == SavedSet((2,), (), 5, 0.0)
@@ -44,7 +52,7 @@ def test_an_op_runs_again_only_to_reach_another() -> None:
 
 def test_ops_behind_the_last_saved_value_do_not_run_again() -> None:
     storages = (HeldTensor(size_bytes=3, saved=True), HeldTensor(size_bytes=3))
-    problem = SavedSets(steps=chain(3, 3).steps, storages=storages)
+    problem = SavedSetProblem(steps=chain(3, 3).steps, storages=storages)
     assert cheapest(problem, 0) == SavedSet((), (0,), 0, 1.0)
 
 
@@ -56,7 +64,7 @@ def test_a_storage_changed_in_place_is_made_by_all_its_ops() -> None:
         RerunCandidate(seconds=2.0, reads=((0, 0),), writes=(0,)),
     )
     storages = (HeldTensor(size_bytes=8, saved=True), HeldTensor(size_bytes=2, saved=True))
-    problem = SavedSets(steps=steps, storages=storages)
+    problem = SavedSetProblem(steps=steps, storages=storages)
     assert cheapest(problem, 9) == SavedSet((1,), (0, 2), 2, 3.0)
     assert cheapest(problem, 8) == SavedSet((1,), (0, 2), 2, 3.0)
     assert cheapest(problem, 1) == SavedSet((), (0, 1, 2), 0, 7.0)
@@ -70,7 +78,7 @@ def test_a_kept_storage_does_not_give_its_earlier_version() -> None:
         RerunCandidate(seconds=9.0, reads=((0, 0),), writes=(0,), must_run_once=True),
     )
     storages = (HeldTensor(size_bytes=1, saved=True), HeldTensor(size_bytes=8, saved=True))
-    answer = cheapest(SavedSets(steps=steps, storages=storages), 1)
+    answer = cheapest(SavedSetProblem(steps=steps, storages=storages), 1)
     assert answer == SavedSet((0,), (0, 1), 1, 2.0)
 
 
@@ -80,33 +88,33 @@ def test_what_must_not_run_again_is_kept() -> None:
         RerunCandidate(seconds=1.0, allocates=(0,), must_run_once=True),
         RerunCandidate(seconds=1.0, reads=((0, 0),), allocates=(1,)),
     )
-    problem = SavedSets(steps=steps, storages=storages)
+    problem = SavedSetProblem(steps=steps, storages=storages)
     assert fewest_bytes(problem) == 7 and cheapest(problem, 6) is None
     assert cheapest(problem, 7) == SavedSet((0,), (1,), 7, 1.0)
 
 
 def test_what_comes_from_outside_must_be_kept_to_be_read_again() -> None:
     steps = (RerunCandidate(seconds=1.0, reads=((0, 0),), allocates=(1,)),)
-    paid = SavedSets(
+    paid = SavedSetProblem(
         steps=steps, storages=(HeldTensor(size_bytes=3, outside=True), HeldTensor(size_bytes=4, saved=True))
     )
     assert fewest_bytes(paid) == 3 and cheapest(paid, 3) == SavedSet((0,), (0,), 3, 1.0) and cheapest(paid, 2) is None
-    free = SavedSets(
+    free = SavedSetProblem(
         steps=steps, storages=(HeldTensor(size_bytes=0, outside=True), HeldTensor(size_bytes=4, saved=True))
     )
     assert fewest_bytes(free) == 0 and cheapest(free, 0) == SavedSet((0,), (0,), 0, 1.0)
 
 
 def test_nothing_saved_costs_nothing() -> None:
-    assert cheapest(SavedSets(steps=(), storages=()), 0) == SavedSet((), (), 0, 0.0)
-    problem = SavedSets(steps=chain(5, 5).steps, storages=(HeldTensor(size_bytes=5), HeldTensor(size_bytes=5)))
+    assert cheapest(SavedSetProblem(steps=(), storages=()), 0) == SavedSet((), (), 0, 0.0)
+    problem = SavedSetProblem(steps=chain(5, 5).steps, storages=(HeldTensor(size_bytes=5), HeldTensor(size_bytes=5)))
     assert fewest_bytes(problem) == 0 and cheapest(problem, 0) == SavedSet((), (), 0, 0.0)
 
 
 # Against every set of storages -----------------------------------------------
 
 
-def rerun_of(problem: SavedSets, kept: set[int]) -> set[int] | None:
+def rerun_of(problem: SavedSetProblem, kept: set[int]) -> set[int] | None:
     """What has to run again when these storages are kept, one op behind the other; None where that cannot be."""
     version = [0] * len(problem.storages)
     makers: dict[tuple[int, int], int] = {}
@@ -117,7 +125,7 @@ def rerun_of(problem: SavedSets, kept: set[int]) -> set[int] | None:
             overwritten.setdefault(ordinal, []).append((number, version[number]))
             version[number] += 1
             makers[number, version[number]] = ordinal
-    again: set[int] = set()
+    rerun: set[int] = set()
 
     def reached(value: tuple[int, int]) -> bool:
         if value[0] in kept and value[1] == version[value[0]]:
@@ -125,29 +133,31 @@ def rerun_of(problem: SavedSets, kept: set[int]) -> set[int] | None:
         ordinal = makers.get(value)
         if ordinal is None or problem.steps[ordinal].must_run_once:
             return False
-        if ordinal in again:
+        if ordinal in rerun:
             return True
-        again.add(ordinal)
-        return all(reached(each) for each in (*problem.steps[ordinal].reads, *overwritten.get(ordinal, ())))
+        rerun.add(ordinal)
+        return all(
+            reached(version_read) for version_read in (*problem.steps[ordinal].reads, *overwritten.get(ordinal, ()))
+        )
 
     last = [(number, version[number]) for number, storage in enumerate(problem.storages) if storage.saved]
-    return again if all(reached(value) for value in last) else None
+    return rerun if all(reached(value) for value in last) else None
 
 
-def every_answer(problem: SavedSets) -> list[tuple[int, float]]:
+def every_answer(problem: SavedSetProblem) -> list[tuple[int, float]]:
     """Bytes and seconds of every set of storages with which backward is possible."""
     free = {n for n, storage in enumerate(problem.storages) if storage.outside and not storage.size_bytes}
-    found = []
+    answers = []
     for count in range(len(problem.storages) + 1):
         for kept in itertools.combinations(range(len(problem.storages)), count):
-            again = rerun_of(problem, {*kept, *free})
-            if again is not None:
+            rerun = rerun_of(problem, {*kept, *free})
+            if rerun is not None:
                 size = sum(problem.storages[number].size_bytes for number in kept)
-                found.append((size, sum(problem.steps[ordinal].seconds for ordinal in again)))
-    return found
+                answers.append((size, sum(problem.steps[ordinal].seconds for ordinal in rerun)))
+    return answers
 
 
-def random_problem(seed: int, unit_bytes: int) -> SavedSets:
+def random_problem(seed: int, unit_bytes: int) -> SavedSetProblem:
     """A few ops with changes in place, ops that must not run again, and storages from outside."""
     draw = random.Random(seed)
     storages: list[HeldTensor] = []
@@ -177,7 +187,7 @@ def random_problem(seed: int, unit_bytes: int) -> SavedSets:
                 must_run_once=draw.random() < 0.15,
             )
         )
-    return SavedSets(steps=tuple(steps), storages=tuple(storages))
+    return SavedSetProblem(steps=tuple(steps), storages=tuple(storages))
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 4096, 10**9])
@@ -189,14 +199,14 @@ def test_no_set_of_storages_is_cheaper_at_any_limit(seed: int, unit_bytes: int) 
     assert fewest_bytes(problem) == min(size for size, _ in answers)
     for limit in sorted({near for size, _ in answers for near in (size - 1, size)}):
         best = min((seconds for size, seconds in answers if size <= limit), default=None)
-        found = cheapest(problem, limit)
-        assert (found is None) == (best is None)
-        if found is None or best is None:
+        answer = cheapest(problem, limit)
+        assert (answer is None) == (best is None)
+        if answer is None or best is None:
             continue
-        assert found.kept_bytes == sum(problem.storages[n].size_bytes for n in found.kept) <= limit
-        assert found.seconds == pytest.approx(best, abs=GAP * max(1.0, sum(s.seconds for s in problem.steps)))
-        again = rerun_of(problem, {*found.kept, *free})
-        assert again is not None and again <= set(found.again)
+        assert answer.kept_bytes == sum(problem.storages[n].size_bytes for n in answer.kept) <= limit
+        assert answer.seconds == pytest.approx(best, abs=GAP * max(1.0, sum(s.seconds for s in problem.steps)))
+        rerun = rerun_of(problem, {*answer.kept, *free})
+        assert rerun is not None and rerun <= set(answer.rerun)
 
 
 def test_sizes_without_a_common_divisor_are_counted_to_a_hundred_thousandth() -> None:
@@ -204,20 +214,20 @@ def test_sizes_without_a_common_divisor_are_counted_to_a_hundred_thousandth() ->
     problem = chain(*(draw.randint(10**8, 10**9) | 1 for _ in range(12)))
     everything = sum(storage.size_bytes for storage in problem.storages)
     for limit in (everything - 1, everything // 2, everything // 7, 0):
-        found = cheapest(problem, limit)
-        assert found is not None and found.kept_bytes <= limit + 12 * everything / 100_000
+        answer = cheapest(problem, limit)
+        assert answer is not None and answer.kept_bytes <= limit + 12 * everything / 100_000
 
 
 @pytest.mark.parametrize("seed", range(0, 16, 3))
 def test_the_frontier_goes_from_few_seconds_to_few_bytes(seed: int) -> None:
     problem = random_problem(seed, 4096)
-    found = frontier(problem, 6)
-    assert found[-1].kept_bytes == fewest_bytes(problem)
-    for fast, small in itertools.pairwise(found):
+    answers = frontier(problem, 6)
+    assert answers[-1].kept_bytes == fewest_bytes(problem)
+    for fast, small in itertools.pairwise(answers):
         assert fast.seconds <= small.seconds + GAP
-    for answer in found:
-        again = cheapest(problem, answer.kept_bytes)
-        assert again is not None and again.seconds == pytest.approx(answer.seconds, abs=GAP * 30)
+    for answer in answers:
+        cheapest_again = cheapest(problem, answer.kept_bytes)
+        assert cheapest_again is not None and cheapest_again.seconds == pytest.approx(answer.seconds, abs=GAP * 30)
 
 
 def test_a_larger_limit_is_never_slower_and_seconds_scale() -> None:
@@ -227,9 +237,9 @@ def test_a_larger_limit_is_never_slower_and_seconds_scale() -> None:
     )
     before = float("inf")
     for limit in range(fewest_bytes(problem), sum(s.size_bytes for s in problem.storages), 4096):
-        found, scaled = cheapest(problem, limit), cheapest(slower, limit)
-        assert found is not None and scaled is not None
-        assert found.seconds <= before + GAP and scaled.seconds == pytest.approx(
-            1e-6 * found.seconds, abs=1e-6 * GAP * 30
+        answer, scaled = cheapest(problem, limit), cheapest(slower, limit)
+        assert answer is not None and scaled is not None
+        assert answer.seconds <= before + GAP and scaled.seconds == pytest.approx(
+            1e-6 * answer.seconds, abs=1e-6 * GAP * 30
         )
-        before = found.seconds
+        before = answer.seconds

@@ -111,6 +111,6 @@ def test_ctrl_c_leaves_the_best_of_the_baselines(monkeypatch: pytest.MonkeyPatch
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("solvers.chain.registry.of_rotor", interrupted)
+    monkeypatch.setattr("solvers.chain.registry.rotor_schedules", interrupted)
     solution = solve_chain(Problem(chain=random_chain(1), budget_bytes=10_000))
     assert solution.interrupted and solution.schedule is not None

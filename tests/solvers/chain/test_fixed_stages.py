@@ -13,22 +13,22 @@ from solvers.problem.chain import Shared
 from tests.support.chains import random_chain, unit_chain
 
 
-def random_pieces(chain: Chain, random: Random, free: float) -> list[FixedSpan]:
-    """Every stage with some fate that it can have; what must run once is kept, segments only where links allow."""
-    pieces: list[FixedSpan] = []
+def random_spans(chain: Chain, random: Random, free: float) -> list[FixedSpan]:
+    """Every stage with something fixed that may be; what must run once is kept, segments only where links allow."""
+    spans: list[FixedSpan] = []
     k = 0
     while k < len(chain.stages):
         stage, end = chain.stages[k], k + 1
         if random.random() < free:
-            pieces.append(FixedSpan(k, end, free=True))
+            spans.append(FixedSpan(k, end, undecided=True))
         elif not stage.recomputable or random.random() < 0.4:
-            pieces.append(FixedSpan(k, end, option=random.randrange(len(stage.options))))
+            spans.append(FixedSpan(k, end, option=random.randrange(len(stage.options))))
         else:
             while end < len(chain.stages) and _joins(chain, end) and random.random() < 0.6:
                 end += 1
-            pieces.append(FixedSpan(k, end))
+            spans.append(FixedSpan(k, end))
         k = end
-    return pieces
+    return spans
 
 
 def _joins(chain: Chain, k: int) -> bool:
@@ -42,15 +42,15 @@ def everything_once(chain: Chain) -> Schedule:
 def test_a_segment_of_two_by_hand():
     """Unit stages: boundary 1, kept 4, peaks: forward 6 kept, 2 not kept, recompute 4, backward 1."""
     chain = unit_chain(3)
-    pieces = [FixedSpan(0, 2), FixedSpan(2, 3, option=0)]
-    found = schedule_of(pieces).to_list()
-    assert found == [
+    spans = [FixedSpan(0, 2), FixedSpan(2, 3, option=0)]
+    actions = schedule_of(spans).to_list()
+    assert actions == [
         ["forward", 0, None], ["forward", 1, None], ["free", 0, None], ["forward", 2, 0],
         ["free", 2, None], ["backward", 2, None],
         ["free", 1, None], ["forward", 0, 0], ["recompute", 1, 0], ["backward", 1, None],
         ["free", 0, None], ["backward", 0, None],
     ]  # fmt: skip
-    segment = restricted(chain, pieces).stages[0].options[0]
+    segment = restricted(chain, spans).stages[0].options[0]
     assert (segment.forward_seconds, segment.backward_seconds) == (2, 6)
     assert (segment.forward_peak_bytes, segment.kept_bytes) == (3, 0)  # a boundary, and the second forward's 2
     assert segment.backward_peak_bytes == 10  # 5 kept of the first, 4 of the second, 1 in its backward
@@ -59,63 +59,66 @@ def test_a_segment_of_two_by_hand():
 @pytest.mark.parametrize("seed", range(150))
 def test_what_is_fixed_costs_the_same_in_both_chains(seed):
     chain = random_chain(seed, most_stages=7)
-    pieces = random_pieces(chain, Random(seed), free=0.0)
-    small = restricted(chain, pieces)
-    inside, outside = replay(small, everything_once(small)), replay(chain, schedule_of(pieces))
-    assert expanded(everything_once(small), pieces) == schedule_of(pieces)
+    spans = random_spans(chain, Random(seed), free=0.0)
+    restricted_chain = restricted(chain, spans)
+    inside, outside = replay(restricted_chain, everything_once(restricted_chain)), replay(chain, schedule_of(spans))
+    assert expanded(everything_once(restricted_chain), spans) == schedule_of(spans)
     assert (inside.seconds, inside.peak_bytes) == (outside.seconds, outside.peak_bytes)
 
 
 @pytest.mark.parametrize("seed", range(150))
 def test_solutions_of_the_rest_fit_the_chain(seed):
     chain = random_chain(seed, most_stages=7)
-    pieces = random_pieces(chain, Random(seed), free=0.5)
-    small = restricted(chain, pieces)
-    most = replay(small, everything_once(small)).peak_bytes
+    spans = random_spans(chain, Random(seed), free=0.5)
+    restricted_chain = restricted(chain, spans)
+    most = replay(restricted_chain, everything_once(restricted_chain)).peak_bytes
     for budget in range(most, 0, -2):
-        solution = solve_chain(Problem(chain=small, budget_bytes=budget), solver="rotor")
+        solution = solve_chain(Problem(chain=restricted_chain, budget_bytes=budget), solver="rotor")
         if solution.schedule is None:
             break
-        found = replay(chain, expanded(solution.schedule, pieces))
-        assert (found.seconds, found.peak_bytes) == (solution.seconds, solution.peak_bytes)
+        replayed = replay(chain, expanded(solution.schedule, spans))
+        assert (replayed.seconds, replayed.peak_bytes) == (solution.seconds, solution.peak_bytes)
 
 
 @pytest.mark.parametrize("seed", range(300))
 def test_shared_tensors_are_never_counted_too_low(seed):
     chain = random_chain(seed, most_stages=6, shared=True)
-    pieces = random_pieces(chain, Random(seed), free=0.3)
-    small = restricted(chain, pieces)
-    schedule = everything_once(small)
-    found = replay(chain, expanded(schedule, pieces))
-    assert found.seconds == replay(small, schedule).seconds
-    assert found.peak_bytes <= replay(small, schedule).peak_bytes
+    spans = random_spans(chain, Random(seed), free=0.3)
+    restricted_chain = restricted(chain, spans)
+    schedule = everything_once(restricted_chain)
+    replayed = replay(chain, expanded(schedule, spans))
+    assert replayed.seconds == replay(restricted_chain, schedule).seconds
+    assert replayed.peak_bytes <= replay(restricted_chain, schedule).peak_bytes
 
 
 def test_a_skip_over_a_segment_is_held_where_the_chain_holds_it():
     """The second stage's reader is in the segment and holds the tensor until it has run again."""
     tensor = Shared(size_bytes=7, born=0, forward_death=0, readers=(1,))
     chain = Chain(stages=unit_chain(4).stages, shared=(tensor,))
-    small = restricted(chain, [FixedSpan(0, 1, option=0), FixedSpan(1, 3), FixedSpan(3, 4, free=True)])
-    assert small.shared == (Shared(size_bytes=7, born=0, forward_death=0, savers=(1,)),)
+    restricted_chain = restricted(chain, [FixedSpan(0, 1, option=0), FixedSpan(1, 3), FixedSpan(3, 4, undecided=True)])
+    assert restricted_chain.shared == (Shared(size_bytes=7, born=0, forward_death=0, savers=(1,)),)
 
 
 def test_a_tensor_that_only_the_forward_of_a_segment_holds_counts_there():
     tensor = Shared(size_bytes=50, born=0, forward_death=2, readers=())
     chain = Chain(stages=unit_chain(4).stages, shared=(tensor,))
-    pieces = [FixedSpan(0, 3), FixedSpan(3, 4, option=0)]
-    small = restricted(chain, pieces)
-    assert small.stages[0].options[0].forward_peak_bytes == 53
-    assert replay(chain, schedule_of(pieces)).peak_bytes == 53
+    spans = [FixedSpan(0, 3), FixedSpan(3, 4, option=0)]
+    restricted_chain = restricted(chain, spans)
+    assert restricted_chain.stages[0].options[0].forward_peak_bytes == 53
+    assert replay(chain, schedule_of(spans)).peak_bytes == 53
 
 
 def test_a_segment_that_saves_a_tensor_holds_it_in_its_backward_alone():
     tensor = Shared(size_bytes=50, born=0, forward_death=0, savers=(1,))
     chain = Chain(stages=unit_chain(4).stages, shared=(tensor,))
-    pieces = [FixedSpan(0, 1, option=0), FixedSpan(1, 3), FixedSpan(3, 4, option=0)]
-    small = restricted(chain, pieces)
-    assert small.shared[0].savers == ()
-    assert small.stages[1].options[0].backward_peak_bytes == 60
-    assert replay(small, everything_once(small)).peak_bytes == replay(chain, schedule_of(pieces)).peak_bytes
+    spans = [FixedSpan(0, 1, option=0), FixedSpan(1, 3), FixedSpan(3, 4, option=0)]
+    restricted_chain = restricted(chain, spans)
+    assert restricted_chain.shared[0].savers == ()
+    assert restricted_chain.stages[1].options[0].backward_peak_bytes == 60
+    assert (
+        replay(restricted_chain, everything_once(restricted_chain)).peak_bytes
+        == replay(chain, schedule_of(spans)).peak_bytes
+    )
 
 
 def test_a_boundary_inside_a_segment_is_not_held_by_it():
@@ -129,7 +132,7 @@ def test_a_boundary_inside_a_segment_is_not_held_by_it():
 
 
 def test_actions_of_free_stages_only_change_their_numbers():
-    pieces = [FixedSpan(0, 2), FixedSpan(2, 3, free=True), FixedSpan(3, 4, free=True)]
+    spans = [FixedSpan(0, 2), FixedSpan(2, 3, undecided=True), FixedSpan(3, 4, undecided=True)]
     actions = (Action("forward", 1), Action("recompute", 2, 0), Action("backward", 2), Action("free", 0))
-    found = expanded(Schedule(actions=actions), pieces).to_list()
-    assert found == [["forward", 2, None], ["recompute", 3, 0], ["backward", 3, None], ["free", 1, None]]
+    expanded_actions = expanded(Schedule(actions=actions), spans).to_list()
+    assert expanded_actions == [["forward", 2, None], ["recompute", 3, 0], ["backward", 3, None], ["free", 1, None]]

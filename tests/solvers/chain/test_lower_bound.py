@@ -95,6 +95,6 @@ def test_no_placed_schedule_refutes_it(seed: int) -> None:
         placement = Placement(chain, schedule)
         least = placement.smallest_peak()
         for budget in {least, (least + placement.peaks[0]) // 2}:
-            result = replay(chain, placement.placed(budget, placement.reach(budget) or 0), link)
+            result = replay(chain, placement.placed(budget, placement.absences_needed(budget) or 0), link)
             assert result.peak_bytes <= budget
             assert bound_seconds(chain, budget, link) <= result.seconds * (1 + 1e-12)

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.random_chains import large_chain
 from solvers import Action, Chain, Schedule, replay
 from solvers.chain.rotor import Table
-from solvers.chain.rotor_bound import Optimistic
+from solvers.chain.rotor_bound import PersistentBound
 from tests.support.chains import random_chain, unit_chain
 
 Steps = tuple[Action, ...]
@@ -48,35 +48,35 @@ def costs(chain: Chain) -> list[tuple[int, float]]:
     return sorted({(result.peak_bytes, result.seconds) for result in replays})
 
 
-def optimum(found: list[tuple[int, float]], peak_bytes: int) -> float:
-    return min((seconds for peak, seconds in found if peak <= peak_bytes), default=math.inf)
+def optimum(all_costs: list[tuple[int, float]], peak_bytes: int) -> float:
+    return min((seconds for peak, seconds in all_costs if peak <= peak_bytes), default=math.inf)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_optimistic_bound_is_below_every_persistent_schedule_and_meets_the_best_on_an_exact_grid(seed: int) -> None:
+def test_the_bound_is_below_every_persistent_schedule_and_meets_the_best_on_an_exact_grid(seed: int) -> None:
     chain = replace(random_chain(seed, most_stages=3, odd=seed % 2 == 0), optimizer_peak_bytes=0)
-    found = costs(chain)
-    for peak in range(max(0, found[0][0] - 2), min(60, found[-1][0]) + 2):
+    all_costs = costs(chain)
+    for peak in range(max(0, all_costs[0][0] - 2), min(60, all_costs[-1][0]) + 2):
         level = peak - chain.resident_bytes
-        best = optimum(found, peak)
+        best = optimum(all_costs, peak)
         if level < 0:
             continue
         for steps in (1, 3, 8, 21):
-            assert Optimistic(chain, level, steps).seconds(level) <= best
-        assert Optimistic(chain, level, level + 100).seconds(level) == pytest.approx(best, rel=1e-8)
+            assert PersistentBound(chain, level, steps).seconds(level) <= best
+        assert PersistentBound(chain, level, level + 100).seconds(level) == pytest.approx(best, rel=1e-8)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_tables_find_the_persistent_optimum_and_coarse_ones_err_by_no_more_than_they_say(seed: int) -> None:
     chain = replace(random_chain(seed, most_stages=3, odd=seed % 2 == 0), optimizer_peak_bytes=0)
-    found = costs(chain)
+    all_costs = costs(chain)
     exact = Table(chain)
     for point in exact.points():
-        assert point.seconds == pytest.approx(optimum(found, point.peak_bytes), rel=1e-9)
+        assert point.seconds == pytest.approx(optimum(all_costs, point.peak_bytes), rel=1e-9)
         assert exact.error_seconds(point) == 0
     coarse = Table(chain, slots=6)
     for point in coarse.points():
-        best = optimum(found, point.peak_bytes)
+        best = optimum(all_costs, point.peak_bytes)
         assert best <= point.seconds * (1 + 1e-9)
         assert point.seconds - coarse.error_seconds(point) <= best * (1 + 1e-9)
 

@@ -117,7 +117,7 @@ LEFT = [("offload", 1, 0), ("release", 1, 0)]
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([("offload", 0, 0)], "stage 0 holds nothing that could travel"),
+        ([("offload", 0, 0)], "stage 0 holds nothing that can be offloaded"),
         ([("forward", 0, 0), ("offload", 0, 2)], "stage 0 holds no offload unit 2"),
         ([("forward", 0, 0), ("offload", 0)], "stage 0 holds no offload unit None"),
         ([("forward", 0, 0), ("offload", 0, 0), ("offload", 0, 0)], "is sent twice"),
