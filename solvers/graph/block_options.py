@@ -1,10 +1,10 @@
-"""The menu of a block: ways to run it, from keeping all that its backward reads to keeping nothing but its entry.
+"""The menu of a block: options to run it, from keeping all that its backward reads to keeping nothing but its entry.
 
 Formulation: for every output v of the block that its backward can need, ``kept[v]`` says that v stays from forward to
-backward and ``again[v]`` that it runs again in the backward, which finds its inputs kept or run again too. What the
+backward and ``rerun[v]`` that it runs again in the backward, which finds its inputs kept or run again too. What the
 block before and lasting outputs offer is there. The kept bytes are bounded; minimised are the seconds of what runs
 again. One small program per bound gives a kept set; what runs again does so on demand, and all or some of it is held
-until its last reader, the rest made anew for each: each is a way of its own.
+until its last reader, the rest made again for each: each is an option of its own.
 
 Guarantee: fewest seconds for the kept bytes within the block; peaks are worked out in exact bytes, not bounded. Blocks
 that are the same but for their seconds, and these nearly, share the kept sets of the first of them.
@@ -36,7 +36,7 @@ _SCALE = 1e4  # what all of a block's nodes cost together in the program: far ab
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockOption:
-    """One way to run a block; nodes are counted from the block's own first forward node, then its backward nodes.
+    """One option to run a block; nodes are counted from the block's own first forward node, then its backward nodes.
 
     Attributes:
         kept: forward nodes that stay from the forward to the backward, beside lasting ones.
@@ -74,15 +74,15 @@ class BlockMenus:
         self.solved = 0
 
     def menu(self, block: Block) -> list[BlockOption]:
-        """Ways by falling kept bytes: the first keeps everything, the last nothing."""
-        alike = self._known.setdefault(block_key(self._indexed, block), [])
-        for other, ways in alike:
+        """Options by falling kept bytes: the first keeps everything, the last nothing."""
+        same_key = self._known.setdefault(block_key(self._indexed, block), [])
+        for other, options in same_key:
             if self._nearly(block, other):
-                return ways
-        ways = _solve_block(self._indexed, block, self._left_seconds)
+                return options
+        options = _solve_block(self._indexed, block, self._left_seconds)
         self.solved += 1
-        alike.append((block, ways))
-        return ways
+        same_key.append((block, options))
+        return options
 
     def _nearly(self, block: Block, other: Block) -> bool:
         seconds, others = (self._indexed.seconds[[*b.forward, *b.backward]] for b in (block, other))
@@ -90,7 +90,7 @@ class BlockMenus:
 
 
 def node_of(block: Block, place: int) -> int:
-    """The node that a way counts as ``place``."""
+    """The node that an option counts as ``place``."""
     forward = block.forward
     return forward[place] if place < len(forward) else block.backward[place - len(forward)]
 
@@ -105,27 +105,27 @@ def block_key(indexed: IndexedGraph, block: Block) -> Any:
             if u not in names and u not in outside:
                 outside[u] = (-1 - len(outside), u in entry, int(indexed.output_bytes[u]))
         inputs = tuple(sorted(names.get(u, outside[u][0] if u in outside else 0) for u in indexed.inputs[v]))
-        own = (int(indexed.output_bytes[v]), int(indexed.transient_bytes[v]), _stays(indexed, block, v))
-        rows.append((*own, inputs))
-    kinds = tuple(tuple(names[v] for v in group) for group in (block.boundary, block.lasting))
-    return len(block.forward), tuple(rows), tuple(outside.values()), kinds
+        sizes = (int(indexed.output_bytes[v]), int(indexed.transient_bytes[v]), _outlives_block(indexed, block, v))
+        rows.append((*sizes, inputs))
+    roles = tuple(tuple(names[v] for v in group) for group in (block.boundary, block.lasting))
+    return len(block.forward), tuple(rows), tuple(outside.values()), roles
 
 
-def _stays(indexed: IndexedGraph, block: Block, v: int) -> bool:
+def _outlives_block(indexed: IndexedGraph, block: Block, v: int) -> bool:
     """Whether an output outlives the block's backward."""
     return bool(indexed.is_output[v]) or max(indexed.readers[v], default=v) >= block.backward.stop
 
 
 def _solve_block(indexed: IndexedGraph, block: Block, left_seconds: Callable[[], float]) -> list[BlockOption]:
     read = _read_in_backward(indexed, block)
-    inner = sorted(read - set(block.boundary))
-    most = int(indexed.output_bytes[inner].sum())
+    inside = sorted(read - set(block.boundary))
+    most_bytes = int(indexed.output_bytes[inside].sum())
     kept_sets = dict.fromkeys([tuple(sorted(read)), ()])
-    for budget in np.linspace(0, most, BUDGETS, endpoint=False):
+    for budget in np.linspace(0, most_bytes, BUDGETS, endpoint=False):
         if left_seconds() > 0:
             kept_sets[_best_kept(indexed, block, read, int(budget))] = None
-    ways = [_way(indexed, block, kept, held) for kept in kept_sets for held in _held_sets(indexed, block)]
-    return _undominated(indexed, block, ways)
+    options = [_option(indexed, block, kept, held) for kept in kept_sets for held in _held_sets(indexed, block)]
+    return _undominated(indexed, block, options)
 
 
 def _read_in_backward(indexed: IndexedGraph, block: Block) -> set[int]:
@@ -136,31 +136,33 @@ def _read_in_backward(indexed: IndexedGraph, block: Block) -> set[int]:
 def _best_kept(indexed: IndexedGraph, block: Block, read: set[int], budget_bytes: int) -> tuple[int, ...]:
     """The kept set within a bound that leaves the fewest seconds to run again."""
     program = Program()
-    nodes = _runs(indexed, block, read, set())
-    total = float(indexed.seconds[nodes].sum()) or 1.0
+    nodes = runs_to_make(indexed, block, read)
+    all_seconds = float(indexed.seconds[nodes].sum()) or 1.0
     kept = {v: program.variable() for v in nodes}
-    again = {v: program.variable(cost=float(indexed.seconds[v]) / total * _SCALE) for v in nodes}
+    rerun = {v: program.variable(cost=float(indexed.seconds[v]) / all_seconds * _SCALE) for v in nodes}
     for v in nodes:
         for u in indexed.inputs[v]:
             if u in kept:
-                program.row([(again[v], 1.0), (kept[u], -1.0), (again[u], -1.0)], upper=0.0)
+                program.row([(rerun[v], 1.0), (kept[u], -1.0), (rerun[u], -1.0)], upper=0.0)
     for v in read:
-        program.row([(kept[v], 1.0), (again[v], 1.0)], lower=1.0)
-    free, unit = set(block.boundary), max(1, budget_bytes)
-    program.row([(kept[v], indexed.output_bytes[v] / unit) for v in nodes if v not in free], upper=budget_bytes / unit)
+        program.row([(kept[v], 1.0), (rerun[v], 1.0)], lower=1.0)
+    handed_on, unit = set(block.boundary), max(1, budget_bytes)
+    program.row(
+        [(kept[v], indexed.output_bytes[v] / unit) for v in nodes if v not in handed_on], upper=budget_bytes / unit
+    )
     answer = program.solve(time_limit_seconds=1.0, relative_gap=_GAP)
     if answer.values is None:
         return ()
     return tuple(v for v in nodes if answer.values[kept[v]] > 0.5)
 
 
-def _runs(indexed: IndexedGraph, block: Block, wanted: Iterable[int], alive: set[int]) -> list[int]:
-    """The block's forward nodes that have to run so that ``wanted`` is alive."""
-    there = alive | _there(indexed, block)
-    return [run for v in sorted(wanted) for run in runs_for(indexed, there, v)]
+def runs_to_make(indexed: IndexedGraph, block: Block, wanted: Iterable[int]) -> list[int]:
+    """The block's forward nodes that have to run so that ``wanted`` is alive, where nothing is kept."""
+    alive = _available(indexed, block)
+    return [run for v in sorted(wanted) for run in runs_for(indexed, alive, v)]
 
 
-def _there(indexed: IndexedGraph, block: Block) -> set[int]:
+def _available(indexed: IndexedGraph, block: Block) -> set[int]:
     """What a repeated run finds alive: what other blocks made, and what lasts."""
     outside = {u for v in block.forward for u in indexed.inputs[v] if u not in block.forward}
     return outside | set(block.lasting)
@@ -175,32 +177,32 @@ def _held_sets(indexed: IndexedGraph, block: Block) -> list[set[int]]:
 
 def _backward_runs(indexed: IndexedGraph, block: Block, kept: Sequence[int], held: set[int]) -> list[int]:
     """The backward nodes, each after what has to run again for it; unless that is in ``held``, for it alone."""
-    there = _there(indexed, block) | set(kept)
-    alive, runs = set(there), []
+    available = _available(indexed, block) | set(kept)
+    alive, runs = set(available), []
     for t in block.backward:
         for u in indexed.inputs[t]:
             if u in block.forward:
                 runs += runs_for(indexed, alive, u)
         runs.append(t)
-        alive = {v for v in alive if v in there or v in held}
+        alive = {v for v in alive if v in available or v in held}
     return runs
 
 
-def _way(indexed: IndexedGraph, block: Block, kept: Sequence[int], held: set[int]) -> BlockOption:
-    boundary, size = set(block.boundary), indexed.output_bytes
+def _option(indexed: IndexedGraph, block: Block, kept: Sequence[int], held: set[int]) -> BlockOption:
+    boundary, output_bytes = set(block.boundary), indexed.output_bytes
     backward = _backward_runs(indexed, block, kept, held)
-    kept_runs = _runs(indexed, block, kept, set())
+    kept_runs = runs_to_make(indexed, block, kept)
     handed = {u for t in block.backward for u in indexed.inputs[t] if u >= block.forward.stop}
-    handed = {u for u in handed if u < block.backward.start and not _stays(indexed, block, u)}
-    staying = {t for t in block.backward if _stays(indexed, block, t)}
+    handed = {u for u in handed if u < block.backward.start and not _outlives_block(indexed, block, u)}
+    staying = {t for t in block.backward if _outlives_block(indexed, block, t)}
     lasting = {v for v in block.lasting if indexed.readers[v] and min(indexed.readers[v]) < block.backward.stop}
     place = {v: k for k, v in enumerate((*block.forward, *block.backward))}
     return BlockOption(
         kept=tuple(place[v] for v in kept),
         kept_runs=tuple(place[v] for v in kept_runs),
         backward_runs=tuple(place[v] for v in backward),
-        kept_bytes=sum(int(size[v]) for v in kept if v not in boundary),
-        kept_output_bytes=sum(int(size[v]) for v in kept if v in boundary),
+        kept_bytes=sum(int(output_bytes[v]) for v in kept if v not in boundary),
+        kept_output_bytes=sum(int(output_bytes[v]) for v in kept if v in boundary),
         forward_peak_bytes=peak_bytes(indexed, block.forward, set(), {*kept, *boundary, *lasting}),
         recompute_peak_bytes=peak_bytes(indexed, kept_runs, set(), set(kept)),
         backward_peak_bytes=peak_bytes(indexed, backward, {*kept, *handed}, staying),
@@ -218,17 +220,17 @@ def peak_bytes(indexed: IndexedGraph, runs: Sequence[int], before: set[int], aft
     >>> peak_bytes(IndexedGraph(Graph(nodes=(a, b, c))), [1, 2], {0}, {2})
     2
     """
-    maker: dict[int, int] = dict.fromkeys(before, -1)
+    latest_run: dict[int, int] = dict.fromkeys(before, -1)
     last_read = {(v, -1): -1 for v in before}
     for place, v in enumerate(runs):
         for u in indexed.inputs[v]:
-            if u in maker:
-                last_read[u, maker[u]] = place
-        maker[v] = place
+            if u in latest_run:
+                last_read[u, latest_run[u]] = place
+        latest_run[v] = place
         last_read[v, place] = place
     freed = [0] * (len(runs) + 1)  # bytes after each run; the last entry is before all of them
-    for (v, made), place in last_read.items():
-        if v not in after or maker[v] != made:
+    for (v, run), place in last_read.items():
+        if v not in after or latest_run[v] != run:
             freed[place] += int(indexed.output_bytes[v])
     alive, peak = -freed[-1], 0
     for place, v in enumerate(runs):
@@ -238,19 +240,19 @@ def peak_bytes(indexed: IndexedGraph, runs: Sequence[int], before: set[int], aft
     return peak
 
 
-def _undominated(indexed: IndexedGraph, block: Block, ways: list[BlockOption]) -> list[BlockOption]:
-    """Ways that no other one is at least as good as in everything; the one that keeps everything first."""
-    marks: list[tuple[float, ...]] = []
+def _undominated(indexed: IndexedGraph, block: Block, options: list[BlockOption]) -> list[BlockOption]:
+    """Options that no other one is at least as good as in everything; the one that keeps everything first."""
+    scores: list[tuple[float, ...]] = []
     chosen: list[BlockOption] = []
-    scored = [(_score(indexed, block, way), way) for way in ways[1:]]
-    for mark, way in [(_score(indexed, block, ways[0]), ways[0]), *sorted(scored, key=lambda item: item[0])]:
-        if not any(all(a <= b for a, b in zip(other, mark, strict=True)) for other in marks):
-            marks.append(mark)
-            chosen.append(way)
-    return [chosen[0], *sorted(chosen[1:], key=lambda way: -way.kept_bytes)]
+    scored = [(_score(indexed, block, option), option) for option in options[1:]]
+    for score, option in [(_score(indexed, block, options[0]), options[0]), *sorted(scored, key=lambda item: item[0])]:
+        if not any(all(a <= b for a, b in zip(other, score, strict=True)) for other in scores):
+            scores.append(score)
+            chosen.append(option)
+    return [chosen[0], *sorted(chosen[1:], key=lambda option: -option.kept_bytes)]
 
 
-def _score(indexed: IndexedGraph, block: Block, way: BlockOption) -> tuple[float, ...]:
-    seconds = float(sum(indexed.seconds[node_of(block, place)] for place in way.backward_runs))
-    held = way.kept_bytes + way.kept_output_bytes
-    return seconds, way.kept_bytes, held, held + way.backward_peak_bytes, way.forward_peak_bytes
+def _score(indexed: IndexedGraph, block: Block, option: BlockOption) -> tuple[float, ...]:
+    seconds = float(sum(indexed.seconds[node_of(block, place)] for place in option.backward_runs))
+    held = option.kept_bytes + option.kept_output_bytes
+    return seconds, option.kept_bytes, held, held + option.backward_peak_bytes, option.forward_peak_bytes

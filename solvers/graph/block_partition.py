@@ -2,7 +2,7 @@
 
 A cut is narrow where forward nodes read only one output across it. Blocks lie between narrow cuts; where much crosses
 them there is none, as long as blocks stay small. The backward nodes, in their own order, are cut where they stop
-reading what one block made. What does not keep to neighbouring blocks is *lasting*: it is never run again.
+reading what one block made. What is read beyond the next block is *lasting*: it is never run again.
 """
 
 from __future__ import annotations
@@ -58,74 +58,74 @@ def cut_into_blocks(indexed: IndexedGraph, rerunnable: Mask, largest_share: floa
     range(1, 2) range(5, 5) (1,) 0
     range(2, 3) range(3, 5) () 0
     """
-    turn = turning_point(indexed)
-    cuts = _forward_cuts(indexed, turn, largest_share)
+    backward_start = first_backward_node(indexed)
+    cuts = _forward_cuts(indexed, backward_start, largest_share)
     block_of = np.searchsorted(cuts, np.arange(indexed.count), side="right") - 1
-    block_of[turn:] = -1
-    starts = _backward_starts(indexed, turn, block_of, len(cuts) - 1)
+    block_of[backward_start:] = -1
+    starts = _backward_starts(indexed, backward_start, block_of, len(cuts) - 1)
     for k, (start, end) in enumerate(pairwise([*starts[::-1], indexed.count])):
         block_of[start:end] = len(starts) - 1 - k
-    return _blocks(indexed, rerunnable, turn, block_of, cuts, [*starts, turn])
+    return _blocks(indexed, rerunnable, backward_start, block_of, cuts, [*starts, backward_start])
 
 
-def turning_point(indexed: IndexedGraph) -> int:
+def first_backward_node(indexed: IndexedGraph) -> int:
     """The first backward node: as the labels say, or where they mix, the node after which most bytes lie idle."""
     backward = np.array([node.side == "backward" for node in indexed.graph.nodes])
-    turn = int(backward.argmax()) if backward.any() else 0
-    if turn and backward[turn:].all():
-        return turn
+    backward_start = int(backward.argmax()) if backward.any() else 0
+    if backward_start and backward[backward_start:].all():
+        return backward_start
     idle = peak_profile(indexed, range(indexed.count)) - indexed.working_bytes
     return int(idle.argmax()) + 1
 
 
-def _forward_cuts(indexed: IndexedGraph, turn: int, largest_share: float) -> list[int]:
-    """Where the blocks start, and the turning point."""
-    size = np.concatenate(([0], np.cumsum(indexed.output_bytes[:turn])))
-    count, crossing = _crossing(indexed, turn)
-    narrow = [p for p in range(1, turn) if count[p] <= 1]
-    cuts = _without_wide([0, *narrow, turn], size, crossing, largest_share)
-    return _merged(_split_huge(cuts, size, crossing), size)
+def _forward_cuts(indexed: IndexedGraph, backward_start: int, largest_share: float) -> list[int]:
+    """Where the blocks start, and where the backward does."""
+    cumulative = np.concatenate(([0], np.cumsum(indexed.output_bytes[:backward_start])))
+    count, crossing = _crossing(indexed, backward_start)
+    narrow = [p for p in range(1, backward_start) if count[p] <= 1]
+    cuts = _without_wide_cuts([0, *narrow, backward_start], cumulative, crossing, largest_share)
+    return _at_most_blocks(_with_huge_split(cuts, cumulative, crossing), cumulative)
 
 
-def _crossing(indexed: IndexedGraph, turn: int) -> tuple[Integers, Integers]:
+def _crossing(indexed: IndexedGraph, backward_start: int) -> tuple[Integers, Integers]:
     """For every place of the forward nodes how many outputs with bytes are read across it, and their bytes."""
-    count, size = np.zeros(turn + 1, dtype=np.int64), np.zeros(turn + 1, dtype=np.int64)
-    for v in np.flatnonzero(indexed.output_bytes[:turn]):
-        last = max((r for r in indexed.readers[v] if r < turn), default=int(v))
+    count, size = np.zeros(backward_start + 1, dtype=np.int64), np.zeros(backward_start + 1, dtype=np.int64)
+    for v in np.flatnonzero(indexed.output_bytes[:backward_start]):
+        last = max((r for r in indexed.readers[v] if r < backward_start), default=int(v))
         count[v + 1 : last + 1] += 1
         size[v + 1 : last + 1] += indexed.output_bytes[v]
     return count, size
 
 
-def _without_wide(cuts: list[int], size: Integers, crossing: Integers, largest_share: float) -> list[int]:
+def _without_wide_cuts(cuts: list[int], cumulative: Integers, crossing: Integers, largest_share: float) -> list[int]:
     """Where the most bytes cross there is no cut, as long as no block grows larger than its share."""
     left = dict(zip(cuts[1:], cuts, strict=False))
     right = dict(pairwise(cuts))
     for cut in sorted(cuts[1:-1], key=lambda cut: (-crossing[cut], cut)):
         before, after = left[cut], right[cut]
-        if after - before <= MOST_NODES and size[after] - size[before] <= largest_share * size[-1]:
+        if after - before <= MOST_NODES and cumulative[after] - cumulative[before] <= largest_share * cumulative[-1]:
             right[before], left[after] = after, before
             del left[cut], right[cut]
     return [*sorted(right), cuts[-1]]
 
 
-def _merged(cuts: list[int], size: Integers) -> list[int]:
+def _at_most_blocks(cuts: list[int], cumulative: Integers) -> list[int]:
     """At most ``MOST_BLOCKS``: the two neighbours that are smallest together become one."""
     cuts = list(cuts)
     while len(cuts) - 1 > MOST_BLOCKS:
-        together = size[cuts[2:]] - size[cuts[:-2]]
-        del cuts[int(together.argmin()) + 1]
+        joined_bytes = cumulative[cuts[2:]] - cumulative[cuts[:-2]]
+        del cuts[int(joined_bytes.argmin()) + 1]
     return cuts
 
 
-def _split_huge(cuts: list[int], size: Integers, crossing: Integers) -> list[int]:
+def _with_huge_split(cuts: list[int], cumulative: Integers, crossing: Integers) -> list[int]:
     """Blocks with most of the bytes are cut where the fewest bytes cross."""
     done: list[int] = []
     todo = list(reversed(list(pairwise(cuts))))
     while todo:
         start, end = todo.pop()
-        huge = size[end] - size[start] > _HUGE * size[-1]
-        place = _best_place(start, end, size, crossing) if huge else None
+        huge = cumulative[end] - cumulative[start] > _HUGE * cumulative[-1]
+        place = _best_place(start, end, cumulative, crossing) if huge else None
         if place is not None:
             todo += [(place, end), (start, place)]
         else:
@@ -133,14 +133,14 @@ def _split_huge(cuts: list[int], size: Integers, crossing: Integers) -> list[int
     return [*done, cuts[-1]]
 
 
-def _best_place(start: int, end: int, size: Integers, crossing: Integers) -> int | None:
-    whole = size[end] - size[start]
-    sides = np.minimum(size[start + 1 : end] - size[start], size[end] - size[start + 1 : end])
-    places = np.flatnonzero(sides >= whole * _SIDE) + start + 1
+def _best_place(start: int, end: int, cumulative: Integers, crossing: Integers) -> int | None:
+    all_bytes = cumulative[end] - cumulative[start]
+    sides = np.minimum(cumulative[start + 1 : end] - cumulative[start], cumulative[end] - cumulative[start + 1 : end])
+    places = np.flatnonzero(sides >= all_bytes * _SIDE) + start + 1
     return int(places[crossing[places].argmin()]) if places.size else None
 
 
-def _backward_starts(indexed: IndexedGraph, turn: int, block_of: Indices, count: int) -> list[int]:
+def _backward_starts(indexed: IndexedGraph, backward_start: int, block_of: Indices, count: int) -> list[int]:
     """Per block the first node of its backward; they fall.
 
     A node that reads a block's outputs belongs before that block's backward is over, and not before the backward of
@@ -148,41 +148,42 @@ def _backward_starts(indexed: IndexedGraph, turn: int, block_of: Indices, count:
     fewest bytes of gradients, but some, are handed over: what reads a boundary goes with the block that it leads to,
     whose backward has it anyway.
     """
-    own, reach = _reads(indexed, turn, block_of)
-    gradients = _gradient_bytes(indexed, turn)
+    last_read, last_shared = _reads(indexed, backward_start, block_of)
+    gradients = _gradient_bytes(indexed, backward_start)
     gradients[gradients == 0] = gradients.max() + 1
-    starts = [turn] * count
+    starts = [backward_start] * count
     for k in reversed(range(count - 1)):
-        early = np.concatenate(([0], np.cumsum((reach >= 0) & (reach <= k))))
-        late = np.concatenate(([0], np.cumsum(own > k)))
-        wrong = early + late[-1] - late
-        best = np.flatnonzero(wrong == wrong.min())
-        starts[k] = max(starts[k + 1], turn + int(best[::-1][gradients[best][::-1].argmin()]))
+        too_early = np.concatenate(([0], np.cumsum((last_shared >= 0) & (last_shared <= k))))
+        too_late = np.concatenate(([0], np.cumsum(last_read > k)))
+        violations = too_early + too_late[-1] - too_late
+        best = np.flatnonzero(violations == violations.min())
+        starts[k] = max(starts[k + 1], backward_start + int(best[::-1][gradients[best][::-1].argmin()]))
     return starts
 
 
-def _reads(indexed: IndexedGraph, turn: int, block_of: Indices) -> tuple[Indices, Indices]:
+def _reads(indexed: IndexedGraph, backward_start: int, block_of: Indices) -> tuple[Indices, Indices]:
     """Per backward node the last block whose outputs it reads, and the last that reads these too; -1 for none."""
-    reach_of = [max(int(block_of[r]) for r in (v, *indexed.readers[v]) if r < turn) for v in range(turn)]
-    nodes = range(turn, indexed.count)
-    own = [max((int(block_of[u]) for u in indexed.inputs[t] if u < turn), default=-1) for t in nodes]
-    reach = [max((reach_of[u] for u in indexed.inputs[t] if u < turn), default=-1) for t in nodes]
-    return np.array(own, dtype=np.intp), np.array(reach, dtype=np.intp)
+    forward, backward = range(backward_start), range(backward_start, indexed.count)
+    last_reader = [max(int(block_of[r]) for r in (v, *indexed.readers[v]) if r in forward) for v in forward]
+    last_read = [max((int(block_of[u]) for u in indexed.inputs[t] if u in forward), default=-1) for t in backward]
+    last_shared = [max((last_reader[u] for u in indexed.inputs[t] if u in forward), default=-1) for t in backward]
+    return np.array(last_read, dtype=np.intp), np.array(last_shared, dtype=np.intp)
 
 
-def _gradient_bytes(indexed: IndexedGraph, turn: int) -> Integers:
+def _gradient_bytes(indexed: IndexedGraph, start: int) -> Integers:
     """For every place of the backward nodes the bytes of their outputs that are read across it."""
-    size = np.zeros(indexed.count - turn + 1, dtype=np.int64)
-    for v in range(turn, indexed.count):
-        last = max(indexed.readers[v], default=v)
-        size[v + 1 - turn : last + 1 - turn] += 0 if indexed.is_output[v] else indexed.output_bytes[v]
+    size = np.zeros(indexed.count - start + 1, dtype=np.int64)
+    for v in range(start, indexed.count):
+        if not indexed.is_output[v]:
+            last = max(indexed.readers[v], default=v)
+            size[v + 1 - start : last + 1 - start] += indexed.output_bytes[v]
     return size
 
 
 def _blocks(
     indexed: IndexedGraph,
     rerunnable: Mask,
-    turn: int,
+    backward_start: int,
     block_of: Indices,
     cuts: Sequence[int],
     starts: Sequence[int],
@@ -191,16 +192,17 @@ def _blocks(
     boundary: list[list[int]] = [[] for _ in range(count)]
     lasting: list[list[int]] = [[] for _ in range(count)]
     held = [0] * count
-    for v in range(turn):
-        own, readers = int(block_of[v]), [(int(block_of[r]), r >= turn) for r in indexed.readers[v]]
-        outside = [k for k, late in readers if late or k != own]
-        if indexed.is_output[v] or (outside and not rerunnable[v]) or any(k not in (own, own + 1) for k in outside):
-            lasting[own].append(v)
+    for v in range(backward_start):
+        block, readers = int(block_of[v]), [(int(block_of[r]), r >= backward_start) for r in indexed.readers[v]]
+        other_blocks = [k for k, late in readers if late or k != block]
+        far = any(k not in (block, block + 1) for k in other_blocks)
+        if indexed.is_output[v] or far or (other_blocks and not rerunnable[v]):
+            lasting[block].append(v)
             phases = [k for k, late in readers if late]
-            until = 0 if indexed.is_output[v] else min([own, *phases])
+            until = 0 if indexed.is_output[v] else min([block, *phases])
             held[until] += int(indexed.output_bytes[v])
-        elif own + 1 in outside:
-            boundary[own].append(v)
+        elif block + 1 in other_blocks:
+            boundary[block].append(v)
     ends = [indexed.count, *starts]
     return [
         Block(

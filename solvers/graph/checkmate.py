@@ -24,8 +24,8 @@ import numpy as np
 
 from solvers.arrays import Mask
 from solvers.graph.checkmate_model import CheckmateModel, Matrices
-from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of, with_end
-from solvers.graph.order_repair import without_spare_runs
+from solvers.graph.liveness import IndexedGraph, seconds_of, with_end
+from solvers.graph.order_repair import fitting_order
 from solvers.problem.number_checks import check_size
 from solvers.problem.solution import GraphCandidate
 
@@ -56,7 +56,8 @@ def solve(indexed: IndexedGraph, budget_bytes: int, time_limit_seconds: float = 
     deadline, ended = time.monotonic() + time_limit_seconds, with_end(indexed)
     model = CheckmateModel(ended, budget_bytes)
     values = model.solve(deadline - time.monotonic())
-    return GraphCandidate(order=_fitting(indexed, budget_bytes, values.runs > 0.5) if values else None)
+    order = fitting_order(indexed, _order(indexed, values.runs > 0.5), budget_bytes) if values else None
+    return GraphCandidate(order=order)
 
 
 def round_relaxation(
@@ -77,7 +78,7 @@ def round_relaxation(
         left = deadline - time.monotonic()
         values = CheckmateModel(ended, (1 - allowance) * budget_bytes, integral=False).solve(left) if left > 0 else None
         for kept in _roundings(values, rng) if values else ():
-            order = _fitting(indexed, budget_bytes, _fewest_runs(ended, kept))
+            order = fitting_order(indexed, _order(indexed, _fewest_runs(ended, kept)), budget_bytes)
             if order is not None:
                 best = min(best, (seconds_of(indexed, order), order))
     return GraphCandidate(order=best[1])
@@ -107,8 +108,6 @@ def _fewest_runs(indexed: IndexedGraph, kept: Mask) -> Mask:
     return runs
 
 
-def _fitting(indexed: IndexedGraph, budget_bytes: int, runs: Mask) -> tuple[int, ...] | None:
-    """The order of a matrix of runs without those that nobody reads, if it fits."""
-    order = [int(k) for row in runs for k in np.flatnonzero(row[: indexed.count])]
-    order = without_spare_runs(indexed, order)
-    return tuple(order) if peak_profile(indexed, order).max() <= budget_bytes else None
+def _order(indexed: IndexedGraph, runs: Mask) -> list[int]:
+    """The runs of a matrix of stages, without the end node."""
+    return [int(k) for row in runs for k in np.flatnonzero(row[: indexed.count])]

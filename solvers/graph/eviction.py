@@ -1,7 +1,7 @@
 """Orders made by eviction: run on, and when the budget is full, drop the output that is cheapest to miss.
 
 Formulation: first runs in order; a missing input runs again first, with all that it needs. Before a run that would
-not fit, the alive output with the smallest score is dropped, inputs of the runs under way excepted. The score is what
+not fit, the alive output with the smallest score is dropped, inputs of the runs in progress excepted. The score is what
 it costs to make the output again, its missing inputs included, per byte and per step until it is needed next
 (directly, or by a missing output that is made from it) to a power. As the schedule is planned ahead, the next need is
 known, where the published method, at run time, takes the time since the last one in its place.
@@ -27,7 +27,7 @@ MOST_RUNS_PER_NODE = 50  # an order that runs nodes more often than this on aver
 def eviction_order(
     indexed: IndexedGraph, budget_bytes: int, rerunnable: Mask, power: float = 1.0, noise: Floats | None = None
 ) -> list[int] | None:
-    """An order of runs that fits the budget; None where this way finds none.
+    """An order of runs that fits the budget; None where this method finds none.
 
     Args:
         rerunnable: the nodes whose output may be dropped while it is needed, shape (count,).
@@ -43,16 +43,18 @@ def eviction_order(
     """
     if indexed.working_bytes.max() > budget_bytes:
         return None
-    run = _Run(indexed, budget_bytes, rerunnable, power, np.ones(indexed.count) if noise is None else noise)
+    making = _OrderInMaking(
+        indexed, budget_bytes, rerunnable, power, np.ones(indexed.count) if noise is None else noise
+    )
     for t in range(indexed.count):
-        if not run.make(t):
+        if not making.make(t):
             return None
-    if not all(run.make(int(v)) for v in np.flatnonzero(indexed.is_output)):
+    if not all(making.make(int(v)) for v in np.flatnonzero(indexed.is_output)):
         return None
-    return run.order
+    return making.order
 
 
-class _Run:
+class _OrderInMaking:
     """The state while an order is made: what is alive, and since when scores hold."""
 
     def __init__(self, indexed: IndexedGraph, budget_bytes: int, rerunnable: Mask, power: float, noise: Floats) -> None:
@@ -63,9 +65,9 @@ class _Run:
         self._power = power
         self._noise = noise
         self._alive = np.zeros(indexed.count, dtype=bool)
-        self._ended = 0  # first runs that are done
+        self._first_runs = 0  # first runs that are done
         self._scores = np.full(indexed.count, np.inf)
-        self._scored = -1  # the first run for which the scores are
+        self._scored_at = -1  # the first run for which the scores are
 
     def make(self, node: int) -> bool:
         """Run a node, and before it what it misses; False where it does not fit."""
@@ -83,9 +85,9 @@ class _Run:
 
     def _run(self, v: int, stack: list[int]) -> bool:
         indexed = self.indexed
-        needed = int(indexed.output_bytes[v] + indexed.transient_bytes[v])
+        needed_bytes = int(indexed.output_bytes[v] + indexed.transient_bytes[v])
         pinned = {u for w in stack for u in indexed.inputs[w]}
-        while needed > self._room:
+        while needed_bytes > self._room:
             victim = self._victim(pinned)
             if victim is None:
                 return False
@@ -94,37 +96,39 @@ class _Run:
         self.order.append(v)
         self._alive[v] = True
         self._room -= int(indexed.output_bytes[v])
-        if v == self._ended:
-            self._ended += 1
+        if v == self._first_runs:
+            self._first_runs += 1
         return len(self.order) <= MOST_RUNS_PER_NODE * indexed.count
 
     def _victim(self, pinned: set[int]) -> int | None:
-        if self._ended - self._scored >= max(1, self.indexed.count // SCORINGS):
+        if self._first_runs - self._scored_at >= max(1, self.indexed.count // SCORINGS):
             self._score()
         victim = self._cheapest(pinned)
-        if victim is None and self._ended > self._scored:
+        if victim is None and self._first_runs > self._scored_at:
             self._score()
             victim = self._cheapest(pinned)
         return victim
 
     def _cheapest(self, pinned: set[int]) -> int | None:
-        choice = self._alive & (self.indexed.output_bytes > 0) & (self._scores < np.inf)
-        choice[list(pinned)] = False
-        nodes = np.flatnonzero(choice)
+        evictable = self._alive & (self.indexed.output_bytes > 0) & (self._scores < np.inf)
+        evictable[list(pinned)] = False
+        nodes = np.flatnonzero(evictable)
         return int(nodes[self._scores[nodes].argmin()]) if nodes.size else None
 
     def _score(self) -> None:
         """Scores for the present first run; missing nodes pass their need on to what they are made from."""
-        indexed, now = self.indexed, self._ended
+        indexed, first_runs = self.indexed, self._first_runs
         cost, need = indexed.seconds.copy(), np.full(indexed.count, np.inf)
         alive = self._alive.tolist()
-        for v in range(now):
+        for v in range(first_runs):
             cost[v] += sum(cost[u] for u in indexed.inputs[v] if not alive[u])
-        for v in reversed(range(now)):
-            later = [float(r) if r >= now else need[r] for r in indexed.readers[v] if r >= now or not alive[r]]
+        for v in reversed(range(first_runs)):
+            later = [
+                float(r) if r >= first_runs else need[r] for r in indexed.readers[v] if r >= first_runs or not alive[r]
+            ]
             need[v] = min(later, default=float(indexed.count) if indexed.is_output[v] else np.inf)
-        wait = np.maximum(1.0, need - now + 1)
+        wait = np.maximum(1.0, need - first_runs + 1)
         per_byte = cost * self._noise / np.maximum(1, indexed.output_bytes)
         self._scores = np.where(self._rerunnable, per_byte / wait**self._power, np.inf)
         self._scores[np.isinf(need)] = 0.0
-        self._scored = now
+        self._scored_at = first_runs

@@ -1,4 +1,4 @@
-"""The oracle for tiny graphs: a shortest path over every state that a schedule can be in.
+"""Exhaustive search for graphs of a few nodes: a shortest path over every state that a schedule can be in.
 
 Formulation: a state is how many nodes have had their first run and which outputs are alive, as a bit mask; an edge
 is the next first run (free of charge: it is in every schedule) or a repeated run of any dead node whose inputs are
@@ -41,7 +41,7 @@ def solve(indexed: IndexedGraph, budget_bytes: int) -> GraphCandidate:
     >>> solve(indexed, 7).lower_bound_seconds
     inf
     """
-    order = _Search(indexed).order(budget_bytes)
+    order = _GraphSearch(indexed).order(budget_bytes)
     if order is None:
         return GraphCandidate(order=None, lower_bound_seconds=math.inf)
     return GraphCandidate(order=order, lower_bound_seconds=seconds_of(indexed, order))
@@ -53,7 +53,7 @@ def smallest_peak(indexed: IndexedGraph) -> int:
     Raises:
         ValueError: the graph has more nodes than can be searched.
     """
-    search = _Search(indexed)
+    search = _GraphSearch(indexed)
     low, high = int(indexed.working_bytes.max()), int(peak_profile(indexed, range(indexed.count)).max())
     while low < high:
         middle = (low + high) // 2
@@ -64,34 +64,34 @@ def smallest_peak(indexed: IndexedGraph) -> int:
     return low
 
 
-class _State(NamedTuple):
-    estimate: float  # extra seconds of the cheapest way to the end through here, at least
+class _GraphState(NamedTuple):
+    estimate: float  # extra seconds of the cheapest path to the end through here, at least
     undone: int  # first runs still to come: among equals the state furthest along goes first
     alive: int
     extra: float  # seconds of the repeated runs so far
     alive_bytes: int
-    came_from: _State | None
+    came_from: _GraphState | None
     node: int
 
 
-class _Search:
+class _GraphSearch:
     """One graph, as bit masks; ``order`` answers one budget."""
 
     def __init__(self, indexed: IndexedGraph) -> None:
         check_size("exhaustive", indexed.count, MOST_NODES, "nodes", "another method")
         self.count = indexed.count
         self.inputs = [sum(1 << i for i in inputs) for inputs in indexed.inputs]
-        self.size = [int(size) for size in indexed.output_bytes]
-        self.own = [int(size) for size in indexed.output_bytes + indexed.transient_bytes]
+        self.output_bytes = [int(size) for size in indexed.output_bytes]
+        self.own_bytes = [int(size) for size in indexed.output_bytes + indexed.transient_bytes]
         self.resident = indexed.graph.resident_bytes
         self.seconds = [float(seconds) for seconds in indexed.seconds]
         self.outputs = sum(1 << v for v in range(self.count) if indexed.is_output[v])
-        self.worth = self._worth()
-        self.wanted = [self._wanted(undone) for undone in range(self.count + 1)]
+        self.useful = self._useful_nodes()
+        self.needed = [self._needed_nodes(undone) for undone in range(self.count + 1)]
 
     def order(self, budget_bytes: int) -> tuple[int, ...] | None:
         """The cheapest order of runs within the budget; None where there is none."""
-        queue = [_State(0.0, self.count, 0, 0.0, self.resident, None, -1)]
+        queue = [_GraphState(0.0, self.count, 0, 0.0, self.resident, None, -1)]
         closed: list[list[tuple[int, float]]] = [[] for _ in range(self.count + 1)]
         while queue:
             state = heapq.heappop(queue)
@@ -104,68 +104,72 @@ class _Search:
                 heapq.heappush(queue, after)
         return None
 
-    def _worth(self) -> int:
+    def _useful_nodes(self) -> int:
         """Nodes that a repeated run of can help: somebody reads them, or they have to be there at the end."""
-        worth = self.outputs
+        useful = self.outputs
         for inputs in self.inputs:
-            worth |= inputs
-        return worth
+            useful |= inputs
+        return useful
 
-    def _wanted(self, undone: int) -> int:
+    def _needed_nodes(self, undone: int) -> int:
         """Nodes with a first run behind them that one to come reads, or the end."""
         done = self.count - undone
-        wanted = self.outputs
+        needed = self.outputs
         for inputs in self.inputs[done:]:
-            wanted |= inputs
-        return wanted & ((1 << done) - 1)
+            needed |= inputs
+        return needed & ((1 << done) - 1)
 
     def _missing_seconds(self, undone: int, alive: int) -> float:
         """Seconds of the dead nodes that have to run again before the end."""
-        missing, total = self.wanted[undone] & ~alive, 0.0
+        missing, total = self.needed[undone] & ~alive, 0.0
         while missing:
             v = missing.bit_length() - 1
             total += self.seconds[v]
             missing = (missing ^ (1 << v)) | self.inputs[v] & ~alive
         return total
 
-    def _after(self, state: _State, budget_bytes: int) -> Iterator[_State]:
-        fresh, alive = self.count - state.undone, state.alive
-        for v in range(min(fresh + 1, self.count)):
+    def _after(self, state: _GraphState, budget_bytes: int) -> Iterator[_GraphState]:
+        next_first, alive = self.count - state.undone, state.alive
+        for v in range(min(next_first + 1, self.count)):
             bit, inputs = 1 << v, self.inputs[v]
-            if alive & bit or inputs & ~alive or not (v == fresh or self.worth & bit):
+            if alive & bit or inputs & ~alive or not (v == next_first or self.useful & bit):
                 continue
-            undone = state.undone - (v == fresh)
-            extra = state.extra + (0.0 if v == fresh else self.seconds[v])
-            excess = state.alive_bytes + self.own[v] - budget_bytes
+            undone = state.undone - (v == next_first)
+            extra = state.extra + (0.0 if v == next_first else self.seconds[v])
+            excess = state.alive_bytes + self.own_bytes[v] - budget_bytes
             for freed, freed_bytes in self._frees(alive & ~inputs, excess):
-                left = alive & ~freed | bit
-                estimate = extra + self._missing_seconds(undone, left)
-                alive_bytes = state.alive_bytes - freed_bytes + self.size[v]
-                yield _State(estimate, undone, left, extra, alive_bytes, state, v)
+                remaining = alive & ~freed | bit
+                estimate = extra + self._missing_seconds(undone, remaining)
+                alive_bytes = state.alive_bytes - freed_bytes + self.output_bytes[v]
+                yield _GraphState(estimate, undone, remaining, extra, alive_bytes, state, v)
 
-    def _frees(self, may: int, excess: int) -> Iterator[tuple[int, int]]:
+    def _frees(self, freeable: int, excess: int) -> Iterator[tuple[int, int]]:
         """Every set of outputs that frees at least ``excess`` bytes and would not without any one of its members."""
         if excess <= 0:
             yield 0, 0
             return
-        items = sorted((self.size[v], v) for v in range(may.bit_length()) if may >> v & 1 and self.size[v])
+        items = sorted(
+            (self.output_bytes[v], v)
+            for v in range(freeable.bit_length())
+            if freeable >> v & 1 and self.output_bytes[v]
+        )
         rest = [0]
         for size, _ in items:
             rest.append(rest[-1] + size)
         stack = [(len(items), 0, 0)]
-        while stack:  # from the largest on: the last one taken is the smallest, so none is spare
-            left, freed, freed_bytes = stack.pop()
+        while stack:  # from the largest on: the last one taken is the smallest, so none could be left out
+            count, freed, freed_bytes = stack.pop()
             if freed_bytes >= excess:
                 yield freed, freed_bytes
-            elif freed_bytes + rest[left] >= excess:
-                size, v = items[left - 1]
-                stack.append((left - 1, freed, freed_bytes))
-                stack.append((left - 1, freed | 1 << v, freed_bytes + size))
+            elif freed_bytes + rest[count] >= excess:
+                size, v = items[count - 1]
+                stack.append((count - 1, freed, freed_bytes))
+                stack.append((count - 1, freed | 1 << v, freed_bytes + size))
 
 
-def _trace(state: _State) -> tuple[int, ...]:
+def _trace(state: _GraphState) -> tuple[int, ...]:
     nodes: list[int] = []
-    step: _State | None = state
+    step: _GraphState | None = state
     while step is not None and step.came_from is not None:
         nodes.append(step.node)
         step = step.came_from

@@ -1,10 +1,10 @@
-"""Takes a graph for a chain of blocks: menus of ways for each block, combined by the dynamic program for chains.
+"""Treats a graph as a chain of blocks: a menu of options for each block, combined by the dynamic program for chains.
 
 Formulation: the forward nodes are cut where little is read across (``solvers.graph.block_partition``), each block gets
 a menu of what to keep for its backward (``solvers.graph.block_options``), and a table for chains chooses per block and
-budget: keep in some way, or keep nothing but the block's entry and run it again later. The table's answers are written
-out as orders of the graph's own nodes and held against the exact profile; around the last answer that fits several are
-offered. Finer and coarser blocks are tried in turn.
+budget: keep one of the menu's sets, or nothing but the block's entry and run it again later. The table's answers are
+written out as orders of the graph's own nodes and held against the exact profile; several near the last answer that
+fits are offered. Finer and coarser blocks are tried in turn.
 
 Guarantee: none; every order is a valid schedule, its peak and seconds are exact. Complexity: a table of O(L^3 M) for
 L blocks of at most 60 and M memory levels, and ten small programs per distinct block. Units: bytes and seconds.
@@ -19,19 +19,19 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from solvers.arrays import Mask
-from solvers.graph.block_options import BlockMenus, BlockOption, node_of, peak_bytes
+from solvers.graph.block_options import BlockMenus, BlockOption, node_of, peak_bytes, runs_to_make
 from solvers.graph.block_partition import Block, cut_into_blocks
 from solvers.graph.incumbent import Incumbent
-from solvers.graph.liveness import IndexedGraph, peak_profile, runs_for, seconds_of
+from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
 from solvers.problem.chain import Chain, Option, Stage
 from solvers.problem.chain_schedule import Action, Schedule
 
 SHARES = (0.03, 0.1, 0.3)  # the largest block's share of the forward's bytes: small ones fit tight budgets
-_BESIDE = 3  # answers on either side of the last that fits: the model is not exact, and orders are tidied
-_HOPEFUL = 1.05  # of the best order's seconds: tidying takes seconds on long orders and saves less than this
+_NEIGHBOURS = 3  # answers on either side of the last that fits: the model is not exact, and orders are repaired
+_HOPEFUL = 1.05  # of the best order's seconds: a repair takes seconds on long orders and saves less than this
 
 
-class _Point(Protocol):
+class _TablePoint(Protocol):
     @property
     def peak_bytes(self) -> int: ...
 
@@ -39,12 +39,12 @@ class _Point(Protocol):
 class ChainTable(Protocol):
     """All answers for one chain, by rising peak: ``solvers.chain.rotor.Table``."""
 
-    def points(self) -> Sequence[_Point]: ...
+    def points(self) -> Sequence[_TablePoint]: ...
 
     def schedule(self, point, /) -> Schedule: ...
 
 
-def solve(search: Incumbent, rerunnable: Mask, make_table: Callable[[Chain], ChainTable]) -> None:
+def solve(incumbent: Incumbent, rerunnable: Mask, make_table: Callable[[Chain], ChainTable]) -> None:
     """Offer orders to the search; nothing where the graph has no cuts.
 
     >>> import numpy as np
@@ -54,55 +54,55 @@ def solve(search: Incumbent, rerunnable: Mask, make_table: Callable[[Chain], Cha
     >>> backward = [Node(name=f"b{k}", seconds=1, output_bytes=1, inputs=(f"f{k}",) + ((f"b{k + 1}",) if k < 3 else ()),
     ...                  side="backward") for k in (3, 2, 1, 0)]
     >>> indexed = IndexedGraph(Graph(nodes=(*forward, *backward), outputs=("b0",)))
-    >>> search = Incumbent(indexed, 7, time_limit_seconds=10, gap=1e-9)
-    >>> solve(search, np.arange(8) < 4, Table)
-    >>> search.seconds
+    >>> incumbent = Incumbent(indexed, 7, time_limit_seconds=10, gap=1e-9)
+    >>> solve(incumbent, np.arange(8) < 4, Table)
+    >>> incumbent.seconds
     9.0
     """
-    menus, seen = BlockMenus(search.indexed, lambda: search.left_seconds), set()
+    menus, tried_cuts = BlockMenus(incumbent.indexed, lambda: incumbent.left_seconds), set()
     for share in SHARES:
-        blocks = cut_into_blocks(search.indexed, rerunnable, share)
+        blocks = cut_into_blocks(incumbent.indexed, rerunnable, share)
         cuts = tuple(block.forward.start for block in blocks)
-        if len(blocks) > 1 and cuts not in seen and not search.done:
-            seen.add(cuts)
-            model = BlockChain(search.indexed, blocks, menus)
-            _offer_around(search, model, make_table(model.chain))
+        if len(blocks) > 1 and cuts not in tried_cuts and not incumbent.done:
+            tried_cuts.add(cuts)
+            model = BlockChain(incumbent.indexed, blocks, menus)
+            _offer_near_budget(incumbent, model, make_table(model.chain))
 
 
-def _offer_around(search: Incumbent, model: BlockChain, table: ChainTable) -> None:
-    """Bisect for the last answer whose order fits; offer it and those beside it that fit too."""
-    points, fitting = table.points(), {}
+def _offer_near_budget(incumbent: Incumbent, model: BlockChain, table: ChainTable) -> None:
+    """Bisect for the last answer whose order fits; offer it and those next to it that fit too."""
+    points, fitting_orders = table.points(), {}
 
     def fits(k: int) -> bool:
         order = model.order(table.schedule(points[k]))
-        if peak_profile(search.indexed, order).max() > search.budget_bytes:
+        if peak_profile(incumbent.indexed, order).max() > incumbent.budget_bytes:
             return False
-        fitting[k] = order
+        fitting_orders[k] = order
         return True
 
     low, high = -1, len(points)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    for k in range(max(0, low - _BESIDE), min(len(points), low + _BESIDE + 1)):
-        if search.left_seconds == 0 or not (k in fitting or fits(k)):
+    for k in range(max(0, low - _NEIGHBOURS), min(len(points), low + _NEIGHBOURS + 1)):
+        if incumbent.left_seconds == 0 or not (k in fitting_orders or fits(k)):
             continue
-        if seconds_of(search.indexed, fitting[k]) <= search.seconds * _HOPEFUL:
-            search.offer(fitting[k], "hierarchy")
+        if seconds_of(incumbent.indexed, fitting_orders[k]) <= incumbent.seconds * _HOPEFUL:
+            incumbent.offer(fitting_orders[k], "hierarchy")
 
 
 class BlockChain:
     """A graph's blocks as a chain, and the chain's schedules as orders of the graph's nodes.
 
     Attributes:
-        chain: one stage per block, one option per way.
+        chain: one stage per block, one option per option of the block.
     """
 
     def __init__(self, indexed: IndexedGraph, blocks: Sequence[Block], menus: BlockMenus) -> None:
         self._indexed = indexed
         self._blocks = blocks
         self._menus = [menus.menu(block) for block in blocks]
-        self._boundary_runs = [self._runs_for_boundary(block) for block in blocks]
+        self._boundary_runs = [runs_to_make(indexed, block, block.boundary) for block in blocks]
         self.chain = Chain(
             stages=tuple(self._stage(k) for k in range(len(blocks))), resident_bytes=indexed.graph.resident_bytes
         )
@@ -110,45 +110,40 @@ class BlockChain:
     def order(self, schedule: Schedule) -> list[int]:
         """What runs in which order when the chain's schedule is carried out."""
         order: list[int] = []
-        ways: dict[int, BlockOption] = {}
+        options: dict[int, BlockOption] = {}
         begun: set[int] = set()
         for action in schedule.actions:
             k = action.stage
             if action.option is not None:
-                ways[k] = self._menus[k][action.option]
+                options[k] = self._menus[k][action.option]
             if action.kind != "free":
-                order += self._runs(action, ways, first=k not in begun)
+                order += self._runs(action, options, first=k not in begun)
                 begun.add(k)
         return order
 
-    def _runs(self, action: Action, ways: dict[int, BlockOption], first: bool) -> list[int]:
+    def _runs(self, action: Action, options: dict[int, BlockOption], first: bool) -> list[int]:
         k, block = action.stage, self._blocks[action.stage]
         if action.kind == "backward":
-            return [node_of(block, place) for place in ways[k].backward_runs]
+            return [node_of(block, place) for place in options[k].backward_runs]
         if action.kind == "forward" and first:
             return list(block.forward)
-        again = set(self._boundary_runs[k]) if action.kind == "forward" else set()
+        rerun = set(self._boundary_runs[k]) if action.kind == "forward" else set()
         if action.option is not None:
-            again |= {node_of(block, place) for place in ways[k].kept_runs}
-        return sorted(again)
-
-    def _runs_for_boundary(self, block: Block) -> list[int]:
-        outside = {u for v in block.forward for u in self._indexed.inputs[v] if u not in block.forward}
-        alive = outside | set(block.lasting)
-        return [run for v in block.boundary for run in runs_for(self._indexed, alive, v)]
+            rerun |= {node_of(block, place) for place in options[k].kept_runs}
+        return sorted(rerun)
 
     def _stage(self, k: int) -> Stage:
         indexed, block = self._indexed, self._blocks[k]
-        size = indexed.output_bytes
+        output_bytes = indexed.output_bytes
         staying = {v for v in block.lasting if indexed.readers[v] or indexed.is_output[v]}
         return Stage(
             name=indexed.graph.nodes[block.forward.start].name,
-            options=tuple(self._option(k, way) for way in self._menus[k]),
-            boundary_bytes=int(size[list(block.boundary)].sum()),
+            options=tuple(self._option(k, option) for option in self._menus[k]),
+            boundary_bytes=int(output_bytes[list(block.boundary)].sum()),
             forward_seconds=self._forward_seconds(k),
             forward_peak_bytes=peak_bytes(indexed, block.forward, set(), {*block.boundary, *staying}),
             residue_bytes=block.lasting_bytes,
-            parameter_gradient_bytes=sum(int(size[t]) for t in block.backward if indexed.is_output[t]),
+            parameter_gradient_bytes=sum(int(output_bytes[t]) for t in block.backward if indexed.is_output[t]),
             gradient_bytes=self._gradient_bytes(block),
         )
 
@@ -159,29 +154,29 @@ class BlockChain:
     def _gradient_bytes(self, block: Block) -> int:
         """What backward nodes have handed to this block's backward or beyond it, graph outputs apart."""
         indexed, start = self._indexed, block.backward.start
-        turn = self._blocks[-1].backward.start
-        made = [t for t in range(turn, start) if not indexed.is_output[t]]
-        return sum(int(indexed.output_bytes[t]) for t in made if max(indexed.readers[t], default=t) >= start)
+        backward_start = self._blocks[-1].backward.start
+        earlier = [t for t in range(backward_start, start) if not indexed.is_output[t]]
+        return sum(int(indexed.output_bytes[t]) for t in earlier if max(indexed.readers[t], default=t) >= start)
 
-    def _option(self, k: int, way: BlockOption) -> Option:
+    def _option(self, k: int, option: BlockOption) -> Option:
         block, seconds = self._blocks[k], self._indexed.seconds
         return Option(
-            name=f"keep {way.kept_bytes + way.kept_output_bytes} bytes",
+            name=f"keep {option.kept_bytes + option.kept_output_bytes} bytes",
             forward_seconds=self._forward_seconds(k),
-            backward_seconds=float(sum(seconds[node_of(block, place)] for place in way.backward_runs)),
-            kept_bytes=way.kept_bytes + block.lasting_bytes - self._spared_entry_bytes(k, way),
-            kept_output_bytes=way.kept_output_bytes,
-            forward_peak_bytes=way.forward_peak_bytes,
-            backward_peak_bytes=way.backward_peak_bytes,
-            recompute_seconds=float(sum(seconds[node_of(block, place)] for place in way.kept_runs)),
-            recompute_peak_bytes=way.recompute_peak_bytes,
+            backward_seconds=float(sum(seconds[node_of(block, place)] for place in option.backward_runs)),
+            kept_bytes=option.kept_bytes + block.lasting_bytes - self._unread_entry_bytes(k, option),
+            kept_output_bytes=option.kept_output_bytes,
+            forward_peak_bytes=option.forward_peak_bytes,
+            backward_peak_bytes=option.backward_peak_bytes,
+            recompute_seconds=float(sum(seconds[node_of(block, place)] for place in option.kept_runs)),
+            recompute_peak_bytes=option.recompute_peak_bytes,
         )
 
-    def _spared_entry_bytes(self, k: int, way: BlockOption) -> int:
+    def _unread_entry_bytes(self, k: int, option: BlockOption) -> int:
         """Of the block's entry what nobody reads after its forward: it is freed there."""
         if k == 0:
             return 0
         block, indexed = self._blocks[k], self._indexed
-        runs = [*(node_of(block, place) for place in way.backward_runs), *self._blocks[k - 1].backward]
+        runs = [*(node_of(block, place) for place in option.backward_runs), *self._blocks[k - 1].backward]
         read = {u for v in runs for u in indexed.inputs[v]}
         return sum(int(indexed.output_bytes[v]) for v in block.entry if v not in read)

@@ -1,4 +1,4 @@
-"""The state of an anytime search over orders of runs: the best order that fits, the best bound, and the time left."""
+"""The best order of runs that a search has found, the best bound, the orders seen last, and the time left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Incumbent:
     Attributes:
         indexed, budget_bytes: the problem.
         order, seconds: the fastest order offered that fits; None and infinite before there is one.
-        seen: the orders offered last, as offered and tidied, whether they fit or not.
+        seen: the orders offered last, as offered and repaired, whether they fit or not.
         solver: the method that offered it.
         bound_seconds: the largest lower bound offered; holds for every schedule within the budget.
         gap: relative distance at which the search may stop, at least 1e-6.
@@ -55,18 +55,18 @@ class Incumbent:
         """End the search now."""
         self._deadline = time.perf_counter()
 
-    def offer(self, order: Sequence[int], solver: str, *, tidy: bool = True) -> list[int]:
-        """Tidy an order and take it where it fits and is the fastest; returns the tidied order.
+    def offer(self, order: Sequence[int], solver: str, *, repair: bool = True) -> list[int]:
+        """Repair an order and take it where it fits and is the fastest; returns the repaired order.
 
-        ``tidy=False`` takes it as it is: a published method's own answer.
+        ``repair=False`` takes it as it is: a published method's own answer.
         """
-        tidied = keep_what_fits(self.indexed, order, self.budget_bytes) if tidy else list(order)
-        self.seen += [list(order), tidied]
+        repaired = keep_what_fits(self.indexed, order, self.budget_bytes) if repair else list(order)
+        self.seen += [list(order), repaired]
         del self.seen[:-REMEMBERED]
-        seconds = seconds_of(self.indexed, tidied)
-        if seconds < self.seconds and fits(self.indexed, tidied, self.budget_bytes):
-            self.order, self.seconds, self.solver = tidied, seconds, solver
-        return tidied
+        seconds = seconds_of(self.indexed, repaired)
+        if seconds < self.seconds and fits(self.indexed, repaired, self.budget_bytes):
+            self.order, self.seconds, self.solver = repaired, seconds, solver
+        return repaired
 
     def offer_bound(self, seconds: float) -> None:
         """Take a lower bound on the seconds of every schedule within the budget."""

@@ -19,8 +19,8 @@ import math
 import time
 
 from solvers.graph.intervals_model import IntervalsModel
-from solvers.graph.liveness import IndexedGraph, peak_profile, with_end
-from solvers.graph.order_repair import without_spare_runs
+from solvers.graph.liveness import IndexedGraph, with_end
+from solvers.graph.order_repair import fitting_order
 from solvers.problem.number_checks import check_size
 from solvers.problem.solution import GraphCandidate
 
@@ -49,9 +49,8 @@ def solve(
         return GraphCandidate(order=None, lower_bound_seconds=math.inf)
     deadline = time.monotonic() + time_limit_seconds
     model = IntervalsModel(with_end(indexed), budget_bytes, most_runs)
-    again = model.solve(deadline - time.monotonic())
-    if again is None:
+    repeated = model.solve(deadline - time.monotonic())
+    if repeated is None:
         return GraphCandidate(order=None)
-    runs = sorted([*again, *((k, k) for k in range(indexed.count))])
-    order = without_spare_runs(indexed, [k for _, k in runs])
-    return GraphCandidate(order=tuple(order) if peak_profile(indexed, order).max() <= budget_bytes else None)
+    runs = sorted([*repeated, *((k, k) for k in range(indexed.count))])
+    return GraphCandidate(order=fitting_order(indexed, [k for _, k in runs], budget_bytes))

@@ -1,4 +1,4 @@
-"""What every graph solver shares: a graph as indices and arrays, and the best frees for a given order of runs.
+"""A graph as indices and arrays; for an order of runs its best frees, its memory profile and its schedule.
 
 A graph solver only has to find the order in which nodes run. For a given order it is best to free every output
 directly after its last read before its next run; this file works out those frees and the peak that follows.
@@ -47,11 +47,11 @@ class IndexedGraph:
         self.seconds = np.array([node.seconds for node in graph.nodes], dtype=np.float64)
         self.is_output = np.zeros(self.count, dtype=bool)
         self.is_output[[index[name] for name in graph.outputs]] = True
-        last = [max(readers, default=-1) for readers in self.readers]
-        self.needed_until: Integers = np.where(self.is_output, self.count, np.array(last, dtype=np.int64))
-        own = self.output_bytes + self.transient_bytes + graph.resident_bytes
-        read = [self.output_bytes[list(inputs)].sum() for inputs in self.inputs]
-        self.working_bytes: Integers = own + np.array(read, dtype=np.int64)
+        last_reader = [max(readers, default=-1) for readers in self.readers]
+        self.needed_until: Integers = np.where(self.is_output, self.count, np.array(last_reader, dtype=np.int64))
+        own_bytes = self.output_bytes + self.transient_bytes + graph.resident_bytes
+        read_bytes = [self.output_bytes[list(inputs)].sum() for inputs in self.inputs]
+        self.working_bytes: Integers = own_bytes + np.array(read_bytes, dtype=np.int64)
 
 
 def last_reads(indexed: IndexedGraph, order: Sequence[int]) -> list[int]:
@@ -59,25 +59,25 @@ def last_reads(indexed: IndexedGraph, order: Sequence[int]) -> list[int]:
 
     ``len(order)`` stands for the end of the schedule; a run that nobody reads is needed at its own place only.
     """
-    last = list(range(len(order)))
-    maker: dict[int, int] = {}
+    last_read = list(range(len(order)))
+    latest_run: dict[int, int] = {}
     for place, node in enumerate(order):
         for i in indexed.inputs[node]:
-            last[maker[i]] = place
-        maker[node] = place
-    for node, place in maker.items():
+            last_read[latest_run[i]] = place
+        latest_run[node] = place
+    for node, place in latest_run.items():
         if indexed.is_output[node]:
-            last[place] = len(order)
-    return last
+            last_read[place] = len(order)
+    return last_read
 
 
 def peak_profile(indexed: IndexedGraph, order: Sequence[int]) -> Integers:
     """Bytes alive while each run of an order goes on, resident and transient ones included; shape (len(order),)."""
-    last = last_reads(indexed, order)
-    size = indexed.output_bytes[list(order)]
+    last_read = last_reads(indexed, order)
+    sizes = indexed.output_bytes[list(order)]
     change = np.zeros(len(order) + 2, dtype=np.int64)
-    np.add.at(change, np.arange(len(order)), size)
-    np.add.at(change, np.array(last, dtype=np.int64) + 1, -size)
+    np.add.at(change, np.arange(len(order)), sizes)
+    np.add.at(change, np.array(last_read, dtype=np.int64) + 1, -sizes)
     alive = np.cumsum(change)[: len(order)]
     return alive + indexed.transient_bytes[list(order)] + indexed.graph.resident_bytes
 
@@ -91,14 +91,14 @@ def schedule_of(indexed: IndexedGraph, order: Sequence[int]) -> GraphSchedule:
     >>> [(action.op, action.node) for action in schedule_of(indexed, [0, 1]).actions]
     [('compute', 0), ('compute', 1), ('free', 0)]
     """
-    last = last_reads(indexed, order)
-    ending: list[list[int]] = [[] for _ in range(len(order) + 1)]
-    for place, end in enumerate(last):
-        ending[end].append(order[place])
+    last_read = last_reads(indexed, order)
+    freed_after: list[list[int]] = [[] for _ in range(len(order) + 1)]
+    for place, end in enumerate(last_read):
+        freed_after[end].append(order[place])
     actions: list[GraphAction] = []
     for place, node in enumerate(order):
         actions.append(GraphAction("compute", node))
-        actions += [GraphAction("free", v) for v in ending[place]]
+        actions += [GraphAction("free", v) for v in freed_after[place]]
     return GraphSchedule(tuple(actions))
 
 

@@ -1,9 +1,9 @@
 """A bound on time that holds for every schedule of a graph within a budget, in milliseconds.
 
 Formulation: look at the first run of each node t. An earlier node that a first run after t still reads, or that is an
-output, is alive then or has to run again: at least its own seconds. What is alive has to fit beside t's own needs, so
-enough bytes have to be paid for; the cheapest way is a knapsack, and its linear relaxation is solved greedily by
-seconds per byte. The bound is the largest one over all t.
+output, is alive then or has to run again: at least its own seconds. What is alive has to fit together with what t
+needs, so enough bytes have to be paid for; the cheapest choice is a knapsack, and its linear relaxation is solved
+greedily by seconds per byte. The bound is the largest one over all t.
 
 Guarantee: no schedule within the budget is faster; infinite where one node does not fit. It is the relaxation of
 ``solvers.graph.moments_program`` at one moment and without the inputs of what runs again, so never above that

@@ -31,7 +31,7 @@ from solvers.arrays import Indices, Mask
 from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
 from solvers.problem.solution import GraphCandidate
 
-LowerSetAnswer = tuple[float, tuple[int, ...] | None]
+SecondsAndOrder = tuple[float, tuple[int, ...] | None]
 
 MOST_SETS = 2000  # one budget of the program took 1.6 s with 600 sets, and that grows with their square
 _TICKS = 256  # of the forward pass; the paper rounds times to 1 and 10
@@ -60,23 +60,23 @@ def solve(
     deadline = time.monotonic() + time_limit_seconds
     if peak_profile(indexed, range(indexed.count)).max() <= budget_bytes:
         return GraphCandidate(order=tuple(range(indexed.count)))
-    table = _Table(indexed, exact)
-    best: LowerSetAnswer = (math.inf, None)
+    table = _LowerSetTable(indexed, exact)
+    best: SecondsAndOrder = (math.inf, None)
     step = table.most_bytes // _STEPS + 1
-    for own_bytes in range(step, table.most_bytes + step, step):
-        best = min(best, _best_of(indexed, table.strategies(own_bytes, deadline), budget_bytes))
+    for table_budget in range(step, table.most_bytes + step, step):
+        best = min(best, _best_of(indexed, table.strategies(table_budget, deadline), budget_bytes))
     low, high = 0, table.most_bytes
     for _ in range(_HALVINGS):
         middle = (low + high) // 2
         strategies = table.strategies(middle, deadline)
-        found = _best_of(indexed, strategies, budget_bytes)
-        best = min(best, found)
+        fastest = _best_of(indexed, strategies, budget_bytes)
+        best = min(best, fastest)
         # Without any strategy the program's budget is too small; where its strategies do not fit it is too large.
-        low, high = (middle, high) if found[1] or not strategies else (low, middle)
+        low, high = (middle, high) if fastest[1] or not strategies else (low, middle)
     return GraphCandidate(order=best[1])
 
 
-def _best_of(indexed: IndexedGraph, strategies: list[Indices], budget_bytes: int) -> LowerSetAnswer:
+def _best_of(indexed: IndexedGraph, strategies: list[Indices], budget_bytes: int) -> SecondsAndOrder:
     """Seconds and order of the fastest strategy that fits; infinite and None where none does."""
     orders = [order for segment_of in strategies for order in _orders(indexed, segment_of)]
     fitting = [order for order in orders if peak_profile(indexed, order).max() <= budget_bytes]
@@ -95,13 +95,13 @@ def _order(indexed: IndexedGraph, segment_of: Indices) -> tuple[int, ...]:
 
     ``segment_of`` has for every node its segment where it is to run again, else -1.
     """
-    again, order = _needed_again(indexed, segment_of), []
-    waiting = {int(s) for s in segment_of[again]}
+    rerun, order = _needed_again(indexed, segment_of), []
+    waiting = {int(s) for s in segment_of[rerun]}
     for k, node in enumerate(indexed.graph.nodes):
         if node.side == "backward":
-            reads = {int(segment_of[i]) for i in indexed.inputs[k] if again[i]} & waiting
+            reads = {int(segment_of[i]) for i in indexed.inputs[k] if rerun[i]} & waiting
             for s in sorted(reads):
-                order += [int(v) for v in np.flatnonzero(again & (segment_of == s)) if v < k]
+                order += [int(v) for v in np.flatnonzero(rerun & (segment_of == s)) if v < k]
             waiting -= reads
         order.append(k)
     return tuple(order)
@@ -109,15 +109,15 @@ def _order(indexed: IndexedGraph, segment_of: Indices) -> tuple[int, ...]:
 
 def _needed_again(indexed: IndexedGraph, segment_of: Indices) -> Mask:
     """Nodes to run again that a backward node reads, directly or through others of them."""
-    again = np.zeros(indexed.count, dtype=bool)
+    rerun = np.zeros(indexed.count, dtype=bool)
     for k in reversed(range(indexed.count)):
-        if again[k] or indexed.graph.nodes[k].side == "backward":
+        if rerun[k] or indexed.graph.nodes[k].side == "backward":
             inputs = [i for i in indexed.inputs[k] if segment_of[i] >= 0]
-            again[inputs] = True
-    return again
+            rerun[inputs] = True
+    return rerun
 
 
-class _Table:
+class _LowerSetTable:
     """The lower sets by size, with all that the recursion needs per pair of them; rows come before columns."""
 
     def __init__(self, indexed: IndexedGraph, exact: bool) -> None:
@@ -127,7 +127,7 @@ class _Table:
         self.inputs = [[place[i] for i in indexed.inputs[v] if i in place] for v in self.forward]
         family = self._all_lower_sets() if exact else self._one_per_node()
         self.sets = np.array(sorted(family, key=lambda members: (sum(members), members)), dtype=bool)
-        self.boundary, around = self._boundaries()
+        self.boundary, gradient_inputs = self._boundaries()
         size = indexed.output_bytes[self.forward]
         seconds = indexed.seconds[self.forward]
         tick = float(seconds.sum()) / _TICKS or 1.0
@@ -135,37 +135,37 @@ class _Table:
         self.bytes = (self.sets * size).sum(axis=1)
         self.most_bytes = int(3 * size.sum()) + 1
         self.ticks = np.rint((inner.sum(axis=1) - members @ inner.T) / tick).astype(np.intp)
-        held = (self.boundary * size).astype(float)
-        self.new_bytes = np.rint(held.sum(axis=1) - members @ held.T).astype(np.int64)
-        self.need = 2 * (self.bytes[None, :] - self.bytes[:, None]) + (around * size).sum(axis=1)
+        boundary_bytes = (self.boundary * size).astype(float)
+        self.new_bytes = np.rint(boundary_bytes.sum(axis=1) - members @ boundary_bytes.T).astype(np.int64)
+        self.need = 2 * (self.bytes[None, :] - self.bytes[:, None]) + (gradient_inputs * size).sum(axis=1)
         self.before = (members @ (~self.sets).T.astype(float)) == 0
         np.fill_diagonal(self.before, False)
 
     def strategies(self, budget_bytes: int, deadline: float) -> list[Indices]:
         """Per strategy each node's segment, or -1 for a node that stays: the fastest and the slowest that fit."""
         rows = len(self.sets)
-        held = np.full((rows, 2 * _TICKS), np.inf)
-        came = np.zeros((rows, 2 * _TICKS), dtype=np.intp)
-        held[0, 0] = 0.0
+        fewest_bytes = np.full((rows, 2 * _TICKS), np.inf)
+        predecessors = np.zeros((rows, 2 * _TICKS), dtype=np.intp)
+        fewest_bytes[0, 0] = 0.0
         for column in range(1, rows):
             if time.monotonic() > deadline:
                 return []
             for row in np.flatnonzero(self.before[:, column]):
                 shift = self.ticks[row, column]
-                reached = held[row, : 2 * _TICKS - shift]
+                reached = fewest_bytes[row, : 2 * _TICKS - shift]
                 after = np.where(reached + self.need[row, column] <= budget_bytes, reached, np.inf)
                 after += self.new_bytes[row, column]
-                better = np.flatnonzero(after < held[column, shift:])
-                held[column, shift + better] = after[better]
-                came[column, shift + better] = row
-        found = np.flatnonzero(np.isfinite(held[-1]))
-        return [self._segments(came, int(tick)) for tick in sorted({*found[:1], *found[-1:]})]
+                better = np.flatnonzero(after < fewest_bytes[column, shift:])
+                fewest_bytes[column, shift + better] = after[better]
+                predecessors[column, shift + better] = row
+        ticks = np.flatnonzero(np.isfinite(fewest_bytes[-1]))
+        return [self._segments(predecessors, int(tick)) for tick in sorted({*ticks[:1], *ticks[-1:]})]
 
-    def _segments(self, came: Indices, tick: int) -> Indices:
+    def _segments(self, predecessors: Indices, tick: int) -> Indices:
         segment_of = np.full(self.count, -1, dtype=np.intp)
         column = len(self.sets) - 1
         while column:
-            row = came[column, tick]
+            row = predecessors[column, tick]
             dropped = self.sets[column] & ~self.sets[row] & ~self.boundary[column]
             segment_of[self.forward[dropped]] = column
             column, tick = row, tick - self.ticks[row, column]
@@ -189,18 +189,18 @@ class _Table:
         return family
 
     def _boundaries(self) -> tuple[Mask, Mask]:
-        """Per set its boundary, and what has to be there beside it for the gradients that enter it from outside."""
+        """Per set its boundary, and what else the gradients that enter it from outside need."""
         boundary, readers = np.zeros_like(self.sets), np.zeros_like(self.sets)
         for v, inputs in enumerate(self.inputs):
             for i in inputs:
                 crossing = self.sets[:, i] & ~self.sets[:, v]
                 boundary[crossing, i] = True
                 readers[crossing, v] = True
-        around = readers.copy()
+        gradient_inputs = readers.copy()
         for v, inputs in enumerate(self.inputs):
             for i in inputs:
-                around[readers[:, v], i] = True
-        return boundary, around & ~self.sets
+                gradient_inputs[readers[:, v], i] = True
+        return boundary, gradient_inputs & ~self.sets
 
 
 def _few_enough(family: set[tuple[bool, ...]]) -> set[tuple[bool, ...]]:

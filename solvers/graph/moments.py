@@ -1,8 +1,9 @@
-"""Solves a graph by the moments program: few moments first, more where the order read from it exceeds the budget.
+"""Bounds and orders by the moments program, which counts memory at some first runs: few at first, then more.
 
-Formulation: the program of ``solvers.graph.moments_program`` at a few moments, each a relaxation of the whole problem.
-Its order is replayed in exact bytes. Where that exceeds the budget at a first run, the run becomes a moment; where it
-exceeds it between moments (what runs again needs room itself), the budget at the moments beside is lowered by the
+Formulation: a moment is the first run of a node at which memory is counted. The program of
+``solvers.graph.moments_program`` at a few moments is a relaxation of the whole problem. Its order is replayed in exact
+bytes. Where that exceeds the budget at a first run, the run becomes a moment; where it
+exceeds it between moments (what runs again needs room itself), the budget at the next moment is lowered by the
 excess for the next round. Rounds with a lowered budget give orders, rounds without give bounds.
 
 Guarantee: the bound holds for every schedule of the graph; an order equal to it is optimal. Every order is exact.
@@ -28,68 +29,68 @@ ADDED = 3  # moments a round: the worst ones; a round with more takes longer tha
 ROUND_GAP = 0.3  # share of the gap asked for that one round may leave
 _TRUST = 1e-7  # relative: HiGHS's tolerances must not lift a bound above an optimum
 PROMOTED_NODES = 300  # up to here the program stays small enough when late nodes are modelled in full
-_EXTRA = 1e-3  # of the budget, kept free beside an excess: the next order differs a little
+_EXTRA = 1e-3  # of the budget, kept free in addition to an excess: the next order differs a little
 
 
 class MomentSearch:
     """The rounds on one search; ``step`` makes one round, ``finished`` says that no further one would help."""
 
-    def __init__(self, search: Incumbent, rerunnable: Mask) -> None:
-        self.search = search
+    def __init__(self, incumbent: Incumbent, rerunnable: Mask) -> None:
+        self.incumbent = incumbent
         self.rerunnable = rerunnable
         self.finished = False
-        self._moments = first_moments(search)
+        self._moments = first_moments(incumbent)
         self._reserved: dict[int, int] = {}
         self._bounded = False  # whether the present moments have given their bound
 
     def step(self, time_limit_seconds: float) -> None:
         """One round: solve, read, replay, refine."""
-        search, pure = self.search, not self._bounded
-        reserved = [0 if pure else self._reserved.get(moment, 0) for moment in self._moments]
-        program = MomentsProgram(search.indexed, search.budget_bytes, self._moments, self.rerunnable, reserved)
-        if not pure:
-            program.keep_others()
+        incumbent, bounding = self.incumbent, not self._bounded
+        reserved = [0 if bounding else self._reserved.get(moment, 0) for moment in self._moments]
+        program = MomentsProgram(incumbent.indexed, incumbent.budget_bytes, self._moments, self.rerunnable, reserved)
+        if not bounding:
+            program.hold_coarse()
         answer = program.program.solve(
-            time_limit_seconds=min(time_limit_seconds, search.left_seconds),
-            relative_gap=ROUND_GAP * search.gap,
-            start=None if search.order is None else program.encode(search.order),
+            time_limit_seconds=min(time_limit_seconds, incumbent.left_seconds),
+            relative_gap=ROUND_GAP * incumbent.gap,
+            start=None if incumbent.order is None else program.encode(incumbent.order),
         )
-        if pure:
-            search.offer_bound(answer.bound * program.unit_seconds * (1 - _TRUST))
+        if bounding:
+            incumbent.offer_bound(answer.bound * program.unit_seconds * (1 - _TRUST))
             self._bounded = True
         if answer.values is None:
-            self.finished = not pure or answer.status == "infeasible"
+            self.finished = not bounding or answer.status == "infeasible"
             return
-        fitted = self._refine(search.offer(program.order(answer.values), "moments"))
-        if pure:
-            self._promote(program.dropped_others(answer.values))
+        fitted = self._refine(incumbent.offer(program.order(answer.values), "moments"))
+        if bounding:
+            self._promote(program.dropped_coarse(answer.values))
         else:
             self.finished = fitted
 
     def _refine(self, order: list[int]) -> bool:
         """Whether the order fits; where it does not, moments and reserves for the next round."""
-        search = self.search
-        excess = peak_profile(search.indexed, order) - search.budget_bytes
+        incumbent = self.incumbent
+        excess = peak_profile(incumbent.indexed, order) - incumbent.budget_bytes
         if excess.max() <= 0:
             return True
-        fresh = _missing_moments(order, excess, set(self._moments))
-        if fresh:
-            self._moments = sorted({*self._moments, *fresh})
+        added = _missing_moments(order, excess, set(self._moments))
+        if added:
+            self._moments = sorted({*self._moments, *added})
             self._bounded = False
         for moment, size in _excess_at_moments(order, excess, self._moments).items():
-            self._reserved[moment] = self._reserved.get(moment, 0) + size + int(search.budget_bytes * _EXTRA)
+            self._reserved[moment] = self._reserved.get(moment, 0) + size + int(incumbent.budget_bytes * _EXTRA)
         return False
 
     def _promote(self, dropped: set[int]) -> None:
         """Nodes whose gaps were paid for too cheaply are modelled in full, with all that they are made from."""
-        if not dropped or self.search.indexed.count > PROMOTED_NODES:
+        if not dropped or self.incumbent.indexed.count > PROMOTED_NODES:
             return
         stack = list(dropped)
         while stack:
             v = stack.pop()
             if not self.rerunnable[v]:
                 self.rerunnable[v] = True
-                stack += self.search.indexed.inputs[v]
+                stack += self.incumbent.indexed.inputs[v]
         self._bounded = False
 
 
@@ -103,17 +104,17 @@ def rerunnable_nodes(indexed: IndexedGraph) -> Mask:
     return chosen if chosen.any() else np.ones(indexed.count, dtype=bool)
 
 
-def first_moments(search: Incumbent) -> list[int]:
+def first_moments(incumbent: Incumbent) -> list[int]:
     """A few nodes, evenly among those that exceed the budget when every node runs once, and the worst of them."""
-    profile = peak_profile(search.indexed, range(search.indexed.count))
-    over = np.flatnonzero(profile > search.budget_bytes)
+    profile = peak_profile(incumbent.indexed, range(incumbent.indexed.count))
+    over = np.flatnonzero(profile > incumbent.budget_bytes)
     if not over.size:
         return [int(profile.argmax())]
     picks = over[np.linspace(0, over.size - 1, min(MOMENTS, over.size)).round().astype(np.int64)]
     return sorted({int(profile.argmax()), *picks.tolist()})
 
 
-def _fresh_runs(order: list[int]) -> Mask:
+def _are_first_runs(order: list[int]) -> Mask:
     """Which places of an order are first runs: the nodes come in their own order there."""
     array = np.array(order)
     reached = np.array(list(accumulate(order, max)))
@@ -122,26 +123,26 @@ def _fresh_runs(order: list[int]) -> Mask:
 
 def _missing_moments(order: list[int], excess: Integers, moments: set[int]) -> set[int]:
     """The worst first runs of the worst stretches that exceed the budget at first runs that are no moments."""
-    fresh = _fresh_runs(order)
-    found: list[tuple[int, int]] = []
+    first_runs = _are_first_runs(order)
+    worst: list[tuple[int, int]] = []
     stretch: list[tuple[int, int]] = []
-    for place in np.flatnonzero(fresh):
+    for place in np.flatnonzero(first_runs):
         v = order[place]
         if excess[place] > 0 and v not in moments:
             stretch.append((int(excess[place]), v))
         elif stretch:
-            found.append(max(stretch))
+            worst.append(max(stretch))
             stretch = []
-    found += [max(stretch)] if stretch else []
-    return {v for _, v in sorted(found)[-ADDED:]}
+    worst += [max(stretch)] if stretch else []
+    return {v for _, v in sorted(worst)[-ADDED:]}
 
 
 def _excess_at_moments(order: list[int], excess: Integers, moments: list[int]) -> dict[int, int]:
     """For each moment the largest excess since the moment before."""
     reached = np.array(list(accumulate(order, max)))
-    coming = np.where(_fresh_runs(order), reached, reached + 1)  # the first run that is done or comes next
-    found: dict[int, int] = {}
+    next_first_run = np.where(_are_first_runs(order), reached, reached + 1)  # the first run that is done or comes next
+    excess_by_moment: dict[int, int] = {}
     for place in np.flatnonzero(excess > 0):
-        k = min(int(np.searchsorted(moments, coming[place])), len(moments) - 1)
-        found[moments[k]] = max(found.get(moments[k], 0), int(excess[place]))
-    return found
+        k = min(int(np.searchsorted(moments, next_first_run[place])), len(moments) - 1)
+        excess_by_moment[moments[k]] = max(excess_by_moment.get(moments[k], 0), int(excess[place]))
+    return excess_by_moment

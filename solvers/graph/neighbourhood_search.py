@@ -1,4 +1,4 @@
-"""Large-neighbourhood search: parts of a known order are solved again by the moments program, the rest held as it is.
+"""Large-neighbourhood search: a part of the best order is solved again by the moments program, the rest stays.
 
 Formulation: moments are drawn at random among the first runs; at each, the budget is lowered by what the known order
 needs more between the moments than at them, so that the known order is a solution of the program. A stretch of
@@ -30,8 +30,8 @@ _REPAIRS = 3  # rounds with a lower budget after an order that does not fit
 class NeighbourhoodSearch:
     """Rounds on one search that has an order; ``step`` makes one."""
 
-    def __init__(self, search: Incumbent, rerunnable: Mask, seed: int = 0) -> None:
-        self.search = search
+    def __init__(self, incumbent: Incumbent, rerunnable: Mask, seed: int = 0) -> None:
+        self.incumbent = incumbent
         self.rerunnable = rerunnable
         self._rng = np.random.default_rng(seed)
         self._share = _FIRST_SHARE
@@ -39,39 +39,39 @@ class NeighbourhoodSearch:
 
     def step(self) -> None:
         """Solve one window again, with repairs while its order does not fit."""
-        search, order = self.search, self.search.order
+        incumbent, order = self.incumbent, self.incumbent.order
         assert order is not None
         moments = self._draw_moments(order)
-        reserved = _reserves(search, order, moments)
+        reserved = _reserves(incumbent, order, moments)
         free = self._draw_window()
         for _ in range(_REPAIRS):
-            before = search.left_seconds
+            before = incumbent.left_seconds
             if before < self._last_seconds:
-                search.stop()  # no time for another round
+                incumbent.stop()  # no time for another round
                 return
-            program = MomentsProgram(search.indexed, search.budget_bytes, moments, self.rerunnable, reserved)
-            program.keep_others()
+            program = MomentsProgram(incumbent.indexed, incumbent.budget_bytes, moments, self.rerunnable, reserved)
+            program.hold_coarse()
             start = program.encode(order)
             _hold_outside(program, start, free)
-            limit = min(ROUND_SECONDS, search.left_seconds)
-            answer = program.program.solve(time_limit_seconds=limit, relative_gap=search.gap / 10, start=start)
-            self._last_seconds = before - search.left_seconds
+            limit = min(ROUND_SECONDS, incumbent.left_seconds)
+            answer = program.program.solve(time_limit_seconds=limit, relative_gap=incumbent.gap / 10, start=start)
+            self._last_seconds = before - incumbent.left_seconds
             self._share = min(1.0, self._share * 1.2) if answer.status == "optimal" else max(0.05, self._share * 0.7)
-            if answer.values is None or search.left_seconds == 0:
+            if answer.values is None or incumbent.left_seconds == 0:
                 return
-            found = search.offer(program.order(answer.values), "local search")
-            excess = _reserves(search, found, moments)
-            profile = peak_profile(search.indexed, found)
-            if profile.max() <= search.budget_bytes:
+            offered = incumbent.offer(program.order(answer.values), "local search")
+            excess = _reserves(incumbent, offered, moments)
+            profile = peak_profile(incumbent.indexed, offered)
+            if profile.max() <= incumbent.budget_bytes:
                 return
             reserved = [max(a, b) for a, b in zip(reserved, excess, strict=True)]
 
     def _draw_moments(self, order: list[int]) -> list[int]:
         """First runs at random, likelier where the budget is nearly used up; the fullest one always."""
-        indexed = self.search.indexed
+        indexed = self.incumbent.indexed
         profile = peak_profile(indexed, order)
-        fresh = np.unique(np.array(order), return_index=True)[1]  # places of the first runs, by node
-        load = profile[fresh] / self.search.budget_bytes
+        first_runs = np.unique(np.array(order), return_index=True)[1]  # places of the first runs, by node
+        load = profile[first_runs] / self.incumbent.budget_bytes
         weights = np.maximum(load, 0.05) ** 8
         most = max(FEWEST_MOMENTS, MOST_PAIRS // max(1, int(self.rerunnable.sum())))
         count = min(indexed.count, most, round(FEWEST_MOMENTS / self._share))
@@ -82,14 +82,14 @@ class NeighbourhoodSearch:
         nodes = np.flatnonzero(self.rerunnable)
         size = max(1, round(self._share * nodes.size))
         start = int(self._rng.integers(0, nodes.size - size + 1))
-        free = np.zeros(self.search.indexed.count, dtype=bool)
+        free = np.zeros(self.incumbent.indexed.count, dtype=bool)
         free[nodes[start : start + size]] = True
         return free
 
 
-def _reserves(search: Incumbent, order: list[int], moments: list[int]) -> list[int]:
+def _reserves(incumbent: Incumbent, order: list[int], moments: list[int]) -> list[int]:
     """Per moment how much more memory an order needs since the moment before than at it."""
-    profile = peak_profile(search.indexed, order)
+    profile = peak_profile(incumbent.indexed, order)
     place = {v: p for p, v in reversed(list(enumerate(order)))}
     places = [place[moment] for moment in moments]
     starts = [0, *(p + 1 for p in places[:-1])]

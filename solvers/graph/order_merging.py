@@ -1,4 +1,4 @@
-"""Merges orders of runs: the best selection from everything that several of them run again.
+"""Merging of orders of runs: the best selection from all that several of them run again.
 
 Formulation: a template (``solvers.graph.template_program``) is the shortest order found that contains the best known
 order and some others, which need not fit the budget. More others are taken after rounds that end early, fewer after
@@ -26,40 +26,40 @@ _QUICK_SECONDS = 1.0  # a template that takes less may be larger
 class OrderMerging:
     """Rounds on one search that has an order; ``step`` makes one."""
 
-    def __init__(self, search: Incumbent, seed: int = 0) -> None:
-        self.search = search
+    def __init__(self, incumbent: Incumbent, seed: int = 0) -> None:
+        self.incumbent = incumbent
         self._rng = np.random.default_rng(seed)
         self._others = 2
-        self._share = min(1.0, WHOLE_NODES / search.indexed.count)  # of the first runs, in one window
+        self._share = min(1.0, WHOLE_NODES / incumbent.indexed.count)  # of the first runs, in one window
         self._last_seconds = 0.0
 
     def step(self) -> None:
         """Merge the best order with some of the others seen; without others there is nothing to do."""
-        search, best = self.search, self.search.order
+        incumbent, best = self.incumbent, self.incumbent.order
         assert best is not None
-        others = [order for order in search.seen if order != best]
-        before = search.left_seconds
+        others = [order for order in incumbent.seen if order != best]
+        before = incumbent.left_seconds
         if before < self._last_seconds:
-            search.stop()  # no time for another round
-        if not others or search.done:
+            incumbent.stop()  # no time for another round
+        if not others or incumbent.done:
             return
         picks = self._rng.choice(len(others), size=min(self._others, len(others)), replace=False)
         window = self._draw_window()
-        template = template_of(search.indexed, [best, *(others[int(pick)] for pick in picks)], window)
+        template = template_of(incumbent.indexed, [best, *(others[int(pick)] for pick in picks)], window)
         if (len(template) / _PLACES_A_SECOND) ** 2 > _BUILD_SHARE * before:
             self._adapt(solved=False)
             return
-        program = TemplateProgram(search.indexed, search.budget_bytes, template)
+        program = TemplateProgram(incumbent.indexed, incumbent.budget_bytes, template)
         answer = program.program.solve(
-            time_limit_seconds=min(ROUND_SECONDS, before), relative_gap=search.gap / 10, start=program.encode(best)
+            time_limit_seconds=min(ROUND_SECONDS, before), relative_gap=incumbent.gap / 10, start=program.encode(best)
         )
-        self._last_seconds = before - search.left_seconds
+        self._last_seconds = before - incumbent.left_seconds
         self._adapt(solved=answer.status == "optimal")
         if answer.values is not None:
-            search.offer(program.order(answer.values), "merging")
+            incumbent.offer(program.order(answer.values), "merging")
 
     def _draw_window(self) -> tuple[int, int]:
-        count = self.search.indexed.count
+        count = self.incumbent.indexed.count
         size = round(self._share * (count + 1))
         start = int(self._rng.integers(0, count + 2 - size))
         return start, start + size

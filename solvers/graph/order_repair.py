@@ -1,4 +1,5 @@
-"""Cheap repairs of an order of runs that never make it slower: what fits is kept instead of run again."""
+"""Repairs that never make an order of runs slower: what fits is kept instead of run again, what nobody reads is
+dropped."""
 
 from __future__ import annotations
 
@@ -17,28 +18,28 @@ def keep_what_fits(indexed: IndexedGraph, order: Sequence[int], budget_bytes: in
     >>> keep_what_fits(indexed, [0, 1, 0, 2], 7)
     [0, 1, 2]
     """
-    best = without_spare_runs(indexed, order)
-    while needless := _needless(indexed, best, budget_bytes):
-        best = without_spare_runs(indexed, [v for place, v in enumerate(best) if place not in needless])
-    return best
+    repaired = without_unread_runs(indexed, order)
+    while avoidable := _avoidable_runs(indexed, repaired, budget_bytes):
+        repaired = without_unread_runs(indexed, [v for place, v in enumerate(repaired) if place not in avoidable])
+    return repaired
 
 
-def _needless(indexed: IndexedGraph, order: list[int], budget_bytes: int) -> set[int]:
-    """The places of repeated runs that can all be saved together."""
+def _avoidable_runs(indexed: IndexedGraph, order: list[int], budget_bytes: int) -> set[int]:
+    """The places of repeated runs that can all be avoided together."""
     last, room = last_reads(indexed, order), budget_bytes - peak_profile(indexed, order)
-    before: dict[int, int] = {}
-    again: list[tuple[float, int, int]] = []
+    last_run: dict[int, int] = {}
+    repeated: list[tuple[float, int, int]] = []
     for place, v in enumerate(order):
-        if v in before:
-            again.append((-float(indexed.seconds[v]), place, before[v]))
-        before[v] = place
-    saved: set[int] = set()
-    for _, place, earlier in sorted(again):
-        gap, size = room[last[earlier] + 1 : place], indexed.output_bytes[order[place]]
-        if not gap.size or gap.min() >= size:
-            gap -= size  # what the saved run itself read is not held longer: more room than counted here
-            saved.add(place)
-    return saved
+        if v in last_run:
+            repeated.append((-float(indexed.seconds[v]), place, last_run[v]))
+        last_run[v] = place
+    avoidable: set[int] = set()
+    for _, place, earlier in sorted(repeated):
+        room_between, size = room[last[earlier] + 1 : place], indexed.output_bytes[order[place]]
+        if not room_between.size or room_between.min() >= size:
+            room_between -= size  # what the avoided run itself read is not held longer: more room than counted here
+            avoidable.add(place)
+    return avoidable
 
 
 def fits(indexed: IndexedGraph, order: Sequence[int], budget_bytes: int) -> bool:
@@ -46,21 +47,27 @@ def fits(indexed: IndexedGraph, order: Sequence[int], budget_bytes: int) -> bool
     return int(peak_profile(indexed, order).max()) <= budget_bytes
 
 
-def without_spare_runs(indexed: IndexedGraph, order: Sequence[int]) -> list[int]:
+def fitting_order(indexed: IndexedGraph, order: Sequence[int], budget_bytes: int) -> tuple[int, ...] | None:
+    """The order without unread runs, if that fits."""
+    kept = without_unread_runs(indexed, order)
+    return tuple(kept) if fits(indexed, kept, budget_bytes) else None
+
+
+def without_unread_runs(indexed: IndexedGraph, order: Sequence[int]) -> list[int]:
     """The order less every repeated run that is not read before the node's next run, or the end; never a higher peak.
 
     >>> from solvers.problem.graph import Graph, Node
     >>> a, b = Node(name="a", seconds=1, output_bytes=1), Node(name="b", seconds=1, output_bytes=1, inputs=("a",))
-    >>> without_spare_runs(IndexedGraph(Graph(nodes=(a, b), outputs=("b",))), [0, 1, 0, 1, 0])
+    >>> without_unread_runs(IndexedGraph(Graph(nodes=(a, b), outputs=("b",))), [0, 1, 0, 1, 0])
     [0, 1, 0, 1]
     """
-    first = {k: place for place, k in reversed(list(enumerate(order)))}
-    read = {k for k in range(indexed.count) if indexed.is_output[k]}
+    first = {v: place for place, v in reversed(list(enumerate(order)))}
+    read = {v for v in range(indexed.count) if indexed.is_output[v]}
     kept: list[int] = []
     for place in reversed(range(len(order))):
-        k = order[place]
-        if k in read or first[k] == place:
-            kept.append(k)
-            read.discard(k)
-            read.update(indexed.inputs[k])
+        v = order[place]
+        if v in read or first[v] == place:
+            kept.append(v)
+            read.discard(v)
+            read.update(indexed.inputs[v])
     return kept[::-1]

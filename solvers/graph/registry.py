@@ -1,31 +1,37 @@
-"""The menu of graph methods: one call from a problem to a replayed, certified solution, and one to a frontier."""
+"""The graph methods by name: from a problem to a replayed, certified solution, and from a graph to a frontier."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from itertools import count, takewhile
 
 import numpy as np
 
 from solvers.arrays import Mask
-from solvers.chain.rotor import Table
-from solvers.graph import checkmate, exhaustive, hierarchy, intervals, lower_sets
-from solvers.graph.eviction import POWERS, eviction_order
+from solvers.chain import rotor
+from solvers.graph import (
+    checkmate,
+    eviction,
+    exhaustive,
+    hierarchy,
+    intervals,
+    lower_sets,
+    moments,
+    neighbourhood_search,
+    on_demand,
+    order_merging,
+)
 from solvers.graph.incumbent import SMALLEST_GAP, Incumbent
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
-from solvers.graph.moments import MomentSearch, rerunnable_nodes
-from solvers.graph.neighbourhood_search import NeighbourhoodSearch
-from solvers.graph.on_demand import demand_orders
-from solvers.graph.order_merging import OrderMerging
 from solvers.problem.graph import Graph
 from solvers.problem.graph_schedule import GraphSchedule
 from solvers.problem.graph_simulator import replay_graph
 from solvers.problem.number_checks import check_time_limit
-from solvers.problem.solution import GraphCandidate, GraphProblem, Shortage, Solution
+from solvers.problem.solution import GraphCandidate, GraphProblem, Shortage, Solution, undominated
 
 GraphSolution = Solution[GraphSchedule]
 
@@ -35,7 +41,7 @@ LARGE_NODES, LARGE_SECONDS = 500, 25.0  # without a time limit of the user's, la
 DEFAULT_GAP = 1e-3  # within it a plan counts as good enough to stop
 
 _TRUSTED = 1e-6  # a bound this far above a replayed schedule is wrong
-_TIDIED = 3  # orders made on demand that are tidied: the fastest that fit
+_REPAIRED = 3  # orders made on demand that are repaired: the fastest that fit
 _NOISE = 0.4  # standard deviation of the logarithm of the factors on the scores
 _START_SHARE = 0.9  # of the time has to be left for further first orders
 _ROUND_SHARE = 0.35  # of the time that is left, for one round of the moments program
@@ -45,104 +51,106 @@ _HALVINGS = 8  # of the range between the largest op and the smallest known budg
 Method = Callable[[Incumbent, Mask], None]
 
 
-def _keep_all(search: Incumbent, _: Mask) -> None:
-    search.offer(range(search.indexed.count), "keep_all")
+def _keep_all(incumbent: Incumbent, _: Mask) -> None:
+    incumbent.offer(range(incumbent.indexed.count), "keep_all")
 
 
-def _demand(search: Incumbent, rerunnable: Mask) -> None:
-    """The fastest orders made on demand that fit, tidied."""
-    indexed = search.indexed
-    orders = takewhile(lambda _: not search.done, demand_orders(indexed, rerunnable))
-    fitting = [order for order in orders if int(peak_profile(indexed, order).max()) <= search.budget_bytes]
-    for order in sorted(fitting, key=partial(seconds_of, indexed))[:_TIDIED]:
-        search.offer(order, "demand")
+def _demand(incumbent: Incumbent, rerunnable: Mask) -> None:
+    """The fastest orders made on demand that fit, repaired."""
+    indexed = incumbent.indexed
+    orders = takewhile(lambda _: not incumbent.done, on_demand.orders(indexed, rerunnable))
+    fitting = [order for order in orders if int(peak_profile(indexed, order).max()) <= incumbent.budget_bytes]
+    for order in sorted(fitting, key=partial(seconds_of, indexed))[:_REPAIRED]:
+        incumbent.offer(order, "demand")
 
 
-def _eviction(search: Incumbent, rerunnable: Mask) -> None:
+def _eviction(incumbent: Incumbent, rerunnable: Mask) -> None:
     """One order per power of the score, then orders with noise for the rest of the time."""
-    trials = _evictions(search, rerunnable)
-    while not search.done:
-        next(trials)
+    evictions = _evictions(incumbent, rerunnable)
+    while not incumbent.done:
+        next(evictions)
 
 
-def _evictions(search: Incumbent, rerunnable: Mask) -> Iterator[None]:
+def _evictions(incumbent: Incumbent, rerunnable: Mask) -> Iterator[None]:
     """Endless trials: the published score, its other powers, then all of them with noise."""
-    rng, noise = np.random.default_rng(0), np.ones(search.indexed.count)
+    rng, noise = np.random.default_rng(0), np.ones(incumbent.indexed.count)
     for trial in count():
-        power = POWERS[trial % len(POWERS)]
-        order = eviction_order(search.indexed, search.budget_bytes, rerunnable, power, noise)
+        power = eviction.POWERS[trial % len(eviction.POWERS)]
+        order = eviction.eviction_order(incumbent.indexed, incumbent.budget_bytes, rerunnable, power, noise)
         if order is not None:
-            search.offer(order, "eviction")
+            incumbent.offer(order, "eviction")
         yield
-        if trial + 1 >= len(POWERS):
-            noise = rng.lognormal(sigma=_NOISE, size=search.indexed.count)
+        if trial + 1 >= len(eviction.POWERS):
+            noise = rng.lognormal(sigma=_NOISE, size=incumbent.indexed.count)
 
 
-def _moments(search: Incumbent, rerunnable: Mask) -> None:
-    rounds = MomentSearch(search, rerunnable.copy())
-    while not search.done and not rounds.finished:
-        rounds.step(search.left_seconds)
+def _moments(incumbent: Incumbent, rerunnable: Mask) -> None:
+    moment_rounds = moments.MomentSearch(incumbent, rerunnable.copy())
+    while not incumbent.done and not moment_rounds.finished:
+        moment_rounds.step(incumbent.left_seconds)
 
 
-def _auto(search: Incumbent, rerunnable: Mask) -> None:
+def _auto(incumbent: Incumbent, rerunnable: Mask) -> None:
     """Quick orders first, then in turn rounds of the moments program, and as long as they took, of the search."""
-    _keep_all(search, rerunnable)
-    if search.done:
+    _keep_all(incumbent, rerunnable)
+    if incumbent.done:
         return
-    if search.indexed.count <= EXHAUSTIVE_NODES:
-        METHODS["exhaustive"](search, rerunnable)
+    if incumbent.indexed.count <= EXHAUSTIVE_NODES:
+        METHODS["exhaustive"](incumbent, rerunnable)
         return
-    _demand(search, rerunnable)
-    trials = _evictions(search, rerunnable)
-    enough = _START_SHARE * search.left_seconds
-    for _ in POWERS:
-        if search.order is None or search.left_seconds > enough:
-            next(trials)
-    rounds, moves = MomentSearch(search, rerunnable.copy()), _moves(search, rerunnable, trials)
-    rounds.step(_ROUND_SHARE * search.left_seconds)
-    if not search.done:
-        hierarchy.solve(search, rerunnable, Table)
-    while not search.done:
-        before = search.left_seconds
-        if not rounds.finished:
-            rounds.step(_ROUND_SHARE * before)
-        after = search.left_seconds
-        until = 0.0 if rounds.finished else after - (before - after)
-        while not search.done and search.left_seconds > until:
-            next(moves)
+    _demand(incumbent, rerunnable)
+    evictions = _evictions(incumbent, rerunnable)
+    enough_seconds = _START_SHARE * incumbent.left_seconds
+    for _ in eviction.POWERS:
+        if incumbent.order is None or incumbent.left_seconds > enough_seconds:
+            next(evictions)
+    local_moves = _moves(incumbent, rerunnable, evictions)
+    moment_rounds = moments.MomentSearch(incumbent, rerunnable.copy())
+    moment_rounds.step(_ROUND_SHARE * incumbent.left_seconds)
+    if not incumbent.done:
+        hierarchy.solve(incumbent, rerunnable, rotor.Table)
+    while not incumbent.done:
+        before_seconds = incumbent.left_seconds
+        if not moment_rounds.finished:
+            moment_rounds.step(_ROUND_SHARE * before_seconds)
+        after_seconds = incumbent.left_seconds
+        until_seconds = 0.0 if moment_rounds.finished else after_seconds - (before_seconds - after_seconds)
+        while not incumbent.done and incumbent.left_seconds > until_seconds:
+            next(local_moves)
 
 
-def _moves(search: Incumbent, rerunnable: Mask, trials: Iterator[None]) -> Iterator[None]:
+def _moves(incumbent: Incumbent, rerunnable: Mask, evictions: Iterator[None]) -> Iterator[None]:
     """Endless improvement: merge orders, make a fresh one, solve a window again."""
-    merging, improvement = OrderMerging(search), NeighbourhoodSearch(search, rerunnable)
+    merging = order_merging.OrderMerging(incumbent)
+    neighbourhood = neighbourhood_search.NeighbourhoodSearch(incumbent, rerunnable)
     while True:
-        next(trials)
+        next(evictions)
         yield
-        for step in (merging.step, merging.step, improvement.step):
-            if search.order is not None:
+        for step in (merging.step, merging.step, neighbourhood.step):
+            if incumbent.order is not None:
                 step()
                 yield
 
 
-def _hierarchy(search: Incumbent, rerunnable: Mask) -> None:
+def _hierarchy(incumbent: Incumbent, rerunnable: Mask) -> None:
     """Blocks, menus and the chain table, then local search from there."""
-    _keep_all(search, rerunnable)
-    if not search.done:
-        hierarchy.solve(search, rerunnable, Table)
-    moves = _moves(search, rerunnable, _evictions(search, rerunnable))
-    while not search.done:
-        next(moves)
+    _keep_all(incumbent, rerunnable)
+    if not incumbent.done:
+        hierarchy.solve(incumbent, rerunnable, rotor.Table)
+    local_moves = _moves(incumbent, rerunnable, _evictions(incumbent, rerunnable))
+    while not incumbent.done:
+        next(local_moves)
 
 
 def _candidate(solve: Callable[..., GraphCandidate], name: str) -> Method:
     """A method that answers once."""
 
-    def run(search: Incumbent, _: Mask) -> None:
-        timed = {} if solve is exhaustive.solve else {"time_limit_seconds": search.left_seconds}
-        candidate = solve(search.indexed, search.budget_bytes, **timed)
-        search.offer_bound(candidate.lower_bound_seconds)
+    def run(incumbent: Incumbent, _: Mask) -> None:
+        timed = {} if solve is exhaustive.solve else {"time_limit_seconds": incumbent.left_seconds}
+        candidate = solve(incumbent.indexed, incumbent.budget_bytes, **timed)
+        incumbent.offer_bound(candidate.lower_bound_seconds)
         if candidate.order is not None:
-            search.offer(candidate.order, name, tidy=False)
+            incumbent.offer(candidate.order, name, repair=False)
 
     return run
 
@@ -191,15 +199,15 @@ def solve_graph(
     _check(solver, time_limit_seconds, gap)
     start, indexed = time.perf_counter(), IndexedGraph(problem.graph)
     limit = time_limit_seconds or (LARGE_SECONDS if indexed.count > LARGE_NODES else DEFAULT_SECONDS)
-    search = Incumbent(indexed, problem.budget_bytes, time_limit_seconds=limit, gap=gap)
+    incumbent = Incumbent(indexed, problem.budget_bytes, time_limit_seconds=limit, gap=gap)
     interrupted = False
     try:
-        search.offer_bound(graph_bound_seconds(indexed, problem.budget_bytes))
-        if search.bound_seconds < math.inf:
-            METHODS[solver](search, rerunnable_nodes(indexed))
+        incumbent.offer_bound(graph_bound_seconds(indexed, problem.budget_bytes))
+        if incumbent.bound_seconds < math.inf:
+            METHODS[solver](incumbent, moments.rerunnable_nodes(indexed))
     except KeyboardInterrupt:
         interrupted = True
-    return _solution(search, solver, time.perf_counter() - start, interrupted)
+    return _solution(incumbent, solver, time.perf_counter() - start, interrupted)
 
 
 def graph_frontier(
@@ -215,21 +223,13 @@ def graph_frontier(
     low = int(peak_profile(indexed, _smallest_known(graph)).max())
     high = max(low, int(peak_profile(indexed, range(indexed.count)).max()))
     limit = (time_limit_seconds or DEFAULT_SECONDS) / _FRONTIER_BUDGETS
-    found: list[GraphSolution] = []
+    solutions: list[GraphSolution] = []
     for share in np.linspace(0.0, 1.0, _FRONTIER_BUDGETS) ** 2:  # closer where curves are steep
         budget = low + round(float(share) * (high - low))
-        found.append(solve_graph(GraphProblem(graph=graph, budget_bytes=budget), solver, limit, gap))
-        if found[-1].interrupted:
+        solutions.append(solve_graph(GraphProblem(graph=graph, budget_bytes=budget), solver, limit, gap))
+        if solutions[-1].interrupted:
             break
-    return _undominated([solution for solution in found if solution.schedule is not None])
-
-
-def _undominated(solutions: Sequence[GraphSolution]) -> list[GraphSolution]:
-    best: list[GraphSolution] = []
-    for solution in sorted(solutions, key=lambda s: (s.peak_bytes or 0, s.seconds or 0.0)):
-        if not best or (solution.seconds or 0.0) < (best[-1].seconds or 0.0):
-            best.append(solution)
-    return best
+    return undominated([solution for solution in solutions if solution.schedule is not None])
 
 
 def _check(solver: str, time_limit_seconds: float | None, gap: float) -> None:
@@ -242,20 +242,20 @@ def _check(solver: str, time_limit_seconds: float | None, gap: float) -> None:
         raise ValueError(f"a gap: expected a share from 0 to below 1, got {gap!r}; leave it out for the default")
 
 
-def _solution(search: Incumbent, solver: str, spent_seconds: float, interrupted: bool) -> GraphSolution:
-    if search.order is None and solver == "auto" and search.bound_seconds < math.inf:
-        search.offer(_smallest_known(search.indexed.graph), "eviction")
-    if search.order is None:
-        return _without_schedule(search, solver, spent_seconds, interrupted)
-    schedule = schedule_of(search.indexed, search.order)
-    replayed = replay_graph(search.indexed.graph, schedule)
-    assert replayed.peak_bytes <= search.budget_bytes
-    bound = search.bound_seconds
+def _solution(incumbent: Incumbent, solver: str, spent_seconds: float, interrupted: bool) -> GraphSolution:
+    if incumbent.order is None and solver == "auto" and incumbent.bound_seconds < math.inf:
+        incumbent.offer(_smallest_known(incumbent.indexed.graph), "eviction")
+    if incumbent.order is None:
+        return _without_schedule(incumbent, solver, spent_seconds, interrupted)
+    schedule = schedule_of(incumbent.indexed, incumbent.order)
+    replayed = replay_graph(incumbent.indexed.graph, schedule)
+    assert replayed.peak_bytes <= incumbent.budget_bytes
+    bound = incumbent.bound_seconds
     if bound > replayed.seconds * (1 + _TRUSTED):  # a schedule at hand refutes it
-        bound = graph_bound_seconds(search.indexed, search.budget_bytes)
+        bound = graph_bound_seconds(incumbent.indexed, incumbent.budget_bytes)
     bound = min(bound, replayed.seconds)
     return Solution(
-        solver=search.solver,
+        solver=incumbent.solver,
         status="optimal" if replayed.seconds - bound <= SMALLEST_GAP * replayed.seconds else "feasible",
         schedule=schedule,
         peak_bytes=replayed.peak_bytes,
@@ -266,17 +266,17 @@ def _solution(search: Incumbent, solver: str, spent_seconds: float, interrupted:
     )
 
 
-def _without_schedule(search: Incumbent, solver: str, spent_seconds: float, interrupted: bool) -> GraphSolution:
-    profile = peak_profile(search.indexed, known := _smallest_known(search.indexed.graph))
-    proven = search.bound_seconds == math.inf
-    minimum, node = int(profile.max()), known[int(profile.argmax())]
-    bound = graph_bound_seconds(search.indexed, minimum) if proven else search.bound_seconds
+def _without_schedule(incumbent: Incumbent, solver: str, spent_seconds: float, interrupted: bool) -> GraphSolution:
+    profile = peak_profile(incumbent.indexed, smallest := _smallest_known(incumbent.indexed.graph))
+    proven = incumbent.bound_seconds == math.inf
+    minimum, node = int(profile.max()), smallest[int(profile.argmax())]
+    bound = graph_bound_seconds(incumbent.indexed, minimum) if proven else incumbent.bound_seconds
     return Solution(
         solver=solver,
         status="infeasible" if proven else "unknown",
         lower_bound_seconds=bound,
         solve_seconds=spent_seconds,
-        shortage=Shortage(minimum_budget_bytes=minimum, stage=search.indexed.graph.nodes[node].name, moment="run"),
+        shortage=Shortage(minimum_budget_bytes=minimum, stage=incumbent.indexed.graph.nodes[node].name, moment="run"),
         interrupted=interrupted,
     )
 
@@ -289,23 +289,23 @@ def _smallest_known(graph: Graph) -> tuple[int, ...]:
         order = exhaustive.solve(indexed, exhaustive.smallest_peak(indexed)).order
         assert order is not None
         return order
-    rerunnable = rerunnable_nodes(indexed)
-    orders = [list(range(indexed.count)), *demand_orders(indexed, rerunnable)]
+    rerunnable = moments.rerunnable_nodes(indexed)
+    orders = [list(range(indexed.count)), *on_demand.orders(indexed, rerunnable)]
     orders += _smaller_evictions(indexed, rerunnable, min(int(peak_profile(indexed, o).max()) for o in orders))
     return tuple(min(orders, key=lambda order: int(peak_profile(indexed, order).max())))
 
 
-def _smaller_evictions(indexed: IndexedGraph, rerunnable: Mask, known: int) -> Iterator[list[int]]:
+def _smaller_evictions(indexed: IndexedGraph, rerunnable: Mask, known_bytes: int) -> Iterator[list[int]]:
     """Orders by eviction within ever smaller budgets, by bisection below a known one."""
-    low = smallest_working_set(indexed)[0]
+    low_bytes = smallest_working_set(indexed)[0]
     for _ in range(_HALVINGS):
-        if low >= known:
+        if low_bytes >= known_bytes:
             return
-        budget = (low + known) // 2
-        found = (eviction_order(indexed, budget, rerunnable, power) for power in POWERS)
-        order = next((order for order in found if order is not None), None)
+        budget_bytes = (low_bytes + known_bytes) // 2
+        orders = (eviction.eviction_order(indexed, budget_bytes, rerunnable, power) for power in eviction.POWERS)
+        order = next((order for order in orders if order is not None), None)
         if order is None:
-            low = budget + 1
+            low_bytes = budget_bytes + 1
         else:
-            known = int(peak_profile(indexed, order).max())
+            known_bytes = int(peak_profile(indexed, order).max())
             yield order

@@ -1,4 +1,4 @@
-"""The template program: of all runs that an order contains, the best selection, with memory exact at each run.
+"""The template program: of the repeated runs in an order, the best selection, with memory exact at each run.
 
 Formulation: first runs stand in the template and happen. A binary says for each repeated run whether it happens, and
 one for each stretch between two events of a node (its runs and its reads) whether its output is alive there. What is
@@ -110,13 +110,13 @@ class TemplateProgram:
             for u in self.indexed.inputs[v]:
                 events[u].append((place, False))
             events[v].append((place, True))
-        for v, own in enumerate(events):
-            self._make_node_stretches(v, own)
+        for v, node_events in enumerate(events):
+            self._make_node_stretches(v, node_events)
 
-    def _make_node_stretches(self, v: int, own: list[tuple[int, bool]]) -> None:
+    def _make_node_stretches(self, v: int, events: list[tuple[int, bool]]) -> None:
         program, size, end = self.program, int(self.indexed.output_bytes[v]), len(self.template)
         before: int | None = None  # the variable of the stretch that ends at this event
-        for (place, is_run), following in zip(own, [*(p for p, _ in own[1:]), end], strict=True):
+        for (place, is_run), following in zip(events, [*(p for p, _ in events[1:]), end], strict=True):
             if not is_run:
                 assert before is not None
                 program.row([(self._runs[place], 1.0), (before, -1.0)], upper=0.0)
@@ -132,9 +132,9 @@ class TemplateProgram:
 
     def _make_memory_rows(self) -> None:
         for place, v in enumerate(self.template):
-            own = int(self.indexed.output_bytes[v] + self.indexed.transient_bytes[v])
+            own_bytes = int(self.indexed.output_bytes[v] + self.indexed.transient_bytes[v])
             # The stretch that ends where v itself runs again is not alive beside the new output.
-            terms = [*self._alive[place], (self._runs[place], own)]
+            terms = [*self._alive[place], (self._runs[place], own_bytes)]
             if sum(size for _, size in terms) > self._room:
                 scaled = [(variable, size / max(1, self._room)) for variable, size in terms]
                 self.program.row(scaled, upper=1.0)

@@ -12,7 +12,7 @@ from benchmarks.random_graphs import random_tiny_graph, random_training_graph
 from solvers.chain.rotor import Table
 from solvers.graph import exhaustive, hierarchy
 from solvers.graph.block_options import BlockMenus, node_of
-from solvers.graph.block_partition import cut_into_blocks, turning_point
+from solvers.graph.block_partition import cut_into_blocks, first_backward_node
 from solvers.graph.hierarchy import BlockChain
 from solvers.graph.incumbent import Incumbent
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
@@ -25,9 +25,9 @@ from tests.support.graphs import training_graph
 
 
 def searched(indexed: IndexedGraph, budget_bytes: int) -> Incumbent:
-    search = Incumbent(indexed, budget_bytes, time_limit_seconds=60.0, gap=1e-9)
-    hierarchy.solve(search, rerunnable_nodes(indexed), Table)
-    return search
+    incumbent = Incumbent(indexed, budget_bytes, time_limit_seconds=60.0, gap=1e-9)
+    hierarchy.solve(incumbent, rerunnable_nodes(indexed), Table)
+    return incumbent
 
 
 def layers(times: list[float], *, reads_entry: bool = True, skip: bool = False) -> Graph:
@@ -91,12 +91,12 @@ def test_orders_of_random_training_steps_replay_within_the_budget(seed, share):
     indexed = IndexedGraph(random_training_graph(40, seed))
     low, high = int(indexed.working_bytes.max()), unplanned(indexed)
     budget = int(low + share * (high - low))
-    search = searched(indexed, budget)
-    if search.order is None:
+    incumbent = searched(indexed, budget)
+    if incumbent.order is None:
         return
-    result = replay_graph(indexed.graph, schedule_of(indexed, search.order))
+    result = replay_graph(indexed.graph, schedule_of(indexed, incumbent.order))
     assert result.peak_bytes <= budget
-    assert result.seconds == pytest.approx(search.seconds)
+    assert result.seconds == pytest.approx(incumbent.seconds)
 
 
 def test_random_training_steps_with_most_of_the_memory_have_an_answer():
@@ -131,11 +131,11 @@ def test_blocks_with_other_seconds_are_solved_on_their_own():
 def test_a_menu_goes_from_keeping_all_to_keeping_nothing():
     indexed, blocks = one_block_a_layer(layers([2.0] * 8))
     block = next(block for block in blocks if indexed.graph.nodes[block.forward.start].name == "in3")
-    ways = BlockMenus(indexed).menu(block)
-    kept = [{indexed.graph.nodes[node_of(block, place)].name for place in way.kept} for way in ways]
+    options = BlockMenus(indexed).menu(block)
+    kept = [{indexed.graph.nodes[node_of(block, place)].name for place in option.kept} for option in options]
     assert kept[0] == {"in3", "out3"} and kept[-1] == set()
     assert {"out3"} in kept  # 8 bytes that save 3 seconds and, with in3 run for itself, nothing else
-    again = [sum(indexed.seconds[node_of(block, place)] for place in way.backward_runs) for way in ways]
+    again = [sum(indexed.seconds[node_of(block, place)] for place in option.backward_runs) for option in options]
     assert again[0] == 7.0 and max(again) >= 12.0
 
 
@@ -167,9 +167,9 @@ def test_the_chain_knows_the_unplanned_peak(reads_entry):
 def test_without_time_a_menu_has_its_ends():
     indexed, blocks = one_block_a_layer(layers([2.0] * 8))
     block = next(block for block in blocks if indexed.graph.nodes[block.forward.start].name == "in3")
-    ways = BlockMenus(indexed, lambda: 0.0).menu(block)
-    assert [len(way.kept) for way in (ways[0], ways[-1])] == [2, 0]
-    assert {len(way.kept) for way in ways} == {2, 0}
+    options = BlockMenus(indexed, lambda: 0.0).menu(block)
+    assert [len(option.kept) for option in (options[0], options[-1])] == [2, 0]
+    assert {len(option.kept) for option in options} == {2, 0}
 
 
 def test_with_all_the_memory_nothing_runs_again():
@@ -181,10 +181,10 @@ def test_with_all_the_memory_nothing_runs_again():
 def test_deep_layers_run_in_a_small_part_of_the_memory():
     indexed = IndexedGraph(layers([2.0] * 40))
     budget = unplanned(indexed) // 5
-    search = searched(indexed, budget)
-    assert search.order is not None
-    assert replay_graph(indexed.graph, schedule_of(indexed, search.order)).peak_bytes <= budget
-    assert search.seconds < 1.5 * indexed.seconds.sum()
+    incumbent = searched(indexed, budget)
+    assert incumbent.order is not None
+    assert replay_graph(indexed.graph, schedule_of(indexed, incumbent.order)).peak_bytes <= budget
+    assert incumbent.seconds < 1.5 * indexed.seconds.sum()
 
 
 def test_labels_that_mean_nothing_do_not_matter():
@@ -195,16 +195,16 @@ def test_labels_that_mean_nothing_do_not_matter():
         resident_bytes=graph.resident_bytes,
     )
     indexed = IndexedGraph(plain)
-    assert abs(turning_point(indexed) - turning_point(IndexedGraph(graph))) <= 2
-    search = searched(indexed, unplanned(indexed) // 2)
-    assert search.order is not None
-    assert replay_graph(plain, schedule_of(indexed, search.order)).peak_bytes <= unplanned(indexed) // 2
+    assert abs(first_backward_node(indexed) - first_backward_node(IndexedGraph(graph))) <= 2
+    incumbent = searched(indexed, unplanned(indexed) // 2)
+    assert incumbent.order is not None
+    assert replay_graph(plain, schedule_of(indexed, incumbent.order)).peak_bytes <= unplanned(indexed) // 2
 
 
 def test_where_there_is_nothing_to_cut_there_is_no_answer():
     star = Graph(nodes=(Node(name="a", seconds=1.0, output_bytes=1), Node(name="b", seconds=1.0, output_bytes=1)))
-    search = searched(IndexedGraph(star), 2)
-    assert search.order is None or search.seconds == 2.0
+    incumbent = searched(IndexedGraph(star), 2)
+    assert incumbent.order is None or incumbent.seconds == 2.0
     assert searched(IndexedGraph(Graph(nodes=star.nodes[:1])), 1).seconds in (1.0, math.inf)
 
 

@@ -1,4 +1,4 @@
-"""Orders without their spare runs: as fast or faster, no higher, and with nothing left to drop."""
+"""Orders without runs that nobody reads: as fast or faster, no higher, and with nothing left to drop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.random_graphs import random_tiny_graph
 from solvers.graph.liveness import IndexedGraph, last_reads, peak_profile, seconds_of
-from solvers.graph.order_repair import without_spare_runs
+from solvers.graph.order_repair import without_unread_runs
 
 
 def random_order(indexed: IndexedGraph, seed: int) -> list[int]:
@@ -22,7 +22,7 @@ def random_order(indexed: IndexedGraph, seed: int) -> list[int]:
 def test_what_is_left_is_read_and_the_peak_does_not_rise(seed):
     indexed = IndexedGraph(random_tiny_graph(seed))
     order = random_order(indexed, seed)
-    kept = without_spare_runs(indexed, order)
+    kept = without_unread_runs(indexed, order)
     last, seen = last_reads(indexed, kept), set()
     for place, k in enumerate(kept):
         assert k not in seen or last[place] > place
@@ -30,4 +30,4 @@ def test_what_is_left_is_read_and_the_peak_does_not_rise(seed):
     assert seen == set(range(indexed.count))
     assert peak_profile(indexed, kept).max() <= peak_profile(indexed, order).max()
     assert seconds_of(indexed, kept) <= seconds_of(indexed, order)
-    assert without_spare_runs(indexed, range(indexed.count)) == list(range(indexed.count))
+    assert without_unread_runs(indexed, range(indexed.count)) == list(range(indexed.count))

@@ -119,7 +119,7 @@ def test_ctrl_c_leaves_the_best_order_so_far(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("solvers.graph.registry.MomentSearch.step", interrupted)
+    monkeypatch.setattr("solvers.graph.moments.MomentSearch.step", interrupted)
     graph = random_training_graph(60, 3)
     solution = solve_graph(GraphProblem(graph=graph, budget_bytes=half_budget(graph)))
     assert solution.interrupted and solution.status == "feasible"

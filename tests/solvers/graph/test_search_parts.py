@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 
 from benchmarks.random_graphs import random_tiny_graph, random_training_graph
-from solvers.graph import exhaustive
-from solvers.graph.eviction import POWERS, eviction_order
+from solvers.graph import eviction, exhaustive, on_demand
 from solvers.graph.incumbent import Incumbent
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.graph.moments import MomentSearch, first_moments, rerunnable_nodes
 from solvers.graph.moments_program import MomentsProgram
 from solvers.graph.neighbourhood_search import NeighbourhoodSearch
-from solvers.graph.on_demand import demand_orders
 from solvers.graph.order_merging import OrderMerging
 from solvers.graph.order_repair import keep_what_fits
 from solvers.graph.template_program import TemplateProgram, template_of
@@ -37,24 +35,28 @@ def optimum_of(indexed: IndexedGraph, budget: int) -> float:
 def test_demand_and_eviction_make_orders_that_replay(seed):
     indexed = IndexedGraph(random_tiny_graph(seed))
     budget, rerunnable = middle_budget(indexed), np.ones(indexed.count, dtype=bool)
-    made = [order for power in POWERS if (order := eviction_order(indexed, budget, rerunnable, power)) is not None]
+    made = [
+        order
+        for power in eviction.POWERS
+        if (order := eviction.eviction_order(indexed, budget, rerunnable, power)) is not None
+    ]
     for order in made:
         assert replay_graph(indexed.graph, schedule_of(indexed, order)).peak_bytes <= budget
         assert seconds_of(indexed, order) >= optimum_of(indexed, budget) - 1e-9
-    for order in demand_orders(indexed, rerunnable):
+    for order in on_demand.orders(indexed, rerunnable):
         replay_graph(indexed.graph, schedule_of(indexed, order))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_tidying_is_never_slower_and_stays_in_the_budget(seed):
+def test_a_repair_is_never_slower_and_stays_in_the_budget(seed):
     indexed = IndexedGraph(random_tiny_graph(seed))
     budget = middle_budget(indexed)
-    for order in demand_orders(indexed, np.ones(indexed.count, dtype=bool)):
-        tidied = keep_what_fits(indexed, order, budget)
-        replay_graph(indexed.graph, schedule_of(indexed, tidied))
-        assert seconds_of(indexed, tidied) <= seconds_of(indexed, order)
+    for order in on_demand.orders(indexed, np.ones(indexed.count, dtype=bool)):
+        repaired = keep_what_fits(indexed, order, budget)
+        replay_graph(indexed.graph, schedule_of(indexed, repaired))
+        assert seconds_of(indexed, repaired) <= seconds_of(indexed, order)
         if peak_profile(indexed, order).max() <= budget:
-            assert peak_profile(indexed, tidied).max() <= budget
+            assert peak_profile(indexed, repaired).max() <= budget
 
 
 def everything(count: int) -> list[int]:
@@ -83,8 +85,8 @@ def test_an_order_is_a_solution_of_the_programs_that_it_is_encoded_for(seed):
     budget = middle_budget(indexed)
     best = exhaustive.solve(indexed, budget).order
     assert best is not None
-    search = Incumbent(indexed, budget, time_limit_seconds=60.0, gap=0.0)
-    moments = MomentsProgram(indexed, budget, first_moments(search), np.ones(indexed.count, dtype=bool))
+    incumbent = Incumbent(indexed, budget, time_limit_seconds=60.0, gap=0.0)
+    moments = MomentsProgram(indexed, budget, first_moments(incumbent), np.ones(indexed.count, dtype=bool))
     template = TemplateProgram(indexed, budget, list(best))
     for program, values in ((moments.program, moments.encode(best)), (template.program, template.encode(best))):
         assert values is not None
@@ -109,26 +111,26 @@ def test_moves_improve_and_keep_the_budget(seed):
     graph = random_training_graph(60, seed)
     indexed = IndexedGraph(graph)
     profile = peak_profile(indexed, range(indexed.count))
-    search = Incumbent(
+    incumbent = Incumbent(
         indexed, int((indexed.working_bytes.max() + profile.max()) // 2), time_limit_seconds=60.0, gap=0.0
     )
     rerunnable = rerunnable_nodes(indexed)
-    for order in demand_orders(indexed, rerunnable):
-        search.offer(order, "demand")
-    start = search.seconds
+    for order in on_demand.orders(indexed, rerunnable):
+        incumbent.offer(order, "demand")
+    start = incumbent.seconds
     merging, improvement, rounds = (
-        OrderMerging(search),
-        NeighbourhoodSearch(search, rerunnable),
-        MomentSearch(search, rerunnable),
+        OrderMerging(incumbent),
+        NeighbourhoodSearch(incumbent, rerunnable),
+        MomentSearch(incumbent, rerunnable),
     )
     for step in (merging.step, improvement.step, lambda: rounds.step(10.0), merging.step):
-        before = search.seconds
+        before = incumbent.seconds
         step()
-        assert search.seconds <= before
-    assert search.order is not None and search.seconds < start
-    replayed = replay_graph(graph, schedule_of(indexed, search.order))
-    assert replayed.peak_bytes <= search.budget_bytes
-    assert search.bound_seconds <= replayed.seconds * (1 + 1e-6)
+        assert incumbent.seconds <= before
+    assert incumbent.order is not None and incumbent.seconds < start
+    replayed = replay_graph(graph, schedule_of(indexed, incumbent.order))
+    assert replayed.peak_bytes <= incumbent.budget_bytes
+    assert incumbent.bound_seconds <= replayed.seconds * (1 + 1e-6)
 
 
 def test_a_program_says_when_it_is_infeasible():
@@ -143,5 +145,5 @@ def test_a_chain_by_hand():
     """Four unit ops and their backwards in 4 bytes beside the gradient: known from the oracle, found by each part."""
     indexed = IndexedGraph(training_graph(4))
     budget = exhaustive.smallest_peak(indexed)
-    order = eviction_order(indexed, budget, rerunnable_nodes(indexed))
+    order = eviction.eviction_order(indexed, budget, rerunnable_nodes(indexed))
     assert order is not None and peak_profile(indexed, order).max() <= budget
