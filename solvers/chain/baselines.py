@@ -20,11 +20,8 @@ from solvers.problem.chain_simulator import Replay, replay
 def keep_all(chain: Chain) -> list[Schedule]:
     """The one schedule that keeps every stage.
 
-    >>> from solvers.problem.chain import Option, Stage
-    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
-    >>> keep_all(Chain(stages=(stage,) * 3))[0].forward_runs()
+    >>> from solvers.problem.examples import equal_stages
+    >>> keep_all(equal_stages(3))[0].forward_runs()
     3
     """
     return [segmented_schedule([Segment(0, len(chain.stages), kept=True)])]
@@ -38,11 +35,8 @@ def keep_all_replay(chain: Chain) -> Replay:
 def recompute_all(chain: Chain) -> list[Schedule]:
     """The one schedule that recomputes every stage on its own.
 
-    >>> from solvers.problem.chain import Option, Stage
-    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
-    >>> recompute_all(Chain(stages=(stage,) * 3))[0].forward_runs()
+    >>> from solvers.problem.examples import equal_stages
+    >>> recompute_all(equal_stages(3))[0].forward_runs()
     6
     """
     segments = [Segment(k, k + 1, kept=not stage.recomputable) for k, stage in enumerate(chain.stages)]

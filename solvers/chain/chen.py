@@ -25,11 +25,8 @@ from solvers.problem.chain_schedule import Schedule
 def sqrt_segments(chain: Chain) -> list[Schedule]:
     """The schedule with about sqrt(L) segments: with the last one kept, and with it recomputed.
 
-    >>> from solvers.problem.chain import Option, Stage
-    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
-    >>> [schedule.forward_runs() for schedule in sqrt_segments(Chain(stages=(stage,) * 9))]
+    >>> from solvers.problem.examples import equal_stages
+    >>> [schedule.forward_runs() for schedule in sqrt_segments(equal_stages(9))]
     [15, 18]
     """
     length = math.sqrt(len(chain.stages))
@@ -52,11 +49,8 @@ _BUDGETS = 64  # an even search: finer ones cut chains of up to a few hundred st
 def greedy_segments(chain: Chain) -> list[Schedule]:
     """One schedule per different cut, each with its last segment kept and recomputed.
 
-    >>> from solvers.problem.chain import Option, Stage
-    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
-    >>> sorted(schedule.forward_runs() for schedule in greedy_segments(Chain(stages=(stage,) * 4)))
+    >>> from solvers.problem.examples import equal_stages
+    >>> sorted(schedule.forward_runs() for schedule in greedy_segments(equal_stages(4)))
     [4, 6, 7, 7, 8, 8, 8, 8]
     """
     runs = droppable_runs(chain)

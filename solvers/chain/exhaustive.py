@@ -45,11 +45,8 @@ def solve(problem: Problem) -> Candidate:
     Raises:
         ValueError: the chain has more stages than can be searched.
 
-    >>> from solvers.problem.chain import Option, Stage
-    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
-    >>> chain = Chain(stages=(stage,) * 3)
+    >>> from solvers.problem.examples import equal_stages
+    >>> chain = equal_stages(3)
     >>> [solve(Problem(chain=chain, budget_bytes=b)).lower_bound_seconds for b in (6, 8, 16)]
     [13, 11, 9]
     """

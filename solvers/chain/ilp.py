@@ -45,11 +45,8 @@ def solve(problem: Problem, time_limit_seconds: float = 60.0) -> Candidate:
     Raises:
         ValueError: the chain is too long for the program to be built.
 
-    >>> from solvers.problem.chain import Chain, Option, Stage
-    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
-    >>> solve(Problem(chain=Chain(stages=(stage,) * 3), budget_bytes=8)).lower_bound_seconds
+    >>> from solvers.problem.examples import equal_stages
+    >>> solve(Problem(chain=equal_stages(3), budget_bytes=8)).lower_bound_seconds
     11.0
     """
     check_size("ilp", len(problem.chain.stages), MOST_STAGES, "stages", "rotor")

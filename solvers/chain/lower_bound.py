@@ -52,11 +52,8 @@ _BOTH = _Weights()
 def bound_seconds(chain: Chain, budget_bytes: int, link: Link | None = None) -> float:
     """Seconds that every schedule within the budget needs; infinite where the bound sees that none fits.
 
-    >>> from solvers.problem.chain import Option, Stage
-    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
-    >>> [round(bound_seconds(Chain(stages=(stage,) * 3), b), 6) for b in (5, 8, 16)]
+    >>> from solvers.problem.examples import equal_stages
+    >>> [round(bound_seconds(equal_stages(3), b), 6) for b in (5, 8, 16)]
     [inf, 10.552415, 9.0]
     """
     return _bounds(chain, link if link is not None and link.usable else None).seconds(budget_bytes)

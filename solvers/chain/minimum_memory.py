@@ -30,11 +30,8 @@ _NEVER = np.iinfo(np.int64).max // 4  # sums of two still fit
 def smallest_schedule(chain: Chain) -> Schedule:
     """The schedule with the smallest peak of forward and backward.
 
-    >>> from solvers.problem.chain import Option, Stage
-    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
-    >>> replay(Chain(stages=(stage,) * 3), smallest_schedule(Chain(stages=(stage,) * 3))).peak_bytes
+    >>> from solvers.problem.examples import equal_stages
+    >>> replay(equal_stages(3), smallest_schedule(equal_stages(3))).peak_bytes
     6
     """
     variants = dict.fromkeys((chain.folded(), replace(chain, shared=())))  # shared tensors: throughout, or not at all

@@ -58,12 +58,9 @@ def solve(problem: Problem, link: Link, time_limit_seconds: float = 60.0, known_
     Raises:
         ValueError: the chain is too long for the program to be solved.
 
-    >>> from solvers.problem.chain import Chain, Option, Stage
-    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4, offload_units=(4,))
-    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> from solvers.problem.examples import equal_stages
     >>> link = Link(to_host_bytes_per_second=8.0, to_device_bytes_per_second=8.0)
-    >>> schedule = solve(Problem(chain=Chain(stages=(stage,) * 3), budget_bytes=12), link).schedule
+    >>> schedule = solve(Problem(chain=equal_stages(3, (4,)), budget_bytes=12), link).schedule
     >>> [action.stage for action in schedule.actions if action.kind == "offload"]
     [0]
     """

@@ -56,12 +56,9 @@ class OffloadProposal(NamedTuple):
 def proposals(chain: Chain, budget_bytes: int, link: Link) -> list[OffloadProposal]:
     """The most promising schedules first; placing their copies is left to ``solvers.chain.transfer_placement``.
 
-    >>> from solvers.problem.chain import Option, Stage
-    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4, offload_units=(4,))
-    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> from solvers.problem.examples import equal_stages
     >>> link = Link(to_host_bytes_per_second=8.0, to_device_bytes_per_second=8.0)
-    >>> proposal = proposals(Chain(stages=(stage,) * 4), 14, link)[0]
+    >>> proposal = proposals(equal_stages(4, (4,)), 14, link)[0]
     >>> proposal.schedule.forward_runs(), sorted(proposal.offloaded)
     (4, [(0, 0), (1, 0), (2, 0)])
     """

@@ -48,11 +48,8 @@ def forward_runs(n: int, s: int) -> int:
 def schedules(chain: Chain) -> list[Schedule]:
     """One schedule per useful number of slots, up to as many as leave every stage two runs at most.
 
-    >>> from solvers.problem.chain import Option, Stage
-    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
-    >>> [schedule.forward_runs() for schedule in schedules(Chain(stages=(stage,) * 4))]
+    >>> from solvers.problem.examples import equal_stages
+    >>> [schedule.forward_runs() for schedule in schedules(equal_stages(4))]
     [10, 8, 7]
     """
     runs = droppable_runs(chain)

@@ -78,11 +78,8 @@ class Effort(NamedTuple):
 class Table:
     """All answers for one chain.
 
-    >>> from solvers.problem.chain import Option, Stage
-    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
-    >>> table = Table(Chain(stages=(stage,) * 3))
+    >>> from solvers.problem.examples import equal_stages
+    >>> table = Table(equal_stages(3))
     >>> [(point.peak_bytes, round(point.seconds)) for point in table.points()]
     [(6, 13), (7, 12), (8, 11), (12, 10), (16, 9)]
     """

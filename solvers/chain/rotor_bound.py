@@ -53,11 +53,8 @@ def persistent_bound_seconds(chain: Chain, level: int, enough_seconds: float) ->
 class PersistentBound:
     """Functions of all ranges up to one level.
 
-    >>> from solvers.problem.chain import Option, Stage
-    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4)
-    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
-    >>> bound = PersistentBound(Chain(stages=(stage,) * 3), ceiling=16, steps=16)
+    >>> from solvers.problem.examples import equal_stages
+    >>> bound = PersistentBound(equal_stages(3), ceiling=16, steps=16)
     >>> [round(bound.seconds(level), 3) for level in (5, 6, 7, 8, 12, 16)]
     [inf, 13.0, 12.0, 11.0, 10.0, 9.0]
     """

@@ -49,13 +49,10 @@ class Placement:
         seconds: the schedule's own, without any copy.
         peaks: ``peaks[n]`` is the peak with the first n absences; falling.
 
-    >>> from solvers.problem.chain import Option, Stage
-    >>> option = Option(forward_seconds=1, backward_seconds=2, kept_bytes=4, forward_peak_bytes=6,
-    ...                 backward_peak_bytes=1, recompute_seconds=1, recompute_peak_bytes=4, offload_units=(4,))
-    >>> stage = Stage(name="s", options=(option,), boundary_bytes=1, forward_seconds=1, forward_peak_bytes=2)
+    >>> from solvers.problem.examples import equal_stages
     >>> kept = [Action("forward", k, 0) for k in range(3)]
     >>> back = [action for k in (2, 1, 0) for action in (Action("free", k), Action("backward", k))]
-    >>> placement = Placement(Chain(stages=(stage,) * 3), Schedule(actions=(*kept, *back)))
+    >>> placement = Placement(equal_stages(3, (4,)), Schedule(actions=(*kept, *back)))
     >>> placement.absences_needed(13), placement.peaks
     (1, [16, 12])
     >>> [action.kind for action in placement.placed(13, 1).actions if action.option == 0][:6]

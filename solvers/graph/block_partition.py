@@ -47,11 +47,8 @@ def cut_into_blocks(indexed: IndexedGraph, rerunnable: Mask, largest_share: floa
 
     ``largest_share``: of the forward's bytes in one block, where narrow cuts allow it.
 
-    >>> from solvers.problem.graph import Graph, Node
-    >>> nodes = [Node(name=f"f{k}", seconds=1, output_bytes=1, inputs=(f"f{k-1}",) if k else ()) for k in range(3)]
-    >>> nodes += [Node(name=f"b{k}", seconds=1, output_bytes=1, inputs=(f"f{k}", *([f"b{k+1}"] if k < 2 else [])),
-    ...                side="backward") for k in (2, 1, 0)]
-    >>> indexed = IndexedGraph(Graph(nodes=tuple(nodes), outputs=("b0",)))
+    >>> from solvers.problem.examples import training_graph
+    >>> indexed = IndexedGraph(training_graph(3))
     >>> for block in cut_into_blocks(indexed, np.ones(6, dtype=bool), 0.1):
     ...     print(block.forward, block.backward, block.boundary, block.lasting_bytes)
     range(0, 1) range(5, 6) (0,) 0

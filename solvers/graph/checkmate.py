@@ -42,12 +42,8 @@ def solve(indexed: IndexedGraph, budget_bytes: int, time_limit_seconds: float = 
     Raises:
         ValueError: the graph is too large for the program to be built.
 
-    >>> from solvers.problem.graph import Graph, Node
-    >>> a = Node(name="a", seconds=1.0, output_bytes=4)
-    >>> b = Node(name="b", seconds=2.0, output_bytes=4, inputs=("a",))
-    >>> c = Node(name="c", seconds=3.0, output_bytes=1, inputs=("b",))
-    >>> d = Node(name="d", seconds=1.0, output_bytes=1, inputs=("a", "c"))
-    >>> solve(IndexedGraph(Graph(nodes=(a, b, c, d), outputs=("d",))), 8).order
+    >>> from solvers.problem.examples import late_reader
+    >>> solve(IndexedGraph(late_reader()), 8).order
     (0, 1, 2, 0, 3)
     """
     check_size("checkmate", indexed.count, MOST_NODES, "nodes", "another method")

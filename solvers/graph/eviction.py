@@ -34,11 +34,8 @@ def eviction_order(
         power: of the steps until the next need.
         noise: factors of the nodes' scores, shape (count,); all 1 where None.
 
-    >>> from solvers.problem.graph import Graph, Node
-    >>> a, b = Node(name="a", seconds=1, output_bytes=4), Node(name="b", seconds=2, output_bytes=4)
-    >>> c = Node(name="c", seconds=1, output_bytes=1, inputs=("b",))
-    >>> d = Node(name="d", seconds=1, output_bytes=1, inputs=("a", "c"))
-    >>> eviction_order(IndexedGraph(Graph(nodes=(a, b, c, d), outputs=("d",))), 8, np.ones(4, dtype=bool))
+    >>> from solvers.problem.examples import late_reader
+    >>> eviction_order(IndexedGraph(late_reader()), 8, np.ones(4, dtype=bool))
     [0, 1, 2, 0, 3]
     """
     if indexed.working_bytes.max() > budget_bytes:

@@ -30,12 +30,8 @@ def solve(indexed: IndexedGraph, budget_bytes: int) -> GraphCandidate:
     Raises:
         ValueError: the graph has more nodes than can be searched.
 
-    >>> from solvers.problem.graph import Graph, Node
-    >>> a = Node(name="a", seconds=1.0, output_bytes=4)
-    >>> b = Node(name="b", seconds=2.0, output_bytes=4, inputs=("a",))
-    >>> c = Node(name="c", seconds=3.0, output_bytes=1, inputs=("b",))
-    >>> d = Node(name="d", seconds=1.0, output_bytes=1, inputs=("a", "c"))
-    >>> indexed = IndexedGraph(Graph(nodes=(a, b, c, d), outputs=("d",)))
+    >>> from solvers.problem.examples import late_reader
+    >>> indexed = IndexedGraph(late_reader())
     >>> [solve(indexed, budget).order for budget in (9, 8)]
     [(0, 1, 2, 3), (0, 1, 2, 0, 3)]
     >>> solve(indexed, 7).lower_bound_seconds

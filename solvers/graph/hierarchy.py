@@ -49,15 +49,12 @@ def solve(incumbent: Incumbent, rerunnable: Mask, make_table: Callable[[Chain], 
 
     >>> import numpy as np
     >>> from solvers.chain.rotor import Table
-    >>> from solvers.problem.graph import Graph, Node
-    >>> forward = [Node(name=f"f{k}", seconds=1, output_bytes=2, inputs=(f"f{k - 1}",) if k else ()) for k in range(4)]
-    >>> backward = [Node(name=f"b{k}", seconds=1, output_bytes=1, inputs=(f"f{k}",) + ((f"b{k + 1}",) if k < 3 else ()),
-    ...                  side="backward") for k in (3, 2, 1, 0)]
-    >>> indexed = IndexedGraph(Graph(nodes=(*forward, *backward), outputs=("b0",)))
-    >>> incumbent = Incumbent(indexed, 7, time_limit_seconds=10, gap=1e-9)
+    >>> from solvers.problem.examples import training_graph
+    >>> indexed = IndexedGraph(training_graph(4))
+    >>> incumbent = Incumbent(indexed, 4, time_limit_seconds=10, gap=1e-9)
     >>> solve(incumbent, np.arange(8) < 4, Table)
     >>> incumbent.seconds
-    9.0
+    13.0
     """
     menus, tried_cuts = BlockMenus(incumbent.indexed, lambda: incumbent.left_seconds), set()
     for share in SHARES:

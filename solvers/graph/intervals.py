@@ -35,12 +35,8 @@ def solve(
     Raises:
         ValueError: the graph is too large for the program to be built.
 
-    >>> from solvers.problem.graph import Graph, Node
-    >>> a = Node(name="a", seconds=1.0, output_bytes=4)
-    >>> b = Node(name="b", seconds=2.0, output_bytes=4, inputs=("a",))
-    >>> c = Node(name="c", seconds=3.0, output_bytes=1, inputs=("b",))
-    >>> d = Node(name="d", seconds=1.0, output_bytes=1, inputs=("a", "c"))
-    >>> indexed = IndexedGraph(Graph(nodes=(a, b, c, d), outputs=("d",)))
+    >>> from solvers.problem.examples import late_reader
+    >>> indexed = IndexedGraph(late_reader())
     >>> solve(indexed, 8).order, solve(indexed, 8, most_runs=1).order
     ((0, 1, 2, 0, 3), None)
     """

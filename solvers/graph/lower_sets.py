@@ -47,12 +47,9 @@ def solve(
     Raises:
         ValueError: there are too many lower sets.
 
-    >>> from solvers.problem.graph import Graph, Node
-    >>> forward = [Node(name=f"f{k}", seconds=1, output_bytes=2, inputs=(f"f{k - 1}",) if k else ()) for k in range(4)]
-    >>> backward = [Node(name=f"b{k}", seconds=1, output_bytes=1, inputs=(f"f{k}",) + ((f"b{k + 1}",) if k < 3 else ()),
-    ...                  side="backward") for k in (3, 2, 1, 0)]
-    >>> indexed = IndexedGraph(Graph(nodes=(*forward, *backward), outputs=("b0",)))
-    >>> solve(indexed, 7).order
+    >>> from solvers.problem.examples import training_graph
+    >>> indexed = IndexedGraph(training_graph(4))
+    >>> solve(indexed, 4).order
     (0, 1, 2, 3, 4, 5, 6, 0, 7)
     """
     if indexed.working_bytes.max() > budget_bytes:

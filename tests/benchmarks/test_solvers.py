@@ -15,9 +15,9 @@ from benchmarks.solver_runs import Outcome, Task, peak_resident_mib, run_apart
 from benchmarks.solvers import Ask, Case, open_case, options_from, plan, problem_path, share_of
 from solvers.graph.liveness import IndexedGraph, schedule_of
 from solvers.graph.registry import GraphSolution
+from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph
 from solvers.problem.solution import GraphProblem, Solution
-from tests.support.graphs import training_graph
 
 MEDIUM, LARGE = CLAIMS[1].text, CLAIMS[2].text
 SMALL_GPT, LARGE_GPT = CLAIMS[3].text, CLAIMS[4].text

@@ -1,4 +1,4 @@
-"""Chains for the tests: one hand-computable stage, and seeded random chains that use every field."""
+"""Chains for tests: a stage to work out by hand, and seeded random chains that use every field."""
 
 from __future__ import annotations
 
@@ -7,28 +7,9 @@ from random import Random
 
 from solvers import Chain, Option, Stage
 from solvers.problem.chain import Shared
+from solvers.problem.examples import equal_stages
 
-UNIT = Stage(
-    name="unit",
-    options=(
-        Option(
-            forward_seconds=1,
-            backward_seconds=2,
-            kept_bytes=4,
-            forward_peak_bytes=6,
-            backward_peak_bytes=1,
-            recompute_seconds=1,
-            recompute_peak_bytes=4,
-        ),
-    ),
-    boundary_bytes=1,
-    forward_seconds=1,
-    forward_peak_bytes=2,
-)
-
-
-def unit_chain(count: int) -> Chain:
-    return Chain(stages=(UNIT,) * count)
+UNIT = equal_stages(1).stages[0]
 
 
 def random_chain(seed: int, most_stages: int = 4, odd: bool = False, shared: bool = False) -> Chain:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from solvers import Action, Chain, Option, Schedule, Stage
+from solvers import Action, Chain, Schedule
+from solvers.problem.examples import equal_stages
 
 DROPPED = Schedule(
     actions=tuple(
@@ -18,15 +19,8 @@ DROPPED = Schedule(
 
 
 def small_chain() -> Chain:
-    way = Option(
-        forward_seconds=1.0, backward_seconds=2.0, kept_bytes=4, forward_peak_bytes=6,
-        backward_peak_bytes=1, recompute_seconds=1.0, recompute_peak_bytes=4,
-    )  # fmt: skip
     names = ("first", "second", "third", "fourth")
-    stages = [
-        Stage(name=name, options=(way,), boundary_bytes=1, forward_seconds=1.0, forward_peak_bytes=2) for name in names
-    ]
-    return Chain(stages=tuple(stages))
+    return Chain(stages=tuple(replace(equal_stages(1).stages[0], name=name) for name in names))
 
 
 def two_stages() -> Chain:

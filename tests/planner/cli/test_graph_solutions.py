@@ -11,10 +11,10 @@ import pytest
 import planner
 from planner.cli import graph_solutions
 from planner.plans.pareto_curves import COLUMNS
+from solvers.problem.examples import training_graph
 from tests.support import ROOT
 from tests.support.command_line import SOLVE_KEYS, done, refused, run
 from tests.support.graph_documents import document, node, replayed, training_step
-from tests.support.graphs import training_graph
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def step(tmp_path):
 def deep(tmp_path):
     """Sixteen nodes, more than the oracle takes: unplanned peak 10,000, no node needs more than 3,000."""
     path = tmp_path / "deep.json"
-    path.write_text(json.dumps(training_graph(8, size=1000).to_dict()))
+    path.write_text(json.dumps(training_graph(8, size_bytes=1000).to_dict()))
     return path
 
 

@@ -10,7 +10,8 @@ from solvers import Action, Chain, Problem, Schedule, replay, solve_chain
 from solvers.chain import baselines
 from solvers.chain.fixed_stages import FixedSpan, expanded, restricted, schedule_of
 from solvers.problem.chain import Shared
-from tests.support.chains import random_chain, unit_chain
+from solvers.problem.examples import equal_stages
+from tests.support.chains import random_chain
 
 
 def random_spans(chain: Chain, random: Random, free: float) -> list[FixedSpan]:
@@ -41,7 +42,7 @@ def everything_once(chain: Chain) -> Schedule:
 
 def test_a_segment_of_two_by_hand():
     """Unit stages: boundary 1, kept 4, peaks: forward 6 kept, 2 not kept, recompute 4, backward 1."""
-    chain = unit_chain(3)
+    chain = equal_stages(3)
     spans = [FixedSpan(0, 2), FixedSpan(2, 3, option=0)]
     actions = schedule_of(spans).to_list()
     assert actions == [
@@ -94,14 +95,14 @@ def test_shared_tensors_are_never_counted_too_low(seed):
 def test_a_skip_over_a_segment_is_held_where_the_chain_holds_it():
     """The second stage's reader is in the segment and holds the tensor until it has run again."""
     tensor = Shared(size_bytes=7, born=0, forward_death=0, readers=(1,))
-    chain = Chain(stages=unit_chain(4).stages, shared=(tensor,))
+    chain = Chain(stages=equal_stages(4).stages, shared=(tensor,))
     restricted_chain = restricted(chain, [FixedSpan(0, 1, option=0), FixedSpan(1, 3), FixedSpan(3, 4, undecided=True)])
     assert restricted_chain.shared == (Shared(size_bytes=7, born=0, forward_death=0, savers=(1,)),)
 
 
 def test_a_tensor_that_only_the_forward_of_a_segment_holds_counts_there():
     tensor = Shared(size_bytes=50, born=0, forward_death=2, readers=())
-    chain = Chain(stages=unit_chain(4).stages, shared=(tensor,))
+    chain = Chain(stages=equal_stages(4).stages, shared=(tensor,))
     spans = [FixedSpan(0, 3), FixedSpan(3, 4, option=0)]
     restricted_chain = restricted(chain, spans)
     assert restricted_chain.stages[0].options[0].forward_peak_bytes == 53
@@ -110,7 +111,7 @@ def test_a_tensor_that_only_the_forward_of_a_segment_holds_counts_there():
 
 def test_a_segment_that_saves_a_tensor_holds_it_in_its_backward_alone():
     tensor = Shared(size_bytes=50, born=0, forward_death=0, savers=(1,))
-    chain = Chain(stages=unit_chain(4).stages, shared=(tensor,))
+    chain = Chain(stages=equal_stages(4).stages, shared=(tensor,))
     spans = [FixedSpan(0, 1, option=0), FixedSpan(1, 3), FixedSpan(3, 4, option=0)]
     restricted_chain = restricted(chain, spans)
     assert restricted_chain.shared[0].savers == ()
@@ -123,7 +124,7 @@ def test_a_segment_that_saves_a_tensor_holds_it_in_its_backward_alone():
 
 def test_a_boundary_inside_a_segment_is_not_held_by_it():
     tensor = Shared(size_bytes=50, born=1, forward_death=1, linked_readers=(2,))
-    chain = Chain(stages=unit_chain(4).stages, shared=(tensor,))
+    chain = Chain(stages=equal_stages(4).stages, shared=(tensor,))
     assert (
         restricted(chain, [FixedSpan(0, 1, option=0), FixedSpan(1, 3), FixedSpan(3, 4, option=0)]).shared[0].savers
         == ()

@@ -16,7 +16,8 @@ from solvers import Chain, Problem, Schedule, frontier, replay, solve_chain, sol
 from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.minimum_memory import shortage
 from solvers.chain.rotor import Table
-from tests.support.chains import UNIT, random_chain, unit_chain
+from solvers.problem.examples import equal_stages
+from tests.support.chains import UNIT, random_chain
 
 OPTIMAL = ("rotor", "ilp", "exhaustive", "auto")
 QUICK = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor")
@@ -42,14 +43,14 @@ def backward_runs(schedule: Schedule) -> int:
 @pytest.mark.parametrize("solver", OPTIMAL)
 @pytest.mark.parametrize(("budget", "seconds"), [(6, 13), (7, 12), (8, 11), (11, 11), (12, 10), (15, 10), (16, 9)])
 def test_three_stages_by_hand(solver: str, budget: int, seconds: int) -> None:
-    solution = solve(unit_chain(3), budget, solver)
+    solution = solve(equal_stages(3), budget, solver)
     assert solution.seconds == seconds
     assert solution.peak_bytes is not None and solution.peak_bytes <= budget
 
 
 @pytest.mark.parametrize("solver", OPTIMAL)
 def test_below_the_smallest_budget_the_answer_says_what_forces_it(solver: str) -> None:
-    solution = solve(unit_chain(3), 5, solver)
+    solution = solve(equal_stages(3), 5, solver)
     assert (solution.status, solution.schedule, solution.gap) == ("infeasible", None, None)
     assert solution.shortage is not None
     assert solution.shortage.minimum_budget_bytes == 6  # boundary 1 + kept 4 + backward 1
@@ -58,7 +59,7 @@ def test_below_the_smallest_budget_the_answer_says_what_forces_it(solver: str) -
 
 
 def test_the_optimizer_can_force_the_budget() -> None:
-    chain = replace(unit_chain(3), optimizer_peak_bytes=50)
+    chain = replace(equal_stages(3), optimizer_peak_bytes=50)
     for solver in solver_names(linked=False):
         found = solve(chain, 49, solver).shortage
         assert found is not None and (found.minimum_budget_bytes, found.moment) == (50, "optimizer")
@@ -72,7 +73,7 @@ def test_the_optimizer_can_force_the_budget() -> None:
     ("solver", "peak", "runs"), [("keep_all", 46, 9), ("recompute_all", 13, 18), ("chen_sqrt", 18, 15)]
 )
 def test_baselines_by_hand(solver: str, peak: int, runs: int) -> None:
-    solution = solve(unit_chain(9), 1000, solver)
+    solution = solve(equal_stages(9), 1000, solver)
     assert solution.schedule is not None
     assert (solution.peak_bytes, solution.schedule.forward_runs()) == (peak, runs)
 
@@ -248,8 +249,8 @@ def test_frontiers_rise_in_peak_and_fall_in_seconds(solver: str) -> None:
 
 
 def test_auto_says_which_method_made_the_answer() -> None:
-    assert solve(unit_chain(9), 1000, "auto").solver in solver_names()
-    assert solve(unit_chain(9), 1000, "auto").solver != "auto"
+    assert solve(equal_stages(9), 1000, "auto").solver in solver_names()
+    assert solve(equal_stages(9), 1000, "auto").solver != "auto"
 
 
 def test_ilp_within_no_time_is_still_feasible_with_a_valid_bound() -> None:
@@ -261,21 +262,21 @@ def test_ilp_within_no_time_is_still_feasible_with_a_valid_bound() -> None:
 
 
 def test_errors_say_what_was_expected() -> None:
-    problem = Problem(chain=unit_chain(2), budget_bytes=9)
+    problem = Problem(chain=equal_stages(2), budget_bytes=9)
     with pytest.raises(ValueError, match=r"expected one of keep_all, .*, got 'magic'"):
         solve_chain(problem, "magic")
     with pytest.raises(ValueError, match="expected one of"):
-        frontier(unit_chain(2), "magic")
+        frontier(equal_stages(2), "magic")
     for limit in (0, -1.0, math.nan):
         with pytest.raises(ValueError, match="a time limit: expected seconds above zero"):
             solve_chain(problem, "ilp", limit)
     for budget in (-1, 1.5, True, None):
         with pytest.raises(ValueError, match="a budget: expected an integer"):
-            Problem(chain=unit_chain(2), budget_bytes=budget)  # pyright: ignore[reportArgumentType]
+            Problem(chain=equal_stages(2), budget_bytes=budget)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="exhaustive: expected at most"):
-        solve(unit_chain(9), 99, "exhaustive")
+        solve(equal_stages(9), 99, "exhaustive")
     with pytest.raises(ValueError, match="ilp: expected at most"):
-        solve(unit_chain(101), 99, "ilp")
+        solve(equal_stages(101), 99, "ilp")
 
 
 def test_chains_and_schedules_survive_a_file_and_refuse_another() -> None:
@@ -287,7 +288,7 @@ def test_chains_and_schedules_survive_a_file_and_refuse_another() -> None:
         Chain(stages=())
     with pytest.raises(ValueError, match="forward_seconds"):
         Chain(stages=(replace(UNIT, forward_seconds=math.nan),))
-    schedule = solve(unit_chain(3), 9, "rotor").schedule
+    schedule = solve(equal_stages(3), 9, "rotor").schedule
     assert schedule is not None and Schedule.from_list(schedule.to_list()) == schedule
     with pytest.raises(ValueError, match="expected one of"):
         Schedule.from_list([["jump", 0, None]])

@@ -12,7 +12,8 @@ from benchmarks.random_chains import large_chain
 from solvers import Chain, Option, Problem, Stage, frontier, replay, solve_chain
 from solvers.chain import revolve
 from solvers.chain.revolve import forward_runs
-from tests.support.chains import random_chain, unit_chain
+from solvers.problem.examples import equal_stages
+from tests.support.chains import random_chain
 
 
 @cache
@@ -76,7 +77,7 @@ def test_rotor_needs_no_more_runs_and_as_many_where_one_stage_is_kept_at_a_time(
 
 @pytest.mark.parametrize("count", [5, 20])
 def test_rotor_is_never_slower_in_the_memory_of_a_revolve_schedule(count: int) -> None:
-    for chain in (unit_chain(count), large_chain(1, count)):
+    for chain in (equal_stages(count), large_chain(1, count)):
         for schedule in revolve.schedules(chain):
             result = replay(chain, schedule)
             best = solve_chain(Problem(chain=chain, budget_bytes=result.peak_bytes), "rotor")
@@ -93,9 +94,9 @@ def test_fixed_unlinked_and_sharing_stages_still_replay(seed: int) -> None:
 
 
 def test_the_frontier_is_a_curve_and_long_chains_get_a_bounded_number_of_candidates() -> None:
-    points = frontier(unit_chain(30), "revolve")
+    points = frontier(equal_stages(30), "revolve")
     assert len(points) > 5
-    assert len(revolve.schedules(unit_chain(500))) <= 48
+    assert len(revolve.schedules(equal_stages(500))) <= 48
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True, "3", None])

@@ -13,7 +13,8 @@ from benchmarks.random_chains import large_chain
 from solvers import Action, Chain, Schedule, replay
 from solvers.chain.rotor import Table
 from solvers.chain.rotor_bound import PersistentBound
-from tests.support.chains import random_chain, unit_chain
+from solvers.problem.examples import equal_stages
+from tests.support.chains import random_chain
 
 Steps = tuple[Action, ...]
 
@@ -93,5 +94,5 @@ def test_what_a_coarse_grid_says_of_its_error_holds_against_a_fine_one(menu: int
 
 
 def test_a_grid_with_a_slot_for_every_need_proves_its_answers() -> None:
-    table = Table(unit_chain(40))
+    table = Table(equal_stages(40))
     assert all(table.error_seconds(point) == 0 for point in table.points())

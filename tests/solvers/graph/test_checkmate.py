@@ -10,9 +10,9 @@ import pytest
 from benchmarks.random_graphs import random_tiny_graph
 from solvers.graph import checkmate, exhaustive
 from solvers.graph.liveness import IndexedGraph
+from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph, Node
 from tests.support.graph_checks import checked_seconds, telling_budgets
-from tests.support.graphs import training_graph
 
 SEEDS = range(40)
 
@@ -76,13 +76,13 @@ def test_an_output_may_be_made_again_after_the_last_first_run():
 
 @pytest.mark.parametrize("method", [checkmate.solve, checkmate.round_relaxation])
 def test_what_no_node_fits_in_is_infeasible_for_every_schedule(method):
-    indexed = IndexedGraph(training_graph(3, size=1 << 30))
+    indexed = IndexedGraph(training_graph(3, size_bytes=1 << 30))
     assert method(indexed, (3 << 30) - 1).lower_bound_seconds == math.inf
 
 
 def test_real_sizes_and_times_are_scaled():
     """A chain of eight in gigabytes and microseconds: the same repeated runs as in bytes and seconds."""
-    small, large = training_graph(8), training_graph(8, size=5_000_000_001)
+    small, large = training_graph(8), training_graph(8, size_bytes=5_000_000_001)
     nodes = tuple(
         Node(name=n.name, seconds=n.seconds * 1e-6, output_bytes=n.output_bytes, inputs=n.inputs) for n in large.nodes
     )

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.random_graphs import random_tiny_graph
 from solvers.graph import exhaustive
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of
+from solvers.problem.examples import training_graph
 from solvers.problem.graph_simulator import replay_graph
-from tests.support.graphs import training_graph
 
 
 def unplanned_peak(indexed: IndexedGraph) -> int:

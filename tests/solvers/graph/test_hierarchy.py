@@ -17,11 +17,11 @@ from solvers.graph.hierarchy import BlockChain
 from solvers.graph.incumbent import Incumbent
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.graph.moments import rerunnable_nodes
+from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph, Node
 from solvers.problem.graph_simulator import replay_graph
 from solvers.problem.solution import GraphCandidate
 from tests.support.graph_checks import checked_seconds, telling_budgets
-from tests.support.graphs import training_graph
 
 
 def searched(indexed: IndexedGraph, budget_bytes: int) -> Incumbent:

@@ -10,10 +10,10 @@ import pytest
 from benchmarks.random_graphs import random_tiny_graph
 from solvers.graph import checkmate, exhaustive, intervals
 from solvers.graph.liveness import IndexedGraph
+from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph, Node
 from solvers.problem.solution import GraphCandidate
 from tests.support.graph_checks import checked_seconds, telling_budgets
-from tests.support.graphs import training_graph
 
 SEEDS = range(25)
 
@@ -66,7 +66,7 @@ def test_more_intervals_are_never_slower():
 
 
 def test_what_no_node_fits_in_is_infeasible_for_every_schedule():
-    indexed = IndexedGraph(training_graph(3, size=1 << 30))
+    indexed = IndexedGraph(training_graph(3, size_bytes=1 << 30))
     assert intervals.solve(indexed, (3 << 30) - 1).lower_bound_seconds == math.inf
 
 

@@ -9,9 +9,9 @@ import pytest
 from benchmarks.random_graphs import random_tiny_graph
 from solvers.graph import exhaustive, lower_sets
 from solvers.graph.liveness import IndexedGraph, peak_profile
+from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph, Node
 from tests.support.graph_checks import checked_seconds, telling_budgets
-from tests.support.graphs import training_graph
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -9,9 +9,9 @@ from solvers.graph import exhaustive
 from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
 from solvers.graph.lower_bound import graph_bound_seconds
 from solvers.graph.registry import graph_frontier, solve_graph
+from solvers.problem.examples import training_graph
 from solvers.problem.graph_simulator import replay_graph
 from solvers.problem.solution import GraphProblem
-from tests.support.graphs import training_graph
 
 RELATIVE = 1e-6  # what the integer programs are solved to
 

@@ -16,8 +16,8 @@ from solvers.graph.order_merging import OrderMerging
 from solvers.graph.order_repair import keep_what_fits
 from solvers.graph.template_program import TemplateProgram, template_of
 from solvers.highs import Program
+from solvers.problem.examples import training_graph
 from solvers.problem.graph_simulator import replay_graph
-from tests.support.graphs import training_graph
 
 SEEDS = range(40)
 

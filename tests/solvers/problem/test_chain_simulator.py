@@ -9,7 +9,8 @@ import pytest
 from solvers import Action, Chain, Problem, ReplayError, Schedule, replay, solve_chain
 from solvers.problem.chain import Shared
 from solvers.problem.chain_simulator import LiveSet, alive_before
-from tests.support.chains import UNIT, random_chain, unit_chain
+from solvers.problem.examples import equal_stages
+from tests.support.chains import UNIT, random_chain
 
 
 def actions(*rows: tuple) -> Schedule:
@@ -46,14 +47,14 @@ def test_kept_output_counts_once_its_boundary_is_gone() -> None:
 
 
 def test_the_optimizer_has_its_own_peak() -> None:
-    chain = replace(unit_chain(1), optimizer_peak_bytes=99)
+    chain = replace(equal_stages(1), optimizer_peak_bytes=99)
     assert replay(chain, actions(("forward", 0, 0), ("free", 0), ("backward", 0))).peak_bytes == 99
 
 
 def test_a_shared_tensor_lives_while_a_reader_waits() -> None:
     # 8 bytes made by stage 0, held while stage 1 is dropped and not yet run again.
     shared = (Shared(size_bytes=8, born=0, forward_death=0, readers=(1,)),)
-    chain = replace(unit_chain(2), shared=shared)
+    chain = replace(equal_stages(2), shared=shared)
     rows = [("forward", 0, 0), ("forward", 1), ("free", 1), ("recompute", 1, 0), ("backward", 1), ("backward", 0)]
     assert [m.after_bytes for m in replay(chain, actions(*rows)).timeline] == [5, 14, 13, 9, 5, 1]
 
@@ -81,7 +82,7 @@ DROPPED = [("forward", 0), ("forward", 1), ("free", 1)]
 )
 def test_impossible_actions_are_refused_with_the_reason(rows: list[tuple], message: str) -> None:
     with pytest.raises(ReplayError, match=message):
-        replay(unit_chain(2), actions(*rows))
+        replay(equal_stages(2), actions(*rows))
 
 
 def test_stages_that_run_once_and_boundaries_that_cannot_come_back() -> None:
