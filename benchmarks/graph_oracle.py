@@ -122,8 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tallies = [tally(solver, asked) for solver in options.solvers]
     feasible = sum(instance.optimum_seconds is not None for instance in asked)
     remarks = [
-        f"{options.seeds} graphs of benchmarks/random_graphs.py, budgets: one byte less than the smallest feasible, that "
-        f"one, and midway to the unplanned peak; {feasible} of {len(asked)} are feasible",
+        f"{options.seeds} graphs of benchmarks/random_graphs.py, budgets: one byte less than the smallest feasible, "
+        f"that one, and midway to the unplanned peak; {feasible} of {len(asked)} are feasible",
         f"limit {LIMIT_SECONDS:g} s, {', '.join(f'{name} {limit:g} s' for name, limit in SHORT_SECONDS.items())}",
         f"equal to the optimum, above it, and so on; has to be 0: {', '.join(WRONG)}",
         "auto asks the oracle itself at this size; its searches stand in the other rows",
