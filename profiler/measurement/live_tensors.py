@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.measurement.meter import Interval, Meter
-from profiler.measurement.planned_probe import AGAIN, QuietPatches, StepMarks
+from profiler.measurement.planned_probe import AGAIN, StepMarks
 from profiler.op_graph import is_allocation
 from profiler.recomputation.module_rerun import RUNNING_AGAIN
 from profiler.recomputation.op_schema import traits_of
 from profiler.workload.autograd_nodes import next_node
-from profiler.workload.forward_patches import Forward
+from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.storages import allocated_bytes
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload, optimizer_tensors, scaler_tensors
@@ -91,7 +91,7 @@ class LiveTensorTracker:
         self._workload = workload
         self._marks = marks
         self._meter = meter
-        self._patches = QuietPatches()
+        self._patches = ForwardPatches(compile_safe=False)
         self._modules: list[str] = []
 
     def __enter__(self) -> LiveTensorTracker:

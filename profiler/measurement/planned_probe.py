@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from profiler.measurement.meter import Interval, Meter
 from profiler.measurement.stage_probe import (
@@ -21,37 +19,11 @@ from profiler.measurement.stage_probe import (
     stage_place,
 )
 from profiler.workload.autograd_nodes import next_node
-from profiler.workload.forward_patches import Forward
+from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.workload import Workload
 
 AGAIN = "again"
 StageCall = tuple[str, int]
-_MISSING = object()
-
-
-class QuietPatches:
-    """Wrappers in front of modules' own forwards, below those of a plan that is applied afterwards.
-
-    A plan's reruns call what it found when it was applied: these wrappers see
-    them too. Take the plan off before the wrappers.
-    """
-
-    def __init__(self) -> None:
-        self._undo: list[tuple[nn.Module, Any]] = []
-
-    def wrap(self, module: nn.Module, wrapper: Callable[[Forward], Forward]) -> None:
-        """Replace ``module.forward`` by ``wrapper(module.forward)``."""
-        self._undo.append((module, module.__dict__.get("forward", _MISSING)))
-        module.__dict__["forward"] = functools.wraps(module.forward)(wrapper(module.forward))
-
-    def remove(self) -> None:
-        """Put every forward back as it was."""
-        while self._undo:
-            module, before = self._undo.pop()
-            if before is _MISSING:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = before
 
 
 class StepMarks:
@@ -74,7 +46,7 @@ class StepMarks:
         self._stages = list(stages)
         self._positions = {call: k for k, call in enumerate(stages)}
         self._again = again or {}
-        self._patches = QuietPatches()
+        self._patches = ForwardPatches(compile_safe=False)
         self._meter: Meter | None = None
         self._begin()
 

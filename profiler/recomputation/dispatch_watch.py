@@ -15,8 +15,8 @@ from profiler.recomputation.module_rerun import RUNNING_AGAIN
 from profiler.recomputation.op_schema import traits_of
 from profiler.recomputation.op_tape import OpTape
 from profiler.recomputation.selection import ModuleSwitch, Selection
+from profiler.workload.forward_patches import replace_forward, reset_forward
 
-_MISSING = object()
 _NOTHING = nullcontext()
 
 
@@ -100,19 +100,17 @@ class RecordingMode(TorchDispatchMode):
         """
         self._depth = RUNNING_AGAIN.get()
         self._hooks = hooks
-        inner = [(module, turn) for module, turn in self._turns if module is not None]
-        before = [(module, module.__dict__.get("forward", _MISSING)) for module, _ in inner]
-        for module, turn in inner:
-            module.__dict__["forward"] = functools.partial(self._turn, turn, module.forward)
+        replaced = [
+            (module, replace_forward(module, functools.partial(self._turn, turn, module.forward)))
+            for module, turn in self._turns
+            if module is not None
+        ]
         try:
             yield
         finally:
             self._hooks = None  # They refer to the call, and so to what the tape holds.
-            for module, forward in before:
-                if forward is _MISSING:
-                    del module.__dict__["forward"]
-                else:
-                    module.__dict__["forward"] = forward
+            for module, before in reversed(replaced):  # One module may stand there twice.
+                reset_forward(module, before)
 
     def _turn(self, turn: ModuleSwitch, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():  # As the trace did not tell modules apart there.

@@ -1,8 +1,9 @@
-"""Patched forwards: put a wrapper in front of a module's ``forward`` and take it off again."""
+"""Wrappers put in place of modules' ``forward``, and the forwards of before put back."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import types
 import weakref
 from collections.abc import Callable
@@ -12,11 +13,11 @@ from torch import nn
 
 from profiler.workload.compiled_forwards import Forward, between_graphs, leave_frame_uncompiled
 
-_MISSING = object()
+_OF_CLASS = object()  # stands for a forward that is not the instance's own
 
 
 class PatchedForward:
-    """A wrapper as it stands on one module; copies and pickles of the module get the forward of before instead."""
+    """A wrapper on one module; copies and pickles of the module get the forward of before instead."""
 
     def __init__(self, module: nn.Module, wrapper: Callable[[Forward], Forward], what: str) -> None:
         self._module = weakref.ref(module)
@@ -52,8 +53,23 @@ def plain_forward(module: Any) -> Forward:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether a forward of the model or of a module in it is patched."""
+    """Whether a forward of the model or of a module in it is patched by a plan, or for a measurement."""
     return any(isinstance(module.__dict__.get("forward"), PatchedForward) for module in model.modules())
+
+
+def replace_forward(module: nn.Module, forward: Forward) -> Any:
+    """Make ``forward`` the instance's own; returns what ``reset_forward`` needs to undo it."""
+    before = module.__dict__.get("forward", _OF_CLASS)
+    module.__dict__["forward"] = forward
+    return before
+
+
+def reset_forward(module: nn.Module, before: Any) -> None:
+    """Undo ``replace_forward``, which returned ``before``."""
+    if before is _OF_CLASS:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = before
 
 
 class ForwardPatches:
@@ -61,29 +77,31 @@ class ForwardPatches:
 
     ``forward`` is patched and not ``__call__``, so that hooks of the user, of
     FSDP and of DDP stay outside. The module tree, names and state_dict do not change.
+
+    Args:
+        compile_safe: whether compiled code may call the modules, and copies and pickles be made of them. Without it a
+            wrapper costs nothing but its own call, and does not count for ``is_patched``: a plan can be applied on
+            top of it, and has to be taken off before it.
     """
 
-    def __init__(self) -> None:
-        self._undo: list[tuple[weakref.ref[nn.Module], Any, weakref.ref[PatchedForward]]] = []
+    def __init__(self, *, compile_safe: bool = True) -> None:
+        self._compile_safe = compile_safe
+        self._undo: list[tuple[weakref.ref[nn.Module], Any, weakref.ref[Any]]] = []
 
     def wrap(self, module: nn.Module, wrapper: Callable[[Forward], Forward], what: str = "it is measured") -> None:
         """Replace ``module.forward`` by ``wrapper(module.forward)``; ``what`` says why compiled code ends there."""
-        before = module.__dict__.get("forward", _MISSING)
-        patched = module.__dict__["forward"] = PatchedForward(module, wrapper, what)
-        self._undo.append(
-            (weakref.ref(module), before, weakref.ref(patched))
-        )  # Whoever holds this must not hold the model.
+        plain = module.forward
+        patch = PatchedForward(module, wrapper, what) if self._compile_safe else functools.wraps(plain)(wrapper(plain))
+        before = replace_forward(module, patch)
+        self._undo.append((weakref.ref(module), before, weakref.ref(patch)))  # Whoever holds this holds no model.
 
     def remove(self) -> None:
         """Put every forward back as it was; calling it again does nothing."""
         while self._undo:
-            reference, before, patch = self._undo.pop()
-            module, patched = reference(), patch()
-            if patched is not None:
-                patched.retire()
-            if module is None or module.__dict__.get("forward") is not patched:
-                continue  # Something else, which holds the patched one, stands there: it is not ours to remove.
-            if before is _MISSING:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = before
+            module_ref, before, patch_ref = self._undo.pop()
+            module, patch = module_ref(), patch_ref()
+            if isinstance(patch, PatchedForward):
+                patch.retire()
+            # Where something else stands that holds the patch, it is not ours to remove.
+            if module is not None and module.__dict__.get("forward") is patch:
+                reset_forward(module, before)

@@ -271,6 +271,15 @@ def test_a_call_that_runs_again_as_a_whole_is_watched_as_well(flow: StageOps) ->
     assert product.tensor().shape == (ROWS, 2 * WIDTH)
 
 
+def test_a_module_that_stands_twice_in_a_stage_gets_its_forward_back() -> None:
+    act = nn.GELU()
+    stage = nn.Sequential(act, nn.Linear(WIDTH, WIDTH), act)
+    turns = (ModuleSwitch("0", True, True), ModuleSwitch("2", True, True))
+    selection = Selection(ops=("aten.gelu.default",) * 2, rerun=frozenset(), turns=turns, ordinals=(0, 1))
+    SelectiveCall(stage, selection).run(stage.forward, (torch.ones(ROWS, WIDTH, requires_grad=True),), {})
+    assert "forward" not in act.__dict__
+
+
 def test_without_gradients_no_mode_stays_on(flow: StageOps) -> None:
     stage, inputs = BLOCK.make()
     with torch.no_grad():
