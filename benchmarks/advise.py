@@ -68,7 +68,7 @@ def measured(forms: WorkloadVariants, each: Combination) -> Real:
     with preserved(work), contextlib.nullcontext() if each.plan is None else planner.apply(work.model, each.plan):
         work.zero_grad()
         first, later = peak_bytes_of(work, effective), peak_bytes_of(work, effective)
-        times = [sum(i.seconds for i in metered(time_meter(work.device), effective)) for _ in range(REPEATS)]
+        times = [metered(time_meter(work.device), effective).seconds for _ in range(REPEATS)]
     return Real(first, later, statistics.median(times))
 
 

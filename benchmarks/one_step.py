@@ -12,10 +12,10 @@ from profiler.workload.workload import Workload
 def peak_bytes_of(workload: Workload, run: Callable[[], object] | None = None) -> int:
     """Most bytes alive at once, model states and batch included, while ``run`` runs: one step where none is given."""
     meter = memory_meter(workload.device, resident_bytes_of(workload).total)
-    return max(interval.peak_bytes for interval in metered(meter, run or workload.step))
+    return metered(meter, run or workload.step).peak_bytes
 
 
 def seconds_of(workload: Workload) -> float:
     """Seconds of one step that begins without gradients."""
     workload.zero_grad()
-    return sum(interval.seconds for interval in metered(time_meter(workload.device), workload.step))
+    return metered(time_meter(workload.device), workload.step).seconds

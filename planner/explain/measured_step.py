@@ -17,9 +17,8 @@ from planner.plans.plan import Plan
 from planner.runtime.applier import apply, check_precision, split_name
 from planner.runtime.plan_checks import check_device, check_inputs
 from profiler.measurement.live_tensors import LiveStorage, LiveTensorTracker, PeakSnapshot
-from profiler.measurement.meter import Interval, Meter, memory_meter, time_meter
-from profiler.measurement.planned_probe import AGAIN, StepMarks
-from profiler.measurement.stage_probe import END, LOSS
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, memory_meter, time_meter
+from profiler.measurement.planned_probe import PlannedProbe
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import first_step, resident_bytes_of
@@ -79,13 +78,13 @@ class _Viewer:
         self._resident_bytes = resident_bytes_of(workload).total
 
     def view(self, rounds: int) -> MeasuredStep:
-        with StepMarks(self._workload, self._places.calls, self._places.again) as marks:
-            bytes_of = {planned: self._run(marks, self._memory(), planned) for planned in (False, True)}
-            seconds_of: dict[bool, list[list[Interval]]] = {False: [], True: []}
+        with PlannedProbe(self._workload, self._places.calls, self._places.again) as probe:
+            bytes_of = {planned: self._run(probe, self._memory(), planned) for planned in (False, True)}
+            seconds_of: dict[bool, list[MarkedPhases]] = {False: [], True: []}
             for planned in [False, True] * rounds:
-                seconds_of[planned].append(self._run(marks, time_meter(self._workload.device), planned))
+                seconds_of[planned].append(self._run(probe, time_meter(self._workload.device), planned))
             with (
-                LiveTensorTracker(self._workload, marks, self._memory()) as watch,
+                LiveTensorTracker(self._workload, probe, self._memory()) as watch,
                 apply(self._workload.model, self._plan),
             ):
                 self._randomness.restore()
@@ -96,29 +95,29 @@ class _Viewer:
     def _memory(self) -> Meter:
         return memory_meter(self._workload.device, self._resident_bytes)
 
-    def _run(self, marks: StepMarks, meter: Meter, planned: bool) -> list[Interval]:
+    def _run(self, probe: PlannedProbe, meter: Meter, planned: bool) -> MarkedPhases:
         self._randomness.restore()
         with apply(self._workload.model, self._plan) if planned else contextlib.nullcontext():
-            return marks.step(meter)
+            return probe.step(meter)
 
-    def _timeline(self, metered: list[Interval], timed: list[list[Interval]], *, planned: bool) -> Timeline:
-        labels = [interval.label for interval in metered]
-        if any([interval.label for interval in run] != labels for run in timed):
+    def _timeline(self, metered: MarkedPhases, timed: list[MarkedPhases], *, planned: bool) -> Timeline:
+        marks = [mark for mark, _ in metered]
+        if any([mark for mark, _ in run] != marks for run in timed):
             raise ValueError(
                 f"measuring {self._plan.model_class}: expected a step that goes through its stages in the same way "
                 "every time, got another order; leave out what changes from step to step"
             )
-        seconds = [statistics.median(run[k].seconds for run in timed) for k in range(len(labels))]
+        seconds = [statistics.median(run[k][1].seconds for run in timed) for k in range(len(marks))]
         spans = tuple(self._places.spans(metered, seconds))
         return Timeline(source="measured", planned=planned, spans=spans)
 
 
 class Places:
-    """The labels of step marks in the words of a plan.
+    """The marks of a step in the words of a plan.
 
     Attributes:
         calls: of its stages: the module's name, and how many calls of it come before.
-        again: as ``StepMarks`` takes it.
+        again: as ``PlannedProbe`` takes it.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -135,42 +134,40 @@ class Places:
         before = own[i] - 1 if i < len(own) else len(plan.stages) - 1
         return plan.stages[max(0, before)].name
 
-    def stage(self, label: str) -> str:
-        """The stage, or the part outside of stages, that a label names; empty for the optimizer."""
-        _, _, place = label.partition(":")
-        kind, _, index = place.partition(":")
-        if not kind:
-            return self._outside[-1] if label == LOSS else ""
-        return self._stages[int(index)] if kind == "stage" else self._outside[int(index)]
+    def stage(self, mark: Mark) -> str:
+        """The stage, or the part outside of stages, that a mark names; empty for the optimizer."""
+        if mark.place is None:
+            return self._outside[-1] if mark.phase == "loss" else ""
+        return (self._stages if mark.place.kind == "stage" else self._outside)[mark.place.index]
 
-    def spans(self, intervals: Sequence[Interval], seconds: Sequence[float]) -> Iterator[Span]:
+    def spans(self, phases: MarkedPhases, seconds: Sequence[float]) -> Iterator[Span]:
         """One span per stretch of the same action."""
         now = 0.0
-        rows = [(i, s) for i, s in zip(intervals, seconds, strict=True) if i.label != END]
-        for (phase, stage, action), group in itertools.groupby(rows, key=lambda row: self._what(row[0].label)):
+        rows = [(mark, p, s) for (mark, p), s in zip(phases, seconds, strict=True) if mark.phase != "end"]
+        for (phase, stage, action), group in itertools.groupby(rows, key=lambda row: self._what(row[0])):
             own = list(group)
-            length = sum(spent for _, spent in own)
+            length = sum(spent for *_, spent in own)
             yield Span(
                 phase=phase,
                 stage=stage,
                 action=action,
                 start_seconds=now,
                 end_seconds=now + length,
-                before_bytes=own[0][0].start_bytes,
-                peak_bytes=max(interval.peak_bytes for interval, _ in own),
-                after_bytes=own[-1][0].end_bytes,
+                before_bytes=own[0][1].start_bytes,
+                peak_bytes=max(part.peak_bytes for _, part, _ in own),
+                after_bytes=own[-1][1].end_bytes,
             )
             now += length
 
-    def _what(self, label: str) -> tuple[PhaseName, str, SpanKind]:
-        phase, stage = _phase_of(label), self.stage(label)
+    def _what(self, mark: Mark) -> tuple[PhaseName, str, SpanKind]:
+        phase, stage = _phase_of(mark), self.stage(mark)
         if phase == "optimizer":
             return phase, stage, "optimizer"
-        return phase, stage, "recompute" if label.startswith(AGAIN) else phase
+        return phase, stage, "recompute" if mark.phase == "again" else phase
 
     def peak(self, found: PeakSnapshot) -> Peak:
         """The peak in the words of a plan; what no storage explains is a temporary of the op's kernel."""
-        phase, stage, action = self._what(found.label)
+        phase, stage, action = self._what(found.mark)
         at = f"{found.op} in {found.module}" if found.module else found.op
         parts = [self._part(storage, found, phase) for storage in found.storages]
         left = found.peak_bytes - found.explained_bytes
@@ -186,16 +183,16 @@ class Places:
         )
 
     def _part(self, storage: LiveStorage, peak: PeakSnapshot, phase: PhaseName) -> Part:
-        if storage.label == "resident":
+        if storage.made_in is None:
             return Part(what=_RESIDENT[storage.kind], size_bytes=storage.size_bytes, module=storage.module, tensors=1)
-        stage = self.stage(storage.label)
+        stage = self.stage(storage.made_in)
         return Part(
-            what=_why_alive(storage, peak, phase),
+            what=_why_alive(storage, storage.made_in, peak, phase),
             size_bytes=storage.size_bytes,
             op=storage.op,
             module=_inside(storage.module, stage),
             stage=stage,
-            phase=_phase_of(storage.label),
+            phase=_phase_of(storage.made_in),
             tensors=1,
         )
 
@@ -209,21 +206,21 @@ _RESIDENT: Mapping[str, str] = {
 }
 
 
-def _why_alive(storage: LiveStorage, peak: PeakSnapshot, phase: PhaseName) -> str:
+def _why_alive(storage: LiveStorage, mark: Mark, peak: PeakSnapshot, phase: PhaseName) -> str:
     if storage.kind == "gradient":
         return "gradients of parameters"
-    made_in = _phase_of(storage.label)
+    made_in = _phase_of(mark)
     if made_in == "forward":
-        return "made as its forward runs" if storage.label == peak.label else KEPT
+        return "made as its forward runs" if mark == peak.mark else KEPT
     if storage.again:
         return MADE_AGAIN
     return "made by the optimizer's step" if made_in == "optimizer" else "made as its backward runs"
 
 
-def _phase_of(label: str) -> PhaseName:
-    if label.startswith("forward"):
+def _phase_of(mark: Mark) -> PhaseName:
+    if mark.phase == "forward":
         return "forward"
-    return "optimizer" if label in ("optimizer", END) else "backward"
+    return "optimizer" if mark.phase in ("optimizer", "end") else "backward"
 
 
 def _inside(module: str, stage: str) -> str:

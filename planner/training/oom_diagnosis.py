@@ -16,8 +16,8 @@ from planner.runtime.applier import apply, split_name
 from planner.runtime.dropped_stage import DroppedStage
 from planner.runtime.step_trial import ran_out
 from planner.training.oom_report import ActionMemory, FailureReport, Stop, allocation_in
-from profiler.measurement.meter import Interval, Meter, memory_meter
-from profiler.measurement.planned_probe import StepMarks
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, memory_meter
+from profiler.measurement.planned_probe import PlannedProbe
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
 from profiler.workload.snapshot import preserved
 from profiler.workload.steps import resident_bytes_of
@@ -95,17 +95,17 @@ class _Keeping:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self.found: list[Interval] = []
+        self.phases: MarkedPhases = []
 
-    def start(self, label: str) -> None:
-        self._meter.start(label)
+    def start(self, mark: Mark) -> None:
+        self._meter.start(mark)
 
-    def mark(self, label: str) -> None:
-        self._meter.mark(label)
+    def mark(self, mark: Mark) -> None:
+        self._meter.mark(mark)
 
-    def stop(self) -> list[Interval]:
-        self.found = self._meter.stop()
-        return self.found
+    def stop(self) -> MarkedPhases:
+        self.phases = self._meter.stop()
+        return self.phases
 
 
 def _run_again(workload: Workload, plan: Plan) -> tuple[list[Span], bool]:
@@ -117,14 +117,14 @@ def _run_again(workload: Workload, plan: Plan) -> tuple[list[Span], bool]:
     try:
         with preserved(workload):
             meter = _Keeping(memory_meter(workload.device, resident_bytes_of(workload).total))
-            with StepMarks(workload, places.calls, places.again) as marks, apply(workload.model, plan):
-                marks.step(meter)
+            with PlannedProbe(workload, places.calls, places.again) as probe, apply(workload.model, plan):
+                probe.step(meter)
     except (RuntimeError, MemoryError) as error:
         repeated = ran_out(error)
         if not repeated:
             raise
-    found = meter.found if meter else []
-    return list(places.spans(found, [0.0] * len(found))), repeated and bool(found)
+    phases = meter.phases if meter else []
+    return list(places.spans(phases, [0.0] * len(phases))), repeated and bool(phases)
 
 
 def _predicted(plan: Plan) -> Timeline | None:

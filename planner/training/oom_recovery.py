@@ -13,7 +13,7 @@ from planner.plans.solving import SEARCH_SECONDS, NoPlan, replan
 from planner.training.oom_report import FailureReport
 from profiler.workload.snapshot import RandomState, attributes_of, captured
 from profiler.workload.tensor_trees import tensors_in
-from profiler.workload.workload import Workload
+from profiler.workload.workload import StepPhase, Workload
 
 # The most steps that are trained again after a half done update. Such a copy takes 2 to 3 % of one step of the zoo's
 # gpt2, resnet50 and mlp on a CPU, and what is remembered before every step 0.3 to 0.5 % of it (process time).
@@ -45,21 +45,16 @@ class StepRollback:
         Args:
             step: how many come before; this one may also be one that was undone.
         """
-        workload = self._workload
         self.phase, self._before, self._step = None, None, step  # Nothing is to be undone before forward begins.
-        workload.zero_grad()
-        self._remember(step)
-        self.phase = "forward"
-        loss = workload.forward()
-        self.phase = "backward"
-        workload.backward(loss)
-        value = loss.detach()
-        del loss
-        self.phase = "optimizer"
-        workload.update()
-        found = float(value)
+        loss = self._workload.step(self._begin)
         self.phase = None
-        return found
+        return loss
+
+    def _begin(self, phase: StepPhase, _: Tensor | None) -> None:
+        if phase == "forward":
+            self._remember(self._step)
+        if phase != "end":
+            self.phase = phase
 
     def _remember(self, step: int) -> None:
         if self._copies and (self._restore is None or step >= self._copied_at + COPY_EVERY_STEPS):

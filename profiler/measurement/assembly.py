@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import torch
 
-from profiler.measurement.meter import Interval
-from profiler.measurement.stage_probe import BACKWARD, FORWARD, LOSS, OPTIMIZER, Place, outside_place, stage_place
+from profiler.measurement.meter import Mark, MarkedPhases, Place, outside_place, stage_place
+from profiler.measurement.stage_probe import StageTensor
+from profiler.measurement.stage_reruns import RerunTimes
 from profiler.records import MenuRecord, OpRecord, Phase, Profile, ResidentBytes, SharedRecord, StageRecord
 from profiler.trace.partition import ChosenStage, why_not_recomputable
 from profiler.trace.stage_names import parents_of
@@ -22,6 +23,8 @@ from profiler.workload.storages import distinct_bytes
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
+PhasesOfMark = dict[Mark, list[Phase]]
+
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
@@ -29,42 +32,34 @@ class Measured:
 
     trace: Trace
     stages: tuple[ChosenStage, ...]
-    memory: dict[str, list[Interval]]
-    deaths: dict[tuple[int, int], str]
-    output_deaths: dict[tuple[int, int], str]
-    seconds: dict[str, float]
+    memory: PhasesOfMark
+    input_deaths: dict[StageTensor, Mark]
+    output_deaths: dict[StageTensor, Mark]
+    seconds: dict[Mark, float]
     step_seconds: list[float]
-    dropped_memory: dict[str, list[Interval]]
-    dropped_seconds: dict[str, float]
+    dropped_memory: PhasesOfMark
+    dropped_seconds: dict[Mark, float]
     freed: list[bool]
     reruns: list[RerunTimes]
     menus: list[MenuRecord]
     menu_of: dict[int, int]
 
 
-@dataclass(slots=True, kw_only=True)
-class RerunTimes:
-    """Seconds of a stage's second run, or why there can be none."""
-
-    seconds: float = 0.0
-    failure: str = ""
-
-
-def by_label(intervals: list[Interval]) -> dict[str, list[Interval]]:
-    """Intervals grouped by label, both in order of time."""
-    found: dict[str, list[Interval]] = {}
-    for interval in intervals:
-        found.setdefault(interval.label, []).append(interval)
-    return found
+def by_mark(phases: MarkedPhases) -> PhasesOfMark:
+    """Phases grouped by their marks, both in order of time."""
+    grouped: PhasesOfMark = {}
+    for mark, phase in phases:
+        grouped.setdefault(mark, []).append(phase)
+    return grouped
 
 
-def typical_seconds(runs: list[list[Interval]]) -> dict[str, float]:
-    """Seconds per label: the median over the runs, of two runs the smaller (a machine stalls, it never hurries)."""
-    found: dict[str, list[float]] = {}
+def typical_seconds(runs: list[MarkedPhases]) -> dict[Mark, float]:
+    """Seconds per mark: the median over the runs, of two runs the smaller (a machine stalls, it never hurries)."""
+    seconds: dict[Mark, list[float]] = {}
     for run in runs:
-        for label, intervals in by_label(run).items():
-            found.setdefault(label, []).append(sum(i.seconds for i in intervals))
-    return {label: statistics.median_low(values) for label, values in found.items()}
+        for mark, phases in by_mark(run).items():
+            seconds.setdefault(mark, []).append(sum(phase.seconds for phase in phases))
+    return {mark: statistics.median_low(values) for mark, values in seconds.items()}
 
 
 def alike(stages: Sequence[ChosenStage]) -> list[int]:
@@ -87,7 +82,7 @@ def alike(stages: Sequence[ChosenStage]) -> list[int]:
 
 def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) -> Profile:
     """The profile of what was measured."""
-    optimizer = _phase(measured.memory.get(OPTIMIZER), measured.seconds.get(OPTIMIZER, 0.0))
+    optimizer = _joined(measured.memory.get(Mark("optimizer")), measured.seconds.get(Mark("optimizer"), 0.0))
     device = workload.device
     assembly = _Assembly(measured, resident.total)
     return Profile(
@@ -101,7 +96,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         shared=assembly.shared(),
         resident=resident,
         optimizer=optimizer,
-        unplanned_peak_bytes=max(i.peak_bytes for found in measured.memory.values() for i in found),
+        unplanned_peak_bytes=max(phase.peak_bytes for phases in measured.memory.values() for phase in phases),
         unplanned_seconds=statistics.median(measured.step_seconds),
         step_seconds=tuple(measured.step_seconds),
         op_records=_op_records(measured),
@@ -109,24 +104,20 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
     )
 
 
-def _phase(intervals: list[Interval] | None, seconds: float) -> Phase:
-    if not intervals:
+def _joined(phases: Sequence[Phase] | None, seconds: float) -> Phase:
+    """Phases that follow each other as one, with its seconds, which another run has measured."""
+    if not phases:
         return Phase(seconds=seconds)
     return Phase(
-        start_bytes=intervals[0].start_bytes,
-        peak_bytes=max(i.peak_bytes for i in intervals),
-        end_bytes=intervals[-1].end_bytes,
+        start_bytes=phases[0].start_bytes,
+        peak_bytes=max(phase.peak_bytes for phase in phases),
+        end_bytes=phases[-1].end_bytes,
         seconds=seconds,
     )
 
 
-def _joined(first: Phase, second: Phase) -> Phase:
-    return Phase(
-        start_bytes=first.start_bytes,
-        peak_bytes=max(first.peak_bytes, second.peak_bytes),
-        end_bytes=second.end_bytes,
-        seconds=first.seconds + second.seconds,
-    )
+def _extended(phase: Phase, following: Phase) -> Phase:
+    return _joined([phase, following], phase.seconds + following.seconds)
 
 
 class _Assembly:
@@ -135,7 +126,7 @@ class _Assembly:
     def __init__(self, measured: Measured, resident_bytes: int) -> None:
         self._measured = measured
         self._alike = alike(measured.stages)
-        backward = [i for label, found in measured.memory.items() if label.startswith(BACKWARD) for i in found]
+        backward = [p for mark, phases in measured.memory.items() if mark.phase == "backward" for p in phases]
         self._after_backward = backward[-1].end_bytes if backward else resident_bytes
         self._records: list[StageRecord] = []
         self._index: dict[Place, int] = {}
@@ -209,12 +200,11 @@ class _Assembly:
         )
 
     def _death(self, leaves: list[tuple[int, int]]) -> tuple[Literal["forward", "backward", "never"], int]:
-        label = next((self._measured.deaths[key] for key in leaves if key in self._measured.deaths), "")
-        phase, _, place = label.partition(":")
-        if phase not in (FORWARD, BACKWARD):
+        deaths = self._measured.input_deaths
+        mark = next((deaths[leaf] for leaf in leaves if leaf in deaths), None)
+        if mark is None or mark.place is None:
             return "never", 0
-        kind, _, index = place.partition(":")
-        return ("forward" if phase == FORWARD else "backward"), self._index[Place(kind, int(index))]
+        return ("forward" if mark.phase == "forward" else "backward"), self._index[mark.place]
 
     def _born(self, number: int) -> int:
         position = next((i for i, op in enumerate(self._measured.trace.ops) if number in op.storages), -1)
@@ -243,27 +233,27 @@ class _Assembly:
 
     def _phases(self, place: Place) -> tuple[Phase, Phase, Phase]:
         m = self._measured
-        forward, backward = place.label(FORWARD), place.label(BACKWARD)
+        forward, backward = Mark("forward", place), Mark("backward", place)
         after = Phase(start_bytes=self._after_backward, peak_bytes=self._after_backward, end_bytes=self._after_backward)
         return (
-            _phase(m.memory.get(forward), self._pooled(m.seconds, place, FORWARD)),
-            _phase(m.memory[backward], self._pooled(m.seconds, place, BACKWARD)) if backward in m.memory else after,
-            _phase(m.dropped_memory.get(forward), self._pooled(m.dropped_seconds, place, FORWARD)),
+            _joined(m.memory.get(forward), self._pooled(m.seconds, forward)),
+            _joined(m.memory[backward], self._pooled(m.seconds, backward)) if backward in m.memory else after,
+            _joined(m.dropped_memory.get(forward), self._pooled(m.dropped_seconds, forward)),
         )
 
-    def _pooled(self, seconds: dict[str, float], place: Place, phase: str) -> float:
+    def _pooled(self, seconds: dict[Mark, float], mark: Mark) -> float:
         """A stage's seconds: the median over all stages like it."""
-        if place.kind != "stage":
-            return seconds.get(place.label(phase), 0.0)
-        like = [k for k, number in enumerate(self._alike) if number == self._alike[place.index]]
-        return statistics.median(seconds.get(stage_place(k).label(phase), 0.0) for k in like)
+        if mark.place is None or mark.place.kind != "stage":
+            return seconds.get(mark, 0.0)
+        like = [k for k, number in enumerate(self._alike) if number == self._alike[mark.place.index]]
+        return statistics.median(seconds.get(Mark(mark.phase, stage_place(k)), 0.0) for k in like)
 
     def _add_outside(self, k: int) -> None:
         forward, backward, dropped = self._phases(outside_place(k))
-        if self._records and outside_place(k).label(BACKWARD) not in self._measured.memory:
+        if self._records and Mark("backward", outside_place(k)) not in self._measured.memory:
             last = self._records[-1]  # Nothing but Python letting go of tensors: part of the stage before.
             self._records[-1] = replace(
-                last, forward=_joined(last.forward, forward), dropped=_joined(last.dropped, dropped)
+                last, forward=_extended(last.forward, forward), dropped=_extended(last.dropped, dropped)
             )
             return
         stages = self._measured.stages
@@ -285,7 +275,7 @@ class _Assembly:
         outputs = {leaf.storage for leaf in call.outputs if leaf.storage is not None}
         parameters = dict(call.module.named_parameters())
         reason = self._reason(k, rerun)
-        marks = m.memory.get(place.label(FORWARD), [])
+        marks = m.memory.get(Mark("forward", place), [])
         last_save_peak = max((i.peak_bytes for i in marks[:-1]), default=forward.start_bytes)
         return StageRecord(
             name=stage.name,
@@ -323,7 +313,7 @@ class _Assembly:
         """Storages of the output beside the boundary that are alive when the stage's backward begins."""
         m = self._measured
         passed = {leaf.storage for stage in m.stages for leaf in stage.call.inputs} | boundary | m.trace.always_alive
-        gone = {leaf for (j, leaf), label in m.output_deaths.items() if j == k and _before_backward(k, label)}
+        gone = {leaf for (j, leaf), mark in m.output_deaths.items() if j == k and _before_backward(k, mark)}
         outputs = enumerate(m.stages[k].call.outputs)
         return {t.storage for leaf, t in outputs if leaf not in gone and t.storage is not None} - passed
 
@@ -331,15 +321,16 @@ class _Assembly:
         seen = why_not_recomputable(self._measured.stages[k].call)
         if seen:
             return seen
-        if stage_place(k).label(BACKWARD) not in self._measured.memory:
+        if Mark("backward", stage_place(k)) not in self._measured.memory:
             return "it has no backward"
         return rerun.failure
 
 
-def _before_backward(k: int, label: str) -> bool:
-    """Whether an interval with this label lies before the backward of stage k."""
-    phase, _, place = label.partition(":")
-    return phase in (FORWARD, LOSS) or (phase == BACKWARD and int(place.partition(":")[2]) > k)
+def _before_backward(k: int, mark: Mark) -> bool:
+    """Whether what begins at a mark lies before the backward of stage k."""
+    if mark.phase == "backward":
+        return mark.place is not None and mark.place.index > k
+    return mark.phase in ("forward", "loss")
 
 
 def _op_records(measured: Measured) -> tuple[OpRecord, ...]:

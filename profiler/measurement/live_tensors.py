@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.measurement.meter import Interval, Meter
-from profiler.measurement.planned_probe import AGAIN, StepMarks
+from profiler.measurement.meter import Mark, MarkedPhases, Meter
+from profiler.measurement.planned_probe import PlannedProbe
 from profiler.op_graph import is_allocation
 from profiler.recomputation.module_rerun import RUNNING_AGAIN
 from profiler.recomputation.op_schema import traits_of
@@ -23,7 +23,6 @@ from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload, optimizer_tensors, scaler_tensors
 
 StorageOrigin = Literal["parameter", "buffer", "optimizer state", "batch", "gradient", "made in step"]
-_RESIDENT = "resident"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ class LiveStorage:
         size_bytes: of the storage, however many tensors view it.
         op: the op that made it, or filled it; empty for what was there before the step.
         module: the module that called the op (in backward: whose op's backward it is), or the parameter's name.
-        label: where in the step it was made, as ``StepMarks`` labels it; ``resident`` before the step.
+        made_in: what ran as it was made; None for what was there before the step.
         again: made in backward by an op that ran before, in forward.
         shape, dtype: of the tensor as it was made.
     """
@@ -44,7 +43,7 @@ class LiveStorage:
     size_bytes: int
     op: str = ""
     module: str = ""
-    label: str = _RESIDENT
+    made_in: Mark | None = None
     again: bool = False
     shape: tuple[int, ...] = ()
     dtype: str = ""
@@ -57,14 +56,14 @@ class PeakSnapshot:
     Attributes:
         peak_bytes: the allocator's, of the watched step.
         before_bytes: the allocator's as the op at the peak began.
-        label: where it stands, as ``StepMarks`` labels it.
+        mark: what ran then.
         op, module: the op that was running; empty between two ops.
         storages: what was alive, its own results included, each storage once.
     """
 
     peak_bytes: int
     before_bytes: int
-    label: str
+    mark: Mark
     op: str
     module: str
     storages: tuple[LiveStorage, ...]
@@ -78,18 +77,18 @@ class PeakSnapshot:
 class LiveTensorTracker:
     """Watches one step of a workload.
 
-    Use as a context manager together with its ``StepMarks``, and apply a plan
+    Use as a context manager together with its ``PlannedProbe``, and apply a plan
     inside of both, so that what runs again is seen in its module.
 
     Args:
         workload: the training step.
-        marks: its marks; they run the step.
+        probe: of the same workload; it runs the step.
         meter: of memory, for the workload's device.
     """
 
-    def __init__(self, workload: Workload, marks: StepMarks, meter: Meter) -> None:
+    def __init__(self, workload: Workload, probe: PlannedProbe, meter: Meter) -> None:
         self._workload = workload
-        self._marks = marks
+        self._probe = probe
         self._meter = meter
         self._patches = ForwardPatches(compile_safe=False)
         self._modules: list[str] = []
@@ -118,7 +117,7 @@ class LiveTensorTracker:
         log.add_resident(self._workload)
         step = _Step(log, self._meter, lambda: self._modules[-1] if self._modules else None)
         with _Mode(step):
-            self._marks.step(step)
+            self._probe.step(step)
         for name, parameter in self._workload.model.named_parameters():
             if parameter.grad is not None:
                 log.name_gradient(parameter.grad, name)
@@ -126,11 +125,11 @@ class LiveTensorTracker:
 
 
 @dataclass(slots=True)
-class _Mark:
-    """Where an interval of the meter begins: so many events had been logged; and those of its op's own results."""
+class _LoggedMark:
+    """A mark of the meter: so many events had been logged; of an op's, also those of its own results."""
 
+    mark: Mark
     events: int
-    label: str
     op: str = ""
     module: str = ""
     made: list[tuple[int, int]] = field(default_factory=list)
@@ -226,43 +225,43 @@ class _Step:
         self._log = log
         self._meter = meter
         self._module = module
-        self._marks: list[_Mark] = []
-        self._label = ""
+        self._marks: list[_LoggedMark] = []
+        self._now = Mark("forward")
         self._module_of: dict[int, str] = {}  # by the autograd node that its first op made
-        self._intervals: list[Interval] = []
+        self._phases: MarkedPhases = []
 
-    def start(self, label: str) -> None:
-        self._label = label
-        self._marks.append(_Mark(len(self._log.events), label))
+    def start(self, mark: Mark) -> None:
+        self._now = mark
+        self._marks.append(_LoggedMark(mark, len(self._log.events)))
         with torch._C._DisableTorchDispatch():
-            self._meter.start(label)
+            self._meter.start(mark)
 
-    def mark(self, label: str) -> None:
-        self._label = label
-        self._add(_Mark(len(self._log.events), label))
+    def mark(self, mark: Mark) -> None:
+        self._now = mark
+        self._add(_LoggedMark(mark, len(self._log.events)))
 
-    def _add(self, mark: _Mark) -> None:
-        self._marks.append(mark)
+    def _add(self, logged: _LoggedMark) -> None:
+        self._marks.append(logged)
         with torch._C._DisableTorchDispatch():
-            self._meter.mark(mark.label)
+            self._meter.mark(logged.mark)
 
-    def stop(self) -> list[Interval]:
-        self._intervals = self._meter.stop()
-        return self._intervals
+    def stop(self) -> MarkedPhases:
+        self._phases = self._meter.stop()
+        return self._phases
 
     def run(self, op: Any, args: Any, kwargs: Any) -> Any:
-        mark = _Mark(len(self._log.events), self._label, str(op), self._module_now())
+        logged = _LoggedMark(self._now, len(self._log.events), str(op), self._module_now())
         self._log.ignore(tensors_in((args, kwargs)))
-        self._add(mark)
+        self._add(logged)
         output = op(*args, **kwargs)
-        again = RUNNING_AGAIN.get() > 0 or mark.label.startswith(AGAIN)
+        again = RUNNING_AGAIN.get() > 0 or logged.mark.phase == "again"
         made = LiveStorage(
-            kind="made in step", size_bytes=0, op=mark.op, module=mark.module, label=mark.label, again=again
+            kind="made in step", size_bytes=0, op=logged.op, module=logged.module, made_in=logged.mark, again=again
         )
         before = len(self._log.events)
         self._log.add(tensors_in(output), made)
-        mark.made = self._log.events[before:]
-        self._log.fill(traits_of(op).writes(args, kwargs), mark.op)
+        logged.made = self._log.events[before:]
+        self._log.fill(traits_of(op).writes(args, kwargs), logged.op)
         return output
 
     def _module_now(self) -> str:
@@ -275,15 +274,14 @@ class _Step:
         return module
 
     def peak(self) -> PeakSnapshot:
-        place, highest = max(enumerate(self._intervals), key=lambda pair: pair[1].peak_bytes)
-        mark = self._marks[place]
-        alive = dict([*self._log.events[: mark.events], *mark.made])
+        logged, (mark, phase) = max(zip(self._marks, self._phases, strict=True), key=lambda pair: pair[1][1].peak_bytes)
+        alive = dict([*self._log.events[: logged.events], *logged.made])
         return PeakSnapshot(
-            peak_bytes=highest.peak_bytes,
-            before_bytes=highest.start_bytes,
-            label=mark.label,
-            op=mark.op,
-            module=mark.module,
+            peak_bytes=phase.peak_bytes,
+            before_bytes=phase.start_bytes,
+            mark=mark,
+            op=logged.op,
+            module=logged.module,
             storages=tuple(replace(self._log.storages[n], size_bytes=size) for n, size in alive.items() if size),
         )
 

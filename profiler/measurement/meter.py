@@ -1,45 +1,70 @@
-"""The true-peak meter: bytes alive on the device between marks, from the allocator's own events."""
+"""Meters: the bytes alive on the device, by its allocator's own events, and the seconds between the marks of a step."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
+from profiler.records import Phase
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.workload import OnPhase, StepPhase, Workload
 
 leave_uncompiled(__name__)
 
-_MARK = "sublinear-planner:"
+_EVENT = "sublinear-planner:"
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
-    """What happened from one mark to the next.
+class Place:
+    """A stage, or what runs outside of stages directly before one (``index`` their number: after the last one)."""
 
-    Bytes are those alive on the device, resident ones included; seconds are 0
-    where only memory was metered and the other way round.
+    kind: Literal["stage", "outside"]
+    index: int
+
+
+def stage_place(index: int) -> Place:
+    """The stage of that index."""
+    return Place("stage", index)
+
+
+def outside_place(index: int) -> Place:
+    """What runs between the stage of that index and the one before it."""
+    return Place("outside", index)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What begins at a moment of a step.
+
+    Attributes:
+        phase: ``again``: a stage runs another time, in backward; ``loss``: backward, before any of its nodes has run.
+        place: of the phase; None for what is not told apart by places.
     """
 
-    label: str
-    start_bytes: int = 0
-    peak_bytes: int = 0
-    end_bytes: int = 0
-    seconds: float = 0.0
+    phase: StepPhase | Literal["loss", "again"]
+    place: Place | None = None
+
+
+# The marks of a step in order, each with what happened until the next one. Bytes are those alive on the device,
+# resident ones included; seconds are 0 where memory is metered, and bytes where time is.
+MarkedPhases = list[tuple[Mark, Phase]]
 
 
 class Meter(Protocol):
     """Takes marks while a step runs and tells afterwards what lay between them."""
 
-    def start(self, label: str) -> None: ...
+    def start(self, mark: Mark) -> None: ...
 
-    def mark(self, label: str) -> None: ...
+    def mark(self, mark: Mark) -> None: ...
 
-    def stop(self) -> list[Interval]: ...
+    def stop(self) -> MarkedPhases: ...
 
 
 def memory_meter(device: torch.device, resident_bytes: int) -> Meter:
@@ -70,48 +95,51 @@ class _CpuMemoryMeter:
     def __init__(self, resident_bytes: int) -> None:
         self._resident_bytes = resident_bytes
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._marks: list[Mark] = []
 
-    def start(self, label: str) -> None:
+    def start(self, mark: Mark) -> None:
         self._profiler.start()
-        self.mark(label)
+        self.mark(mark)
 
-    def mark(self, label: str) -> None:
-        with torch.profiler.record_function(_MARK + label):
+    def mark(self, mark: Mark) -> None:
+        event = f"{_EVENT}{len(self._marks)}"  # The profiler takes text: a mark goes by its number.
+        self._marks.append(mark)
+        with torch.profiler.record_function(event):
             pass
 
-    def stop(self) -> list[Interval]:
+    def stop(self) -> MarkedPhases:
         self._profiler.stop()
         kineto = self._profiler.profiler
         assert kineto is not None and kineto.kineto_results is not None
-        return _intervals(kineto.kineto_results.events(), self._resident_bytes)
+        return _cumulated(kineto.kineto_results.events(), self._marks, self._resident_bytes)
 
 
-def _intervals(events: list[Any], resident_bytes: int) -> list[Interval]:
+def _cumulated(events: list[Any], marks: list[Mark], resident_bytes: int) -> MarkedPhases:
     """Cumulate the ``[memory]`` events of the CPU allocator between marks, in time order."""
     timed = sorted(
         ((event.start_ns(), event) for event in events if _is_wanted(event)),
         key=lambda pair: pair[0],
     )
-    found: list[Interval] = []
-    label, start, peak, live = "", resident_bytes, resident_bytes, resident_bytes
+    phases: MarkedPhases = []
+    mark, start, peak, live = None, resident_bytes, resident_bytes, resident_bytes
     for _, event in timed:
         name = event.name()
         if name == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)
             continue
-        if label:
-            found.append(Interval(label, start, peak, live))
-        label, start, peak = name[len(_MARK) :], live, live
-    found.append(Interval(label, start, peak, live))
-    return found
+        if mark is not None:
+            phases.append((mark, Phase(start_bytes=start, peak_bytes=peak, end_bytes=live)))
+        mark, start, peak = marks[int(name.removeprefix(_EVENT))], live, live
+    assert mark is not None
+    return [*phases, (mark, Phase(start_bytes=start, peak_bytes=peak, end_bytes=live))]
 
 
 def _is_wanted(event: Any) -> bool:
     name = event.name()
     if name == "[memory]":
         return event.device_type() == torch.autograd.DeviceType.CPU
-    return name.startswith(_MARK)
+    return name.startswith(_EVENT)
 
 
 class _CudaMemoryMeter:
@@ -119,88 +147,111 @@ class _CudaMemoryMeter:
         self._device = device
         self._resident_bytes = resident_bytes
         self._shift_bytes = 0
-        self._label = ""
+        self._mark = Mark("forward")
         self._start_bytes = 0
-        self._found: list[Interval] = []
+        self._phases: MarkedPhases = []
 
-    def start(self, label: str) -> None:
+    def start(self, mark: Mark) -> None:
         torch.cuda.synchronize(self._device)
         # Tensors of others on the device are no part of the step.
         self._shift_bytes = self._resident_bytes - torch.cuda.memory_allocated(self._device)
-        self._begin(label)
+        self._begin(mark)
 
-    def _begin(self, label: str) -> None:
+    def _begin(self, mark: Mark) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._label = label
+        self._mark = mark
         self._start_bytes = torch.cuda.memory_allocated(self._device) + self._shift_bytes
 
     def _end(self) -> None:
-        self._found.append(
-            Interval(
-                self._label,
-                self._start_bytes,
-                torch.cuda.max_memory_allocated(self._device) + self._shift_bytes,
-                torch.cuda.memory_allocated(self._device) + self._shift_bytes,
-            )
+        phase = Phase(
+            start_bytes=self._start_bytes,
+            peak_bytes=torch.cuda.max_memory_allocated(self._device) + self._shift_bytes,
+            end_bytes=torch.cuda.memory_allocated(self._device) + self._shift_bytes,
         )
+        self._phases.append((self._mark, phase))
 
-    def mark(self, label: str) -> None:
+    def mark(self, mark: Mark) -> None:
         self._end()
-        self._begin(label)
+        self._begin(mark)
 
-    def stop(self) -> list[Interval]:
+    def stop(self) -> MarkedPhases:
         torch.cuda.synchronize(self._device)
         self._end()
-        return self._found
+        return self._phases
 
 
 class _CpuTimeMeter:
     def __init__(self) -> None:
-        self._marks: list[tuple[str, float]] = []
+        self._marks: list[Mark] = []
+        self._seconds: list[float] = []
 
-    def start(self, label: str) -> None:
-        self.mark(label)
+    def start(self, mark: Mark) -> None:
+        self.mark(mark)
 
-    def mark(self, label: str) -> None:
-        self._marks.append((label, time.perf_counter()))
+    def mark(self, mark: Mark) -> None:
+        self._marks.append(mark)
+        self._seconds.append(time.perf_counter())
 
-    def stop(self) -> list[Interval]:
-        self.mark("")
-        return [Interval(label, seconds=end - begin) for (label, begin), (_, end) in _pairs(self._marks)]
+    def stop(self) -> MarkedPhases:
+        self._seconds.append(time.perf_counter())
+        lengths = (end - begin for begin, end in itertools.pairwise(self._seconds))
+        return [(mark, Phase(seconds=seconds)) for mark, seconds in zip(self._marks, lengths, strict=True)]
 
 
 class _CudaTimeMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[tuple[str, torch.cuda.Event]] = []
+        self._marks: list[Mark] = []
+        self._events: list[torch.cuda.Event] = []
 
-    def start(self, label: str) -> None:
+    def start(self, mark: Mark) -> None:
         torch.cuda.synchronize(self._device)
-        self.mark(label)
+        self.mark(mark)
 
-    def mark(self, label: str) -> None:
+    def mark(self, mark: Mark) -> None:
+        self._marks.append(mark)
+        self._record()
+
+    def _record(self) -> None:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
-        self._marks.append((label, event))
+        self._events.append(event)
 
-    def stop(self) -> list[Interval]:
-        self.mark("")
+    def stop(self) -> MarkedPhases:
+        self._record()
         torch.cuda.synchronize(self._device)
-        return [
-            Interval(label, seconds=begin.elapsed_time(end) / 1000.0)
-            for (label, begin), (_, end) in _pairs(self._marks)
-        ]
+        lengths = (begin.elapsed_time(end) / 1000.0 for begin, end in itertools.pairwise(self._events))
+        return [(mark, Phase(seconds=seconds)) for mark, seconds in zip(self._marks, lengths, strict=True)]
 
 
-def _pairs(marks: list[Any]) -> list[tuple[Any, Any]]:
-    return list(itertools.pairwise(marks))
-
-
-def metered(meter: Meter, run: Callable[[], Any], label: str = "step") -> list[Interval]:
-    """Run ``run`` under ``meter`` and return its intervals; the meter is stopped also after an exception."""
-    meter.start(label)
+def metered(meter: Meter, run: Callable[[], Any]) -> Phase:
+    """Call ``run`` under a meter that gets no other mark; the meter is stopped also after an exception."""
+    meter.start(Mark("forward"))
     try:
         run()
     finally:
-        found = meter.stop()
-    return found
+        ((_, phase),) = meter.stop()
+    return phase
+
+
+def metered_step(workload: Workload, meter: Meter, first: Mark, on_phase: OnPhase) -> MarkedPhases:
+    """One training step under a meter; the meter is stopped also after an exception.
+
+    Args:
+        workload: whose step it is.
+        meter: is started when gradients are cleared and the forward begins.
+        first: the mark to start it with.
+        on_phase: makes the marks of the later phases.
+    """
+    phases: MarkedPhases = []
+    with contextlib.ExitStack() as on_exit:
+
+        def begin(phase: StepPhase, loss: Tensor | None) -> None:
+            if phase != "forward":
+                on_phase(phase, loss)
+                return
+            meter.start(first)
+            on_exit.callback(lambda: phases.extend(meter.stop()))
+
+        workload.step(begin)
+    return phases

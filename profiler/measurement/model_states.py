@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.measurement.meter import memory_meter, metered, time_meter
-from profiler.measurement.stage_probe import BACKWARD, END, FORWARD, OPTIMIZER
+from profiler.measurement.meter import Mark, memory_meter, metered, metered_step, time_meter
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import ProfileError, checked_step, resident_bytes_of
 from profiler.workload.storages import allocated_bytes, distinct_bytes
-from profiler.workload.workload import Workload, optimizer_tensors, varied
+from profiler.workload.workload import StepPhase, Workload, optimizer_tensors, varied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,29 +100,23 @@ def _step(workload: Workload) -> StepBytes:
     workload.zero_grad()
     before = resident_bytes_of(workload)
     meter = memory_meter(workload.device, before.total)
-    meter.start(FORWARD)
-    try:
-        loss = workload.forward()
-        meter.mark(BACKWARD)
-        workload.backward(loss)
-        value = loss.detach()  # As Workload.step: the loss outlives its graph.
-        del loss
-        gradient_bytes = resident_bytes_of(workload).gradients
-        meter.mark(OPTIMIZER)
-        workload.update()
-        meter.mark(END)
-        del value
-    finally:
-        found = meter.stop()
-    phases = {interval.label: interval for interval in found}
-    highest = max((FORWARD, BACKWARD, OPTIMIZER), key=lambda label: phases[label].peak_bytes)
+    gradient_bytes = 0
+
+    def mark(phase: StepPhase, _: Tensor | None) -> None:
+        nonlocal gradient_bytes
+        if phase == "optimizer":
+            gradient_bytes = resident_bytes_of(workload).gradients
+        meter.mark(Mark(phase))
+
+    phases = dict(metered_step(workload, meter, Mark("forward"), mark))
     made_bytes = resident_bytes_of(workload).optimizer - before.optimizer
-    step = phases[OPTIMIZER]
+    highest = max(phases, key=lambda mark: phases[mark].peak_bytes)
+    optimizer = phases[Mark("optimizer")]
     return StepBytes(
         peak_bytes=phases[highest].peak_bytes,
-        peak_phase=highest,
+        peak_phase=highest.phase,
         gradient_bytes=gradient_bytes,
-        temporary_bytes=step.peak_bytes - step.start_bytes - made_bytes,
+        temporary_bytes=optimizer.peak_bytes - optimizer.start_bytes - made_bytes,
     )
 
 
@@ -163,8 +156,8 @@ def product_scratch_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes that the CPU's kernel asks for beside its result as it multiplies a column by a row to ``shape``."""
     column, row = torch.ones((*shape[:-1], 1), dtype=dtype), torch.ones((*shape[:-2], 1, shape[-1]), dtype=dtype)
     made: list[Tensor] = []
-    (found,) = metered(memory_meter(column.device, 0), lambda: made.append(column @ row))
-    return found.peak_bytes - found.end_bytes
+    product = metered(memory_meter(column.device, 0), lambda: made.append(column @ row))
+    return product.peak_bytes - product.end_bytes
 
 
 class _CastWatch(TorchDispatchMode):
@@ -222,14 +215,12 @@ def measure_optimizer(workload: Workload) -> OptimizerCost:
     """
     bare = varied(workload, scaler=None)
     with preserved(bare):
-        bare.zero_grad()
-        bare.backward(bare.forward())
-        bare.update()  # States are made in it.
+        bare.step()  # States are made in it.
         resident = resident_bytes_of(bare)
-        memory = metered(memory_meter(bare.device, resident.total), bare.update)
-        times = [sum(i.seconds for i in metered(time_meter(bare.device), bare.update)) for _ in range(STEPS)]
+        update = metered(memory_meter(bare.device, resident.total), bare.update)
+        times = [metered(time_meter(bare.device), bare.update).seconds for _ in range(STEPS)]
     return OptimizerCost(
         state_bytes=resident.optimizer,
-        temporary_bytes=max(i.peak_bytes - memory[0].start_bytes for i in memory),
+        temporary_bytes=update.peak_bytes - update.start_bytes,
         seconds=statistics.median(times),
     )

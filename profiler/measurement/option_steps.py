@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from profiler.measurement.assembly import by_label
-from profiler.measurement.meter import Interval, Meter, memory_meter, time_meter
+from profiler.measurement.assembly import PhasesOfMark, by_mark
+from profiler.measurement.meter import MarkedPhases, Meter, memory_meter, time_meter
 from profiler.measurement.stage_options import (
     KEEP,
     Assignment,
     ChoiceCost,
     Costs,
     OptionGroup,
-    Propose,
+    ProposeChoices,
     at_fault,
     families_of,
     memory_assignments,
@@ -25,7 +25,7 @@ from profiler.measurement.stage_options import (
     unforced,
     without,
 )
-from profiler.measurement.stage_probe import StepProbe
+from profiler.measurement.stage_probe import StageProbe
 from profiler.op_graph import Choice
 from profiler.recomputation.selection import Selection
 from profiler.records import MenuRecord, OptionRecord
@@ -40,8 +40,8 @@ class MenuSteps:
 
     def __init__(
         self,
-        probe: StepProbe,
-        plain: dict[str, list[Interval]],
+        probe: StageProbe,
+        plain: PhasesOfMark,
         device: torch.device,
         resident_bytes: int,
         randomness: RandomState,
@@ -55,7 +55,7 @@ class MenuSteps:
         self._report = report
         self._diverged: set[int] = set()
 
-    def check(self, groups: Sequence[OptionGroup], propose: Propose) -> None:
+    def check(self, groups: Sequence[OptionGroup], propose: ProposeChoices) -> None:
         """Find the ops that do not give the same again, and propose choices without them instead.
 
         Raises:
@@ -85,12 +85,12 @@ class MenuSteps:
         self._randomness.restore()
         told = {k: Selection.of(families[k].ops, rerun) for k, rerun in reruns.items()}
         try:
-            self._probe.step(time_meter(self._device), selections=told, check=True)
+            checked = self._probe.selective_step(time_meter(self._device), told, check=True)
         except RuntimeError:
             # So torch refuses. An op that cannot run again is met once more where choices are measured, and named
             # there. If there was no room for all that is kept and made again at once, choices stay unchecked.
             return {}
-        return {families[k].family: at_fault(families[k].ops, reruns[k], o) for k, o in self._probe.wrong.items()}
+        return {families[k].family: at_fault(families[k].ops, reruns[k], o) for k, o in checked.wrong_ops.items()}
 
     def measure(self, groups: Sequence[OptionGroup]) -> list[MenuRecord]:
         """One menu per group; a group of which a choice cannot be carried out has none and says why."""
@@ -112,20 +112,20 @@ class MenuSteps:
             for assignment in memory_assignments(groups):
                 self._report("memory, options")
                 meter = memory_meter(self._device, self._resident_bytes)
-                costs.add_memory(assignment, by_label(self._step(meter, groups, assignment)))
+                costs.add_memory(assignment, by_mark(self._step(meter, groups, assignment)))
             for shift in range(rounds_for(len(time_assignments(families)))):
                 for assignment in time_assignments(families, shift):
                     self._report("time, options")
-                    costs.add_seconds(assignment, by_label(self._step(time_meter(self._device), families, assignment)))
+                    costs.add_seconds(assignment, by_mark(self._step(time_meter(self._device), families, assignment)))
         except Exception as error:  # noqa: BLE001 - user code runs here; whatever it raises, the choice cannot be used.
             return f"running it with a choice of what to keep fails: {type(error).__name__}: {error}"
         return costs.finish()
 
-    def _step(self, meter: Meter, groups: Sequence[OptionGroup], assignment: Assignment) -> list[Interval]:
+    def _step(self, meter: Meter, groups: Sequence[OptionGroup], assignment: Assignment) -> MarkedPhases:
         self._randomness.restore()
-        found = self._probe.step(meter, selections=selections(groups, assignment))
-        self._diverged |= self._probe.diverged
-        return found
+        step = self._probe.selective_step(meter, selections(groups, assignment))
+        self._diverged |= step.diverged_stages
+        return step.phases
 
 
 def _menu(group: OptionGroup, costs: Sequence[ChoiceCost], reason: str) -> MenuRecord:

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from profiler.measurement.assembly import Measured, RerunTimes, alike, assemble, by_label, typical_seconds
+from profiler.measurement.assembly import Measured, PhasesOfMark, alike, assemble, by_mark, typical_seconds
 from profiler.measurement.link_bandwidth import measure_link
-from profiler.measurement.meter import Interval, Meter, memory_meter, time_meter
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, memory_meter, time_meter
 from profiler.measurement.option_steps import MenuSteps
-from profiler.measurement.stage_options import Propose, grouped, steps_for
-from profiler.measurement.stage_probe import FirstRun, StepProbe
+from profiler.measurement.stage_options import OptionGroup, ProposeChoices, grouped, steps_for
+from profiler.measurement.stage_probe import DroppingForward, StageProbe
+from profiler.measurement.stage_reruns import RerunTimes, rerun_stages
 from profiler.op_graph import Choice, ChoiceError, StageOps
-from profiler.recomputation.module_rerun import CallTraits, rerun_keeping, rerun_until_saved
-from profiler.recomputation.recompute_checks import EscapedTensors
-from profiler.records import Profile
+from profiler.recomputation.module_rerun import CallTraits
+from profiler.records import MenuRecord, Profile
 from profiler.trace.compiled_trace import trace_compiled
 from profiler.trace.partition import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
-from profiler.trace.stage_names import State
-from profiler.trace.step_trace import trace_step
+from profiler.trace.stage_names import StateChoices
+from profiler.trace.step_trace import Trace, trace_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.forward_patches import is_patched
 from profiler.workload.snapshot import RandomState, preserved
-from profiler.workload.steps import ProfileError, first_step, resident_bytes_of, until_stepped
-from profiler.workload.tensor_trees import map_tensors, tensors_in
+from profiler.workload.steps import ProfileError, Result, first_step, resident_bytes_of, until_stepped
 from profiler.workload.workload import Workload
 
 Progress = Callable[[str, int, int], None]
@@ -41,8 +35,8 @@ def profile(
     workload: Workload,
     *,
     stages: Sequence[StagePattern] | None = None,
-    propose: Propose | None = None,
-    state: State | None = None,
+    propose: ProposeChoices | None = None,
+    state: StateChoices | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure one training step of a workload on the device it is on.
@@ -74,14 +68,15 @@ def profile(
         raise ProfileError(
             "profile: expected a model without a plan, got a planned one; call its handle's remove() first"
         )
-    report = _Reporter(progress)
+    report = _ProgressReporter(progress)
     with preserved(workload):
         randomness = RandomState.capture()
         report("warm up")
         first_step(workload)
         resident = resident_bytes_of(workload)
         try:
-            measured = _measure(workload, stages, propose or _nothing, state, resident.total, randomness, report)
+            measuring = _Measuring(workload, resident.total, randomness, report)
+            measured = measuring.measure(stages, propose or _nothing, state)
         except (StagesError, ChoiceError):
             raise
         except Exception as error:
@@ -92,7 +87,7 @@ def profile(
         return replace(assemble(workload, measured, resident), link=measure_link(workload.device))
 
 
-class _Reporter:
+class _ProgressReporter:
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
         self._done = 0
@@ -104,167 +99,112 @@ class _Reporter:
         self._done += 1
 
 
-def _measure(
-    workload: Workload,
-    patterns: Sequence[StagePattern] | None,
-    propose: Propose,
-    state: State | None,
-    resident_bytes: int,
-    randomness: RandomState,
-    report: _Reporter,
-) -> Measured:
-    device = workload.device
-    report("trace")
-    randomness.restore()
-    compiled = is_compiled(workload.model)
-    trace = uncompiled(trace_step)(workload) if compiled else trace_step(workload)
-    if sum(call.parent < 0 for call in trace.calls) > 1:
-        raise StagesError(
-            "profile: expected a step that calls the model once, got several calls (by the loss?); "
-            "put what calls it into one module and profile that"
-        )
-    stages = choose_stages(trace, patterns)
-    seen, kinds = (trace, stages), alike(stages)
-    if compiled:
-        report("trace, compiled")
-        randomness.restore()
-        trace, calls = trace_compiled(workload, trace, [stage.call for stage in stages])
-        stages = stages_of(trace, calls)
-    traits = [_traits(stage) for stage in stages]
-    with StepProbe(workload, stages) as probe:
-        report("memory")
-        memory = until_stepped(
-            workload, lambda: _again(randomness, probe, memory_meter(device, resident_bytes), mark_saves=True)
-        )
-        deaths, output_deaths = probe.deaths, probe.output_deaths
-        groups = grouped(*seen, kinds, by_label(memory), propose, state)
-        report.runs += steps_for(groups)
-        report("memory, nothing kept")
-        randomness.restore()
-        dropped, _, freed = probe.dropping_forward(memory_meter(device, resident_bytes), traits, hold_all=False)
-        dropped_seconds, reruns = _time_dropping(workload, probe, stages, traits, randomness, report)
-        steps = []
-        for _ in range(PLAIN_STEPS):
-            report("time")
-            steps.append(until_stepped(workload, lambda: _again(randomness, probe, time_meter(device))))
-        steps_of_menus = MenuSteps(probe, by_label(memory), device, resident_bytes, randomness, report)
-        steps_of_menus.check(groups, propose)
-        menus = steps_of_menus.measure(groups)
-    return Measured(
-        trace=trace,
-        stages=stages,
-        memory=by_label(memory),
-        deaths=deaths,
-        output_deaths=output_deaths,
-        seconds=typical_seconds(steps),
-        step_seconds=[sum(i.seconds for i in step) for step in steps],
-        dropped_memory=by_label(dropped),
-        dropped_seconds=dropped_seconds,
-        freed=freed,
-        reruns=reruns,
-        menus=menus,
-        menu_of={k: number for number, group in enumerate(groups) for k in group.members},
-    )
+class _Measuring:
+    """The runs of one profile, each from the same random numbers."""
 
+    def __init__(
+        self, workload: Workload, resident_bytes: int, randomness: RandomState, report: _ProgressReporter
+    ) -> None:
+        self._workload = workload
+        self._device = workload.device
+        self._compiled = is_compiled(workload.model)
+        self._resident_bytes = resident_bytes
+        self._randomness = randomness
+        self._report = report
 
-def _again(randomness: RandomState, probe: StepProbe, meter: Meter, *, mark_saves: bool = False) -> list[Interval]:
-    """A step with the random numbers of every other one."""
-    randomness.restore()
-    return probe.step(meter, mark_saves=mark_saves)
+    def measure(
+        self, patterns: Sequence[StagePattern] | None, propose: ProposeChoices, state: StateChoices | None
+    ) -> Measured:
+        """Everything that a profile is made of."""
+        uncompiled_trace, uncompiled_stages = trace, stages = self._trace(patterns)
+        if self._compiled:
+            trace, stages = self._trace_compiled(trace, stages)
+        with StageProbe(self._workload, stages) as probe:
+            saving = self._step("memory", lambda: probe.saving_step(self._memory_meter()))
+            memory = by_mark(saving.phases)
+            groups = grouped(uncompiled_trace, uncompiled_stages, alike(uncompiled_stages), memory, propose, state)
+            self._report.runs += steps_for(groups)
+            dropping = self._dropping_forward("memory, nothing kept", probe, stages, self._memory_meter())
+            dropped_seconds, reruns = self._time_dropping(probe, stages)
+            steps = [self._step("time", lambda: probe.step(time_meter(self._device))) for _ in range(PLAIN_STEPS)]
+            menus = self._measure_menus(probe, groups, memory, propose)
+        return Measured(
+            trace=trace,
+            stages=stages,
+            memory=memory,
+            input_deaths=saving.input_deaths,
+            output_deaths=saving.output_deaths,
+            seconds=typical_seconds(steps),
+            step_seconds=[sum(phase.seconds for _, phase in step) for step in steps],
+            dropped_memory=by_mark(dropping.phases),
+            dropped_seconds=dropped_seconds,
+            freed=dropping.freed,
+            reruns=reruns,
+            menus=menus,
+            menu_of={k: number for number, group in enumerate(groups) for k in group.members},
+        )
+
+    def _begin(self, what: str) -> None:
+        self._report(what)
+        self._randomness.restore()
+
+    def _memory_meter(self) -> Meter:
+        return memory_meter(self._device, self._resident_bytes)
+
+    def _step(self, what: str, run: Callable[[], Result]) -> Result:
+        """Run a whole step, again where the scaler leaves the optimizer out."""
+
+        def run_with_the_same_numbers() -> Result:
+            self._randomness.restore()
+            return run()
+
+        self._report(what)
+        return until_stepped(self._workload, run_with_the_same_numbers)
+
+    def _trace(self, patterns: Sequence[StagePattern] | None) -> tuple[Trace, tuple[ChosenStage, ...]]:
+        self._begin("trace")
+        trace = uncompiled(trace_step)(self._workload) if self._compiled else trace_step(self._workload)
+        if sum(call.parent < 0 for call in trace.calls) > 1:
+            raise StagesError(
+                "profile: expected a step that calls the model once, got several calls (by the loss?); "
+                "put what calls it into one module and profile that"
+            )
+        return trace, choose_stages(trace, patterns)
+
+    def _trace_compiled(self, trace: Trace, stages: Sequence[ChosenStage]) -> tuple[Trace, tuple[ChosenStage, ...]]:
+        self._begin("trace, compiled")
+        trace, calls = trace_compiled(self._workload, trace, [stage.call for stage in stages])
+        return trace, stages_of(trace, calls)
+
+    def _dropping_forward(
+        self, what: str, probe: StageProbe, stages: Sequence[ChosenStage], meter: Meter, *, hold_all: bool = False
+    ) -> DroppingForward:
+        self._begin(what)
+        return probe.dropping_forward(meter, [_traits(stage) for stage in stages], hold_all=hold_all)
+
+    def _time_dropping(
+        self, probe: StageProbe, stages: Sequence[ChosenStage]
+    ) -> tuple[dict[Mark, float], list[RerunTimes]]:
+        """Seconds of forwards without keeping, and of one rerun per distinct stage."""
+        runs: list[MarkedPhases] = []
+        reruns: list[RerunTimes] = []
+        for _ in range(DROPPING_FORWARDS):
+            meter = time_meter(self._device)
+            timed = self._dropping_forward("time, nothing kept", probe, stages, meter, hold_all=True)
+            runs.append(timed.phases)
+            reruns = reruns or rerun_stages(timed.first_runs, alike(stages), self._device, compiled=self._compiled)
+        return typical_seconds(runs), reruns
+
+    def _measure_menus(
+        self, probe: StageProbe, groups: Sequence[OptionGroup], memory: PhasesOfMark, propose: ProposeChoices
+    ) -> list[MenuRecord]:
+        steps = MenuSteps(probe, memory, self._device, self._resident_bytes, self._randomness, self._report)
+        steps.check(groups, propose)
+        return steps.measure(groups)
 
 
 def _nothing(_: StageOps) -> list[Choice]:
     return []
-
-
-def _time_dropping(
-    workload: Workload,
-    probe: StepProbe,
-    stages: tuple[ChosenStage, ...],
-    traits: list[CallTraits],
-    randomness: RandomState,
-    report: _Reporter,
-) -> tuple[dict[str, float], list[RerunTimes]]:
-    """Seconds of forwards without keeping, and of one rerun per distinct stage."""
-    runs = []
-    reruns: list[RerunTimes] = []
-    for _ in range(DROPPING_FORWARDS):
-        report("time, nothing kept")
-        randomness.restore()
-        intervals, first_runs, _ = probe.dropping_forward(time_meter(workload.device), traits, hold_all=True)
-        runs.append(intervals)
-        reruns = reruns or _reruns(first_runs, alike(stages), workload.device, is_compiled(workload.model))
-    return typical_seconds(runs), reruns
-
-
-def _reruns(first_runs: list[FirstRun], numbers: list[int], device: torch.device, compiled: bool) -> list[RerunTimes]:
-    """Run one stage of each kind again; where one of a kind cannot be run twice, each of its kind is tried."""
-    good: dict[int, RerunTimes] = {}
-    doubtful: set[int] = set()
-    found = []
-    for first, number in zip(first_runs, numbers, strict=True):
-        if first.input_changed():
-            found.append(RerunTimes(failure="its input is changed in place afterwards"))
-            continue
-        if number in good and number not in doubtful:
-            found.append(good[number])
-            continue
-        result = _rerun(first, device, compiled)
-        if result.failure:
-            doubtful.add(number)
-        else:
-            good[number] = result
-        found.append(result)
-    return found
-
-
-def _rerun(first: FirstRun, device: torch.device, compiled: bool) -> RerunTimes:
-    """Run a call again: does it give the same, and how long does it take?"""
-    try:
-        args, kwargs = _fresh(first.arguments)
-        with EscapedTensors() as survivors:
-            saved, output = rerun_keeping(first.call, first.state, args, kwargs)
-        if compiled:  # Under the survivors' dispatch mode it ran uncompiled.
-            args, kwargs = _fresh(first.arguments)
-            saved, output = rerun_keeping(first.call, first.state, args, kwargs)
-        failure = _difference(first, saved, output, device)
-        del saved, output, args, kwargs
-        if survivors.any_left():
-            failure = failure or "it stores tensors of its forward (in an attribute, a cache or a hook)"
-        times = []
-        for _ in range(2):
-            args, kwargs = _fresh(first.arguments)
-            _synchronize(device)
-            begin = time.perf_counter()
-            rerun_until_saved(first.call, first.state, args, kwargs, len(first.saved))
-            _synchronize(device)
-            times.append(time.perf_counter() - begin)
-    except Exception as error:  # noqa: BLE001 - user code runs here; whatever it raises, it cannot be run twice.
-        return RerunTimes(failure=f"running it a second time fails: {error}")
-    return RerunTimes(seconds=min(times), failure=failure)
-
-
-def _fresh(arguments: Any) -> Any:
-    """The same tensors in containers of their own, which the call may add to."""
-    return map_tensors(lambda tensor: tensor, arguments)
-
-
-def _difference(first: FirstRun, saved: list[Tensor], output: Any, device: torch.device) -> str:
-    if [(tuple(t.shape), t.dtype) for t in saved] != first.saved:
-        return (
-            "running it a second time saves other tensors (a cache or a counter changed; for transformers: use_cache)"
-        )
-    for before, after in zip(tensors_in(first.output), tensors_in(output), strict=True):
-        # GPU kernels may add in another order; a wrong mask or input differs by far more than this.
-        tolerance = 0.0 if device.type == "cpu" else 0.05
-        if not torch.allclose(before, after, rtol=tolerance, atol=tolerance, equal_nan=True):
-            return "running it a second time gives another result"
-    return ""
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _traits(stage: ChosenStage) -> CallTraits:

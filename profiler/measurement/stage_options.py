@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from profiler.measurement.meter import Interval
+from profiler.measurement.meter import Mark, stage_place
 from profiler.measurement.robust_times import Sample, steady_seconds
-from profiler.measurement.stage_probe import BACKWARD, FORWARD, stage_place
 from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.recomputation.selection import Selection
+from profiler.records import Phase
 from profiler.trace.partition import ChosenStage
 from profiler.trace.stage_dataflow import pooled, stage_ops_of, without_seconds
-from profiler.trace.stage_names import State, names_outside, with_names
+from profiler.trace.stage_names import StateChoices, names_outside, with_names
 from profiler.trace.step_trace import Trace
 
 # Stages of one kind that together save less than this share are not worth the steps: they are kept or recomputed whole.
 SMALLEST_SHARE = 0.01
-Propose = Callable[[StageOps], Sequence[Choice]]
+ProposeChoices = Callable[[StageOps], Sequence[Choice]]
 # A choice is timed in about this many runs, in as many steps as that takes, within these limits.
 WANTED_SAMPLES = 9
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 9
@@ -67,9 +67,9 @@ def grouped(
     trace: Trace,
     stages: Sequence[ChosenStage],
     kinds: Sequence[int],
-    plain: Mapping[str, list[Interval]],
-    propose: Propose,
-    state: State | None = None,
+    plain: Mapping[Mark, list[Phase]],
+    propose: ProposeChoices,
+    state: StateChoices | None = None,
 ) -> list[OptionGroup]:
     """The groups of stages that do the same ops, on the same kinds of storages and in the same bytes, with choices.
 
@@ -99,11 +99,11 @@ def grouped(
     return [part for number, group in families for part in _parts(group, number, plain)]
 
 
-def _parts(group: OptionGroup, family: int, plain: Mapping[str, list[Interval]]) -> list[OptionGroup]:
+def _parts(group: OptionGroup, family: int, plain: Mapping[Mark, list[Phase]]) -> list[OptionGroup]:
     """The group, split where the bytes of its stages' phases differ."""
     found: dict[tuple[int, ...], OptionGroup] = {}
     for k in group.members:
-        phases = [plain.get(stage_place(k).label(phase), []) for phase in (FORWARD, BACKWARD)]
+        phases = [plain.get(mark, []) for mark in _marks_of(k)]
         bytes_of = tuple(number for phase in phases for number in (_growth(phase), _peak(phase)))
         found.setdefault(bytes_of, OptionGroup(group.ops, [], group.choices, family)).members.append(k)
     return list(found.values())
@@ -132,7 +132,7 @@ def unforced(group: OptionGroup) -> list[Choice]:
     ]
 
 
-def without(group: OptionGroup, wrong: set[int], propose: Propose) -> None:
+def without(group: OptionGroup, wrong: set[int], propose: ProposeChoices) -> None:
     """Give the group choices in which none of these ops runs again: they do not give the same again.
 
     Raises:
@@ -223,28 +223,28 @@ def rounds_for(steps: int) -> int:
 class Costs:
     """Collects what the steps showed."""
 
-    def __init__(self, groups: Sequence[OptionGroup], plain: dict[str, list[Interval]]) -> None:
+    def __init__(self, groups: Sequence[OptionGroup], plain: Mapping[Mark, list[Phase]]) -> None:
         self._plain = plain
         self._groups = groups
         self._bytes = [[ChoiceCost() for _ in group.choices] for group in groups]
         self._samples: list[Sample] = []
         self._steps = 0
 
-    def add_memory(self, assignment: Assignment, step: dict[str, list[Interval]]) -> None:
+    def add_memory(self, assignment: Assignment, step: Mapping[Mark, list[Phase]]) -> None:
         """Take the bytes of a step under the memory meter."""
         for k, (group, choice) in assignment.items():
-            forward, backward = (step.get(stage_place(k).label(phase), []) for phase in (FORWARD, BACKWARD))
+            forward, backward = (step.get(mark, []) for mark in _marks_of(k))
             cost = self._bytes[group][choice]
-            cost.freed_bytes = _growth(self._plain[stage_place(k).label(FORWARD)]) - _growth(forward)
+            cost.freed_bytes = _growth(self._plain[_marks_of(k)[0]]) - _growth(forward)
             cost.forward_peak_bytes = _peak(forward)
             cost.backward_peak_bytes = _peak(backward)
 
-    def add_seconds(self, assignment: Assignment, step: dict[str, list[Interval]]) -> None:
+    def add_seconds(self, assignment: Assignment, step: Mapping[Mark, list[Phase]]) -> None:
         """Take the seconds of a step under the time meter."""
         for k, (group, choice) in assignment.items():
-            for phase in (FORWARD, BACKWARD):
-                seconds = sum(i.seconds for i in step.get(stage_place(k).label(phase), []))
-                self._samples.append(Sample(self._steps, (phase, group, choice), seconds))
+            for mark in _marks_of(k):
+                seconds = sum(phase.seconds for phase in step.get(mark, []))
+                self._samples.append(Sample(self._steps, (mark.phase, group, choice), seconds))
         self._steps += 1
 
     def finish(self) -> list[list[ChoiceCost]]:
@@ -255,14 +255,19 @@ class Costs:
         for group, costs in zip(self._groups, found, strict=True):
             for choice in (*range(len(costs) - 1), KEEP):
                 key = (families[group.family], choice)
-                costs[choice].forward_seconds = seconds.get((FORWARD, *key), 0.0)
-                costs[choice].backward_seconds = seconds.get((BACKWARD, *key), 0.0)
+                costs[choice].forward_seconds = seconds.get(("forward", *key), 0.0)
+                costs[choice].backward_seconds = seconds.get(("backward", *key), 0.0)
         return found
 
 
-def _growth(intervals: Sequence[Interval]) -> int:
-    return intervals[-1].end_bytes - intervals[0].start_bytes if intervals else 0
+def _marks_of(stage: int) -> tuple[Mark, Mark]:
+    """Where a stage's forward and its backward begin."""
+    return Mark("forward", stage_place(stage)), Mark("backward", stage_place(stage))
 
 
-def _peak(intervals: Sequence[Interval]) -> int:
-    return max((i.peak_bytes for i in intervals), default=0) - (intervals[0].start_bytes if intervals else 0)
+def _growth(phases: Sequence[Phase]) -> int:
+    return phases[-1].end_bytes - phases[0].start_bytes if phases else 0
+
+
+def _peak(phases: Sequence[Phase]) -> int:
+    return max((phase.peak_bytes for phase in phases), default=0) - (phases[0].start_bytes if phases else 0)

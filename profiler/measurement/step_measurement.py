@@ -6,7 +6,8 @@ import statistics
 from dataclasses import dataclass
 
 from profiler.measurement.device_memory import faulted_bytes, release_cache, reserved_for
-from profiler.measurement.meter import Interval, Meter, memory_meter, metered, time_meter
+from profiler.measurement.meter import Meter, memory_meter, metered, time_meter
+from profiler.records import Phase
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import first_step, resident_bytes_of, until_stepped
 from profiler.workload.workload import Workload
@@ -55,20 +56,18 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
         first_step(workload)
         resident_bytes = resident_bytes_of(workload).total
 
-        def again(meter: Meter) -> list[Interval]:
+        def again(meter: Meter) -> Phase:
             randomness.restore()
             workload.zero_grad()
             before = faulted_bytes(device)
-            intervals = metered(meter, lambda: losses.append(workload.step()))
+            step = metered(meter, lambda: losses.append(workload.step()))
             if before is not None:
                 faults.append((faulted_bytes(device) or 0) - before)
-            return intervals
+            return step
 
-        intervals = until_stepped(workload, lambda: again(memory_meter(device, resident_bytes)))
-        peak_bytes = max(i.peak_bytes for i in intervals)
+        peak_bytes = until_stepped(workload, lambda: again(memory_meter(device, resident_bytes))).peak_bytes
         reserved_bytes = reserved_for(device, peak_bytes)
-        timed = [until_stepped(workload, lambda: again(time_meter(device))) for _ in range(repeats)]
-        times = [sum(i.seconds for i in found) for found in timed]
+        times = [until_stepped(workload, lambda: again(time_meter(device))).seconds for _ in range(repeats)]
     return Measurement(
         peak_bytes=peak_bytes,
         reserved_bytes=reserved_bytes,

@@ -10,7 +10,7 @@ from profiler.trace.step_trace import Call, Trace
 from profiler.workload.compiled_forwards import plain_name, unwrapped
 
 # Which choice a person states for which of the stages; the second argument names what ran outside of stages.
-State = Callable[[Sequence[NamedStage], Sequence[str]], Mapping[int, Choice]]
+StateChoices = Callable[[Sequence[NamedStage], Sequence[str]], Mapping[int, Choice]]
 
 
 def with_names(trace: Trace, stages: Sequence[ChosenStage], flows: Sequence[StageOps]) -> tuple[NamedStage, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from profiler.workload.tensor_trees import map_tensors, tensors_in
 
 LossFunction = Callable[[Any], Tensor]
+StepPhase = Literal["forward", "backward", "optimizer", "end"]
+# Called as a phase of a step begins: with its name, and at the begin of backward with the loss, else None.
+OnPhase = Callable[[StepPhase, Tensor | None], None]
 _AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
 
 
@@ -143,14 +146,24 @@ class Workload:
         yield from self.parameters_beside()
         yield from (tensor for tensor in tensors_in(self.inputs) if tensor.is_leaf and tensor.requires_grad)
 
-    def step(self) -> float:
-        """One whole training step; returns the loss as a number."""
+    def step(self, on_phase: OnPhase | None = None) -> float:
+        """One whole training step; returns the loss as a number.
+
+        Args:
+            on_phase: called at the begin of each phase: of ``forward`` once gradients are cleared, of ``backward``,
+                of ``optimizer`` (also where there is none), and of ``end``, when only the loss is left.
+        """
+        begin = on_phase or _ignore
         self.zero_grad()
+        begin("forward", None)
         loss = self.forward()
+        begin("backward", loss)
         self.backward(loss)
-        value = loss.detach()
+        value = loss.detach()  # Its number outlives its graph, which goes here.
         del loss
+        begin("optimizer", None)
         self.update()
+        begin("end", None)
         return float(value)
 
     def backward(self, loss: Tensor) -> None:
@@ -206,6 +219,10 @@ class Workload:
                 "pass loss=, a callable on the model's output, or labels in the inputs"
             )
         return loss
+
+
+def _ignore(phase: StepPhase, loss: Tensor | None) -> None:
+    """Nobody wants to know of the phases."""
 
 
 def scaler_tensors(scaler: torch.amp.GradScaler | None) -> list[Tensor]:

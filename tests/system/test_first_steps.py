@@ -49,7 +49,7 @@ def peak_of_step(work: planner.Workload) -> int:
     work.zero_grad()
     gc.collect()
     meter = memory_meter(work.device, resident_bytes_of(work).total)
-    return max(interval.peak_bytes for interval in metered(meter, work.step))
+    return metered(meter, work.step).peak_bytes
 
 
 CASES = [(optimizer, foreach, "weights") for optimizer in OPTIMIZERS for foreach in (False, True)]

@@ -12,7 +12,8 @@ from planner.explain.measured_step import MeasuredStep, Places, view_step
 from planner.explain.peak_report import peak_rows
 from planner.explain.timeline import Timeline, predicted_timelines
 from planner.plans.plan import chain_in
-from profiler.measurement.meter import Interval
+from profiler.measurement.meter import Mark, outside_place, stage_place
+from profiler.records import Phase
 from profiler.workload.workload import Workload
 from tests.support.command_line import SMALL
 
@@ -68,13 +69,13 @@ def test_with_the_plan_the_same_stages_run_again(plan: planner.Plan, view: Measu
 def test_what_the_plan_knows_as_one_action_is_one_span(plan: planner.Plan) -> None:
     """What runs between two stages that are linked belongs to the stage before."""
     places = Places(plan)
-    intervals = [
-        Interval("forward:stage:0", start_bytes=1, peak_bytes=5, end_bytes=2),
-        Interval("forward:outside:1", start_bytes=2, peak_bytes=7, end_bytes=3),
-        Interval("forward:stage:1", start_bytes=3, peak_bytes=4, end_bytes=4),
-        Interval("end", start_bytes=4, peak_bytes=9, end_bytes=4),
+    phases = [
+        (Mark("forward", stage_place(0)), Phase(start_bytes=1, peak_bytes=5, end_bytes=2)),
+        (Mark("forward", outside_place(1)), Phase(start_bytes=2, peak_bytes=7, end_bytes=3)),
+        (Mark("forward", stage_place(1)), Phase(start_bytes=3, peak_bytes=4, end_bytes=4)),
+        (Mark("end"), Phase(start_bytes=4, peak_bytes=9, end_bytes=4)),
     ]
-    first, second = places.spans(intervals, [1.0, 0.5, 2.0, 0.1])
+    first, second = places.spans(phases, [1.0, 0.5, 2.0, 0.1])
     stages = [stage.name for stage in plan.stages if stage.kind == "stage"]
     assert (first.stage, first.before_bytes, first.peak_bytes, first.after_bytes) == (stages[0], 1, 7, 3)
     assert (first.end_seconds, second.start_seconds, second.end_seconds) == (1.5, 1.5, 3.5)

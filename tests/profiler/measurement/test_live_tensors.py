@@ -13,8 +13,8 @@ import planner
 from planner import zoo
 from planner.runtime.applier import split_name
 from profiler.measurement.live_tensors import LiveTensorTracker, PeakSnapshot
-from profiler.measurement.meter import memory_meter
-from profiler.measurement.planned_probe import StepMarks
+from profiler.measurement.meter import Mark, memory_meter, outside_place, stage_place
+from profiler.measurement.planned_probe import PlannedProbe
 from profiler.workload.snapshot import preserved
 from profiler.workload.steps import first_step, resident_bytes_of
 from profiler.workload.workload import Workload
@@ -27,11 +27,11 @@ def peak_of(work: Workload, plan: planner.Plan | None = None, stages: list[str] 
         first_step(work)
         meter = memory_meter(work.device, resident_bytes_of(work).total)
         with (
-            StepMarks(work, [split_name(name) for name in names]) as marks,
-            LiveTensorTracker(work, marks, meter) as watch,
+            PlannedProbe(work, [split_name(name) for name in names]) as probe,
+            LiveTensorTracker(work, probe, meter) as tracker,
             nullcontext() if plan is None else planner.apply(work.model, plan),
         ):
-            return watch.step()
+            return tracker.step()
 
 
 class Doubled(nn.Module):
@@ -57,7 +57,7 @@ def test_a_peak_worked_out_by_hand() -> None:
     assert sizes["made in step", "aten.cat.default"] == 2 * mib
     assert sizes["made in step", "aten.mul.Tensor"] == 2 * mib
     assert found.explained_bytes == 5 * mib + 4 * 4
-    assert (found.op, found.label) == ("aten.sum.dim_IntList", "backward:outside:0")
+    assert (found.op, found.mark) == ("aten.sum.dim_IntList", Mark("backward", outside_place(0)))
     assert found.before_bytes == found.explained_bytes - 4
 
 
@@ -65,9 +65,9 @@ def test_gradients_are_named_after_their_parameters() -> None:
     model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 8, bias=False))
     work = Workload(model=model, inputs=torch.ones(2, 64), loss=lambda y: y.sum())
     found = peak_of(work, stages=["0", "1"])
-    gradients = {s.module: (s.size_bytes, s.op, s.label) for s in found.storages if s.kind == "gradient"}
-    assert gradients["1.weight"] == (256 * 8 * 4, "aten.mm.default", "backward:stage:1")
-    assert gradients["0.weight"] == (256 * 64 * 4, "aten.mm.default", "backward:stage:0")
+    gradients = {s.module: (s.size_bytes, s.op, s.made_in) for s in found.storages if s.kind == "gradient"}
+    assert gradients["1.weight"] == (256 * 8 * 4, "aten.mm.default", Mark("backward", stage_place(1)))
+    assert gradients["0.weight"] == (256 * 64 * 4, "aten.mm.default", Mark("backward", stage_place(0)))
 
 
 class Masked(nn.Module):
@@ -128,4 +128,4 @@ def test_a_plan_s_second_runs_are_told_from_gradients() -> None:
     assert found.before_bytes - scalars <= found.explained_bytes <= found.peak_bytes
     again = [s for s in found.storages if s.again]
     assert not any(s.kind == "gradient" or "backward" in s.op for s in again)
-    assert all(s.label.split(":")[0] in ("backward", "again") for s in again)
+    assert all(s.made_in is not None and s.made_in.phase in ("backward", "again") for s in again)

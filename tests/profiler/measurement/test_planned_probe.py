@@ -1,4 +1,4 @@
-"""Step marks: the places of a step in order, with and without a plan, and the allocator's bytes undisturbed."""
+"""The marks of a step come in order, with and without a plan, and leave the allocator's bytes as they are."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import planner
 from planner.plans.lowering import lower_schedule
 from planner.runtime.applier import split_name
-from profiler.measurement.meter import memory_meter
-from profiler.measurement.planned_probe import AGAIN, StepMarks
+from profiler.measurement.meter import Mark, memory_meter, stage_place
+from profiler.measurement.planned_probe import PlannedProbe
 from profiler.workload.snapshot import preserved
 from profiler.workload.steps import first_step, resident_bytes_of
 from profiler.workload.workload import Workload
@@ -28,46 +28,45 @@ def smallest_plan(work: Workload, **options) -> planner.Plan:
         return planner.solve(profile, refusal.minimum_budget_bytes)
 
 
-def marks_of(work: Workload, plan: planner.Plan) -> StepMarks:
+def probe_of(work: Workload, plan: planner.Plan) -> PlannedProbe:
     places = {k: i for i, k in enumerate(k for k, stage in enumerate(plan.stages) if stage.kind == "stage")}
     reruns = lower_schedule(plan.stages, plan.schedule).reruns
     again = {places[k]: [places[rerun.stage] for rerun in found] for k, found in reruns.items() if k in places}
-    return StepMarks(work, [split_name(plan.stages[k].name) for k in places], again)
+    return PlannedProbe(work, [split_name(plan.stages[k].name) for k in places], again)
 
 
-def labels_of(work: Workload, plan: planner.Plan, planned: bool) -> tuple[list[str], int]:
-    """The labels of one step, neighbours that are equal once, and its peak."""
+def marks_of(work: Workload, plan: planner.Plan, planned: bool) -> tuple[list[Mark], int]:
+    """The marks of one step, neighbours that are equal once, and its peak."""
     with preserved(work):
         first_step(work)
         resident = resident_bytes_of(work).total
-        with marks_of(work, plan) as marks, planner.apply(work.model, plan) if planned else nullcontext():
-            intervals = marks.step(memory_meter(work.device, resident))
-    found = [interval.label for interval in intervals]
-    once = [label for k, label in enumerate(found) if k == 0 or label != found[k - 1]]
-    return once, max(interval.peak_bytes for interval in intervals)
+        with probe_of(work, plan) as probe, planner.apply(work.model, plan) if planned else nullcontext():
+            phases = probe.step(memory_meter(work.device, resident))
+    marks = [mark for mark, _ in phases]
+    once = [mark for k, mark in enumerate(marks) if k == 0 or mark != marks[k - 1]]
+    return once, max(phase.peak_bytes for _, phase in phases)
 
 
 def test_an_unplanned_step_goes_through_every_stage_forth_and_back() -> None:
     work = workload("sequential")
     plan = smallest_plan(work)
-    labels, _ = labels_of(work, plan, planned=False)
+    marks, _ = marks_of(work, plan, planned=False)
     stages = sum(stage.kind == "stage" for stage in plan.stages)
-    forward = [label for label in labels if label.startswith("forward:stage")]
-    backward = [label for label in labels if label.startswith("backward:stage")]
-    assert forward == [f"forward:stage:{k}" for k in range(stages)]
-    assert backward == [f"backward:stage:{k}" for k in reversed(range(stages))]
-    assert labels[-2:] == ["optimizer", "end"]
-    assert not any(label.startswith(AGAIN) for label in labels)
+    of_stages = [mark for mark in marks if mark.place is not None and mark.place.kind == "stage"]
+    assert of_stages == [
+        *(Mark("forward", stage_place(k)) for k in range(stages)),
+        *(Mark("backward", stage_place(k)) for k in reversed(range(stages))),
+    ]
+    assert marks[-2:] == [Mark("optimizer"), Mark("end")]
 
 
 def test_a_planned_step_marks_every_second_run() -> None:
     work = workload("sequential")
     plan = smallest_plan(work)
-    labels, _ = labels_of(work, plan, planned=True)
-    again = [label for label in labels if label.startswith(AGAIN)]
-    assert len(again) == sum(stage.runs - 1 for stage in plan.stages) > 0
-    after = [labels[k + 1] for k, label in enumerate(labels) if label.startswith(AGAIN)]
-    assert all(label.startswith("backward:") for label in after)
+    marks, _ = marks_of(work, plan, planned=True)
+    after = [marks[k + 1] for k, mark in enumerate(marks) if mark.phase == "again"]
+    assert len(after) == sum(stage.runs - 1 for stage in plan.stages) > 0
+    assert all(mark.phase == "backward" for mark in after)
 
 
 class Twice(nn.Module):
@@ -86,9 +85,9 @@ class Twice(nn.Module):
 def test_calls_of_one_module_are_told_apart() -> None:
     work = Workload(model=Twice(), inputs=torch.randn(16, 32), loss=lambda y: y.sum())
     plan = smallest_plan(work, stages=["block"])
-    labels, _ = labels_of(work, plan, planned=True)
+    marks, _ = marks_of(work, plan, planned=True)
     places = [k for k, stage in enumerate(plan.stages) if stage.kind == "stage"]
-    runs = [sum(label == f"{AGAIN}:stage:{i}" for label in labels) for i in range(4)]
+    runs = [marks.count(Mark("again", stage_place(i))) for i in range(4)]
     assert runs == [plan.stages[k].runs - 1 for k in places]
     assert sum(runs) > 0
 
@@ -111,9 +110,9 @@ def test_marks_are_no_ops_of_a_stage_of_which_a_part_runs_again() -> None:
     assert [stage.decision for stage in plan.stages].count("selective") == 3
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*other ops")
-        labels, peak = labels_of(work, plan, planned=True)
+        marks, peak = marks_of(work, plan, planned=True)
     assert peak == plan.predicted_peak_bytes
-    assert not any(label.startswith(AGAIN) for label in labels)
+    assert not any(mark.phase == "again" for mark in marks)
 
 
 @pytest.mark.parametrize("name", ["skip", "frozen"])
@@ -121,7 +120,7 @@ def test_marks_change_neither_the_peak_nor_the_model(name: str) -> None:
     work = workload(name)
     plan = smallest_plan(work)
     for planned in (False, True):
-        _, peak = labels_of(work, plan, planned)
+        _, peak = marks_of(work, plan, planned)
         with planner.apply(work.model, plan) if planned else nullcontext():
             assert peak == planner.measure(work, repeats=1).peak_bytes
     assert all("forward" not in module.__dict__ for module in work.model.modules())

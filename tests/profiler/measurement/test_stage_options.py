@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from profiler.measurement import stage_options
-from profiler.measurement.meter import Interval
+from profiler.measurement.meter import Mark, stage_place
 from profiler.measurement.option_steps import MenuSteps, _beaten, _menu
 from profiler.measurement.stage_options import (
     KEEP,
@@ -28,9 +28,9 @@ from profiler.measurement.stage_options import (
     unforced,
     without,
 )
-from profiler.measurement.stage_probe import BACKWARD, FORWARD, StepProbe, stage_place
+from profiler.measurement.stage_probe import SelectiveStep, StageProbe
 from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStorage
-from profiler.records import MenuRecord, OptionRecord
+from profiler.records import MenuRecord, OptionRecord, Phase
 from profiler.trace.partition import choose_stages
 from profiler.trace.step_trace import trace_step
 from profiler.workload.snapshot import RandomState
@@ -57,9 +57,13 @@ def group(members: list[int], count: int, family: int = 0, ops: StageOps | None 
     return OptionGroup(ops or flow(), members, choices(count), family)
 
 
-def interval(phase: str, stage: int, **values: float) -> tuple[str, list[Interval]]:
-    label = stage_place(stage).label(phase)
-    return label, [Interval(label, **values)]  # type: ignore[arg-type]
+Direction = Literal["forward", "backward"]
+FORWARD: Direction = "forward"
+BACKWARD: Direction = "backward"
+
+
+def marked(phase: Direction, stage: int, **values: Any) -> tuple[Mark, list[Phase]]:
+    return Mark(phase, stage_place(stage)), [Phase(**values)]
 
 
 # Which stages share a menu -----------------------------------------------------------
@@ -70,7 +74,7 @@ def test_stages_that_do_the_same_share_a_menu_unless_their_bytes_differ(monkeypa
     trace = trace_step(workload("plain"))
     stages = choose_stages(trace, ["blocks.*"])
     plain = dict(
-        interval(phase, k, start_bytes=5, peak_bytes=9 + (phase == BACKWARD and k == 5), end_bytes=7)
+        marked(phase, k, start_bytes=5, peak_bytes=9 + (phase == BACKWARD and k == 5), end_bytes=7)
         for phase in (FORWARD, BACKWARD)
         for k in range(len(stages))
     )
@@ -143,16 +147,16 @@ def test_stages_are_told_what_runs_again_and_kept_ones_nothing() -> None:
 
 def test_bytes_are_those_that_the_plain_stage_keeps_more() -> None:
     groups = [group([0, 1], 1)]
-    plain = dict([interval(FORWARD, 0, start_bytes=100, peak_bytes=190, end_bytes=150)])
+    plain = dict([marked(FORWARD, 0, start_bytes=100, peak_bytes=190, end_bytes=150)])
     costs = Costs(groups, plain)
     costs.add_memory(
         {0: (0, 0)},
         {
-            stage_place(0).label(FORWARD): [
-                Interval("a", start_bytes=200, peak_bytes=230, end_bytes=210),
-                Interval("b", start_bytes=210, peak_bytes=270, end_bytes=220),
+            Mark(FORWARD, stage_place(0)): [
+                Phase(start_bytes=200, peak_bytes=230, end_bytes=210),
+                Phase(start_bytes=210, peak_bytes=270, end_bytes=220),
             ],
-            stage_place(0).label(BACKWARD): [Interval("c", start_bytes=220, peak_bytes=300, end_bytes=200)],
+            Mark(BACKWARD, stage_place(0)): [Phase(start_bytes=220, peak_bytes=300, end_bytes=200)],
         },
     )
     assert costs.finish() == [
@@ -163,8 +167,14 @@ def test_bytes_are_those_that_the_plain_stage_keeps_more() -> None:
 def test_seconds_are_those_of_the_family() -> None:
     groups = [group([0], 1), group([1], 1), group([2], 0, family=1)]
     costs = Costs(groups, {})
-    seconds = {(FORWARD, 0): 1.0, (BACKWARD, 0): 2.0, (FORWARD, 1): 4.0, (BACKWARD, 1): 8.0}
-    step = dict(interval(phase, stage, seconds=value) for (phase, stage), value in seconds.items())
+    step = dict(
+        [
+            marked(FORWARD, 0, seconds=1.0),
+            marked(BACKWARD, 0, seconds=2.0),
+            marked(FORWARD, 1, seconds=4.0),
+            marked(BACKWARD, 1, seconds=8.0),
+        ]
+    )
     costs.add_seconds({0: (0, 0), 1: (0, KEEP)}, step)
     both = [
         ChoiceCost(forward_seconds=1.0, backward_seconds=2.0),
@@ -301,14 +311,14 @@ def test_what_a_person_asked_for_is_refused_if_it_has_an_op_at_fault_unless_it_w
     assert own.ops.ops[1].not_rerunnable_reason == "it must not"
 
 
-class FailingProbe(StepProbe):
+class FailingProbe(StageProbe):
     """Every step of it raises the same."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(workload("plain"), ())
         self.error = error
 
-    def step(self, *_: Any, **__: Any) -> list[Interval]:
+    def selective_step(self, *_: Any, **__: Any) -> SelectiveStep:
         raise self.error
 
 

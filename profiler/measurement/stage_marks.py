@@ -1,0 +1,124 @@
+"""The marks of one step: where each of its stages and phases begins, in forward and in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, metered_step, outside_place, stage_place
+from profiler.workload.autograd_nodes import graph_nodes, next_node
+from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.forward_patches import Forward
+from profiler.workload.workload import StepPhase, Workload
+
+leave_uncompiled(__name__)
+
+StageCall = tuple[Hashable, int]
+
+
+class MarkedStep:
+    """One step under a meter, with a mark wherever a stage, what runs outside of stages, or a phase begins.
+
+    Args:
+        workload: whose step it is; its stages' forwards are patched to go through ``run_call``.
+        meter: seconds or memory.
+        positions: the number of each stage, by its module and how many calls of it come before.
+
+    Attributes:
+        phases: what lay between the marks, once the step is over.
+    """
+
+    def __init__(self, workload: Workload, meter: Meter, positions: Mapping[StageCall, int]) -> None:
+        self.phases: MarkedPhases = []
+        self._workload = workload
+        self._meter = meter
+        self._positions = positions
+        self._calls: dict[Hashable, int] = {}
+        self._in_stage = False
+        self._now = Mark("forward", outside_place(0))
+        self._node_ends: list[tuple[Place, int]] = []  # each place with the number of the first node after it
+
+    def run(self) -> None:
+        """Run the step."""
+        self.phases = metered_step(self._workload, self._meter, self._now, self._begin)
+
+    def _begin(self, phase: StepPhase, loss: Tensor | None) -> None:
+        if phase == "backward":
+            assert loss is not None
+            self._node_ends.append((outside_place(len(self._positions)), next_node()))
+            self._mark_backward_of(loss)
+            self.mark(Mark("loss"))  # What backward allocates first belongs to no forward.
+        elif phase == "end" or self._workload.optimizer is not None:
+            self.mark(Mark(phase))
+
+    def mark(self, mark: Mark) -> None:
+        """Something else begins now."""
+        self._now = mark
+        self._meter.mark(mark)
+
+    def run_call(self, module: Hashable, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Run a call of a module, between marks where it is a stage's."""
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        position = self.position_of(module)
+        if position is None:
+            return forward(*args, **kwargs)
+        self._in_stage = True
+        self.enter(position)
+        try:
+            return self.run_stage(position, forward, args, kwargs)
+        finally:
+            self._in_stage = False
+            self.leave(position)
+
+    def position_of(self, module: Hashable) -> int | None:
+        """The stage that a module's next call is; None for a call inside another stage, or of none."""
+        count = self._calls.get(module, 0)
+        self._calls[module] = count + 1
+        return None if self._in_stage else self._positions.get((module, count))
+
+    def enter(self, position: int) -> None:
+        """A stage's forward begins."""
+        self._node_ends.append((outside_place(position), next_node()))
+        self.mark(Mark("forward", stage_place(position)))
+
+    def run_stage(self, position: int, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Run the stage's own forward."""
+        return forward(*args, **kwargs)
+
+    def leave(self, position: int) -> None:
+        """A stage's forward is over."""
+        self._node_ends.append((stage_place(position), next_node()))
+        self.mark(Mark("forward", outside_place(position + 1)))
+
+    def enter_backward(self, place: Place) -> None:
+        """The backward of a place begins."""
+        self.mark(Mark("backward", place))
+
+    def _mark_backward_of(self, loss: Tensor) -> None:
+        """Have a mark made as the first autograd node of each place runs.
+
+        The engine runs ready nodes in falling order of their sequence number, so
+        a place's backward begins with its highest node and ends where another's begins.
+        """
+        highest: dict[Place, tuple[int, Any]] = {}
+        for node in graph_nodes(loss):
+            number = node._sequence_nr()
+            place = self._place_of(number)
+            if place is not None and (place not in highest or highest[place][0] < number):
+                highest[place] = (number, node)
+        for place, (_, node) in highest.items():
+            node.register_prehook(_calling(self.enter_backward, place))
+
+    def _place_of(self, number: int) -> Place | None:
+        for place, end in self._node_ends:
+            if number < end:
+                return place
+        return None  # AccumulateGrad: its number stands above all others.
+
+
+def _calling(enter: Callable[[Place], None], place: Place) -> Callable[[Any], None]:
+    return lambda _: enter(place)
