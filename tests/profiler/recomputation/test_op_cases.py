@@ -51,8 +51,14 @@ def observed(name: str, rerun: frozenset[int] | None) -> Observed:
     return observe(CASES[name], None if rerun is None else Selection.of(flow(name), rerun))
 
 
+@pytest.fixture(scope="module")
+def imported() -> None:
+    """What torch imports in a process's first step of this kind leaves cycles with that step's tensors."""
+    observe(CASES["piece_changed"], None)
+
+
 @pytest.fixture
-def uncollected() -> Iterator[None]:
+def uncollected(imported: None) -> Iterator[None]:
     """What only the garbage collector would find is alive."""
     gc.disable()
     try:
