@@ -15,8 +15,7 @@ from planner.runtime.offloaded_tensors import OffloadedStorage
 from planner.runtime.plan_checks import warn_once
 from planner.runtime.stage_input import StageInput, links_between
 from profiler.recomputation.module_rerun import CallState, CallTraits, rerun_dropping, rerun_until_saved
-from profiler.recomputation.op_tape import RecomputedTensor
-from profiler.recomputation.selective_call import SavedTensor, unpack
+from profiler.recomputation.saved_tensors import TensorStandIn, unpack
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.tensor_trees import device_of, tensors_in
 
@@ -34,7 +33,7 @@ class SavedPlaceholder:
 
     def __init__(self, stage: DroppedStage) -> None:
         self.stage = stage
-        self.value: Tensor | SavedTensor | RecomputedTensor | None = None
+        self.value: Tensor | TensorStandIn | None = None
 
 
 class _RerunOutput(NamedTuple):
@@ -196,7 +195,7 @@ class DroppedStage:
                 "other ones; call backward before the optimizer steps or parameters are replaced"
             )
 
-    def _fill(self, saved: Sequence[Tensor | SavedTensor | RecomputedTensor]) -> None:
+    def _fill(self, saved: Sequence[Tensor | TensorStandIn]) -> None:
         """Put what was made again into the graph; nothing else of the call is needed then."""
         if len(saved) != len(self._placeholders):
             raise RuntimeError(

@@ -15,8 +15,9 @@ from planner.runtime.offloaded_tensors import OffloadableTensor
 from planner.runtime.plan_checks import warn_once
 from planner.runtime.transfers import TransferExecutor
 from profiler.recomputation.module_rerun import CallState, rerun_keeping
+from profiler.recomputation.saved_tensors import SavedTensor, unpack
 from profiler.recomputation.selection import Selection
-from profiler.recomputation.selective_call import SavedTensor, SelectiveCall, rerun_selecting, unpack
+from profiler.recomputation.selective_call import SelectiveCall, rerun_selecting
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.tensor_trees import tensors_in
 

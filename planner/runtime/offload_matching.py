@@ -127,7 +127,7 @@ def _handed_over(call: SelectiveCall) -> Iterator[tuple[int, OffloadableTensor]]
             made.append(OffloadableTensor(tensor))
             return made[0]
 
-        recorded.hand_over(holder)
+        recorded.pass_on(holder)
         for view in made:
             yield ordinal, view
 

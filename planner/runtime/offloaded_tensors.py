@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from planner.runtime.copy_engine import CopyEngine, OffloadedCopy, PendingFetch, bytes_of
-from profiler.recomputation.saved_tensors import Geometry, geometry_of, tensor_over, version_of
-from profiler.recomputation.selective_call import SavedTensor
+from profiler.recomputation.saved_tensors import Geometry, SavedTensor, geometry_of, tensor_over, version_of
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)

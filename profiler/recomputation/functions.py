@@ -1,4 +1,4 @@
-"""Functions that are run again: what a plain function saves for backward is dropped and made again there."""
+"""``recompute``: a function of which what it saves for backward is dropped, and made again there."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
 from profiler.recomputation.op_tape import OpTape, RecomputedTensor
-from profiler.recomputation.saved_tensors import geometry_of
-from profiler.recomputation.selective_call import SavedTensor, unpack
+from profiler.recomputation.saved_tensors import SavedTensor, TensorStandIn, geometry_of, unpack
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,34 +59,34 @@ def recompute(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():  # The compiler knows torch's own way and builds it into its graph.
             return checkpoint(function, *args, use_reentrant=False, **kwargs)  # type: ignore[return-value]
-        return _Call().run(function, args, kwargs)
+        return _RecomputedCall().run(function, args, kwargs)
 
     # A module's attributes are its own: they are not copied to the function.
     return functools.wraps(function, updated=() if isinstance(function, nn.Module) else ("__dict__",))(run)
 
 
-class _Call:
+class _RecomputedCall:
     """One call of such a function."""
 
     def __init__(self) -> None:
-        self._around: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore
-        self._recorder = _Recorder()
-        self._passed: list[_Passed] = []
+        self._outer_hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore
+        self._recorder = _RerunnableOps()
+        self._kept: list[SavedTensor] = []
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run it and return what it returns."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack), self._recorder:
             output = function(*args, **kwargs)
-        tape, passed = self._recorder.finish(), self._passed
-        self._passed = []  # Nodes of the graph hold this call by its hooks, and must not hold tensors by it.
-        if self._around is not None:
-            holders = _Holders(self._around)
-            tape.hand_over(holders.of)
-            for each in passed:
-                each.hand_over(holders)
+        tape, kept = self._recorder.finish(), self._kept
+        self._kept = []  # Nodes of the graph hold this call by its hooks, and must not hold tensors by it.
+        if self._outer_hooks is not None:
+            holder_of = _packing_by(self._outer_hooks)
+            tape.hand_over(holder_of)
+            for saved in kept:
+                saved.pass_on(holder_of)
         return output
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> TensorStandIn:
         if tensor.is_leaf and tensor.requires_grad:
             return SavedTensor(tensor)
         remade = self._recorder.tape.recomputed_storage_of(tensor)
@@ -95,13 +94,13 @@ class _Call:
             return RecomputedTensor(self._recorder.tape, remade, tensor)
         with torch._C._DisableTorchDispatch() if type(tensor) in _PLAIN else self._recorder.unseen():
             kept = tensor.detach()
-        if self._around is None:
-            return SavedTensor(kept)
-        self._passed.append(_Passed(kept))
-        return self._passed[-1]
+        saved = SavedTensor(kept)
+        if self._outer_hooks is not None:
+            self._kept.append(saved)
+        return saved
 
 
-class _Recorder(TorchDispatchMode):
+class _RerunnableOps(TorchDispatchMode):
     """Has every op recorded that may run again."""
 
     def __init__(self) -> None:
@@ -150,7 +149,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Unseen:
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _RerunnableOps) -> None:
         self._recorder = recorder
 
     def __enter__(self) -> None:
@@ -181,23 +180,22 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
-class _Holders:
-    """Holds tensors by the saved-tensor hooks around a call, each tensor once."""
+def _packing_by(hooks: _Hooks) -> Callable[[Tensor], TensorStandIn]:
+    """Has the saved-tensor hooks around a call pack tensors, each once."""
+    packed: dict[Any, _PackedTensor] = {}
 
-    def __init__(self, hooks: _Hooks) -> None:
-        self._hooks = hooks
-        self._known: dict[Any, _Holder] = {}
-
-    def of(self, tensor: Tensor) -> _Holder:
+    def holder_of(tensor: Tensor) -> _PackedTensor:
         strided = tensor.layout is torch.strided
         key = (tensor.untyped_storage()._cdata, geometry_of(tensor)) if strided else id(tensor)
-        if key not in self._known:
-            self._known[key] = _Holder(self._hooks, tensor)
-        return self._known[key]
+        if key not in packed:
+            packed[key] = _PackedTensor(hooks, tensor)
+        return packed[key]
+
+    return holder_of
 
 
-class _Holder:
-    """A tensor as the hooks around a call hold it; asked for once, because some can give it once only."""
+class _PackedTensor:
+    """Stands for a tensor that the hooks around a call hold; they unpack it once, because some can do so once only."""
 
     __slots__ = ("_packed", "_tensor", "_unpack")
 
@@ -211,23 +209,3 @@ class _Holder:
             self._tensor = self._unpack(self._packed)
             self._packed = None
         return self._tensor
-
-
-class _Passed:
-    """In the graph: a saved tensor that is not made again, and held by the hooks around the call."""
-
-    __slots__ = ("_holder", "_tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor: Tensor | None = tensor
-        self._holder: _Holder | None = None
-
-    def hand_over(self, holders: _Holders) -> None:
-        assert self._tensor is not None
-        self._holder, self._tensor = holders.of(self._tensor), None
-
-    def tensor(self) -> Tensor:
-        if self._tensor is not None:
-            return self._tensor
-        assert self._holder is not None
-        return self._holder.tensor()

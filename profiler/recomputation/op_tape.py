@@ -20,12 +20,13 @@ from profiler.recomputation.op_schema import OpTraits, traits_of
 from profiler.recomputation.rng_state import drawing_as, drawing_state
 from profiler.recomputation.saved_tensors import (
     RecordedInput,
-    TensorHolder,
+    TensorStandIn,
     geometry_of,
     recorded_inputs_in,
     tensor_over,
     version_of,
     view_of,
+    without_graph,
 )
 
 
@@ -102,23 +103,35 @@ class RecomputedTensor:
 
 
 class _RecomputedView:
-    """In an op's recorded arguments: a view of a storage that is made again."""
+    """Stands in an op's recorded arguments for a view of a storage that is made again."""
 
-    __slots__ = ("geometry", "remade")
+    __slots__ = ("_geometry", "_remade")
 
     def __init__(self, remade: RecomputedStorage, tensor: Tensor) -> None:
-        self.remade = remade
-        self.geometry = geometry_of(tensor)
+        self._remade = remade
+        self._geometry = geometry_of(tensor)
+
+    def tensor(self) -> Tensor:
+        """The view; its storage has been made by now."""
+        assert self._remade.root is not None
+        return view_of(self._remade.root, self._geometry)
 
 
 class _ShapeOnly:
-    """In an op's recorded arguments: a tensor of which only shape and kind matter."""
+    """Stands in an op's recorded arguments for a tensor of which only shape and kind matter."""
 
-    __slots__ = ("device", "dtype", "size", "stride")
+    __slots__ = ("_dtype", "_size", "_stride", "device")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.size, self.stride = tensor.size(), tensor.stride()
-        self.dtype, self.device = tensor.dtype, tensor.device
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._dtype, self.device = tensor.dtype, tensor.device
+
+    def tensor(self) -> Tensor:
+        """One without contents, on no device."""
+        return torch.empty_strided(self._size, self._stride, dtype=self._dtype, device="meta")
+
+
+_STAND_INS = (_RecomputedView, RecordedInput, _ShapeOnly)
 
 
 class RecordedOp:
@@ -178,10 +191,10 @@ class OpTape:
         self._recording = False
         self._made.clear()
 
-    def hand_over(self, holder_of: Callable[[Tensor], TensorHolder]) -> None:
+    def hand_over(self, holder_of: Callable[[Tensor], TensorStandIn]) -> None:
         """Let somebody else hold what the recorded ops read from outside; for after the call."""
         for _, held in self.held():
-            held.hand_over(holder_of)
+            held.pass_on(holder_of)
 
     def held(self) -> list[tuple[int, RecordedInput]]:
         """What the recorded ops read from outside, each with the op's ordinal, for somebody else to hold it."""
@@ -265,13 +278,13 @@ class OpTape:
     def _encode(self, value: Any, record: RecordedOp, given: set[int]) -> Any:
         if isinstance(value, Tensor):
             if value.layout is not torch.strided:
-                return RecordedInput(value)
+                return RecordedInput(without_graph(value))
             storage = value.untyped_storage()
             key = storage._cdata
             given.add(key)
             found = self._made.get(key)
             if found is None or found.live() is not storage or version_of(value) > found.base + found.version:
-                return RecordedInput(value)
+                return RecordedInput(without_graph(value))
             record.reads.append((found, found.version))
             return _RecomputedView(found, value)
         if isinstance(value, (list, tuple)):
@@ -315,12 +328,13 @@ class OpTape:
 
 
 def _again(record: RecordedOp) -> None:
-    shaped = record.traits.shape_only and isinstance(record.args[0], _ShapeOnly)
-    args = _shaped(record) if shaped else [_decoded(value) for value in record.args]
+    args = [_decoded(value) for value in record.args]
     if record.traits.renews_statistics(tuple(args)):
         for place in record.traits.statistics:  # They have been updated once, by the forward.
             args[place] = _spare(args[place])
     kwargs = {name: _decoded(value) for name, value in record.kwargs.items()}
+    if record.traits.shape_only and isinstance(record.args[0], _ShapeOnly):
+        kwargs["device"] = kwargs.get("device") or record.args[0].device
     torch._C._set_grad_enabled(record.grad)
     with drawing_as(record.random):
         result = record.op(*args, **kwargs)
@@ -350,18 +364,8 @@ def _made_again(remade: RecomputedStorage, version: int, root: Tensor) -> None:
     remade.root = root if remade.pending else None
 
 
-def _shaped(record: RecordedOp) -> list[Any]:
-    shape: _ShapeOnly = record.args[0]
-    record.kwargs = {**record.kwargs, "device": record.kwargs.get("device") or shape.device}
-    blank = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device="meta")
-    return [blank, *(_decoded(value) for value in record.args[1:])]
-
-
 def _decoded(value: Any) -> Any:
-    if isinstance(value, _RecomputedView):
-        assert value.remade.root is not None
-        return view_of(value.remade.root, value.geometry)
-    if isinstance(value, RecordedInput):
+    if isinstance(value, _STAND_INS):
         return value.tensor()
     if isinstance(value, list):
         return [_decoded(item) for item in value]

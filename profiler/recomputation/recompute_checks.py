@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.recomputation.op_tape import RecomputedTensor
+from profiler.recomputation.saved_tensors import SavedTensor, TensorStandIn
 from profiler.recomputation.selection import Selection
-from profiler.recomputation.selective_call import SavedTensor, SelectiveCall
+from profiler.recomputation.selective_call import SelectiveCall
 from profiler.workload.tensor_trees import tensors_in
 
 # GPU kernels may add in another order; what something out of sight has written differs by far more than this.
@@ -34,12 +35,12 @@ class CheckedCall(SelectiveCall):
         self.wrong: set[int] = set()
         self._ordinals = selection.ordinals
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> TensorStandIn:
         packed = super()._pack(tensor)
         if not isinstance(packed, RecomputedTensor):
             return packed
         with self._watch.unseen(tensor):
-            return _Checked(packed, SavedTensor(tensor.detach()), self)
+            return _CheckedTensor(packed, SavedTensor(tensor.detach()), self)
 
     def compare(self, lazy: RecomputedTensor, kept: Tensor) -> None:
         """Note who made the saved tensor if it is not the same again."""
@@ -47,7 +48,7 @@ class CheckedCall(SelectiveCall):
             self.wrong |= {self._ordinals[position] for position in lazy.writers}
 
 
-class _Checked:
+class _CheckedTensor:
     """In the graph: a saved tensor both kept and made again; backward gets the kept one."""
 
     __slots__ = ("_call", "_kept", "_lazy")

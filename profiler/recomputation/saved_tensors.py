@@ -1,4 +1,4 @@
-"""Held tensors: what recorded ops read that nobody makes again, held by the record or by somebody else."""
+"""What stands for a tensor until it is needed: in the autograd graph, or in the recorded arguments of an op."""
 
 from __future__ import annotations
 
@@ -9,48 +9,72 @@ import torch
 from torch import Tensor
 
 from profiler.recomputation.module_rerun import RerunError
+from profiler.workload.compiled_forwards import leave_uncompiled
+
+leave_uncompiled(__name__)
 
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView
 
 
-class TensorHolder(Protocol):
-    """Holds a tensor for a tape."""
+class TensorStandIn(Protocol):
+    """Stands for a tensor."""
 
     def tensor(self) -> Tensor:
-        """The tensor."""
+        """The tensor; it may have to be made or fetched for that."""
         ...
 
 
-class RecordedInput:
-    """In an op's recorded arguments: a tensor that is alive anyway, kept for this op, or held by somebody else."""
+def unpack(packed: Tensor | TensorStandIn) -> Tensor:
+    """What saved-tensor hooks return for what they packed: the tensor itself."""
+    return packed if isinstance(packed, Tensor) else packed.tensor()
+
+
+class SavedTensor:
+    """Stands in the graph for a tensor that is kept, with the version that autograd would have checked."""
 
     __slots__ = ("_holder", "_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor: Tensor | None = _cut_off(tensor)
+        self._tensor = tensor
         self._version = version_of(tensor)
-        self._holder: TensorHolder | None = None
+        self._holder: TensorStandIn | None = None
 
-    def hand_over(self, holder_of: Callable[[Tensor], TensorHolder]) -> None:
-        """Let somebody else hold it, unless it was changed since."""
-        if self._tensor is not None and version_of(self._tensor) == self._version:
-            self._holder, self._tensor = holder_of(self._tensor), None
+    def pass_on(self, holder_of: Callable[[Tensor], TensorStandIn]) -> None:
+        """Let another stand-in hold the tensor, unless it was changed in place: then using it has to fail."""
+        if self._holder is None and version_of(self._tensor) == self._version:
+            self._holder = holder_of(self._tensor)
+            del self._tensor
 
     def tensor(self) -> Tensor:
-        """The tensor; raises RerunError where it was changed in place since the op read it."""
-        if self._tensor is None:
-            assert self._holder is not None
+        """The tensor; raises RuntimeError where it was changed in place, as autograd does."""
+        if self._holder is not None:
             return self._holder.tensor()
         if version_of(self._tensor) != self._version:
-            raise RerunError(
-                "expected a tensor that a recomputed op reads to be as it was in forward, got one that was changed in "
-                "place since; change a copy, or leave this stage out of the plan"
-            )
+            raise self._changed()
         return self._tensor
+
+    def _changed(self) -> RuntimeError:
+        return RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {tuple(self._tensor.shape)} is at version {self._tensor._version}, "
+            f"expected version {self._version}"
+        )
+
+
+class RecordedInput(SavedTensor):
+    """Stands in an op's recorded arguments for a tensor that is not made again."""
+
+    __slots__ = ()
+
+    def _changed(self) -> RuntimeError:
+        return RerunError(
+            "expected a tensor that a recomputed op reads to be as it was in forward, got one that was changed in "
+            "place since; change a copy, or leave this stage out of the plan"
+        )
 
 
 def recorded_inputs_in(value: Any) -> Iterator[RecordedInput]:
-    """The held tensors among an op's recorded arguments."""
+    """Those among an op's recorded arguments."""
     if isinstance(value, RecordedInput):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -65,7 +89,7 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version  # Inference tensors count no changes.
 
 
-def _cut_off(tensor: Tensor) -> Tensor:
+def without_graph(tensor: Tensor) -> Tensor:
     """The tensor without its graph, sharing its version counter; for use inside a dispatch mode.
 
     There torch leaves out the layer that makes a detached tensor share the counter.

@@ -11,31 +11,11 @@ from torch import Tensor, nn
 from profiler.recomputation.dispatch_watch import RecordingMode
 from profiler.recomputation.module_rerun import CallState, detached
 from profiler.recomputation.op_tape import OpTape, RecomputedTensor
-from profiler.recomputation.saved_tensors import RecordedInput, version_of
+from profiler.recomputation.saved_tensors import RecordedInput, SavedTensor, TensorStandIn, unpack
 from profiler.recomputation.selection import Selection
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
-
-
-class SavedTensor:
-    """In the graph: a saved tensor that is kept, with the version that autograd would have checked."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._version = version_of(tensor)
-
-    def tensor(self) -> Tensor:
-        """The tensor; raises RuntimeError where it was changed in place, as autograd does."""
-        if version_of(self._tensor) != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {tuple(self._tensor.shape)} is at version {self._tensor._version}, "
-                f"expected version {self._version}"
-            )
-        return self._tensor
 
 
 class SelectiveCall:
@@ -56,8 +36,8 @@ class SelectiveCall:
         self,
         module: nn.Module,
         selection: Selection,
-        keep: Callable[[Tensor], Any] = SavedTensor,
-        note: Callable[[Any], None] | None = None,
+        keep: Callable[[Tensor], TensorStandIn] = SavedTensor,
+        note: Callable[[TensorStandIn], None] | None = None,
     ) -> None:
         self.diverged: int | None = None
         self.selection = selection
@@ -69,9 +49,9 @@ class SelectiveCall:
         """Run the call and return its output."""
         return self._run(call, args, kwargs, torch.autograd.graph.saved_tensors_hooks(self._pack, unpack))
 
-    def run_aside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    def run_aside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[TensorStandIn], Any]:
         """Run the call for what it would save, in order; its own graph must not be walked."""
-        saved: list[Any] = []
+        saved: list[TensorStandIn] = []
 
         def pack(tensor: Tensor) -> None:
             saved.append(self._pack(tensor))
@@ -96,13 +76,13 @@ class SelectiveCall:
         """
         return self._tape.held()
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> TensorStandIn:
         packed = self._packed(tensor)
         if self._note is not None:
             self._note(packed)
         return packed
 
-    def _packed(self, tensor: Tensor) -> Any:
+    def _packed(self, tensor: Tensor) -> TensorStandIn:
         if tensor.is_leaf and tensor.requires_grad:
             return self._keep(tensor)
         remade = self._tape.recomputed_storage_of(tensor)
@@ -112,11 +92,6 @@ class SelectiveCall:
             return self._keep(tensor.detach())
 
 
-def unpack(packed: Any) -> Tensor:
-    """The saved tensor itself."""
-    return packed if isinstance(packed, Tensor) else packed.tensor()
-
-
 def rerun_selecting(
     call: Callable[..., Any],
     module: nn.Module,
@@ -124,8 +99,8 @@ def rerun_selecting(
     args: Any,
     kwargs: Any,
     selection: Selection,
-    keep: Callable[[Tensor], Any] = SavedTensor,
-) -> tuple[SelectiveCall, list[Any], Any]:
+    keep: Callable[[Tensor], TensorStandIn] = SavedTensor,
+) -> tuple[SelectiveCall, list[TensorStandIn], Any]:
     """Run a call again under a selection: the run, what it saves in order, and the output cut off from the graph."""
     selective = SelectiveCall(module, selection, keep)
     with state.reinstated(), torch.enable_grad():

@@ -67,8 +67,9 @@ def bookkeeping_muted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_rerun.CallState, "__init__", muted(module_rerun.CallState.__init__))
     for name in ("_random_state", "_own_buffers"):
         monkeypatch.setattr(module_rerun, name, muted_around(getattr(module_rerun, name)))
-    for name in ("view_of", "tensor_over", "drawing_state", "_spare", "_shaped"):
+    for name in ("view_of", "tensor_over", "drawing_state", "_spare"):
         monkeypatch.setattr(op_tape, name, muted(getattr(op_tape, name)))
+    monkeypatch.setattr(op_tape._ShapeOnly, "tensor", muted(op_tape._ShapeOnly.tensor))
     monkeypatch.setattr(op_tape, "drawing_as", muted_around(op_tape.drawing_as))
 
 

@@ -445,6 +445,22 @@ def test_saved_tensor_hooks_around_it_see_what_it_reads():
     assert torch.equal(found, expected)
 
 
+def test_an_input_changed_inside_before_hooks_around_it_can_copy_it_is_noticed():
+    """The hooks get what is kept when the call is over: too late for its value as it was saved."""
+
+    def doubling(t: Tensor, weight: Tensor) -> Tensor:
+        y = t * weight
+        with torch.no_grad():
+            t.mul_(2)
+        return y.exp()
+
+    weight = torch.ones(3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        y = recompute(doubling)(torch.ones(3), weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_an_input_changed_afterwards_is_noticed():
     x = torch.ones(3, requires_grad=True)
     inner = x * 2
