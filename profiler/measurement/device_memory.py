@@ -1,13 +1,13 @@
-"""Allocators: what CUDA's holds beside the tensors that are alive, and what the CPU's gets from the system anew."""
+"""Memory outside of tensors: what allocators hold, page faults, and what a process may still take of the host's."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 
 if sys.platform != "win32":
@@ -48,7 +48,7 @@ def has_expandable_segments() -> bool:
     return any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
 
 
-class _Files(NamedTuple):
+class _GroupFiles(NamedTuple):
     """What a version of control groups calls the files of its limit and usage, and pages of files in its statistics."""
 
     limit: str
@@ -56,34 +56,23 @@ class _Files(NamedTuple):
     pages_of_files: tuple[str, str]
 
 
-_VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
-_VERSION_2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
+_VERSION_1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_VERSION_2 = _GroupFiles("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
-def available_host_bytes(root: Path = Path("/")) -> int | None:
-    """Host memory that this process may still take: free on the machine, and allowed by its control groups.
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Bytes of host memory that this process may still take: free on the machine, and allowed by its control groups.
+
+    Other programs may take them first.
 
     Args:
-        root: of the file system.
-
-    Returns:
-        Bytes, or None where the machine does not tell. Other programs may take them first.
+        root: of the file system that tells of control groups.
     """
-    known = [_free_bytes(root), *(_allowed_bytes(group, files) for group, files in _groups(root))]
-    return min((size for size in known if size is not None), default=None)
+    allowed = [_allowed_bytes(group, files) for group, files in _groups(root)]
+    return min([psutil.virtual_memory().available, *(size for size in allowed if size is not None)])
 
 
-def _free_bytes(root: Path) -> int | None:
-    for line in _read(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    names = getattr(os, "sysconf_names", {})
-    if "SC_AVPHYS_PAGES" not in names:
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
-def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
+def _groups(root: Path) -> Iterator[tuple[Path, _GroupFiles]]:
     """The folder of each control group that this process is in, of both versions."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -94,14 +83,14 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
                 yield group, _VERSION_1 if controllers else _VERSION_2
 
 
-def _allowed_bytes(group: Path, files: _Files) -> int | None:
+def _allowed_bytes(group: Path, files: _GroupFiles) -> int | None:
     """What a group leaves; None where it has no limit ("max"). Pages of files count as used, and go where needed."""
     most, used = _read(group / files.limit).strip(), _read(group / files.usage).strip()
     if not (most.isdigit() and used.isdigit()):
         return None
     pages = dict(line.split(maxsplit=1) for line in _read(group / "memory.stat").splitlines())
-    held = int(used) - sum(int(pages.get(name, 0)) for name in files.pages_of_files)
-    return max(0, int(most) - max(0, held))
+    needed = int(used) - sum(int(pages.get(name, 0)) for name in files.pages_of_files)
+    return max(0, int(most) - max(0, needed))
 
 
 def _read(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The link meter: how fast a device copies to host memory and back as it computes, and what the host may hold."""
+"""How fast a device copies to host memory and back while it computes, and how much the host may hold."""
 
 from __future__ import annotations
 
@@ -44,13 +44,12 @@ class _Copies:
         to_device = self._seconds(self._device, self._host)
         latency = max(self._seconds(self._host[:1], self._device[:1]), self._seconds(self._device[:1], self._host[:1]))
         devices = torch.cuda.device_count()
-        host_bytes = available_host_bytes()
         return LinkRecord(
             to_host_bytes_per_second=_rate(self._size, to_host, latency),
             to_device_bytes_per_second=_rate(self._size, to_device, latency),
             latency_seconds=latency,
             devices=devices,
-            host_bytes=None if host_bytes is None else host_bytes // devices,
+            host_bytes=available_host_bytes() // devices,
             pinned=self._pinned,
         )
 
