@@ -1,0 +1,40 @@
+"""Measures one training step of a real PyTorch model: the bytes and seconds of each of its stages, as a profile.
+
+Public names are resolved when they are first used, so that ``import profiler`` loads no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from profiler.measurement.profiling import profile as profile
+    from profiler.measurement.step_measurement import Measurement as Measurement
+    from profiler.measurement.step_measurement import measure as measure
+    from profiler.recomputation.functions import recompute as recompute
+    from profiler.records import Profile as Profile
+    from profiler.workload.steps import ProfileError as ProfileError
+    from profiler.workload.workload import Workload as Workload
+
+_HOME = {
+    "Measurement": "profiler.measurement.step_measurement",
+    "Profile": "profiler.records",
+    "ProfileError": "profiler.workload.steps",
+    "Workload": "profiler.workload.workload",
+    "measure": "profiler.measurement.step_measurement",
+    "profile": "profiler.measurement.profiling",
+    "recompute": "profiler.recomputation.functions",
+}
+__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'profiler' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
