@@ -120,7 +120,7 @@ class _StorageMatcher:
 
 def _handed_over(call: SelectiveCall) -> Iterator[tuple[int, OffloadableTensor]]:
     """What the ops to run again hold, each as an offloadable tensor from now on, with the op's position."""
-    for ordinal, recorded in call.held():
+    for ordinal, recorded in call.recorded_inputs():
         made: list[OffloadableTensor] = []
 
         def holder(tensor: Tensor, made: list[OffloadableTensor] = made) -> OffloadableTensor:

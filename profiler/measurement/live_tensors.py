@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from profiler.measurement.meter import Mark, MarkedPhases, Meter
 from profiler.measurement.planned_probe import PlannedProbe
 from profiler.op_graph import is_allocation
-from profiler.recomputation.module_rerun import RUNNING_AGAIN
+from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.forward_patches import Forward, ForwardPatches
@@ -254,7 +254,7 @@ class _Step:
         self._log.ignore(tensors_in((args, kwargs)))
         self._add(logged)
         output = op(*args, **kwargs)
-        again = RUNNING_AGAIN.get() > 0 or logged.mark.phase == "again"
+        again = RERUN_DEPTH.get() > 0 or logged.mark.phase == "again"
         made = LiveStorage(
             kind="made in step", size_bytes=0, op=logged.op, module=logged.module, made_in=logged.mark, again=again
         )

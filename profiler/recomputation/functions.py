@@ -77,11 +77,11 @@ class _RecomputedCall:
         """Run it and return what it returns."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack), self._recorder:
             output = function(*args, **kwargs)
-        tape, kept = self._recorder.finish(), self._kept
+        tape, kept = self._recorder.end_call(), self._kept
         self._kept = []  # Nodes of the graph hold this call by its hooks, and must not hold tensors by it.
         if self._outer_hooks is not None:
             holder_of = _packing_by(self._outer_hooks)
-            tape.hand_over(holder_of)
+            tape.pass_inputs_on(holder_of)
             for saved in kept:
                 saved.pass_on(holder_of)
         return output
@@ -89,10 +89,10 @@ class _RecomputedCall:
     def _pack(self, tensor: Tensor) -> TensorStandIn:
         if tensor.is_leaf and tensor.requires_grad:
             return SavedTensor(tensor)
-        remade = self._recorder.tape.recomputed_storage_of(tensor)
-        if remade is not None:
-            return RecomputedTensor(self._recorder.tape, remade, tensor)
-        with torch._C._DisableTorchDispatch() if type(tensor) in _PLAIN else self._recorder.unseen():
+        recomputed = self._recorder.tape.recomputed_storage_of(tensor)
+        if recomputed is not None:
+            return RecomputedTensor(self._recorder.tape, recomputed, tensor)
+        with torch._C._DisableTorchDispatch() if type(tensor) in _PLAIN else self._recorder.not_recording():
             kept = tensor.detach()
         saved = SavedTensor(kept)
         if self._outer_hooks is not None:
@@ -119,7 +119,7 @@ class _RerunnableOps(TorchDispatchMode):
         given = _tensors((*args, *kwargs.values()))
         self._before_writing(func, args, kwargs)
         if not _may_run_again(func, args, kwargs, given):
-            self.tape.spoil(func, args, kwargs)
+            self.tape.keep_written(func, args, kwargs)
             return func(*args, **kwargs)
         self._read.update(_storage(tensor) for tensor in given if self.tape.recomputed_storage_of(tensor) is None)
         self._ordinal += 1
@@ -132,23 +132,23 @@ class _RerunnableOps(TorchDispatchMode):
             return
         outside = [t for t in traits.writes(args, kwargs) if self.tape.recomputed_storage_of(t) is None]
         if any(_storage(tensor) in self._read for tensor in outside):
-            self.tape.settle()
-            self.tape.finish()
+            self.tape.fill_all()
+            self.tape.end_recording()
             self.tape = OpTape()
             self._read.clear()
 
-    def unseen(self) -> _Unseen:
+    def not_recording(self) -> _NotRecording:
         """Inside, ops are no ops of the function."""
-        return _Unseen(self)
+        return _NotRecording(self)
 
-    def finish(self) -> OpTape:
+    def end_call(self) -> OpTape:
         """The call is over; its tape."""
-        self.tape.finish()
-        self.tape.trim()
+        self.tape.end_recording()
+        self.tape.forget_unneeded()
         return self.tape
 
 
-class _Unseen:
+class _NotRecording:
     def __init__(self, recorder: _RerunnableOps) -> None:
         self._recorder = recorder
 
@@ -161,13 +161,13 @@ class _Unseen:
 
 def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
     """The tensors among an op's arguments; every op waits for this."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _tensors(tuple(value))
-    return found
+            tensors += _tensors(tuple(value))
+    return tensors
 
 
 def _may_run_again(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:

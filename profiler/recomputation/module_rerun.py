@@ -19,7 +19,7 @@ from profiler.workload.tensor_trees import map_tensors
 leave_uncompiled(__name__)
 
 # How deep what runs now is a second run inside another one; 0 in a first run.
-RUNNING_AGAIN: ContextVar[int] = ContextVar("RUNNING_AGAIN", default=0)
+RERUN_DEPTH: ContextVar[int] = ContextVar("RERUN_DEPTH", default=0)
 
 
 class _AllSaved(BaseException):
@@ -32,7 +32,7 @@ class RerunError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTraits:
-    """What a call touches beside its arguments, as the profile saw it.
+    """What a call changes besides its output, as the profile saw it.
 
     Attributes:
         draws_random: it advanced a random generator.
@@ -44,7 +44,7 @@ class CallTraits:
 
 
 class CallState:
-    """The surroundings of one call, captured before its first run: autocast, random state, buffers.
+    """What a call depends on besides its arguments, captured before its first run: autocast, random state, buffers.
 
     Random states and buffers are copied to host memory, outside the device's budget.
     """
@@ -62,24 +62,24 @@ class CallState:
             if device.type == "cuda":
                 self._cuda_random = torch.cuda.get_rng_state(device)
         names = (*traits.mutated_buffers, *_norm_buffers(module))
-        self._buffers = {name: _value_needed(module, name) for name in dict.fromkeys(names)}
+        self._buffers = {name: _value_before(module, name) for name in dict.fromkeys(names)}
 
     @contextmanager
     def reinstated(self) -> Iterator[None]:
-        """Inside, the surroundings are those of the first run; on leaving, those of before are back."""
-        buffers, autocast = _own_buffers(self._module, self._buffers), _autocast_as(self._autocast)
-        with running_again(), _random_state(self), buffers, autocast:
+        """Inside, everything is as before the first run; on leaving, it is as it was on entering."""
+        buffers, autocast = _with_buffers(self._module, self._buffers), _with_autocast(self._autocast)
+        with running_again(), _with_random_state(self), buffers, autocast:
             yield
 
 
 @contextmanager
 def running_again() -> Iterator[None]:
-    """Inside, ops run for the second time: whoever watches the ops of a first run takes no notice."""
-    token = RUNNING_AGAIN.set(RUNNING_AGAIN.get() + 1)
+    """Inside, ops run for the second time: what records the ops of a first run leaves them out."""
+    token = RERUN_DEPTH.set(RERUN_DEPTH.get() + 1)
     try:
         yield
     finally:
-        RUNNING_AGAIN.reset(token)
+        RERUN_DEPTH.reset(token)
 
 
 def rerun_dropping(call: Callable[..., Any], state: CallState, args: Any, kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def rerun_keeping(call: Callable[..., Any], state: CallState, args: Any, kwargs:
 
     with state.reinstated(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _not_to_be_unpacked):
         output = detached(call(*args, **kwargs))
-    return _taken(saved), output
+    return _emptied(saved), output
 
 
 def rerun_until_saved(
@@ -123,14 +123,14 @@ def rerun_until_saved(
             with torch.autograd.graph.saved_tensors_hooks(pack, _not_to_be_unpacked):
                 call(*args, **kwargs)
         except _AllSaved:
-            return _taken(saved)
+            return _emptied(saved)
     raise RerunError(
         f"expected {expected} tensors saved for backward as in the first run, got {len(saved)}; "
         "the call depends on something that changed in between (a cache, a counter, other inputs)"
     )
 
 
-def _taken(saved: list[Tensor]) -> list[Tensor]:
+def _emptied(saved: list[Tensor]) -> list[Tensor]:
     """Empty the hook's own list: a node that outlives the rerun (a tensor stored somewhere) keeps the hook alive."""
     taken = list(saved)
     saved.clear()
@@ -185,7 +185,7 @@ def _norm_buffers(module: nn.Module) -> list[str]:
     """Statistics of BatchNorms that are in training mode now, whatever they were when profiled."""
     norms = _NORMS.get(module)
     if norms is None:
-        norms = [(name, each) for name, each in module.named_modules() if isinstance(each, _BatchNorm)]
+        norms = [(name, inner) for name, inner in module.named_modules() if isinstance(inner, _BatchNorm)]
         _NORMS[module] = norms
     return [
         f"{name}.{leaf}" if name else leaf
@@ -195,14 +195,14 @@ def _norm_buffers(module: nn.Module) -> list[str]:
     ]
 
 
-def _value_needed(module: nn.Module, name: str) -> Any:
+def _value_before(module: nn.Module, name: str) -> Any:
     """The buffer's value before the first run; None where the result does not depend on it."""
     holder, leaf = _holder(module, name)
     # A BatchNorm that updates its statistics normalises by the batch's own: their old values are not needed.
     if isinstance(holder, _BatchNorm) and holder.training:
         return None
     buffer = holder._buffers[leaf]
-    return None if buffer is None else _set_aside(buffer)
+    return None if buffer is None else _copy_of(buffer)
 
 
 def _holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -210,7 +210,7 @@ def _holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(owner), leaf
 
 
-def _set_aside(buffer: Tensor) -> Any:
+def _copy_of(buffer: Tensor) -> Any:
     """A copy of a buffer's values: on the CPU as bytes outside torch's allocator, so that it needs none of the budget.
 
     On a GPU it is a clone, because a copy to the host would wait for the device; the cost model counts it.
@@ -221,7 +221,7 @@ def _set_aside(buffer: Tensor) -> Any:
     return buffer.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _put_in(buffer: Tensor, values: Any) -> None:
+def _write_values(buffer: Tensor, values: Any) -> None:
     if not isinstance(values, Tensor):
         values = torch.frombuffer(bytearray(values), dtype=buffer.dtype).reshape(buffer.shape)
     # Through .data: the version counter, which autograd checks, stays as it was.
@@ -229,7 +229,7 @@ def _put_in(buffer: Tensor, values: Any) -> None:
 
 
 @contextmanager
-def _own_buffers(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
+def _with_buffers(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
     """The rerun sees the buffers as the first run did; on leaving, they are as they were: updated once."""
     before: list[tuple[nn.Module, str, Tensor, Any]] = []
     try:
@@ -238,18 +238,18 @@ def _own_buffers(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
             buffer = holder._buffers[leaf]
             if buffer is None:
                 continue
-            before.append((holder, leaf, buffer, _set_aside(buffer)))
+            before.append((holder, leaf, buffer, _copy_of(buffer)))
             if value is not None:
-                _put_in(buffer, value)
+                _write_values(buffer, value)
         yield
     finally:
         for holder, leaf, buffer, now in before:
             holder._buffers[leaf] = buffer
-            _put_in(buffer, now)
+            _write_values(buffer, now)
 
 
 @contextmanager
-def _random_state(state: CallState) -> Iterator[None]:
+def _with_random_state(state: CallState) -> Iterator[None]:
     if state._cpu_random is None:
         yield
         return
@@ -276,7 +276,7 @@ def _autocast_state(device: torch.device) -> tuple[_Autocast, bool]:
 
 
 @contextmanager
-def _autocast_as(state: tuple[_Autocast, bool]) -> Iterator[None]:
+def _with_autocast(state: tuple[_Autocast, bool]) -> Iterator[None]:
     kinds, cache = state
     if not any(on or torch.is_autocast_enabled(kind) for kind, on, _ in kinds):
         yield  # Nothing to change; entering the contexts would cost time on small stages.

@@ -1,9 +1,8 @@
-"""The tape of one stage call: the ops whose results are not kept, recorded so that backward can run them again.
+"""Ops whose results are not kept, recorded in forward with their arguments, and run again when backward needs them.
 
 What runs again are the very kernels with the very arguments that the forward
 dispatched, below autograd and autocast: no module code, no hooks, no side
-effects. Whatever is not made by one of those ops is either kept or held by the
-op that reads it.
+effects. What none of those ops makes is kept: in the graph, or by the op that reads it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from profiler.recomputation.module_rerun import running_again
 from profiler.recomputation.op_schema import OpTraits, traits_of
-from profiler.recomputation.rng_state import drawing_as, drawing_state
+from profiler.recomputation.rng_state import drawing_from, random_state_of
 from profiler.recomputation.saved_tensors import (
     RecordedInput,
     TensorStandIn,
@@ -31,32 +30,60 @@ from profiler.recomputation.saved_tensors import (
 
 
 class RecomputedStorage:
-    """A storage that an op on the tape makes: gone after forward, made again in backward."""
+    """A storage that an op on the tape makes: gone after forward, made again in backward.
 
-    __slots__ = ("base", "live", "pending", "readers", "root", "version", "waiting", "writers")
+    Ops are known by their ordinals and placeholders by weak references: no cycle keeps a step's memory alive.
 
-    def __init__(self, live: weakref.ref[Any], base: int, writer: int) -> None:
-        self.live = live
-        # Torch's own count of changes in place when the storage was new; ``version`` counts those on the tape.
-        self.base = base
+    Attributes:
+        original: the storage that the forward made.
+        first_version: torch's own count of changes in place when it was new.
+        version: how often ops on the tape have changed it since.
+        writers, readers: of each version.
+        placeholders: what stands in the graph for tensors over its last version: as for any saved tensor, what is
+            written to the storage later counts.
+        pending_reads: how many ops that read it have not run again yet.
+        tensor: one over the storage that was made again, while such ops need it.
+    """
+
+    __slots__ = (
+        *("first_version", "original", "pending_reads", "placeholders"),
+        *("readers", "tensor", "version", "writers"),
+    )
+
+    def __init__(self, original: weakref.ref[Any], first_version: int, writer: int) -> None:
+        self.original = original
+        self.first_version = first_version
         self.version = 0
-        # Ops by their ordinals and placeholders by weak references: no cycle keeps a step's memory alive.
         self.writers = [writer]
         self.readers: list[list[int]] = [[]]
-        # For its last version: as for any saved tensor, what is written to the storage later counts.
-        self.waiting: list[weakref.ref[RecomputedTensor]] = []
-        self.pending = 0
-        self.root: Tensor | None = None
+        self.placeholders: list[weakref.ref[RecomputedTensor]] = []
+        self.pending_reads = 0
+        self.tensor: Tensor | None = None
 
-    def written(self, writer: int) -> None:
+    def note_write(self, writer: int) -> None:
         """An op on the tape changes it in place."""
         self.version += 1
         self.writers.append(writer)
         self.readers.append([])
 
-    def unfilled(self) -> list[RecomputedTensor]:
-        """The placeholders that wait for it."""
-        return [lazy for reference in self.waiting if (lazy := reference()) is not None and lazy.waits()]
+    def waiting(self) -> list[RecomputedTensor]:
+        """The placeholders that are still there, and still without their tensor."""
+        placeholders = (reference() for reference in self.placeholders)
+        return [placeholder for placeholder in placeholders if placeholder is not None and placeholder.waits()]
+
+    def store(self, version: int, tensor: Tensor) -> None:
+        """A version of it has been made again, under ``tensor``."""
+        if version == self.version:
+            for placeholder in self.waiting():
+                placeholder.fill(tensor)
+        # The writer that changes it next is a reader of it too.
+        self.tensor = tensor if self.pending_reads else None
+
+    def note_read(self) -> None:
+        """An op that reads it has run again."""
+        self.pending_reads -= 1
+        if self.pending_reads == 0:
+            self.tensor = None
 
 
 class RecomputedTensor:
@@ -65,19 +92,19 @@ class RecomputedTensor:
     The autograd node owns it, so what it holds goes exactly when autograd lets go of a saved tensor.
     """
 
-    __slots__ = ("__weakref__", "_geometry", "_remade", "_tape", "_value")
+    __slots__ = ("__weakref__", "_geometry", "_recomputed", "_tape", "_value")
 
-    def __init__(self, tape: OpTape, remade: RecomputedStorage, tensor: Tensor) -> None:
+    def __init__(self, tape: OpTape, recomputed: RecomputedStorage, tensor: Tensor) -> None:
         self._tape: OpTape | None = tape
-        self._remade = remade
+        self._recomputed = recomputed
         self._geometry = geometry_of(tensor)
         self._value: Tensor | None = None
-        remade.waiting.append(weakref.ref(self))
+        recomputed.placeholders.append(weakref.ref(self))
 
     @property
     def writers(self) -> list[int]:
         """Ordinals of the ops that make its storage."""
-        return self._remade.writers
+        return self._recomputed.writers
 
     def waits(self) -> bool:
         """Whether it is still without its tensor."""
@@ -87,16 +114,16 @@ class RecomputedTensor:
         """The saved tensor; runs what is needed for it."""
         if self._value is None:
             assert self._tape is not None
-            self._tape.make(self._remade)
+            self._tape.recompute(self._recomputed)
         assert self._value is not None
         return self._value
 
-    def fill(self, root: Tensor) -> None:
+    def fill(self, tensor: Tensor) -> None:
         """Take the tensor from the storage made again."""
-        self._value = view_of(root, self._geometry)
+        self._value = view_of(tensor, self._geometry)
         self._tape = None
 
-    def fill_from(self, storage: Any) -> None:
+    def fill_from_storage(self, storage: Any) -> None:
         """Take the tensor from the storage itself, which is still alive."""
         self._value = tensor_over(storage, self._geometry)
         self._tape = None
@@ -105,16 +132,16 @@ class RecomputedTensor:
 class _RecomputedView:
     """Stands in an op's recorded arguments for a view of a storage that is made again."""
 
-    __slots__ = ("_geometry", "_remade")
+    __slots__ = ("_geometry", "_recomputed")
 
-    def __init__(self, remade: RecomputedStorage, tensor: Tensor) -> None:
-        self._remade = remade
+    def __init__(self, recomputed: RecomputedStorage, tensor: Tensor) -> None:
+        self._recomputed = recomputed
         self._geometry = geometry_of(tensor)
 
     def tensor(self) -> Tensor:
         """The view; its storage has been made by now."""
-        assert self._remade.root is not None
-        return view_of(self._remade.root, self._geometry)
+        assert self._recomputed.tensor is not None
+        return view_of(self._recomputed.tensor, self._geometry)
 
 
 class _ShapeOnly:
@@ -137,7 +164,10 @@ _STAND_INS = (_RecomputedView, RecordedInput, _ShapeOnly)
 class RecordedOp:
     """One op that may run again, with its arguments."""
 
-    __slots__ = ("allocates", "args", "done", "grad", "kwargs", "op", "ordinal", "random", "reads", "traits", "writes")
+    __slots__ = (
+        *("allocates", "args", "done", "grad_enabled", "kwargs", "op"),
+        *("ordinal", "random_state", "reads", "traits", "writes"),
+    )
 
     def __init__(self, ordinal: int, op: Any, traits: OpTraits) -> None:
         self.ordinal = ordinal
@@ -148,8 +178,8 @@ class RecordedOp:
         self.reads: list[tuple[RecomputedStorage, int]] = []
         self.allocates: list[tuple[int, RecomputedStorage]] = []
         self.writes: list[tuple[RecomputedStorage, int]] = []
-        self.random: Any = None
-        self.grad = torch.is_grad_enabled()  # Some kernels make more where it is.
+        self.random_state: Any = None
+        self.grad_enabled = torch.is_grad_enabled()  # Some kernels make more where it is.
         self.done = False
 
 
@@ -157,83 +187,86 @@ class OpTape:
     """Records ops during forward; runs them again on demand, each at most once, freeing what nothing needs any more."""
 
     def __init__(self) -> None:
-        self._made: dict[int, RecomputedStorage] = {}
+        self._made: dict[int, RecomputedStorage] = {}  # by the address of the storage
         self._records: dict[int, RecordedOp] = {}
         self._recording = True
-        self._handed_over = False
+        self._inputs_passed_on = False
 
     # Forward -----------------------------------------------------------------
 
     def recomputed_storage_of(self, tensor: Tensor) -> RecomputedStorage | None:
         """The storage under ``tensor`` if an op on the tape made it and only such ops changed it since."""
-        found = self._under(tensor)
+        made = self._made_storage_of(tensor)
         # Fewer changes are no sign of others: pieces of ``unsafe_split`` count their own alone, ``_foreach`` ops none.
-        return found if found is not None and version_of(tensor) <= found.base + found.version else None
+        return made if made is not None and version_of(tensor) <= made.first_version + made.version else None
 
-    def _under(self, tensor: Tensor) -> RecomputedStorage | None:
+    def _made_storage_of(self, tensor: Tensor) -> RecomputedStorage | None:
         if tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
-        found = self._made.get(storage._cdata)
+        made = self._made.get(storage._cdata)
         # An address may be used again after its storage is gone.
-        return found if found is not None and found.live() is storage else None
+        return made if made is not None and made.original() is storage else None
 
-    def spoil(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def keep_written(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An op that is not recorded is about to change storages in place: from now on they can only be kept."""
         for tensor in traits_of(op).writes(args, kwargs):
-            found = self._under(tensor)
-            if found is not None:
-                self._settle(found)
+            made = self._made_storage_of(tensor)
+            if made is not None:
+                self._fill(made)
                 del self._made[tensor.untyped_storage()._cdata]
 
-    def finish(self) -> None:
+    def end_recording(self) -> None:
         """The call is over."""
         self._recording = False
         self._made.clear()
 
-    def hand_over(self, holder_of: Callable[[Tensor], TensorStandIn]) -> None:
-        """Let somebody else hold what the recorded ops read from outside; for after the call."""
-        for _, held in self.held():
-            held.pass_on(holder_of)
+    def pass_inputs_on(self, holder_of: Callable[[Tensor], TensorStandIn]) -> None:
+        """Let other stand-ins hold what the recorded ops read from outside; for after the call."""
+        for _, recorded_input in self.recorded_inputs():
+            recorded_input.pass_on(holder_of)
 
-    def held(self) -> list[tuple[int, RecordedInput]]:
-        """What the recorded ops read from outside, each with the op's ordinal, for somebody else to hold it."""
-        self._handed_over = True
-        records = self._records.values()
+    def recorded_inputs(self) -> list[tuple[int, RecordedInput]]:
+        """What the recorded ops read from outside, each with the op's ordinal, to be passed on."""
+        self._inputs_passed_on = True
         return [
-            (record.ordinal, held) for record in records for held in recorded_inputs_in((record.args, record.kwargs))
+            (record.ordinal, recorded_input)
+            for record in self._records.values()
+            for recorded_input in recorded_inputs_in((record.args, record.kwargs))
         ]
 
-    def trim(self) -> None:
-        """Forget the ops that nothing needs; for after a call of which not only those were recorded."""
-        made = [remade for record in self._records.values() for _, remade in record.allocates]
-        wanted = [remade.writers[-1] for remade in made if remade.unfilled()]
-        needed = {record.ordinal for writer in wanted for record in self._needed(writer)}
+    def forget_unneeded(self) -> None:
+        """Forget the ops that no placeholder needs; for after a call of which not only those were recorded."""
+        wanted = [recomputed.writers[-1] for recomputed in self._allocated() if recomputed.waiting()]
+        needed = {record.ordinal for writer in wanted for record in self._ops_needed_for(writer)}
         for ordinal in self._records.keys() - needed:
-            for remade, _ in self._records.pop(ordinal).reads:
-                remade.pending -= 1
+            for recomputed, _ in self._records.pop(ordinal).reads:
+                recomputed.pending_reads -= 1
 
-    def settle(self) -> None:
+    def fill_all(self) -> None:
         """Fill every placeholder and take no more: what comes now may change what the recorded ops read."""
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch.no_grad():
-            for remade in [remade for record in self._records.values() for _, remade in record.allocates]:
-                self._settle(remade)
+            for recomputed in self._allocated():
+                self._fill(recomputed)
         self._made.clear()
 
-    def _settle(self, remade: RecomputedStorage) -> None:
-        storage = remade.live()
-        for lazy in remade.unfilled():
+    def _allocated(self) -> list[RecomputedStorage]:
+        return [recomputed for record in self._records.values() for _, recomputed in record.allocates]
+
+    def _fill(self, recomputed: RecomputedStorage) -> None:
+        storage = recomputed.original()
+        for placeholder in recomputed.waiting():
             if storage is not None:
-                lazy.fill_from(storage)
+                placeholder.fill_from_storage(storage)
             else:
-                lazy.tensor()
+                placeholder.tensor()
 
     def run(self, ordinal: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and record it."""
         traits = traits_of(op)
         written = traits.writes(args, kwargs) if traits.changes_in_place else ()
         if any(self.recomputed_storage_of(tensor) is None for tensor in written):
-            self.spoil(op, args, kwargs)
+            self.keep_written(op, args, kwargs)
             return op(*args, **kwargs)  # It changes what is kept, and must not do so twice.
         record = RecordedOp(ordinal, op, traits)
         given: set[int] = set()
@@ -241,18 +274,18 @@ class OpTape:
         if kwargs:
             record.kwargs = {name: self._encode(value, record, given) for name, value in kwargs.items()}
         if traits.random:
-            record.random = drawing_state(args, kwargs)
+            record.random_state = random_state_of(args, kwargs)
         result = op(*args, **kwargs)
         for tensor in written:
-            found = self.recomputed_storage_of(tensor)
-            if found is not None:
-                found.written(ordinal)
-                record.writes.append((found, found.version))
+            changed = self.recomputed_storage_of(tensor)
+            if changed is not None:
+                changed.note_write(ordinal)
+                record.writes.append((changed, changed.version))
         if not traits.aliases:
             self._register(result, record, given)
-        for remade, version in record.reads:
-            remade.readers[version].append(ordinal)
-            remade.pending += 1
+        for recomputed, version in record.reads:
+            recomputed.readers[version].append(ordinal)
+            recomputed.pending_reads += 1
         self._records[ordinal] = record
         return result
 
@@ -267,8 +300,8 @@ class OpTape:
             if key in given:
                 continue
             given.add(key)
-            remade = self._made[key] = RecomputedStorage(weakref.ref(storage), version_of(tensor), record.ordinal)
-            record.allocates.append((leaf, remade))
+            recomputed = self._made[key] = RecomputedStorage(weakref.ref(storage), version_of(tensor), record.ordinal)
+            record.allocates.append((leaf, recomputed))
 
     def _encoded(self, args: tuple[Any, ...], record: RecordedOp, given: set[int]) -> list[Any]:
         if record.traits.shape_only and args[0].layout is torch.strided:
@@ -282,86 +315,76 @@ class OpTape:
             storage = value.untyped_storage()
             key = storage._cdata
             given.add(key)
-            found = self._made.get(key)
-            if found is None or found.live() is not storage or version_of(value) > found.base + found.version:
+            made = self._made.get(key)
+            if made is None or made.original() is not storage or version_of(value) > made.first_version + made.version:
                 return RecordedInput(without_graph(value))
-            record.reads.append((found, found.version))
-            return _RecomputedView(found, value)
+            record.reads.append((made, made.version))
+            return _RecomputedView(made, value)
         if isinstance(value, (list, tuple)):
             return [self._encode(item, record, given) for item in value]
         return value
 
     # Backward ----------------------------------------------------------------
 
-    def make(self, remade: RecomputedStorage) -> None:
+    def recompute(self, recomputed: RecomputedStorage) -> None:
         """Make a storage again, in its last version."""
-        if self._handed_over:  # Who holds something may have to run a part of the model for it, gradients and all.
-            for record in self._needed(remade.writers[-1]):
-                for held in recorded_inputs_in((record.args, record.kwargs)):
-                    held.tensor()
+        if self._inputs_passed_on:  # Who holds something may have to run a part of the model for it, gradients and all.
+            for record in self._ops_needed_for(recomputed.writers[-1]):
+                for recorded_input in recorded_inputs_in((record.args, record.kwargs)):
+                    recorded_input.tensor()
         with running_again(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch.no_grad():
-            if self._recording and remade.live() is not None:
-                self._settle(remade)
+            if self._recording and recomputed.original() is not None:
+                self._fill(recomputed)
                 return
-            needed = self._needed(remade.writers[-1])
+            needed = self._ops_needed_for(recomputed.writers[-1])
             for record in needed:
-                _again(record)
+                _run_again(record)
         if self._recording:  # A backward inside the call: what it had made is recorded no further.
             known = {id(made) for record in needed for _, made in record.allocates}
             self._made = {key: made for key, made in self._made.items() if id(made) not in known}
 
-    def _needed(self, wanted: int) -> list[RecordedOp]:
+    def _ops_needed_for(self, wanted: int) -> list[RecordedOp]:
         """The ops that must run before and including ``wanted``, in order."""
-        found: dict[int, RecordedOp] = {}
+        needed: dict[int, RecordedOp] = {}
         waiting = [wanted]
         while waiting:
             ordinal = waiting.pop()
             record = self._records[ordinal]
-            if record.done or ordinal in found:
+            if record.done or ordinal in needed:
                 continue
-            found[ordinal] = record
-            waiting.extend(remade.writers[version] for remade, version in record.reads)
-            for remade, version in record.writes:
+            needed[ordinal] = record
+            waiting.extend(recomputed.writers[version] for recomputed, version in record.reads)
+            for recomputed, version in record.writes:
                 # Whoever reads the version before must do so before it is overwritten.
-                waiting.extend(remade.readers[version - 1])
-        return [found[ordinal] for ordinal in sorted(found)]
+                waiting.extend(recomputed.readers[version - 1])
+        return [needed[ordinal] for ordinal in sorted(needed)]
 
 
-def _again(record: RecordedOp) -> None:
+def _run_again(record: RecordedOp) -> None:
     args = [_decoded(value) for value in record.args]
     if record.traits.renews_statistics(tuple(args)):
         for place in record.traits.statistics:  # They have been updated once, by the forward.
-            args[place] = _spare(args[place])
+            args[place] = _scratch_copy(args[place])
     kwargs = {name: _decoded(value) for name, value in record.kwargs.items()}
     if record.traits.shape_only and isinstance(record.args[0], _ShapeOnly):
         kwargs["device"] = kwargs.get("device") or record.args[0].device
-    torch._C._set_grad_enabled(record.grad)
-    with drawing_as(record.random):
+    torch._C._set_grad_enabled(record.grad_enabled)
+    with drawing_from(record.random_state):
         result = record.op(*args, **kwargs)
     outputs = result if isinstance(result, (tuple, list)) else (result,)
     record.done = True
     record.args, record.kwargs = (), {}
-    for leaf, remade in record.allocates:
-        _made_again(remade, 0, outputs[leaf])
-    for remade, version in record.writes:
-        assert remade.root is not None
-        _made_again(remade, version, remade.root)
-    for remade, _ in record.reads:
-        remade.pending -= 1
-        if remade.pending == 0:
-            remade.root = None
+    for leaf, recomputed in record.allocates:
+        recomputed.store(0, outputs[leaf])
+    for recomputed, version in record.writes:
+        assert recomputed.tensor is not None
+        recomputed.store(version, recomputed.tensor)
+    for recomputed, _ in record.reads:
+        recomputed.note_read()
 
 
-def _spare(statistics: Tensor | None) -> Tensor | None:
+def _scratch_copy(statistics: Tensor | None) -> Tensor | None:
     return None if statistics is None else statistics.clone()
-
-
-def _made_again(remade: RecomputedStorage, version: int, root: Tensor) -> None:
-    if version == remade.version:
-        for lazy in remade.unfilled():
-            lazy.fill(root)
-    # The writer that changes it next is a reader of it too.
-    remade.root = root if remade.pending else None
 
 
 def _decoded(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checking: whether what runs again in backward gives the bytes that the forward gave."""
+"""Checks of running again: that it gives what the forward gave, and that no tensor of it outlives it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOLERANCE = 0.05
 
 
 class CheckedCall(SelectiveCall):
-    """A selective call that keeps everything beside, and holds what is made again against it.
+    """A selective call that also keeps everything, and compares what is made again with it.
 
     What a kernel writes without torch's dispatcher (numpy on a tensor's memory, an extension, a Triton kernel) is no
     op of the stage: the ops around it can run again, and miss it.
@@ -39,26 +39,26 @@ class CheckedCall(SelectiveCall):
         packed = super()._pack(tensor)
         if not isinstance(packed, RecomputedTensor):
             return packed
-        with self._watch.unseen(tensor):
+        with self._mode.not_recording(tensor):
             return _CheckedTensor(packed, SavedTensor(tensor.detach()), self)
 
-    def compare(self, lazy: RecomputedTensor, kept: Tensor) -> None:
-        """Note who made the saved tensor if it is not the same again."""
-        if not _same(lazy.tensor(), kept):
-            self.wrong |= {self._ordinals[position] for position in lazy.writers}
+    def compare(self, recomputed: RecomputedTensor, kept: Tensor) -> None:
+        """Note the ops that made the saved tensor if it is not the same again."""
+        if not _same(recomputed.tensor(), kept):
+            self.wrong |= {self._ordinals[position] for position in recomputed.writers}
 
 
 class _CheckedTensor:
-    """In the graph: a saved tensor both kept and made again; backward gets the kept one."""
+    """Stands in the graph for a saved tensor that is both kept and made again; backward gets the kept one."""
 
-    __slots__ = ("_call", "_kept", "_lazy")
+    __slots__ = ("_call", "_kept", "_recomputed")
 
-    def __init__(self, lazy: RecomputedTensor, kept: SavedTensor, call: CheckedCall) -> None:
-        self._lazy, self._kept, self._call = lazy, kept, call
+    def __init__(self, recomputed: RecomputedTensor, kept: SavedTensor, call: CheckedCall) -> None:
+        self._recomputed, self._kept, self._call = recomputed, kept, call
 
     def tensor(self) -> Tensor:
         kept = self._kept.tensor()
-        self._call.compare(self._lazy, kept)
+        self._call.compare(self._recomputed, kept)
         return kept
 
 
@@ -74,7 +74,7 @@ def _same(again: Tensor, kept: Tensor) -> bool:
 
 
 class EscapedTensors(TorchDispatchMode):
-    """Watches every storage that ops inside return; ask ``any_left`` once all results have been let go."""
+    """Tells, once all results are let go, whether a storage that ops inside have made is still held by anything."""
 
     def __init__(self) -> None:
         super().__init__()

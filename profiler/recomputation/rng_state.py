@@ -1,4 +1,4 @@
-"""Randomness: the states of the generators that a single op may draw from, and drawing from them again."""
+"""The states of the random generators that an op may draw from, and drawing from them again."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 
-def drawing_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The states of the generators that an op may draw from; on the CPU outside of torch's allocator."""
+def random_state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device, Any]:
+    """The device that an op may draw on, and its generator's state; the CPU's as numpy's, outside torch's allocator."""
     device = _device(args, kwargs)
-    if device.type != "cuda":
-        return torch.get_rng_state().numpy().copy(), None
-    return device, torch.cuda.get_rng_state(device)
+    state = _state_on(device)
+    return device, state if device.type == "cuda" else state.numpy().copy()
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
@@ -26,23 +25,31 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     return next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
 
 
+def _state_on(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
 @contextmanager
-def drawing_as(state: Any) -> Iterator[None]:
-    """Inside, random numbers come as they came in forward; on leaving, the generators are as before."""
-    if state is None:
+def drawing_from(recorded: tuple[torch.device, Any] | None) -> Iterator[None]:
+    """Inside, random numbers come as they did when the state was recorded; on leaving, the generator is as before.
+
+    Args:
+        recorded: of ``random_state_of``; None for what draws none.
+    """
+    if recorded is None:
         yield
         return
-    first, cuda = state
-    if cuda is None:
-        now = torch.get_rng_state()
-        torch.set_rng_state(torch.from_numpy(first))
-    else:
-        now = torch.cuda.get_rng_state(first)
-        torch.cuda.set_rng_state(cuda, first)
+    device, state = recorded
+    now = _state_on(device)
+    _set_state(device, state if isinstance(state, Tensor) else torch.from_numpy(state))
     try:
         yield
     finally:
-        if cuda is None:
-            torch.set_rng_state(now)
-        else:
-            torch.cuda.set_rng_state(now, first)
+        _set_state(device, now)

@@ -1,4 +1,4 @@
-"""Which ops of a stage run again, and at which of its modules watching begins and ends."""
+"""Which ops of a stage run again, and at which of its modules the mode that records them is entered and left."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from profiler.op_graph import StageOps
 
 
 class ModuleSwitch(NamedTuple):
-    """A module at which something changes: whether ops are watched (None: as before), whether saved tensors are."""
+    """A module in whose forward ops are recorded or not (None: as around it), and saved tensors looked at or not."""
 
     module: str
-    watched: bool | None
+    recorded: bool | None
     saves: bool
 
 
@@ -22,34 +22,36 @@ class Selection:
     """What to do with the ops of a stage.
 
     Attributes:
-        ops: names of the ops in the modules that are watched, in order; a call
+        ops: names of the ops in the modules that are recorded, in order; a call
             that runs others there does not follow the selection.
         rerun: positions in ``ops`` of those that run again in backward; what
             all others make is kept where backward needs it.
-        turns: modules (empty: the stage itself) at which something changes: whether ops are watched, in it and
-            below until the next turn, or whether tensors that autograd saves are looked at, from there on downwards.
+        switches: modules (empty: the stage itself) at which something changes: whether ops are recorded, in it and
+            below until the next switch, or whether tensors that autograd saves are looked at, from there on downwards.
         ordinals: which of the stage's ops ``ops`` are.
     """
 
     ops: tuple[str, ...]
     rerun: frozenset[int]
-    turns: tuple[ModuleSwitch, ...] = (ModuleSwitch("", True, True),)
+    switches: tuple[ModuleSwitch, ...] = (ModuleSwitch("", True, True),)
     ordinals: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, ops: StageOps, rerun: Collection[int], *, all_saves: bool = False) -> Selection:
         """The selection by which ``rerun`` ops run again.
 
-        Only modules that have such ops, or that change in place what such ops make, are watched. Tensors that autograd
-        saves are looked at where they may be what such ops make, or (``all_saves``) everywhere.
+        Only modules that have such ops, or that change in place what such ops make, are recorded. Tensors that
+        autograd saves are looked at where they may be what such ops make, or (``all_saves``) everywhere.
         """
         made = {number for ordinal in rerun for number in ops.ops[ordinal].allocates}
-        watched = {op.module for k, op in enumerate(ops.ops) if k in rerun or made.intersection(op.writes)}
-        counted = [ordinal for ordinal, op in enumerate(ops.ops) if op.module in watched]
+        recorded = {op.module for k, op in enumerate(ops.ops) if k in rerun or made.intersection(op.writes)}
+        counted = [ordinal for ordinal, op in enumerate(ops.ops) if op.module in recorded]
         return cls(
             ops=tuple(ops.ops[ordinal].op for ordinal in counted),
             rerun=frozenset(position for position, ordinal in enumerate(counted) if ordinal in rerun),
-            turns=_turns({op.module for op in ops.ops}, watched, _savers(ops, rerun) | ({""} if all_saves else set())),
+            switches=_switches(
+                {op.module for op in ops.ops}, recorded, _savers(ops, rerun) | ({""} if all_saves else set())
+            ),
             ordinals=tuple(counted),
         )
 
@@ -61,28 +63,28 @@ def _savers(ops: StageOps, rerun: Collection[int]) -> set[str]:
     return {module for storage in saved for module in storage.saved_in or ("",)}
 
 
-def _turns(modules: set[str], watched: set[str], savers: set[str]) -> tuple[ModuleSwitch, ...]:
-    """Where watching begins or ends, and where saved tensors are looked at.
+def _switches(modules: set[str], recorded: set[str], savers: set[str]) -> tuple[ModuleSwitch, ...]:
+    """Where recording begins or ends, and where saved tensors are looked at.
 
     Args:
         modules: those with ops of their own.
-        watched: those of them with ops that run again.
+        recorded: those of them with ops that run again.
         savers: those in which what these make is saved.
     """
     known = modules | {""}
-    found = []
+    switches = []
     for module in sorted(known | savers):
-        begins = module in watched and not (module and _around(module, known) in watched)
-        ends = module in modules - watched and _around(module, known) in watched
+        begins = module in recorded and not (module and _nearest_parent(module, known) in recorded)
+        ends = module in modules - recorded and _nearest_parent(module, known) in recorded
         if begins or ends or module in savers:
-            # Where ops are watched hooks are on: without them autograd detaches what it saves, which is an op more.
-            found.append(ModuleSwitch(module, begins if begins or ends else None, begins or module in savers))
-    return tuple(found)
+            # Where ops are recorded hooks are on: without them autograd detaches what it saves, which is an op more.
+            switches.append(ModuleSwitch(module, begins if begins or ends else None, begins or module in savers))
+    return tuple(switches)
 
 
-def _around(module: str, known: Collection[str]) -> str:
-    """The nearest module around one that is known; empty for the stage itself, and for what is around that."""
-    around = module.rpartition(".")[0]
-    while around and around not in known:
-        around = around.rpartition(".")[0]
-    return around
+def _nearest_parent(module: str, known: Collection[str]) -> str:
+    """The nearest known module that a module lies in; empty where there is none."""
+    parent = module.rpartition(".")[0]
+    while parent and parent not in known:
+        parent = parent.rpartition(".")[0]
+    return parent

@@ -1,4 +1,4 @@
-"""Running a stage call so that a choice of what it saves is kept, and the rest is made again in backward."""
+"""One call of a stage that keeps a choice of what it saves; the rest is made again in backward."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class SelectiveCall:
         self.selection = selection
         self._keep, self._note = keep, note
         self._tape = OpTape()
-        self._watch = RecordingMode(self._tape, module, selection)
+        self._mode = RecordingMode(self._tape, module, selection)
 
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the call and return its output."""
         return self._run(call, args, kwargs, torch.autograd.graph.saved_tensors_hooks(self._pack, unpack))
 
-    def run_aside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[TensorStandIn], Any]:
+    def run_for_saved(self, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[TensorStandIn], Any]:
         """Run the call for what it would save, in order; its own graph must not be walked."""
         saved: list[TensorStandIn] = []
 
@@ -63,18 +63,18 @@ class SelectiveCall:
         return taken, output
 
     def _run(self, call: Callable[..., Any], args: Any, kwargs: Any, hooks: Any) -> Any:
-        with self._watch.turns(hooks):
-            output = self._watch.whole(call, args, kwargs)
-        self.diverged = self._watch.finish()
-        self._tape.finish()
+        with self._mode.switching(hooks):
+            output = self._mode.run_stage(call, args, kwargs)
+        self.diverged = self._mode.end_call()
+        self._tape.end_recording()
         return output
 
-    def held(self) -> list[tuple[int, RecordedInput]]:
+    def recorded_inputs(self) -> list[tuple[int, RecordedInput]]:
         """What the ops that run again hold until then, each with the op's position in the selection.
 
-        For after the call; somebody else may come to hold it.
+        For after the call; each may be passed on.
         """
-        return self._tape.held()
+        return self._tape.recorded_inputs()
 
     def _pack(self, tensor: Tensor) -> TensorStandIn:
         packed = self._packed(tensor)
@@ -85,10 +85,10 @@ class SelectiveCall:
     def _packed(self, tensor: Tensor) -> TensorStandIn:
         if tensor.is_leaf and tensor.requires_grad:
             return self._keep(tensor)
-        remade = self._tape.recomputed_storage_of(tensor)
-        if remade is not None:
-            return RecomputedTensor(self._tape, remade, tensor)
-        with self._watch.unseen(tensor):
+        recomputed = self._tape.recomputed_storage_of(tensor)
+        if recomputed is not None:
+            return RecomputedTensor(self._tape, recomputed, tensor)
+        with self._mode.not_recording(tensor):
             return self._keep(tensor.detach())
 
 
@@ -104,5 +104,5 @@ def rerun_selecting(
     """Run a call again under a selection: the run, what it saves in order, and the output cut off from the graph."""
     selective = SelectiveCall(module, selection, keep)
     with state.reinstated(), torch.enable_grad():
-        saved, output = selective.run_aside(call, args, kwargs)
+        saved, output = selective.run_for_saved(call, args, kwargs)
     return selective, saved, output

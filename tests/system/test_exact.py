@@ -65,12 +65,12 @@ def muted_around(manager: Any) -> Any:
 @pytest.fixture
 def bookkeeping_muted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_rerun.CallState, "__init__", muted(module_rerun.CallState.__init__))
-    for name in ("_random_state", "_own_buffers"):
+    for name in ("_with_random_state", "_with_buffers"):
         monkeypatch.setattr(module_rerun, name, muted_around(getattr(module_rerun, name)))
-    for name in ("view_of", "tensor_over", "drawing_state", "_spare"):
+    for name in ("view_of", "tensor_over", "random_state_of", "_scratch_copy"):
         monkeypatch.setattr(op_tape, name, muted(getattr(op_tape, name)))
     monkeypatch.setattr(op_tape._ShapeOnly, "tensor", muted(op_tape._ShapeOnly.tensor))
-    monkeypatch.setattr(op_tape, "drawing_as", muted_around(op_tape.drawing_as))
+    monkeypatch.setattr(op_tape, "drawing_from", muted_around(op_tape.drawing_from))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Only modules in which ops run again are watched; others may run what they like, and pay nothing."""
+"""Only modules in which ops run again are recorded; others may run what they like, and pay nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from profiler.op_graph import StageOps
 from profiler.recomputation.module_rerun import CallState, CallTraits
 from profiler.recomputation.op_tape import RecomputedTensor
-from profiler.recomputation.selection import ModuleSwitch, Selection, _around, _turns
+from profiler.recomputation.selection import ModuleSwitch, Selection, _nearest_parent, _switches
 from profiler.recomputation.selective_call import SelectiveCall, rerun_selecting
 from tests.support.op_cases.blocks import (
     ADD,
@@ -38,16 +38,16 @@ def flow() -> StageOps:
     return flow_of(BLOCK)
 
 
-# Which modules are watched -----------------------------------------------------------
+# Which modules are recorded -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("rerun", "watched", "turns"),
+    ("rerun", "recorded", "switches"),
     [
         # What a gelu makes is saved nowhere; what the dropout makes of it is, where it is read.
         ({GELU}, (GELU,), [ModuleSwitch("act.0", True, True)]),
         ({MUL}, DROPOUT, [ModuleSwitch("act.1", True, True), ModuleSwitch("second", None, True)]),
-        # The noise is made in the first op; what changes it in place is watched too, though it does not run again.
+        # The noise is made in the first op; what changes it in place is recorded too, though it does not run again.
         ({EMPTY}, DROPOUT, [ModuleSwitch("act.1", True, True)]),
         ({NORM}, (NORM,), [ModuleSwitch("first", None, True), ModuleSwitch("norm", True, True)]),
         ({FIRST}, (FIRST_T, FIRST), [ModuleSwitch("act.0", None, True), ModuleSwitch("first", True, True)]),
@@ -63,24 +63,24 @@ def flow() -> StageOps:
         ((), (), []),
     ],
 )
-def test_what_is_watched(
-    flow: StageOps, rerun: Collection[int], watched: tuple[int, ...], turns: list[ModuleSwitch]
+def test_what_is_recorded(
+    flow: StageOps, rerun: Collection[int], recorded: tuple[int, ...], switches: list[ModuleSwitch]
 ) -> None:
     selection = Selection.of(flow, rerun)
-    assert selection.ordinals == watched
-    assert selection.ops == tuple(flow.ops[ordinal].op for ordinal in watched)
-    assert {watched[position] for position in selection.rerun} == set(rerun)
-    assert list(selection.turns) == turns
+    assert selection.ordinals == recorded
+    assert selection.ops == tuple(flow.ops[ordinal].op for ordinal in recorded)
+    assert {recorded[position] for position in selection.rerun} == set(rerun)
+    assert list(selection.switches) == switches
 
 
-def test_a_module_that_changes_what_another_one_makes_is_watched() -> None:
+def test_a_module_that_changes_what_another_one_makes_is_recorded() -> None:
     """Its ReLU does not run again; once it has run, what the linear layer made can only be kept."""
     made = Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)))
     flow = flow_of(made)
     assert [op.kind for op in flow.ops] == ["t", "addmm", "relu_", "t", "addmm"]
     selection = Selection.of(flow, {1})
     assert selection.ordinals == (0, 1, 2)
-    assert selection.turns == (
+    assert selection.switches == (
         ModuleSwitch("0", True, True),
         ModuleSwitch("1", True, True),
         ModuleSwitch("2", None, True),
@@ -90,13 +90,13 @@ def test_a_module_that_changes_what_another_one_makes_is_watched() -> None:
 
 def test_turns_of_nested_modules() -> None:
     modules = {"", "a", "a.b.c", "a.b.c.d", "ab", "e.f"}
-    assert _turns(modules, {"a", "a.b.c.d"}, {"a.b.c", "e"}) == (
+    assert _switches(modules, {"a", "a.b.c.d"}, {"a.b.c", "e"}) == (
         ModuleSwitch("a", True, True),
         ModuleSwitch("a.b.c", False, True),
         ModuleSwitch("a.b.c.d", True, True),
         ModuleSwitch("e", None, True),
     )
-    assert _turns(modules, {"", "a"}, set()) == (
+    assert _switches(modules, {"", "a"}, set()) == (
         ModuleSwitch("", True, True),
         ModuleSwitch("a.b.c", False, False),
         ModuleSwitch("ab", False, False),
@@ -105,13 +105,13 @@ def test_turns_of_nested_modules() -> None:
 
 
 def test_the_nearest_known_module_around() -> None:
-    assert _around("a.b.c", {"", "a"}) == "a"
-    assert _around("a.b.c", {"", "a", "a.b"}) == "a.b"
-    assert _around("ab.c", {"", "a"}) == ""
-    assert _around("a", {"", "a"}) == ""
+    assert _nearest_parent("a.b.c", {"", "a"}) == "a"
+    assert _nearest_parent("a.b.c", {"", "a", "a.b"}) == "a.b"
+    assert _nearest_parent("ab.c", {"", "a"}) == ""
+    assert _nearest_parent("a", {"", "a"}) == ""
 
 
-# What watching sees ------------------------------------------------------------------
+# What recording sees ------------------------------------------------------------------
 
 
 def modes_and_hooks(rerun: Collection[int]) -> dict[str, tuple[int, bool]]:
@@ -126,7 +126,7 @@ def test_neither_mode_nor_hooks_are_on_where_nothing_runs_again() -> None:
     nothing = (0, False)
     names = ["norm", "first", "second", "act.0", "act.1"]
     assert modes_and_hooks(()) == dict.fromkeys(names, nothing)
-    # The spies' own modules, around those that are watched, turn nothing.
+    # The spies' own modules, around those that are recorded, switch nothing.
     assert modes_and_hooks({ADD}) == {**dict.fromkeys(names, (1, True))}
 
 
@@ -162,9 +162,9 @@ class OnTop(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_mode_is_left_in_a_module_that_is_not_watched_and_entered_again_below() -> None:
+def test_the_mode_is_left_in_a_module_that_is_not_recorded_and_entered_again_below() -> None:
     selection = Selection.of(flow_of(NESTED), {0, 2})
-    assert selection.turns[:2] == (ModuleSwitch("", True, True), ModuleSwitch("outer", False, True))
+    assert selection.switches[:2] == (ModuleSwitch("", True, True), ModuleSwitch("outer", False, True))
     stage, inputs = NESTED.make()
     call = SelectiveCall(stage, selection)
     call.run(stage.forward, inner(inputs), {})
@@ -177,7 +177,7 @@ def test_the_mode_is_left_in_a_module_that_is_not_watched_and_entered_again_belo
 
 
 class UnderAMode(Nested):
-    """The model's own mode is on where the watch would be left: the watch stays, and looks away."""
+    """The model's own mode is on where the recording mode would be left: that stays on, and records nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.exp()
@@ -186,7 +186,7 @@ class UnderAMode(Nested):
         return (y * 2).exp()
 
 
-def test_below_a_mode_of_the_model_the_watch_stays_and_looks_away() -> None:
+def test_below_a_mode_of_the_model_recording_pauses_and_the_mode_stays() -> None:
     made = Case(UnderAMode)
     selection = Selection.of(flow_of(made), {0, 2})
     plain, _ = run(made, None)
@@ -196,7 +196,7 @@ def test_below_a_mode_of_the_model_the_watch_stays_and_looks_away() -> None:
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-# Where the stage turns gradients off, brings hooks along, or runs again itself --------
+# Where the stage switches gradients off, brings hooks along, or runs again itself --------
 
 
 class Gated(nn.Module):
@@ -212,7 +212,7 @@ class Gated(nn.Module):
         return (self.act(x * 2) * gate).exp()
 
 
-def test_a_module_called_without_gradients_is_not_watched() -> None:
+def test_a_module_called_without_gradients_is_not_recorded() -> None:
     made = Case(Gated)
     flow = flow_of(made)
     assert [(op.kind, op.module) for op in flow.ops[:3]] == [("gelu", ""), ("mul", ""), ("gelu", "act")]
@@ -249,12 +249,12 @@ def test_hooks_of_the_model_see_what_they_saw() -> None:
     assert stage.packed == 3  # What both exponentials make, and what gelu takes.
     flow = flow_of(made)
     selection = Selection.of(flow, range(len(flow.ops)))
-    selection = replace(selection, turns=(*selection.turns, ModuleSwitch("act", None, True)))
+    selection = replace(selection, switches=(*selection.switches, ModuleSwitch("act", None, True)))
     SelectiveCall(stage, selection).run(stage.forward, inner(inputs), {})
     assert stage.packed == 3 + 3
 
 
-def test_a_call_that_runs_again_as_a_whole_is_watched_as_well(flow: StageOps) -> None:
+def test_a_call_that_runs_again_as_a_whole_is_recorded_as_well(flow: StageOps) -> None:
     stage, inputs = BLOCK.make()
     torch.manual_seed(5)
     state = CallState(stage, CallTraits(draws_random=True), torch.device("cpu"))
@@ -274,8 +274,8 @@ def test_a_call_that_runs_again_as_a_whole_is_watched_as_well(flow: StageOps) ->
 def test_a_module_that_stands_twice_in_a_stage_gets_its_forward_back() -> None:
     act = nn.GELU()
     stage = nn.Sequential(act, nn.Linear(WIDTH, WIDTH), act)
-    turns = (ModuleSwitch("0", True, True), ModuleSwitch("2", True, True))
-    selection = Selection(ops=("aten.gelu.default",) * 2, rerun=frozenset(), turns=turns, ordinals=(0, 1))
+    switches = (ModuleSwitch("0", True, True), ModuleSwitch("2", True, True))
+    selection = Selection(ops=("aten.gelu.default",) * 2, rerun=frozenset(), switches=switches, ordinals=(0, 1))
     SelectiveCall(stage, selection).run(stage.forward, (torch.ones(ROWS, WIDTH, requires_grad=True),), {})
     assert "forward" not in act.__dict__
 

@@ -56,7 +56,7 @@ class Twice(nn.Module):
         ({GELU}, "act", nn.GELU(), 0),  # Its name is another one now.
     ],
 )
-def test_a_call_diverges_where_a_watched_module_runs_another_op(
+def test_a_call_diverges_where_a_recorded_module_runs_another_op(
     flow: StageOps, rerun: set[int], module: str, other: nn.Module, where: int | None
 ) -> None:
     stage, inputs = BLOCK.make()
@@ -109,7 +109,7 @@ def test_modules_deep_in_one_that_was_replaced_turn_nothing() -> None:
     stage.act = nn.GELU()
     gelu = next(k for k, op in enumerate(flow.ops) if op.kind == "gelu")
     selection = Selection.of(flow, {gelu})
-    assert [turn.module for turn in selection.turns] == ["act.0.inside"]
+    assert [switch.module for switch in selection.switches] == ["act.0.inside"]
     assert diverged(stage, inputs, selection) == 0
 
 

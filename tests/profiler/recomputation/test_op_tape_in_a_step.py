@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.recomputation.module_rerun import RUNNING_AGAIN, RerunError
+from profiler.recomputation.module_rerun import RERUN_DEPTH, RerunError
 from tests.support.op_cases.calls import Call, assert_exact
 from tests.support.op_cases.registry import ROWS, WIDTH, Pair
 from tests.support.op_cases.runs import total
@@ -95,7 +95,7 @@ def surroundings() -> list[Any]:
         torch._C._autograd._top_saved_tensors_default_hooks(True),  # type: ignore[attr-defined]
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
-        RUNNING_AGAIN.get(),
+        RERUN_DEPTH.get(),
         torch.get_rng_state().tolist(),
     ]
 
@@ -104,7 +104,7 @@ class Broken(TorchDispatchMode):
     """An op that fails when it runs again."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if RUNNING_AGAIN.get() and "bernoulli" in str(func):
+        if RERUN_DEPTH.get() and "bernoulli" in str(func):
             raise MemoryError("no room")
         return func(*args, **(kwargs or {}))
 

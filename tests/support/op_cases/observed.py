@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.op_graph import StageOps
-from profiler.recomputation.module_rerun import RUNNING_AGAIN
+from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall
 from profiler.workload.tensor_trees import tensors_in
@@ -47,7 +47,7 @@ class Observer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if RUNNING_AGAIN.get() and str(func) not in BOOKKEEPING:
+        if RERUN_DEPTH.get() and str(func) not in BOOKKEEPING:
             self.again.append(str(func))
             self.alive_bytes.append(sum(size * count for size, count in self.alive().items()))
         output = func(*args, **(kwargs or {}))
