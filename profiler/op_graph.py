@@ -194,7 +194,7 @@ class StageOps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedStage:
-    """A stage with the names around it and inside it.
+    """A stage with the names of the modules that it is a part of, and of those inside it.
 
     Attributes:
         name: the module's name (``#n``: its n-th further call).

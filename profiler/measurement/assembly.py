@@ -16,7 +16,7 @@ from profiler.measurement.stage_reruns import RerunTimes
 from profiler.records import MenuRecord, OpRecord, Phase, Profile, ResidentBytes, SharedRecord, StageRecord
 from profiler.trace.partition import ChosenStage, why_not_recomputable
 from profiler.trace.stage_names import parents_of
-from profiler.trace.step_trace import Call, Trace
+from profiler.trace.step_record import Call, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
 from profiler.workload.precision import precision_of
 from profiler.workload.storages import distinct_bytes

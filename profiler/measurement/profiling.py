@@ -18,7 +18,8 @@ from profiler.records import MenuRecord, Profile
 from profiler.trace.compiled_trace import trace_compiled
 from profiler.trace.partition import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
 from profiler.trace.stage_names import StateChoices
-from profiler.trace.step_trace import Trace, trace_step
+from profiler.trace.step_record import Trace
+from profiler.trace.step_trace import trace_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.forward_patches import is_patched
 from profiler.workload.snapshot import RandomState, preserved

@@ -13,7 +13,7 @@ from profiler.records import Phase
 from profiler.trace.partition import ChosenStage
 from profiler.trace.stage_dataflow import pooled, stage_ops_of, without_seconds
 from profiler.trace.stage_names import StateChoices, names_outside, with_names
-from profiler.trace.step_trace import Trace
+from profiler.trace.step_record import Trace
 
 # Stages of one kind that together save less than this share are not worth the steps: they are kept or recomputed whole.
 SMALLEST_SHARE = 0.01

@@ -1,12 +1,13 @@
-"""The trace of a compiled step: what goes into its stages, comes out and is saved once they are compiled."""
+"""The trace of a compiled step: what goes into its stages, comes out of them and is saved once they are compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
-from profiler.trace.step_trace import Call, Op, Recorder, Trace
-from profiler.workload.forward_patches import ForwardPatches
+from profiler.trace.step_record import Call, Op, Trace
+from profiler.trace.step_trace import StepRecorder
 from profiler.workload.workload import Workload
 
 
@@ -24,30 +25,18 @@ def trace_compiled(workload: Workload, trace: Trace, calls: Sequence[Call]) -> t
     Raises:
         ValueError: the compiled step does not make such a call.
     """
-    recorder = Recorder(workload, trace.storages)
-    patches = ForwardPatches()
-    try:
-        for name, module in {id(call.module): (call.name, call.module) for call in calls}.values():
-            patches.wrap(module, lambda forward, n=name, m=module: recorder.recorded(forward, n, m))
-        workload.zero_grad()
-        with recorder.saving():
-            loss = workload.forward()
-        recorder.begin_backward()
-        loss.backward()
-        del loss
-    finally:
-        patches.remove()
-        workload.zero_grad()
-    compiled = recorder.finish()
-    found = {(id(call.module), call.index): call for call in compiled.calls}
-    placed = [_placed(found, old, compiled) for old in calls]
-    compiled.ops = _with_births(trace, placed)
+    modules = {id(call.module): (call.name, call.module) for call in calls}.values()
+    compiled = StepRecorder(workload, trace.storages).record_step(workload, modules, nullcontext())
+    compiled_calls = [_compiled_call(compiled, call) for call in calls]
+    compiled.ops = _with_stage_storages(trace, compiled_calls)
     compiled.backward_ops = trace.backward_ops
-    return compiled, placed
+    return compiled, compiled_calls
 
 
-def _placed(found: dict[tuple[int, int], Call], old: Call, compiled: Trace) -> Call:
-    call = found.get((id(old.module), old.index))
+def _compiled_call(compiled: Trace, old: Call) -> Call:
+    """The call in the compiled step that is ``old`` in the uncompiled one, at the place of that among its ops."""
+    key = id(old.module), old.index
+    call = next((call for call in compiled.calls if (id(call.module), call.index) == key), None)
     if call is None:
         raise ValueError(f"expected the compiled step to call {old.name!r} {old.index + 1} times, got fewer calls")
     call.first_op, call.end_op = old.first_op, old.end_op
@@ -56,8 +45,8 @@ def _placed(found: dict[tuple[int, int], Call], old: Call, compiled: Trace) -> C
     return call
 
 
-def _with_births(trace: Trace, calls: Iterable[Call]) -> list[Op]:
-    """The ops, and at which of them the storages of compiled calls are made: inside a call, or just before it."""
+def _with_stage_storages(trace: Trace, calls: Iterable[Call]) -> list[Op]:
+    """The ops, with the storages that compiled calls take or return: made inside the call, or just before it."""
     ops = list(trace.ops)
     known = set(trace.always_alive)
     for call in calls:

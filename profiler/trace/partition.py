@@ -1,4 +1,4 @@
-"""Stages: the cut of a traced step into a chain of module calls and what lies outside them."""
+"""Cutting a traced step into stages: a chain of module calls, and what runs between them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import difflib
 import fnmatch
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from profiler.trace.step_trace import Call, Trace
+from profiler.trace.step_record import Call, Trace
 
 StagePattern = str | type[nn.Module]
 
@@ -111,22 +111,22 @@ def _best_cut(trace: Trace) -> list[int]:
     ]
     cuts = []
     for largest in sorted({weights[i] for i, call in enumerate(trace.calls) if _usable(call)}):
-        cut = _without_idle(trace, _cut_below(trace, children, weights, largest), weights)
+        cut = _without_needless(trace, _cut_below(trace, children, weights, largest), weights)
         if cut:
             cuts.append((_memory_of(trace, cut, weights), len(cut), cut))
     if not cuts:
         return []
     limit = COARSER_WITHIN * min(memory for memory, _, _ in cuts)
     best = min((count, memory, cut) for memory, count, cut in cuts if memory <= limit)[2]
-    return _without_idle(trace, _opened(trace, children, best), weights)
+    return _without_needless(trace, _with_chains_opened(trace, children, best), weights)
 
 
-def _without_idle(trace: Trace, cut: list[int], weights: Sequence[int]) -> list[int]:
+def _without_needless(trace: Trace, cut: list[int], weights: Sequence[int]) -> list[int]:
     """Leave out stages that stand alone and keep nothing: running them again frees nothing."""
     return [i for run in _runs(trace, cut) for i in run if len(run) > 1 or weights[i] > 0]
 
 
-def _opened(trace: Trace, children: dict[int, list[int]], cut: list[int]) -> list[int]:
+def _with_chains_opened(trace: Trace, children: dict[int, list[int]], cut: list[int]) -> list[int]:
     """Replace stages that are nothing but a chain of smaller modules: segments can put them together again."""
     opened: list[int] = []
     waiting = list(cut)
@@ -144,12 +144,12 @@ def _is_pure_chain(trace: Trace, index: int, inner: list[int]) -> bool:
     if len(inner) < 2 or not all(_usable(trace.calls[i]) for i in inner):
         return False
     calls = [trace.calls[i] for i in inner]
-    whole = trace.calls[index]
-    spans_it = whole.first_node == calls[0].first_node and whole.end_node == calls[-1].end_node
-    return spans_it and len(_runs(trace, inner)) == 1 and not _has_side_roads(calls)
+    parent = trace.calls[index]
+    nothing_else = parent.first_node == calls[0].first_node and parent.end_node == calls[-1].end_node
+    return nothing_else and len(_runs(trace, inner)) == 1 and not _has_skips(calls)
 
 
-def _has_side_roads(calls: Sequence[Call]) -> bool:
+def _has_skips(calls: Sequence[Call]) -> bool:
     """Whether a call reads what one further back than the call before it returned."""
     earlier: set[int] = set()
     for before, call in itertools.pairwise(calls):
@@ -160,10 +160,10 @@ def _has_side_roads(calls: Sequence[Call]) -> bool:
 
 
 def _children(calls: Sequence[Call]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    children: dict[int, list[int]] = {}
     for position, call in enumerate(calls):
-        found.setdefault(call.parent, []).append(position)
-    return found
+        children.setdefault(call.parent, []).append(position)
+    return children
 
 
 def _cut_below(trace: Trace, children: dict[int, list[int]], weights: Sequence[int], largest: int) -> list[int]:
@@ -224,11 +224,11 @@ def _runs(trace: Trace, cut: list[int]) -> list[list[int]]:
 def _matching(trace: Trace, patterns: Sequence[StagePattern]) -> list[int]:
     matched: list[int] = []
     for pattern in patterns:
-        hits = [i for i, call in enumerate(trace.calls) if call.parent >= 0 and _matches(call, pattern)]
-        if not hits:
+        matches = [i for i, call in enumerate(trace.calls) if call.parent >= 0 and _matches(call, pattern)]
+        if not matches:
             raise StagesError(_no_match(trace, pattern))
-        matched.extend(hits)
-    outermost = [i for i in sorted(set(matched)) if not any(j in set(matched) for j in _ancestors(trace, i))]
+        matched.extend(matches)
+    outermost = [i for i in sorted(set(matched)) if not any(j in set(matched) for j in trace.ancestors(i))]
     return [i for i in outermost if _has_backward(trace.calls[i])]
 
 
@@ -236,13 +236,6 @@ def _matches(call: Call, pattern: StagePattern) -> bool:
     if isinstance(pattern, str):
         return fnmatch.fnmatchcase(call.name, pattern) or type(call.module).__name__ == pattern
     return isinstance(call.module, pattern)
-
-
-def _ancestors(trace: Trace, position: int) -> Iterable[int]:
-    parent = trace.calls[position].parent
-    while parent >= 0:
-        yield parent
-        parent = trace.calls[parent].parent
 
 
 def _no_match(trace: Trace, pattern: StagePattern) -> str:
@@ -254,13 +247,9 @@ def _no_match(trace: Trace, pattern: StagePattern) -> str:
 
 
 def _linked(trace: Trace, calls: list[Call]) -> tuple[ChosenStage, ...]:
-    called: dict[str, int] = {}
-    for call in calls:
-        called[call.name] = called.get(call.name, 0) + 1
-    stages = []
-    for call in calls:
-        name = call.name if call.index == 0 else f"{call.name}#{call.index}"
-        stages.append(ChosenStage(name=name, call=call))
+    stages = [
+        ChosenStage(name=call.name if call.index == 0 else f"{call.name}#{call.index}", call=call) for call in calls
+    ]
     for k in range(1, len(calls)):
         links = _links(calls[k - 1], calls[k])
         if links and _nothing_between(calls[k - 1], calls[k]):
@@ -279,12 +268,9 @@ def _nothing_between(before: Call, after: Call) -> bool:
 
 def _exclusive(trace: Trace, calls: list[Call], k: int, links: tuple[tuple[int, int], ...]) -> frozenset[int]:
     """Storages of a link that nothing but the stages on both sides needs."""
-    storages = {calls[k].inputs[i].storage for i, _ in links}
-    found = {number for number in storages if number is not None} - trace.always_alive - _input_storages(calls[k - 1])
-    for j, call in enumerate(calls):
-        if j != k:
-            found -= _input_storages(call)
-    return frozenset(found - _saved_elsewhere(trace, calls[k - 1], calls[k]))
+    linked = {number for i, _ in links if (number := calls[k].inputs[i].storage) is not None}
+    needed_elsewhere = set().union(*(_input_storages(call) for j, call in enumerate(calls) if j != k))
+    return frozenset(linked - trace.always_alive - needed_elsewhere - _saved_elsewhere(trace, calls[k - 1], calls[k]))
 
 
 def _saved_elsewhere(trace: Trace, before: Call, after: Call) -> set[int]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from profiler.op_graph import StageOp, StageOps, StageStorage
 from profiler.trace.partition import ChosenStage
 from profiler.trace.stage_names import calls_inside, modules_inside
-from profiler.trace.step_trace import Op, Trace
+from profiler.trace.step_record import Op, Trace
 
 
 def stage_ops_of(trace: Trace, stage: ChosenStage) -> StageOps:
@@ -125,7 +125,7 @@ class _Reader:
         blank = {n for op, access in zip(ops, accesses, strict=True) if access.blank for n in op.allocates}
         found = {n for n in blank if self._storages[n].saved and not self._storages[n].versions}
         for op, access in zip(ops, accesses, strict=True):
-            if not access.looks:
+            if not access.views_only:
                 filled = set(op.writes) if access.fills else set()
                 found |= {n for n, version in op.reads if version == 0 and n in blank and n not in filled}
         return found

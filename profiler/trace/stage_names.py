@@ -1,12 +1,12 @@
-"""Named stages: by which names of modules the stages of a step, and the ops inside them, can be called."""
+"""By which names of modules the stages of a step, and the ops inside them, can be called."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from profiler.op_graph import Choice, NamedModule, NamedStage, StageOps
 from profiler.trace.partition import ChosenStage
-from profiler.trace.step_trace import Call, Trace
+from profiler.trace.step_record import Call, Trace
 from profiler.workload.compiled_forwards import plain_name, unwrapped
 
 # Which choice a person states for which of the stages; the second argument names what ran outside of stages.
@@ -22,54 +22,49 @@ def with_names(trace: Trace, stages: Sequence[ChosenStage], flows: Sequence[Stag
 
 
 def names_outside(trace: Trace, stages: Sequence[ChosenStage]) -> tuple[str, ...]:
-    """Names of the modules that ran, but as a part of no stage and around none."""
-    positions = {id(call): position for position, call in enumerate(trace.calls)}
-    chosen = {positions[id(stage.call)] for stage in stages}
-    covers = {position for k in chosen for position in _ancestors(trace, k)}
-    found = [
+    """Names of the modules that ran, but as a part of no stage, and with no stage as a part of them."""
+    chosen = {_position(trace, stage.call) for stage in stages}
+    covering = {position for k in chosen for position in trace.ancestors(k)}
+    outside = [
         call.name
         for position, call in enumerate(trace.calls)
-        if not (position in chosen | covers or chosen & set(_ancestors(trace, position)))
+        if position not in chosen | covering and chosen.isdisjoint(trace.ancestors(position))
     ]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(outside))
+
+
+def _position(trace: Trace, call: Call) -> int:
+    return next(position for position, other in enumerate(trace.calls) if other is call)
 
 
 def parents_of(trace: Trace, call: Call) -> tuple[NamedModule, ...]:
     """Names and classes of the modules whose call one is a part of, the model first."""
-    position = next(k for k, each in enumerate(trace.calls) if each is call)
-    found = [trace.calls[k] for k in _ancestors(trace, position)]
-    return tuple((each.name, type(each.module).__name__) for each in reversed(found))
+    parents = [trace.calls[k] for k in trace.ancestors(_position(trace, call))]
+    return tuple((parent.name, type(parent.module).__name__) for parent in reversed(parents))
 
 
 def modules_inside(trace: Trace, call: Call) -> tuple[NamedModule, ...]:
     """Names, relative to it, and classes of the modules that ran in a call, itself first with an empty name."""
-    found: dict[str, str] = {}
+    class_of: dict[str, str] = {}
     for k, name in calls_inside(trace, call).items():
-        found.setdefault(name, type(trace.calls[k].module).__name__)
-    return tuple(found.items())
+        class_of.setdefault(name, type(trace.calls[k].module).__name__)
+    return tuple(class_of.items())
 
 
 def calls_inside(trace: Trace, call: Call) -> dict[int, str]:
     """Positions of a call and of those inside it, in order, with the names of their modules as its own module has them.
 
     A module that several stages share has one name in the model and one in each stage. One that
-    the stage's module calls but does not own goes by the name of the module around it.
+    the stage's module calls but does not own goes by the name of the module that calls it.
     """
     names = {
         id(module): plain_name(name) for name, module in call.module.named_modules() if unwrapped(module) is module
     }
-    position = next(k for k, each in enumerate(trace.calls) if each is call)
-    found = {position: ""}
+    position = _position(trace, call)
+    name_of = {position: ""}
     for k in range(position + 1, len(trace.calls)):
-        each = trace.calls[k]
-        if each.parent not in found:
+        inner = trace.calls[k]
+        if inner.parent not in name_of:
             break  # Calls stand in the order in which they began: what is inside follows without a gap.
-        found[k] = names.get(id(each.module), found[each.parent])
-    return found
-
-
-def _ancestors(trace: Trace, position: int) -> Iterable[int]:
-    parent = trace.calls[position].parent
-    while parent >= 0:
-        yield parent
-        parent = trace.calls[parent].parent
+        name_of[k] = names.get(id(inner.module), name_of[inner.parent])
+    return name_of

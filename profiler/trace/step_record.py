@@ -1,0 +1,134 @@
+"""The record of one traced step: which module calls ran, what they took, returned and saved, and every op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from profiler.workload.storages import StorageTable
+
+
+@dataclass(slots=True)
+class Leaf:
+    """A tensor that goes into or comes out of a call: its storage number, and the object's own identity."""
+
+    storage: int | None
+    identity: int
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One call of one module. Positions count ops and saved tensors of the forward, in order.
+
+    Attributes:
+        name: the module's name in the model.
+        index: how many calls of the same module came before.
+        parent: position of the enclosing call in ``Trace.calls``; -1 for the model itself.
+        first_op, end_op: its ops are ``Trace.ops[first_op:end_op]``.
+        first_save, end_save: its saved tensors are ``Trace.saves[first_save:end_save]``.
+        opaque: class of an object in its arguments or output that holds tensors but is no known container.
+        side_effect: what else it changed that a second run would change again.
+        goes_backward: some of what it saved was used before the step's forward was over.
+    """
+
+    name: str
+    module: nn.Module
+    index: int
+    parent: int
+    inputs: list[Leaf]
+    first_op: int
+    first_save: int
+    first_node: int
+    end_op: int = 0
+    end_save: int = 0
+    end_node: int = 0
+    outputs: list[Leaf] = field(default_factory=list)
+    mutates_input: bool = False
+    draws_random: bool = False
+    mutated_buffers: tuple[str, ...] = ()
+    opaque: str = ""
+    side_effect: str = ""
+    goes_backward: bool = False
+
+
+@dataclass(slots=True)
+class Save:
+    """A tensor that autograd saved: its storage, how many ops had run before, and in which module."""
+
+    storage: int | None
+    op: int
+    module: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """What an op did with storages that were there before; versions count changes in place during the step.
+
+    Attributes:
+        reads: pairs (storage, version) whose contents it read.
+        writes: storages that it changed in place.
+        renews: running statistics that it changed without having read them.
+        views_only: it returned views of what it read, and neither read nor changed contents.
+        blank: what it made holds nothing yet.
+        fills: what it changed need not have held anything.
+        random: it drew random numbers.
+        not_rerunnable_reason: why it must not run again; empty where it may.
+    """
+
+    reads: tuple[tuple[int, int], ...] = ()
+    writes: tuple[int, ...] = ()
+    renews: tuple[int, ...] = ()
+    views_only: bool = False
+    blank: bool = False
+    fills: bool = False
+    random: bool = False
+    not_rerunnable_reason: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Op:
+    """One aten op as it was dispatched."""
+
+    name: str
+    module: str
+    side: str
+    seconds: float
+    output_bytes: int
+    storages: tuple[int, ...]
+    node: int
+    access: Access
+    kept: bool = False
+
+
+@dataclass(slots=True)
+class Trace:
+    """One traced step.
+
+    Attributes:
+        calls, saves, ops, backward_ops: in order.
+        storages: all that it met, by number.
+        always_alive: those of parameters, buffers and the batch.
+        casts: those that autocast made of parameters, and caches until the forward ends.
+        versions: how often each was changed in place until the end of the forward.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    backward_ops: list[Op] = field(default_factory=list)
+    storages: StorageTable = field(default_factory=StorageTable)
+    always_alive: set[int] = field(default_factory=set)
+    casts: set[int] = field(default_factory=set)
+    versions: dict[int, int] = field(default_factory=dict)
+
+    def ancestors(self, position: int) -> Iterator[int]:
+        """Positions of the calls that the call at ``position`` is a part of, the innermost first."""
+        parent = self.calls[position].parent
+        while parent >= 0:
+            yield parent
+            parent = self.calls[parent].parent
