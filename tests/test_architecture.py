@@ -309,10 +309,7 @@ RULES: tuple[Callable[[Path], Iterator[str]], ...] = (
 )
 
 
-PENDING = (small_files,)  # two files are above while they wait to be split
-
-
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in PENDING], ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_repository_keeps(rule):
     assert list(rule(ROOT)) == []
 
