@@ -1,4 +1,4 @@
-"""Assembly: what was traced and metered of one workload, put together into a Profile."""
+"""Puts what was traced and metered of one workload together into a Profile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from profiler.measurement.stage_reruns import RerunTimes
 from profiler.records import MenuRecord, OpRecord, Phase, Profile, ResidentBytes, SharedRecord, StageRecord
 from profiler.trace.partition import ChosenStage, why_not_recomputable
 from profiler.trace.stage_names import parents_of
-from profiler.trace.step_record import Call, Trace
+from profiler.trace.step_record import Call, Op, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
 from profiler.workload.precision import precision_of
 from profiler.workload.storages import distinct_bytes
@@ -65,7 +65,7 @@ def typical_seconds(runs: list[MarkedPhases]) -> dict[Mark, float]:
 def alike(stages: Sequence[ChosenStage]) -> list[int]:
     """A number for each stage; equal where structure and shapes are equal."""
     numbers: dict[Any, int] = {}
-    found = []
+    kinds = []
     for stage in stages:
         call = stage.call
         key = (
@@ -76,8 +76,8 @@ def alike(stages: Sequence[ChosenStage]) -> list[int]:
             call.end_save - call.first_save,
             call.draws_random,
         )
-        found.append(numbers.setdefault(key, len(numbers)))
-    return found
+        kinds.append(numbers.setdefault(key, len(numbers)))
+    return kinds
 
 
 def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) -> Profile:
@@ -149,8 +149,8 @@ class _Assembly:
             for leaf, tensor in enumerate(stage.call.inputs):
                 if tensor.storage is not None and tensor.storage not in exclusive | trace.always_alive:
                     leaves.setdefault(tensor.storage, []).append((k, leaf))
-        found = [self._shared(number, places) for number, places in leaves.items()]
-        return (*found, *self._casts(trace.casts - leaves.keys()))
+        inputs = (self._shared(number, places) for number, places in leaves.items())
+        return (*inputs, *self._casts(trace.casts - leaves.keys()))
 
     def _casts(self, numbers: set[int]) -> list[SharedRecord]:
         """Casts of parameters, those that are made and saved in the same stages together."""
@@ -211,16 +211,14 @@ class _Assembly:
         return self._at(lambda call: call.first_op <= position < call.end_op, lambda call: position < call.first_op)
 
     def _savers(self, number: int) -> set[int]:
-        found = set()
-        for position, save in enumerate(self._measured.trace.saves):
-            if save.storage == number:
-                found.add(
-                    self._at(
-                        lambda call, p=position: call.first_save <= p < call.end_save,
-                        lambda call, p=position: p < call.first_save,
-                    )
-                )
-        return found
+        return {
+            self._at(
+                lambda call, p=position: call.first_save <= p < call.end_save,
+                lambda call, p=position: p < call.first_save,
+            )
+            for position, save in enumerate(self._measured.trace.saves)
+            if save.storage == number
+        }
 
     def _at(self, inside: Callable[[Call], bool], before: Callable[[Call], bool]) -> int:
         """Position of the record for the stage that something is inside of, or that it comes outside before."""
@@ -265,22 +263,13 @@ class _Assembly:
 
     def _stage(self, k: int) -> StageRecord:
         m, stage, place = self._measured, self._measured.stages[k], stage_place(k)
-        call, table = stage.call, m.trace.storages
         forward, backward, dropped = self._phases(place)
-        rerun = m.reruns[k]
-        saves = m.trace.saves[call.first_save : call.end_save]
-        saved = {save.storage for save in saves if save.storage is not None} - m.trace.always_alive
-        boundary = m.stages[k + 1].boundary_storages if k + 1 < len(m.stages) and m.freed[k + 1] else frozenset()
-        inputs = {leaf.storage for leaf in call.inputs if leaf.storage is not None}
-        outputs = {leaf.storage for leaf in call.outputs if leaf.storage is not None}
-        parameters = dict(call.module.named_parameters())
-        reason = self._reason(k, rerun)
+        rerun, reason = m.reruns[k], self._reason(k, m.reruns[k])
         marks = m.memory.get(Mark("forward", place), [])
-        last_save_peak = max((i.peak_bytes for i in marks[:-1]), default=forward.start_bytes)
-        return StageRecord(
+        last_save_peak = max((phase.peak_bytes for phase in marks[:-1]), default=forward.start_bytes)
+        record = StageRecord(
             name=stage.name,
             kind="stage",
-            module_class=type(call.module).__name__,
             alike=self._alike[k],
             forward=forward,
             backward=backward,
@@ -288,29 +277,36 @@ class _Assembly:
             # It is a part of that forward; a longer time can only be noise.
             recompute_seconds=min(rerun.seconds, dropped.seconds),
             recompute_peak_bytes=last_save_peak - forward.start_bytes,
-            recompute_ops=saves[-1].op - call.first_op if saves else 0,
-            forward_ops=call.end_op - call.first_op,
-            output_bytes=table.total_bytes(outputs - inputs - m.trace.always_alive),
-            boundary_bytes=table.total_bytes(boundary),
-            kept_output_bytes=table.total_bytes(boundary & saved),
-            lasting_output_bytes=table.total_bytes(self._lasting(k, boundary)),
-            kept_bytes=table.total_bytes(saved - inputs),
-            saved_tensors=len(saves),
             links=stage.links,
-            parameter_bytes=distinct_bytes(parameters.values()),
-            parameter_gradient_bytes=distinct_bytes(p for p in parameters.values() if p.requires_grad),
-            parameter_shapes=tuple((name, tuple(p.shape)) for name, p in parameters.items()),
-            input_shapes=tuple(leaf.shape for leaf in call.inputs),
-            draws_random=call.draws_random,
-            mutated_buffers=call.mutated_buffers,
             recomputable=not reason,
             reason=reason,
             menu=m.menu_of[k],
-            parents=parents_of(m.trace, call),
+            parents=parents_of(m.trace, stage.call),
+        )
+        return self._with_bytes(k, _with_call(record, stage.call))
+
+    def _with_bytes(self, k: int, record: StageRecord) -> StageRecord:
+        """The record with what its call saves and returns."""
+        m, call = self._measured, self._measured.stages[k].call
+        total_bytes, always_alive = m.trace.storages.total_bytes, m.trace.always_alive
+        saves = m.trace.saves[call.first_save : call.end_save]
+        saved = {save.storage for save in saves if save.storage is not None} - always_alive
+        boundary = m.stages[k + 1].boundary_storages if k + 1 < len(m.stages) and m.freed[k + 1] else frozenset()
+        inputs = {leaf.storage for leaf in call.inputs if leaf.storage is not None}
+        outputs = {leaf.storage for leaf in call.outputs if leaf.storage is not None}
+        return replace(
+            record,
+            recompute_ops=saves[-1].op - call.first_op if saves else 0,
+            output_bytes=total_bytes(outputs - inputs - always_alive),
+            boundary_bytes=total_bytes(boundary),
+            kept_output_bytes=total_bytes(boundary & saved),
+            lasting_output_bytes=total_bytes(self._lasting(k, boundary)),
+            kept_bytes=total_bytes(saved - inputs),
+            saved_tensors=len(saves),
         )
 
     def _lasting(self, k: int, boundary: frozenset[int]) -> set[int]:
-        """Storages of the output beside the boundary that are alive when the stage's backward begins."""
+        """Storages of the output besides the boundary that are alive when the stage's backward begins."""
         m = self._measured
         passed = {leaf.storage for stage in m.stages for leaf in stage.call.inputs} | boundary | m.trace.always_alive
         gone = {leaf for (j, leaf), mark in m.output_deaths.items() if j == k and _before_backward(k, mark)}
@@ -333,41 +329,29 @@ def _before_backward(k: int, mark: Mark) -> bool:
     return mark.phase in ("forward", "loss")
 
 
+def _with_call(record: StageRecord, call: Call) -> StageRecord:
+    """The record with what the traced call and its module are."""
+    parameters = dict(call.module.named_parameters())
+    return replace(
+        record,
+        module_class=type(call.module).__name__,
+        forward_ops=call.end_op - call.first_op,
+        parameter_bytes=distinct_bytes(parameters.values()),
+        parameter_gradient_bytes=distinct_bytes(p for p in parameters.values() if p.requires_grad),
+        parameter_shapes=tuple((name, tuple(p.shape)) for name, p in parameters.items()),
+        input_shapes=tuple(leaf.shape for leaf in call.inputs),
+        draws_random=call.draws_random,
+        mutated_buffers=call.mutated_buffers,
+    )
+
+
 def _op_records(measured: Measured) -> tuple[OpRecord, ...]:
-    trace = measured.trace
-    spans = [(s.name, s.call.first_node, s.call.end_node) for s in measured.stages]
+    def record(op: Op, is_inside: Callable[[Call], bool]) -> OpRecord:
+        place = next((stage.name for stage in measured.stages if is_inside(stage.call)), "outside")
+        return OpRecord(op.side, place, op.module, op.name, op.seconds, op.output_bytes, op.kept)
 
-    def place_of(node: int) -> str:
-        return next((name for name, first, end in spans if first <= node < end), "outside")
-
-    def place_at(position: int) -> str:
-        for stage in measured.stages:
-            if stage.call.first_op <= position < stage.call.end_op:
-                return stage.name
-        return "outside"
-
-    forward = [
-        OpRecord(
-            side="forward",
-            place=place_at(position),
-            module=op.module,
-            op=op.name,
-            seconds=op.seconds,
-            output_bytes=op.output_bytes,
-            kept=op.kept,
-        )
-        for position, op in enumerate(trace.ops)
-    ]
-    backward = [
-        OpRecord(
-            side="backward",
-            place=place_of(op.node),
-            module=op.module,
-            op=op.name,
-            seconds=op.seconds,
-            output_bytes=op.output_bytes,
-            kept=False,
-        )
-        for op in trace.backward_ops
-    ]
-    return tuple(forward + backward)
+    forward, backward = measured.trace.ops, measured.trace.backward_ops
+    return (
+        *(record(op, lambda call, k=k: call.first_op <= k < call.end_op) for k, op in enumerate(forward)),
+        *(record(op, lambda call, node=op.node: call.first_node <= node < call.end_node) for op in backward),
+    )

@@ -1,4 +1,4 @@
-"""Dataflow: the ops of a traced stage call as ``StageOps``, pooled over the stages that are alike."""
+"""The ops of a traced stage call as ``StageOps``, pooled over the stages that are alike."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stage_ops_of(trace: Trace, stage: ChosenStage) -> StageOps:
 
 def pooled(alike: Sequence[StageOps]) -> StageOps:
     """One of several equal dataflows, each op's seconds the median over them."""
-    seconds = [statistics.median(each.ops[k].seconds for each in alike) for k in range(len(alike[0].ops))]
+    seconds = [statistics.median(ops.ops[k].seconds for ops in alike) for k in range(len(alike[0].ops))]
     first = alike[0]
     return replace(first, ops=tuple(replace(op, seconds=value) for op, value in zip(first.ops, seconds, strict=True)))
 
@@ -42,10 +42,10 @@ class _Reader:
         call = stage.call
         self._saved: dict[int | None, set[str]] = {}
         inside = [(trace.calls[k], name) for k, name in calls_inside(trace, call).items()]
-        saving = _innermost([(each.first_save, each.end_save, name) for each, name in inside])
+        saving = _innermost([(inner.first_save, inner.end_save, name) for inner, name in inside])
         for save, module in zip(trace.saves[call.first_save : call.end_save], saving, strict=True):
             self._saved.setdefault(save.storage, set()).add(module)
-        self._modules = _innermost([(each.first_op, each.end_op, name) for each, name in inside])
+        self._modules = _innermost([(inner.first_op, inner.end_op, name) for inner, name in inside])
         self._returned = {leaf.storage for leaf in call.outputs}
 
     def read(self) -> StageOps:
@@ -123,21 +123,21 @@ class _Reader:
         """Storages that hold nothing when they are made, and are read or saved all the same."""
         accesses = [op.access for op in self._trace.ops[self._stage.call.first_op : self._stage.call.end_op]]
         blank = {n for op, access in zip(ops, accesses, strict=True) if access.blank for n in op.allocates}
-        found = {n for n in blank if self._storages[n].saved and not self._storages[n].versions}
+        filled_unseen = {n for n in blank if self._storages[n].saved and not self._storages[n].versions}
         for op, access in zip(ops, accesses, strict=True):
             if not access.views_only:
                 filled = set(op.writes) if access.fills else set()
-                found |= {n for n, version in op.reads if version == 0 and n in blank and n not in filled}
-        return found
+                filled_unseen |= {n for n, version in op.reads if version == 0 and n in blank and n not in filled}
+        return filled_unseen
 
 
 def _innermost(spans: Sequence[tuple[int, int, str]]) -> list[str]:
-    """Per position of the first span the name of the innermost one around it; spans stand with outer ones first."""
+    """For every position of the first span the innermost span's name; spans stand with outer ones first."""
     first, end, name = spans[0]
-    found = [name] * (end - first)
+    names = [name] * (end - first)
     for start, stop, inner in spans[1:]:
-        found[start - first : stop - first] = [inner] * (stop - start)
-    return found
+        names[start - first : stop - first] = [inner] * (stop - start)
+    return names
 
 
 def _fixed_if(op: StageOp, final: dict[int, int], renewed: set[int], unseen: set[int]) -> StageOp:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import nn
 
@@ -96,7 +97,7 @@ class Op:
 
     name: str
     module: str
-    side: str
+    side: Literal["forward", "backward"]
     seconds: float
     output_bytes: int
     storages: tuple[int, ...]

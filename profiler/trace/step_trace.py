@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ class StepRecorder:
 
     def __init__(self, workload: Workload, storages: StorageTable | None = None) -> None:
         self.trace = Trace(storages=storages or StorageTable())
-        self.side = "forward"
+        self.side: Literal["forward", "backward"] = "forward"
         self.mode = _OpRecordingMode(self)
         self.paused = False
         self._open: list[int] = []

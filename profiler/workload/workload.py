@@ -1,4 +1,4 @@
-"""The workload: one training step of a model, as everything else here runs it."""
+"""One training step of a model, its inputs, loss and optimizer, as everything else here runs it."""
 
 from __future__ import annotations
 
@@ -57,19 +57,7 @@ class Workload:
         scaler: torch.amp.GradScaler | None = None,
         clip_norm: float | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"Workload: expected model to be a torch.nn.Module, got {type(model).__name__}; pass one")
-        if not isinstance(inputs, (Tensor, tuple, list, Mapping)):
-            raise ValueError(
-                "Workload: expected inputs to be a tensor, a tuple of arguments or a dict of keyword arguments, "
-                f"got {type(inputs).__name__}; wrap it in a tuple"
-            )
-        if loss is not None and not callable(loss):
-            raise ValueError(f"Workload: expected loss to be callable or None, got {type(loss).__name__}; pass one")
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(
-                f"Workload: expected a torch.optim.Optimizer or None, got {type(optimizer).__name__}; pass an instance"
-            )
+        _check_kinds(model, inputs, loss, optimizer)
         self.model = model
         self.inputs = inputs
         self.loss = loss
@@ -232,11 +220,27 @@ def scaler_tensors(scaler: torch.amp.GradScaler | None) -> list[Tensor]:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[tuple[Any, str, Tensor]]:
     """Every tensor that an optimizer keeps, with whose it is (a parameter, mostly) and its name there."""
-    found: list[tuple[Any, str, Tensor]] = []
+    tensors: list[tuple[Any, str, Tensor]] = []
     for owner, state in ({} if optimizer is None else optimizer.state).items():
         named = state.items() if isinstance(state, Mapping) else [(owner if isinstance(owner, str) else "", state)]
-        found += [(owner, str(name), tensor) for name, value in named for tensor in tensors_in(value)]
-    return found
+        tensors += [(owner, str(name), tensor) for name, value in named for tensor in tensors_in(value)]
+    return tensors
+
+
+def _check_kinds(model: Any, inputs: Any, loss: Any, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"Workload: expected model to be a torch.nn.Module, got {type(model).__name__}; pass one")
+    if not isinstance(inputs, (Tensor, tuple, list, Mapping)):
+        raise ValueError(
+            "Workload: expected inputs to be a tensor, a tuple of arguments or a dict of keyword arguments, "
+            f"got {type(inputs).__name__}; wrap it in a tuple"
+        )
+    if loss is not None and not callable(loss):
+        raise ValueError(f"Workload: expected loss to be callable or None, got {type(loss).__name__}; pass one")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"Workload: expected a torch.optim.Optimizer or None, got {type(optimizer).__name__}; pass an instance"
+        )
 
 
 def _check_update(optimizer: Any, scaler: Any, clip_norm: Any) -> None:
