@@ -31,16 +31,16 @@ def kind_of(op: str) -> str:
     return parts[1] if len(parts) > 1 else op
 
 
-_ROOM = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+_ALLOCATIONS = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 
 
 def is_allocation(op: str) -> bool:
-    """Whether an op only makes room that another one fills; whoever names the maker of a tensor means that one.
+    """Whether an op only allocates what another one fills; whoever names the maker of a tensor means that one.
 
     >>> is_allocation("aten.empty_like.default"), is_allocation("aten.zeros_like.default")
     (True, False)
     """
-    return kind_of(op) in _ROOM
+    return kind_of(op) in _ALLOCATIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,15 +127,15 @@ class StageOps:
 
     def writers(self) -> dict[StorageVersion, int]:
         """The op that makes each value of the stage."""
-        found: dict[StorageVersion, int] = {}
+        writers: dict[StorageVersion, int] = {}
         version = [0] * len(self.storages)
         for ordinal, op in enumerate(self.ops):
             for storage in op.allocates:
-                found[storage, 0] = ordinal
+                writers[storage, 0] = ordinal
             for storage in op.writes:
                 version[storage] += 1
-                found[storage, version[storage]] = ordinal
-        return found
+                writers[storage, version[storage]] = ordinal
+        return writers
 
     def rerun(self, kept: Iterable[int], forced: Collection[int] = ()) -> frozenset[int]:
         """Ordinals of the ops that must run again in backward when only ``kept`` storages are kept.
@@ -150,7 +150,7 @@ class StageOps:
         held = set(kept) | {n for n, storage in enumerate(self.storages) if storage.always_live}
         writers = self.writers()
         waiting = [(n, s.versions) for n, s in enumerate(self.storages) if s.saved and n not in held]
-        found: set[int] = set()
+        rerun: set[int] = set()
         while waiting:
             number, version = value = waiting.pop()
             if number in held and version == self.storages[number].versions:
@@ -161,7 +161,7 @@ class StageOps:
                     f"got input {number} dropped or changed in place; keep it"
                 )
             ordinal = writers[value]
-            if ordinal in found:
+            if ordinal in rerun:
                 continue
             op = self.ops[ordinal]
             if op.not_rerunnable_reason and ordinal not in forced:
@@ -169,9 +169,9 @@ class StageOps:
                     f"op {ordinal} ({op.op} in {op.module or 'the stage itself'}): expected one that may run again, "
                     f"got one that must not: {op.not_rerunnable_reason}; keep what it makes"
                 )
-            found.add(ordinal)
+            rerun.add(ordinal)
             waiting.extend(op.reads)
-        return frozenset(found)
+        return frozenset(rerun)
 
     def share_of(self, ordinals: Iterable[int]) -> float:
         """Part of the seconds of all ops that these ops take; 0 where none was timed."""
@@ -185,11 +185,11 @@ class StageOps:
     def held_for(self, rerun: Collection[int]) -> dict[int, frozenset[int]]:
         """Storages that ops read when they run again, and that no such op makes: each with the ops that read it."""
         made = {number for ordinal in rerun for number in self.ops[ordinal].allocates}
-        found: dict[int, set[int]] = {}
+        readers_of: dict[int, set[int]] = {}
         for ordinal in rerun:
             for number in {number for number, _ in self.ops[ordinal].reads} - made:
-                found.setdefault(number, set()).add(ordinal)
-        return {number: frozenset(readers) for number, readers in found.items()}
+                readers_of.setdefault(number, set()).add(ordinal)
+        return {number: frozenset(readers) for number, readers in readers_of.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,11 +218,11 @@ class NamedStage:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to run a stage: what it keeps, and so what runs again in its backward.
+    """What a stage keeps, and so which of its ops run again in its backward.
 
     Attributes:
         name: what a person calls it.
-        kept: storages that it keeps, beside those that are held anyway.
+        kept: storages that it keeps, besides those that are held anyway.
         rerun: ordinals of the ops that run again.
         stated: a person asked for it: it is measured whatever it costs, and never left out.
     """
@@ -245,9 +245,9 @@ class Choice:
         Raises:
             ChoiceError: an op that must not run again would have to.
         """
-        own = tuple(sorted({number for number in kept if not ops.storages[number].always_live}))
-        rerun = ops.rerun(own, forced)
-        return cls(name or _named(ops, own, rerun), own, rerun)
+        kept_storages = tuple(sorted({number for number in kept if not ops.storages[number].always_live}))
+        rerun = ops.rerun(kept_storages, forced)
+        return cls(name or _named(ops, kept_storages, rerun), kept_storages, rerun)
 
     @classmethod
     def dropping(cls, ops: StageOps, ordinals: Iterable[int], name: str = "", forced: Collection[int] = ()) -> Choice:

@@ -102,11 +102,11 @@ class StageRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionRecord:
-    """One measured way to run the stages of a menu, other than keeping everything.
+    """A choice of what the stages of a menu keep, as measured.
 
     Attributes:
         name: what runs again, in words.
-        kept: storages of the menu's dataflow that are kept, beside those that are held anyway.
+        kept: storages of the menu's dataflow that are kept, besides those that are held anyway.
         rerun: ordinals of the ops that run again in backward.
         forward_seconds, backward_seconds: of a stage run so; backward with what runs again in it.
             To be compared with the menu's seconds of keeping everything, timed in the same steps.
@@ -196,7 +196,7 @@ class ResidentBytes:
     @property
     def total(self) -> int:
         """All of them."""
-        return sum(getattr(self, each.name) for each in dataclasses.fields(self))
+        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
 class OpRecord(NamedTuple):
@@ -213,7 +213,7 @@ class OpRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRecord:
-    """The way from the device to host memory and back, as measured while the device computes.
+    """The link between the device and host memory, as measured while the device computes.
 
     Attributes:
         to_host_bytes_per_second, to_device_bytes_per_second: of large copies from and to pinned memory.
@@ -248,7 +248,7 @@ class Profile:
         step_seconds: each plain step that was timed.
         op_records: every aten op of one step.
         menus: per kind of stage, its ops and its options inside the stage.
-        link: the way to host memory; None where the device has none.
+        link: that to host memory; None where the device has none.
     """
 
     model_class: str
@@ -293,8 +293,8 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all."""
-        own = {"format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint}
-        write_document(path, {**own, **to_plain(self, KEYS)})
+        header = {"format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint}
+        write_document(path, {**header, **to_plain(self, KEYS)})
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

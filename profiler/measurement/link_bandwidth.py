@@ -20,7 +20,7 @@ _WIDTH = 2048
 
 
 def measure_link(device: torch.device) -> LinkRecord | None:
-    """Measure the link of a device; None where it has no streams beside the computation's."""
+    """Measure the link of a device; None where it has no streams besides the computation's."""
     if device.type != "cuda":
         return None
     with torch.cuda.device(device):

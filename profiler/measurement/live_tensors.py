@@ -1,4 +1,4 @@
-"""Alive: which tensors make up the highest moment of one real step, and which op, module and stage made each."""
+"""Which tensors make up the highest moment of one real step, and which op, module and stage made each."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class PeakSnapshot:
 
 
 class LiveTensorTracker:
-    """Watches one step of a workload.
+    """Logs which storages live while a workload runs one step.
 
     Use as a context manager together with its ``PlannedProbe``, and apply a plan
     inside of both, so that what runs again is seen in its module.
@@ -113,10 +113,10 @@ class LiveTensorTracker:
 
     def step(self) -> PeakSnapshot:
         """Run one step and tell what was alive at its highest moment."""
-        log = _Log(self._workload.device)
+        log = _StorageLog(self._workload.device)
         log.add_resident(self._workload)
-        step = _Step(log, self._meter, lambda: self._modules[-1] if self._modules else None)
-        with _Mode(step):
+        step = _LoggingMeter(log, self._meter, lambda: self._modules[-1] if self._modules else None)
+        with _LoggingMode(step):
             self._probe.step(step)
         for name, parameter in self._workload.model.named_parameters():
             if parameter.grad is not None:
@@ -135,7 +135,7 @@ class _LoggedMark:
     made: list[tuple[int, int]] = field(default_factory=list)
 
 
-class _Log:
+class _StorageLog:
     """Births and deaths of storages in order, as pairs (number, bytes from now on)."""
 
     def __init__(self, device: torch.device) -> None:
@@ -152,9 +152,9 @@ class _Log:
                 self.add([parameter.grad], LiveStorage(kind="gradient", size_bytes=0, module=name))
         for name, buffer in model.named_buffers():
             self.add([buffer], LiveStorage(kind="buffer", size_bytes=0, module=name))
-        beside = list(workload.parameters_beside())
-        self.add(beside, LiveStorage(kind="parameter", size_bytes=0))  # Those of the model are known by name already.
-        self.add((p.grad for p in beside if p.grad is not None), LiveStorage(kind="gradient", size_bytes=0))
+        others = list(workload.parameters_beside())
+        self.add(others, LiveStorage(kind="parameter", size_bytes=0))  # Those of the model are known by name already.
+        self.add((p.grad for p in others if p.grad is not None), LiveStorage(kind="gradient", size_bytes=0))
         self.add(scaler_tensors(workload.scaler), LiveStorage(kind="optimizer state", size_bytes=0))
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for owner, _, tensor in optimizer_tensors(workload.optimizer):
@@ -179,7 +179,7 @@ class _Log:
                 self.events.append((number, size))
 
     def fill(self, tensors: Iterable[Tensor], op: str) -> None:
-        """An op has changed these in place: where they were mere room, it is their maker."""
+        """An op has changed these in place: where they were only allocated, it is their maker."""
         for tensor in tensors:
             number = self._number(tensor.untyped_storage()) if tensor.layout is torch.strided else None
             if number is not None and number >= 0 and is_allocation(self.storages[number].op):
@@ -197,8 +197,8 @@ class _Log:
             self.storages[number] = replace(self.storages[number], kind="gradient", module=parameter)
 
     def _number(self, storage: Any) -> int | None:
-        found = self._known.get(id(storage))
-        return None if found is None else found[0]
+        number_and_reference = self._known.get(id(storage))
+        return None if number_and_reference is None else number_and_reference[0]
 
     def _watch(self, storage: Any) -> int:
         number = len(self.storages)
@@ -218,10 +218,10 @@ class _Log:
         return forget
 
 
-class _Step:
+class _LoggingMeter:
     """The meter that the marks see: passes them on, and adds one before every op."""
 
-    def __init__(self, log: _Log, meter: Meter, module: Callable[[], str | None]) -> None:
+    def __init__(self, log: _StorageLog, meter: Meter, module: Callable[[], str | None]) -> None:
         self._log = log
         self._meter = meter
         self._module = module
@@ -286,8 +286,8 @@ class _Step:
         )
 
 
-class _Mode(TorchDispatchMode):
-    def __init__(self, step: _Step) -> None:
+class _LoggingMode(TorchDispatchMode):
+    def __init__(self, step: _LoggingMeter) -> None:
         super().__init__()
         self._step = step
 

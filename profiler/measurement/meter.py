@@ -1,4 +1,4 @@
-"""Meters: the bytes alive on the device, by its allocator's own events, and the seconds between the marks of a step."""
+"""Meters of bytes alive on the device, by its allocator's own events, and of seconds, between the marks of a step."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class StepBytes:
         peak_bytes: most bytes alive at once in the whole step.
         peak_phase: where: ``forward``, ``backward`` or ``optimizer``.
         gradient_bytes: alive when backward was over.
-        temporary_bytes: most bytes that the optimizer's step held beside gradients and states, unscaling and
+        temporary_bytes: most bytes that the optimizer's step held besides gradients and states, unscaling and
             clipping included.
     """
 
@@ -77,7 +77,7 @@ def measure_states(workload: Workload) -> MeasuredStates:
     with preserved(workload):
         randomness = RandomState.capture()
         fresh = workload.optimizer is not None and not workload.optimizer.state
-        found = checked_step(workload, lambda: _step(workload))
+        first_bytes = checked_step(workload, lambda: _step(workload))
         randomness.restore()
         steady = checked_step(workload, lambda: _step(workload))
         randomness.restore()
@@ -90,7 +90,7 @@ def measure_states(workload: Workload) -> MeasuredStates:
             scaler_bytes=resident.scaler,
             cast_bytes=cast_bytes,
             kept_cast_bytes=kept_bytes,
-            first=found if fresh else None,
+            first=first_bytes if fresh else None,
             steady=steady,
         )
 
@@ -153,7 +153,7 @@ def _casts(workload: Workload) -> tuple[int, int]:
 
 @functools.cache
 def product_scratch_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes that the CPU's kernel asks for beside its result as it multiplies a column by a row to ``shape``."""
+    """Bytes that the CPU's kernel asks for besides its result as it multiplies a column by a row to ``shape``."""
     column, row = torch.ones((*shape[:-1], 1), dtype=dtype), torch.ones((*shape[:-2], 1, shape[-1]), dtype=dtype)
     made: list[Tensor] = []
     product = metered(memory_meter(column.device, 0), lambda: made.append(column @ row))
@@ -195,7 +195,7 @@ class OptimizerCost:
 
     Attributes:
         state_bytes: kept from step to step.
-        temporary_bytes: the most that a step holds beside gradients and states, clipping included.
+        temporary_bytes: the most that a step holds besides gradients and states, clipping included.
         seconds: of a step, the median of a few.
     """
 

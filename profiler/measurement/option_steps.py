@@ -1,4 +1,4 @@
-"""The steps that measure menus: stages run under their choices, in real steps, first for bytes and then for seconds."""
+"""Real steps with stages under a choice of what they keep, run first for the bytes and then for the seconds of each."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ from profiler.workload.snapshot import RandomState
 
 # Steps in which what runs again is held against the forward; each without the ops that the one before found.
 CHECKS = 3
+_DIVERGED = "it does not run the same ops in every step"
 
 
-class MenuSteps:
-    """Runs the steps under one probe."""
+class OptionSteps:
+    """Runs the steps under one probe, and makes the menus of what they cost."""
 
     def __init__(
         self,
@@ -83,9 +84,9 @@ class MenuSteps:
             return {}
         self._report("check, options")
         self._randomness.restore()
-        told = {k: Selection.of(families[k].ops, rerun) for k, rerun in reruns.items()}
+        selected = {k: Selection.of(families[k].ops, rerun) for k, rerun in reruns.items()}
         try:
-            checked = self._probe.selective_step(time_meter(self._device), told, check=True)
+            checked = self._probe.selective_step(time_meter(self._device), selected, check=True)
         except RuntimeError:
             # So torch refuses. An op that cannot run again is met once more where choices are measured, and named
             # there. If there was no room for all that is kept and made again at once, choices stay unchecked.
@@ -99,10 +100,10 @@ class MenuSteps:
             return [menu for group in groups for menu in self.measure([group])]
         if isinstance(costs, str):
             return [MenuRecord(ops=group.ops, reason=costs) for group in groups]
-        diverged_stages = {group.family for group in groups if self._diverged & set(group.members)}
+        diverged = {group.family for group in groups if self._diverged & set(group.members)}
         return [
-            _menu(group, own, "it does not run the same ops in every step" if group.family in diverged_stages else "")
-            for group, own in zip(groups, costs, strict=True)
+            _menu(group, group_costs, _DIVERGED if group.family in diverged else "")
+            for group, group_costs in zip(groups, costs, strict=True)
         ]
 
     def _costs(self, groups: Sequence[OptionGroup]) -> list[list[ChoiceCost]] | str:
@@ -161,8 +162,8 @@ def _rank(option: OptionRecord, menu: MenuRecord) -> tuple[float, int, int, int]
 
 def _beaten(option: OptionRecord, menu: MenuRecord) -> bool:
     """Whether another option of the menu is as good in everything and better in something."""
-    mine = _rank(option, menu)
+    rank = _rank(option, menu)
     if option.freed_bytes <= 0:
         return True
-    ranks = [_rank(other, menu) for other in menu.options if other is not option]
-    return any(rank != mine and all(a <= b for a, b in zip(rank, mine, strict=True)) for rank in ranks)
+    others = [_rank(other, menu) for other in menu.options if other is not option]
+    return any(other != rank and all(a <= b for a, b in zip(other, rank, strict=True)) for other in others)

@@ -1,4 +1,4 @@
-"""Profiling: a workload in, a Profile out; the model is left as it was found."""
+"""Profiles a workload's training step by running it about ten times; the model is left as it was."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from profiler.measurement.assembly import Measured, PhasesOfMark, alike, assemble, by_mark, typical_seconds
 from profiler.measurement.link_bandwidth import measure_link
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, memory_meter, time_meter
-from profiler.measurement.option_steps import MenuSteps
+from profiler.measurement.option_steps import OptionSteps
 from profiler.measurement.stage_options import OptionGroup, ProposeChoices, grouped, steps_for
 from profiler.measurement.stage_probe import DroppingForward, StageProbe
 from profiler.measurement.stage_reruns import RerunTimes, rerun_stages
@@ -199,7 +199,7 @@ class _Measuring:
     def _measure_menus(
         self, probe: StageProbe, groups: Sequence[OptionGroup], memory: PhasesOfMark, propose: ProposeChoices
     ) -> list[MenuRecord]:
-        steps = MenuSteps(probe, memory, self._device, self._resident_bytes, self._randomness, self._report)
+        steps = OptionSteps(probe, memory, self._device, self._resident_bytes, self._randomness, self._report)
         steps.check(groups, propose)
         return steps.measure(groups)
 

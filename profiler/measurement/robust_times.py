@@ -1,4 +1,4 @@
-"""Steady times: seconds of what is timed in several steps, without stalls and without the drift between steps."""
+"""Seconds of what is timed in several steps, without stalls and without the drift between steps."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def steady_seconds(samples: Sequence[Sample]) -> dict[Hashable, float]:
         if typical[what] > 0:
             paces.setdefault(step, []).append(seconds / typical[what])
     # The quartile is the pace of a quick step: none is counted as quicker.
-    pace = {step: max(1.0, statistics.median(found)) for step, found in paces.items()}
+    pace = {step: max(1.0, statistics.median(ratios)) for step, ratios in paces.items()}
     return _quartiles([Sample(step, what, seconds / pace.get(step, 1.0)) for step, what, seconds in samples])
 
 
 def _quartiles(samples: Sequence[Sample]) -> dict[Hashable, float]:
-    found: dict[Hashable, list[float]] = {}
+    seconds_of: dict[Hashable, list[float]] = {}
     for sample in samples:
-        found.setdefault(sample.what, []).append(sample.seconds)
-    return {what: sorted(seconds)[len(seconds) // 4] for what, seconds in found.items()}
+        seconds_of.setdefault(sample.what, []).append(sample.seconds)
+    return {what: sorted(seconds)[len(seconds) // 4] for what, seconds in seconds_of.items()}

@@ -1,4 +1,4 @@
-"""Menus: the choices inside a stage, put into groups of stages that are alike, and measured in real steps."""
+"""The choices inside stages that are measured: grouped by stages that are alike, spread over steps, and summed up."""
 
 from __future__ import annotations
 
@@ -83,44 +83,44 @@ def grouped(
     Raises:
         ChoiceError: what a person asks for cannot be.
     """
-    found: dict[tuple[int, StageOps], OptionGroup] = {}
+    groups: dict[tuple[int, StageOps], OptionGroup] = {}
     flows = [stage_ops_of(trace, stage) for stage in stages]
     for k, flow in enumerate(flows):
-        found.setdefault((kinds[k], without_seconds(flow)), OptionGroup(flow, [])).members.append(k)
+        groups.setdefault((kinds[k], without_seconds(flow)), OptionGroup(flow, [])).members.append(k)
     stated = {} if state is None else state(with_names(trace, stages, flows), names_outside(trace, stages))
-    all_bytes = sum(group.ops.saved_bytes * len(group.members) for group in found.values())
-    for group in found.values():
+    all_bytes = sum(group.ops.saved_bytes * len(group.members) for group in groups.values())
+    for group in groups.values():
         group.ops = pooled([flows[k] for k in group.members])
         if group.ops.saved_bytes * len(group.members) >= SMALLEST_SHARE * all_bytes:
             group.choices = list(propose(group.ops))
-        own = {stated[k].rerun: stated[k] for k in group.members if k in stated}
-        group.choices = [*own.values(), *(choice for choice in group.choices if choice.rerun not in own)]
-    families = enumerate(found.values())
+        asked = {stated[k].rerun: stated[k] for k in group.members if k in stated}
+        group.choices = [*asked.values(), *(choice for choice in group.choices if choice.rerun not in asked)]
+    families = enumerate(groups.values())
     return [part for number, group in families for part in _parts(group, number, plain)]
 
 
 def _parts(group: OptionGroup, family: int, plain: Mapping[Mark, list[Phase]]) -> list[OptionGroup]:
     """The group, split where the bytes of its stages' phases differ."""
-    found: dict[tuple[int, ...], OptionGroup] = {}
+    parts: dict[tuple[int, ...], OptionGroup] = {}
     for k in group.members:
         phases = [plain.get(mark, []) for mark in _marks_of(k)]
         bytes_of = tuple(number for phase in phases for number in (_growth(phase), _peak(phase)))
-        found.setdefault(bytes_of, OptionGroup(group.ops, [], group.choices, family)).members.append(k)
-    return list(found.values())
+        parts.setdefault(bytes_of, OptionGroup(group.ops, [], group.choices, family)).members.append(k)
+    return list(parts.values())
 
 
 def at_fault(ops: StageOps, rerun: Collection[int], wrong: Collection[int]) -> set[int]:
     """Those of the ops that gave something else again which did not merely read what another one of them makes."""
-    found: set[int] = set()
+    faulty: set[int] = set()
     spoilt: set[int] = set()
     for ordinal in sorted(rerun):
         op = ops.ops[ordinal]
         misled = any(number in spoilt and number not in op.writes for number, _ in op.reads)
         if ordinal in wrong and not misled:
-            found.add(ordinal)
+            faulty.add(ordinal)
         if ordinal in wrong or misled:
             spoilt |= {*op.allocates, *op.writes}
-    return found
+    return faulty
 
 
 def unforced(group: OptionGroup) -> list[Choice]:
@@ -151,17 +151,17 @@ def without(group: OptionGroup, wrong: set[int], propose: ProposeChoices) -> Non
         for k, op in enumerate(group.ops.ops)
     ]
     group.ops = replace(group.ops, ops=tuple(ops))
-    own = {choice.rerun for choice in stated}
-    group.choices = [*stated, *(choice for choice in propose(group.ops) if choice.rerun not in own)]
+    stated_reruns = {choice.rerun for choice in stated}
+    group.choices = [*stated, *(choice for choice in propose(group.ops) if choice.rerun not in stated_reruns)]
 
 
 def families_of(groups: Sequence[OptionGroup]) -> list[OptionGroup]:
     """One group per family, with all its members."""
-    found: dict[int, OptionGroup] = {}
+    families: dict[int, OptionGroup] = {}
     for group in groups:
-        family = found.setdefault(group.family, OptionGroup(group.ops, [], group.choices, group.family))
+        family = families.setdefault(group.family, OptionGroup(group.ops, [], group.choices, group.family))
         family.members = sorted([*family.members, *group.members])
-    return list(found.values())
+    return list(families.values())
 
 
 def steps_for(groups: Sequence[OptionGroup]) -> int:
@@ -176,10 +176,10 @@ def memory_assignments(groups: Sequence[OptionGroup]) -> list[Assignment]:
     Never two neighbouring stages in one step where what the first keeps is the
     second's input: there a choice of the first would show in the bytes of the second.
     """
-    found = _spread(groups, [list(range(len(group.choices))) for group in groups], 0)
-    if _neighbours_meddle(groups):
-        found = [{k: v for k, v in step.items() if k % 2 == odd} for step in found for odd in (0, 1)]
-    return [step for step in found if step]
+    assignments = _spread(groups, [list(range(len(group.choices))) for group in groups], 0)
+    if _neighbours_interfere(groups):
+        assignments = [{k: v for k, v in step.items() if k % 2 == odd} for step in assignments for odd in (0, 1)]
+    return [step for step in assignments if step]
 
 
 def time_assignments(families: Sequence[OptionGroup], shift: int = 0) -> list[Assignment]:
@@ -193,25 +193,27 @@ def time_assignments(families: Sequence[OptionGroup], shift: int = 0) -> list[As
 
 
 def _spread(groups: Sequence[OptionGroup], choices: Sequence[Sequence[int]], shift: int) -> list[Assignment]:
-    steps = max((-(-len(own) // len(group.members)) for own, group in zip(choices, groups, strict=True)), default=0)
-    found: list[Assignment] = [{} for _ in range(steps)]
+    steps = max(
+        (-(-len(numbers) // len(group.members)) for numbers, group in zip(choices, groups, strict=True)), default=0
+    )
+    assignments: list[Assignment] = [{} for _ in range(steps)]
     for number, group in enumerate(groups):
         width = len(group.members)
         for place, choice in enumerate(choices[number]):
-            found[place // width][group.members[(place + shift) % width]] = (number, choice)
-    return found
+            assignments[place // width][group.members[(place + shift) % width]] = (number, choice)
+    return assignments
 
 
-def _neighbours_meddle(groups: Sequence[OptionGroup]) -> bool:
+def _neighbours_interfere(groups: Sequence[OptionGroup]) -> bool:
     """Whether a stage keeps what it returns while the next one, that takes it, does not."""
     flows = {k: group.ops for group in groups for k in group.members}
     keeps = {k for k, ops in flows.items() if any(s.saved and s.returned and s.op >= 0 for s in ops.storages)}
-    lets_go = {k for k, ops in flows.items() if any(s.dies_after_stage and not s.always_live for s in ops.storages)}
-    return any(k + 1 in lets_go for k in keeps)
+    takes = {k for k, ops in flows.items() if any(s.dies_after_stage and not s.always_live for s in ops.storages)}
+    return any(k + 1 in takes for k in keeps)
 
 
 def selections(groups: Sequence[OptionGroup], assignment: Assignment) -> dict[int, Selection]:
-    """What the stages of one step are told."""
+    """The selection under which each stage of one step runs; none for those that keep everything."""
     return {k: Selection.of(groups[g].ops, groups[g].choices[c].rerun) for k, (g, c) in assignment.items() if c != KEEP}
 
 
@@ -251,13 +253,13 @@ class Costs:
         """The costs by group and choice; the last of each group is that of keeping everything."""
         families = {family.family: number for number, family in enumerate(families_of(self._groups))}
         seconds = steady_seconds(self._samples)
-        found = [[*own, ChoiceCost()] for own in self._bytes]
-        for group, costs in zip(self._groups, found, strict=True):
+        costs_of = [[*costs, ChoiceCost()] for costs in self._bytes]
+        for group, costs in zip(self._groups, costs_of, strict=True):
             for choice in (*range(len(costs) - 1), KEEP):
                 key = (families[group.family], choice)
                 costs[choice].forward_seconds = seconds.get(("forward", *key), 0.0)
                 costs[choice].backward_seconds = seconds.get(("backward", *key), 0.0)
-        return found
+        return costs_of
 
 
 def _marks_of(stage: int) -> tuple[Mark, Mark]:

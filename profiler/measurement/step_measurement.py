@@ -1,4 +1,4 @@
-"""Measurement: the true peak and the seconds of a workload's step, planned or not."""
+"""The true peak and the seconds of a workload's step, planned or not."""
 
 from __future__ import annotations
 

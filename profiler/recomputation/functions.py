@@ -1,4 +1,4 @@
-"""``recompute``: a function of which what it saves for backward is dropped, and made again there."""
+"""``recompute`` has a function drop what it saves for backward, and run its ops again there."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def recompute(function: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        if torch.compiler.is_compiling():  # The compiler knows torch's own way and builds it into its graph.
+        if torch.compiler.is_compiling():  # The compiler knows torch's own checkpoint and builds it into its graph.
             return checkpoint(function, *args, use_reentrant=False, **kwargs)  # type: ignore[return-value]
         return _RecomputedCall().run(function, args, kwargs)
 
@@ -181,7 +181,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _packing_by(hooks: _Hooks) -> Callable[[Tensor], TensorStandIn]:
-    """Has the saved-tensor hooks around a call pack tensors, each once."""
+    """Has the saved-tensor hooks outside of a call pack tensors, each once."""
     packed: dict[Any, _PackedTensor] = {}
 
     def holder_of(tensor: Tensor) -> _PackedTensor:
@@ -195,7 +195,7 @@ def _packing_by(hooks: _Hooks) -> Callable[[Tensor], TensorStandIn]:
 
 
 class _PackedTensor:
-    """Stands for a tensor that the hooks around a call hold; they unpack it once, because some can do so once only."""
+    """Stands for a tensor that hooks outside of a call hold; they unpack it once, because some can do so only once."""
 
     __slots__ = ("_packed", "_tensor", "_unpack")
 

@@ -1,4 +1,4 @@
-"""What an aten op does beside returning a result, as its schema says: what it changes, whether it may run again."""
+"""What an aten op does besides returning a result, as its schema says: what it changes, whether it may run again."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class CheckedCall(SelectiveCall):
     """A selective call that also keeps everything, and compares what is made again with it.
 
     What a kernel writes without torch's dispatcher (numpy on a tensor's memory, an extension, a Triton kernel) is no
-    op of the stage: the ops around it can run again, and miss it.
+    op of the stage: the ops before and after it can run again, and miss it.
 
     Attributes:
         wrong: ordinals of the ops that made a storage which was not the same again.

@@ -10,7 +10,7 @@ from profiler.op_graph import StageOps
 
 
 class ModuleSwitch(NamedTuple):
-    """A module in whose forward ops are recorded or not (None: as around it), and saved tensors looked at or not."""
+    """Whether ops are recorded (None: as in the calling module) and saved tensors packed in a module's forward."""
 
     module: str
     recorded: bool | None
@@ -27,7 +27,7 @@ class Selection:
         rerun: positions in ``ops`` of those that run again in backward; what
             all others make is kept where backward needs it.
         switches: modules (empty: the stage itself) at which something changes: whether ops are recorded, in it and
-            below until the next switch, or whether tensors that autograd saves are looked at, from there on downwards.
+            below until the next switch, or whether tensors that autograd saves are packed, from there on downwards.
         ordinals: which of the stage's ops ``ops`` are.
     """
 
@@ -41,7 +41,7 @@ class Selection:
         """The selection by which ``rerun`` ops run again.
 
         Only modules that have such ops, or that change in place what such ops make, are recorded. Tensors that
-        autograd saves are looked at where they may be what such ops make, or (``all_saves``) everywhere.
+        autograd saves are packed where they may be what such ops make, or (``all_saves``) everywhere.
         """
         made = {number for ordinal in rerun for number in ops.ops[ordinal].allocates}
         recorded = {op.module for k, op in enumerate(ops.ops) if k in rerun or made.intersection(op.writes)}
@@ -64,7 +64,7 @@ def _savers(ops: StageOps, rerun: Collection[int]) -> set[str]:
 
 
 def _switches(modules: set[str], recorded: set[str], savers: set[str]) -> tuple[ModuleSwitch, ...]:
-    """Where recording begins or ends, and where saved tensors are looked at.
+    """Where recording begins or ends, and where saved tensors are packed.
 
     Args:
         modules: those with ops of their own.

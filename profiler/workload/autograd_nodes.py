@@ -1,4 +1,4 @@
-"""Autograd nodes: their running numbers, and the graph behind a loss."""
+"""The sequence numbers of autograd nodes, and the nodes of the graph behind a loss."""
 
 from __future__ import annotations
 

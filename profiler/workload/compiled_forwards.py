@@ -114,7 +114,7 @@ def plain_name(name: str) -> str:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether the module or one within it is compiled by itself (and not only called by compiled code)."""
-    return any(each._compiled_call_impl is not None or _is_compiled(each) for each in module.modules())
+    return any(m._compiled_call_impl is not None or _is_compiled(m) for m in module.modules())
 
 
 def _is_compiled(module: nn.Module) -> bool:

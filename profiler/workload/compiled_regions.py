@@ -1,4 +1,4 @@
-"""Regions: the frames in which a patched module's own forward is compiled, one code object for each kind of module."""
+"""The frames in which a patched module's own forward is compiled, one code object for each kind of module."""
 
 from __future__ import annotations
 

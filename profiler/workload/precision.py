@@ -1,4 +1,4 @@
-"""Precision: what a model computes in, in words: the types of its parameters and what autocast casts to."""
+"""What a model computes in, in words: the types of its parameters and what autocast casts to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preservation: whatever profiling and measuring do to a workload is undone, also after an exception."""
+"""Restores what profiling and measuring change of a workload, also after an exception."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class _ModelState:
     def __init__(self, modules: list[nn.Module], others: list[Tensor]) -> None:
         tensors = {id(t): t for t in [*(p for m in modules for p in m.parameters()), *others]}
         self._parameters = [(t, _host_copy(t), t.grad if t.is_leaf else None) for t in tensors.values()]
-        inside = [module for each in modules for module in each.modules()]
+        inside = [module for root in modules for module in root.modules()]
         self._buffers = [
             (module, name, buffer, None if buffer is None else _host_copy(buffer))
             for module in inside
@@ -211,17 +211,16 @@ class Snapshot:
             pairs = {key: remember(item) for key, item in value.items()}
 
             def back(now: Any) -> Any:
-                kept = now if id(now) == self._identity else copy.copy(shell)
-                found = {key: item.put_back(kept.get(key)) for key, item in pairs.items()}
-                return _filled(kept, kept.update, found)
+                target = now if id(now) == self._identity else copy.copy(shell)
+                return _filled(target, target.update, {k: item.put_back(target.get(k)) for k, item in pairs.items()})
 
             return back
-        rest = [remember(item) for item in value]
+        items = [remember(item) for item in value]
 
         def refill(now: Any) -> Any:
-            kept = now if id(now) == self._identity else copy.copy(shell)
-            old = {id(item): item for item in kept}
-            return _filled(kept, kept.extend, [item.put_back(old.get(item._identity)) for item in rest])
+            target = now if id(now) == self._identity else copy.copy(shell)
+            old = {id(item): item for item in target}
+            return _filled(target, target.extend, [item.put_back(old.get(item._identity)) for item in items])
 
         return refill
 
@@ -268,33 +267,33 @@ class Attributes:
 
     Args:
         objects: modules, say.
-        beside: names of attributes that are left alone.
+        ignored: names of attributes that are left alone.
         elsewhere: as for ``Snapshot``.
     """
 
-    def __init__(self, objects: Iterable[Any], beside: Collection[str], elsewhere: Collection[int] = ()) -> None:
-        self._beside = beside
-        self._objects = [(each, self._remembered(vars(each), elsewhere)) for each in objects]
+    def __init__(self, objects: Iterable[Any], ignored: Collection[str], elsewhere: Collection[int] = ()) -> None:
+        self._ignored = ignored
+        self._objects = [(owner, self._remembered(vars(owner), elsewhere)) for owner in objects]
 
     def restore(self) -> None:
         """Put back what was plain data then; what has come since goes, where it is plain data."""
-        for each, before in self._objects:
-            own = vars(each)
-            for name in [name for name, value in own.items() if name not in before and self._counts(name, value)]:
-                del own[name]
+        for owner, before in self._objects:
+            now = vars(owner)
+            for name in [name for name, value in now.items() if name not in before and self._counts(name, value)]:
+                del now[name]
             for name, value in before.items():
                 if value is not None:
-                    own[name] = value.put_back(own.get(name))
+                    now[name] = value.put_back(now.get(name))
 
-    def _remembered(self, own: Mapping[str, Any], elsewhere: Collection[int]) -> dict[str, Snapshot | None]:
+    def _remembered(self, attributes: Mapping[str, Any], elsewhere: Collection[int]) -> dict[str, Snapshot | None]:
         """By name; None for what is left alone."""
-        return {name: Snapshot(v, elsewhere) if self._counts(name, v) else None for name, v in own.items()}
+        return {name: Snapshot(v, elsewhere) if self._counts(name, v) else None for name, v in attributes.items()}
 
     def _counts(self, name: str, value: Any) -> bool:
-        return name not in self._beside and (isinstance(value, (Tensor, *_NUMBERS)) or is_container(value))
+        return name not in self._ignored and (isinstance(value, (Tensor, *_NUMBERS)) or is_container(value))
 
 
 def attributes_of(modules: Collection[nn.Module]) -> Attributes:
-    """What modules keep beside parameters and buffers."""
+    """What modules keep besides parameters and buffers."""
     known = {id(t) for module in modules for t in (*module._parameters.values(), *module._buffers.values())}
     return Attributes(modules, _OF_MODULES, known)

@@ -61,7 +61,7 @@ def until_stepped(workload: Workload, run: Callable[[], Result]) -> Result:
 def resident_bytes_of(workload: Workload) -> ResidentBytes:
     """Bytes that are there between two steps, each storage once."""
     optimizer, model, device = workload.optimizer, workload.model, workload.device
-    own = {id(parameter) for parameter in model.parameters()}
+    of_model = {id(parameter) for parameter in model.parameters()}
     return ResidentBytes(
         parameters=distinct_bytes(model.parameters()),
         buffers=distinct_bytes(model.buffers()),
@@ -70,6 +70,6 @@ def resident_bytes_of(workload: Workload) -> ResidentBytes:
         ),
         inputs=distinct_bytes(tensors_in(workload.inputs)),
         gradients=distinct_bytes(p.grad for p in workload.with_gradients() if p.grad is not None),
-        other_parameters=distinct_bytes(p for p in workload.parameters_beside() if id(p) not in own),
+        other_parameters=distinct_bytes(p for p in workload.parameters_beside() if id(p) not in of_model),
         scaler=distinct_bytes(scaler_tensors(workload.scaler)),
     )

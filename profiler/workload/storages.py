@@ -1,4 +1,4 @@
-"""Storages: which bytes a tensor really holds, counted once however many tensors view them."""
+"""The bytes under tensors: each storage has a number and counts once, however many tensors view it."""
 
 from __future__ import annotations
 

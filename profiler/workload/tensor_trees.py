@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Every tensor of ``tree`` in a fixed order; a tensor that stands twice is listed twice."""
-    found: list[Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor) or tensor, tree)
-    return found
+    tensors: list[Tensor] = []
+    map_tensors(lambda tensor: tensors.append(tensor) or tensor, tree)
+    return tensors
 
 
 def device_of(tree: Any) -> torch.device:
@@ -56,15 +56,15 @@ def map_tensors(change: Callable[[Any], Any], tree: Any, kind: type = Tensor) ->
 
 def opaque_holder(tree: Any) -> str:
     """Class of an object in ``tree`` that holds tensors out of ``map_tensors``'s sight; empty if there is none."""
-    found: list[str] = []
+    holders: list[str] = []
 
     def look(leaf: Any) -> Any:
-        if not found and not isinstance(leaf, _TRANSPARENT) and _holds_tensor(leaf, depth=3):
-            found.append(type(leaf).__name__)
+        if not holders and not isinstance(leaf, _TRANSPARENT) and _holds_tensor(leaf, depth=3):
+            holders.append(type(leaf).__name__)
         return leaf
 
     map_tensors(look, tree, kind=_NotAContainer)
-    return found[0] if found else ""
+    return holders[0] if holders else ""
 
 
 def _holds_tensor(value: Any, depth: int) -> bool:
@@ -106,7 +106,7 @@ def _map_dataclass(change: Callable[[Any], Any], tree: Any, kind: type) -> Any:
     return changed
 
 
-class _Place:
+class _TensorSlot:
     """Stands in a tree for its n-th tensor."""
 
     __slots__ = ("number",)
@@ -116,11 +116,11 @@ class _Place:
 
 
 def without_tensors(tree: Any) -> Any:
-    """The tree with a place for each of its tensors."""
+    """The tree with a slot for each of its tensors."""
     numbers = itertools.count()
-    return map_tensors(lambda _: _Place(next(numbers)), tree)
+    return map_tensors(lambda _: _TensorSlot(next(numbers)), tree)
 
 
 def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
-    """What ``without_tensors`` made, with tensors in their places again."""
-    return map_tensors(lambda place: tensors[place.number], tree, kind=_Place)
+    """What ``without_tensors`` made, with tensors in their slots again."""
+    return map_tensors(lambda slot: tensors[slot.number], tree, kind=_TensorSlot)

@@ -11,7 +11,7 @@ import torch
 
 from profiler.measurement import stage_options
 from profiler.measurement.meter import Mark, stage_place
-from profiler.measurement.option_steps import MenuSteps, _beaten, _menu
+from profiler.measurement.option_steps import OptionSteps, _beaten, _menu
 from profiler.measurement.stage_options import (
     KEEP,
     ChoiceCost,
@@ -322,8 +322,8 @@ class FailingProbe(StageProbe):
         raise self.error
 
 
-def checking(error: Exception) -> MenuSteps:
-    return MenuSteps(FailingProbe(error), {}, torch.device("cpu"), 0, RandomState.capture(), lambda _: None)
+def checking(error: Exception) -> OptionSteps:
+    return OptionSteps(FailingProbe(error), {}, torch.device("cpu"), 0, RandomState.capture(), lambda _: None)
 
 
 def test_choices_that_torch_refuses_to_check_together_are_left_to_the_measurement() -> None:
