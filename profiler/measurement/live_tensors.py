@@ -170,7 +170,8 @@ class _StorageLog:
             size = allocated_bytes(storage)
             number = self._number(storage)
             if number is None:
-                number = self._watch(storage)
+                number = len(self.storages)
+                self._know(storage, number)
                 shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
                 self.storages.append(replace(made, size_bytes=size, shape=shape, dtype=dtype))
                 self.events.append((number, size))
@@ -189,7 +190,7 @@ class _StorageLog:
         """What goes into an op without having been made by one is not the step's own."""
         for tensor in tensors:
             if tensor.layout is torch.strided and self._number(storage := tensor.untyped_storage()) is None:
-                self._known[id(storage)] = (-1, weakref.ref(storage, self._forgetting(id(storage))))
+                self._know(storage, -1)
 
     def name_gradient(self, gradient: Tensor, parameter: str) -> None:
         number = self._number(gradient.untyped_storage()) if gradient.layout is torch.strided else None
@@ -200,22 +201,16 @@ class _StorageLog:
         number_and_reference = self._known.get(id(storage))
         return None if number_and_reference is None else number_and_reference[0]
 
-    def _watch(self, storage: Any) -> int:
-        number = len(self.storages)
+    def _know(self, storage: Any, number: int) -> None:
+        """Give a storage its number until it dies; -1 where that is no event of the step."""
         key = id(storage)
 
         def died(_: Any) -> None:
             self._known.pop(key, None)
-            self.events.append((number, 0))
+            if number >= 0:
+                self.events.append((number, 0))
 
         self._known[key] = (number, weakref.ref(storage, died))
-        return number
-
-    def _forgetting(self, key: int) -> Callable[[Any], None]:
-        def forget(_: Any) -> None:
-            self._known.pop(key, None)
-
-        return forget
 
 
 class _LoggingMeter:

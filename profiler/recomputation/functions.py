@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -137,26 +138,20 @@ class _RerunnableOps(TorchDispatchMode):
             self.tape = OpTape()
             self._read.clear()
 
-    def not_recording(self) -> _NotRecording:
+    @contextmanager
+    def not_recording(self) -> Iterator[None]:
         """Inside, ops are no ops of the function."""
-        return _NotRecording(self)
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def end_call(self) -> OpTape:
         """The call is over; its tape."""
         self.tape.end_recording()
         self.tape.forget_unneeded()
         return self.tape
-
-
-class _NotRecording:
-    def __init__(self, recorder: _RerunnableOps) -> None:
-        self._recorder = recorder
-
-    def __enter__(self) -> None:
-        self._recorder._paused = True
-
-    def __exit__(self, *_: object) -> None:
-        self._recorder._paused = False
 
 
 def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
