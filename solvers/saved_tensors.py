@@ -145,7 +145,7 @@ def _unit_bytes(problem: SavedSetProblem) -> int:
 
 
 def _add_rows(program: Program, problem: SavedSetProblem, keep: Sequence[int], rerun: Sequence[int]) -> None:
-    makers, last = _makers(problem)
+    makers, overwritten, last = _versions(problem)
 
     def available(value: StorageVersion) -> list[tuple[int, float]]:
         kept = [(keep[value[0]], 1.0)] if value[1] == last[value[0]] else []
@@ -160,28 +160,23 @@ def _add_rows(program: Program, problem: SavedSetProblem, keep: Sequence[int], r
         if step.must_run_once:
             program.fix(rerun[ordinal], 0.0)
             continue
-        for value in (*step.reads, *_overwritten(problem, ordinal)):
+        for value in (*step.reads, *overwritten[ordinal]):
             terms = [term for term in available(value) if term[0] != rerun[ordinal]]
             program.row([*terms, (rerun[ordinal], -1.0)], lower=0.0)
 
 
-def _makers(problem: SavedSetProblem) -> tuple[dict[StorageVersion, int], list[int]]:
-    """The op that makes each version, and the last version of every storage."""
+def _versions(
+    problem: SavedSetProblem,
+) -> tuple[dict[StorageVersion, int], list[list[StorageVersion]], list[int]]:
+    """The op that makes each version, the versions that each op overwrites, and the last version of every storage."""
     makers: dict[StorageVersion, int] = {}
+    overwritten: list[list[StorageVersion]] = []
     version = [0] * len(problem.storages)
     for ordinal, step in enumerate(problem.steps):
+        overwritten.append([(number, version[number]) for number in step.writes])
         for number in step.allocates:
             makers[number, 0] = ordinal
         for number in step.writes:
             version[number] += 1
             makers[number, version[number]] = ordinal
-    return makers, version
-
-
-def _overwritten(problem: SavedSetProblem, ordinal: int) -> list[StorageVersion]:
-    """The versions before those that an op writes."""
-    counts = [0] * len(problem.storages)
-    for step in problem.steps[:ordinal]:
-        for number in step.writes:
-            counts[number] += 1
-    return [(number, counts[number]) for number in problem.steps[ordinal].writes]
+    return makers, overwritten, version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal, get_args
 
 from solvers.problem.number_checks import check_number
@@ -120,33 +121,12 @@ def _check_order(nodes: tuple[Node, ...]) -> None:
     late = next(((n, p) for n in nodes for p in n.inputs if position[p] >= position[n.name]), None)
     if late is None:
         return
-    cycle = _cycle(nodes)
-    if cycle:
-        raise ValueError(f"a graph: expected no cycle, got {' -> '.join(cycle)}; remove one of these inputs")
+    try:
+        TopologicalSorter({node.name: node.inputs for node in nodes}).prepare()
+    except CycleError as error:
+        cycle = " -> ".join(error.args[1])
+        raise ValueError(f"a graph: expected no cycle, got {cycle}; remove one of these inputs") from error
     raise ValueError(
         f"a graph: expected inputs before the nodes that read them, got {late[0].name!r} before its input {late[1]!r}; "
         "sort the nodes in topological order, the order of their first runs"
     )
-
-
-def _cycle(nodes: tuple[Node, ...]) -> list[str]:
-    """The names along one cycle, first and last the same; empty where there is none."""
-    inputs = {node.name: set(node.inputs) for node in nodes}
-    ready = [name for name, needs in inputs.items() if not needs]
-    readers: dict[str, list[str]] = {node.name: [] for node in nodes}
-    for name, needs in inputs.items():
-        for need in needs:
-            readers[need].append(name)
-    while ready:
-        done = ready.pop()
-        inputs.pop(done)
-        for reader in readers[done]:
-            inputs[reader].discard(done)
-            if not inputs[reader]:
-                ready.append(reader)
-    if not inputs:
-        return []
-    path = [next(iter(inputs))]
-    while path[-1] not in path[:-1]:
-        path.append(min(need for need in inputs[path[-1]] if need in inputs))
-    return list(reversed(path[path.index(path[-1]) :]))
