@@ -17,8 +17,9 @@ from planner.units import parse_bytes
 from profiler.op_graph import NamedStage, StageOps
 from profiler.records import Profile, StageRecord
 from solvers import Chain, Problem, Solution, replay, solve_chain
-from solvers.chain.fixed_stages import FixedSpan, expanded, restricted, schedule_of
+from solvers.chain.fixed_stages import expanded, restricted
 from solvers.chain.minimum_memory import shortage_of
+from solvers.chain.segments import Segment, segmented_schedule
 
 SOLVER = "by hand"
 _KEEP = StageDirective(kind="keep")
@@ -85,10 +86,10 @@ def _with_headroom_on_top(plan: Plan, headroom: Headroom) -> Plan:
 
 
 def _fully_stated(
-    profile: Profile, chain: Chain, spans: Sequence[FixedSpan], budget_bytes: int | None, start: float
+    profile: Profile, chain: Chain, spans: Sequence[Segment], budget_bytes: int | None, start: float
 ) -> Plan:
     """Everything is stated: the schedule is there, and the solver only bounds it."""
-    schedule = schedule_of(spans)
+    schedule = segmented_schedule(spans)
     replayed = replay(chain, schedule)
     budget_bytes = replayed.peak_bytes if budget_bytes is None else budget_bytes
     if replayed.peak_bytes > budget_bytes:
@@ -113,7 +114,7 @@ def _fully_stated(
 
 
 def _partly_stated(
-    profile: Profile, spans: Sequence[FixedSpan], problem: Problem, solver: str, time_limit_seconds: float | None
+    profile: Profile, spans: Sequence[Segment], problem: Problem, solver: str, time_limit_seconds: float | None
 ) -> Plan:
     """A part is stated: the solver plans for the chain in which that part is fixed."""
     seconds_outside_chain = profile.unplanned_seconds - problem.chain.unplanned_seconds
@@ -145,28 +146,28 @@ def _names_outside(profile: Profile) -> set[str]:
     return {op.module for op in profile.op_records if op.place == "outside"}
 
 
-def _spans(profile: Profile, resolved: ResolvedRules) -> list[FixedSpan]:
+def _spans(profile: Profile, resolved: ResolvedRules) -> list[Segment]:
     """The chain cut by what is stated; what lies outside of stages is kept."""
     directives = iter(resolved.directives)
-    spans: list[FixedSpan] = []
+    spans: list[Segment] = []
     open_segment = False
     for k, record in enumerate(profile.stages):
         directive = next(directives) if record.kind == "stage" else _KEEP
         _check_recomputable(record, directive)
         if directive.kind == "segment" and open_segment and record.links:
-            spans[-1] = replace(spans[-1], end=k + 1)
+            spans[-1] = spans[-1]._replace(end=k + 1)
         else:
             spans.append(_span(profile, k, directive))
         open_segment = directive.kind == "segment" and not directive.ends_segment
     return spans
 
 
-def _span(profile: Profile, k: int, directive: StageDirective) -> FixedSpan:
+def _span(profile: Profile, k: int, directive: StageDirective) -> Segment:
     if directive.kind in ("recompute", "segment"):
-        return FixedSpan(k, k + 1)
+        return Segment(k, k + 1)
     if directive.kind == "choice":
-        return FixedSpan(k, k + 1, option=_option(profile, profile.stages[k], directive))
-    return FixedSpan(k, k + 1, option=0, undecided=directive.kind == "solve")
+        return Segment(k, k + 1, option=_option(profile, profile.stages[k], directive))
+    return Segment(k, k + 1, option=0, undecided=directive.kind == "solve")
 
 
 def _check_recomputable(record: StageRecord, directive: StageDirective) -> None:

@@ -24,7 +24,7 @@ def keep_all(chain: Chain) -> list[Schedule]:
     >>> keep_all(equal_stages(3))[0].forward_runs()
     3
     """
-    return [segmented_schedule([Segment(0, len(chain.stages), kept=True)])]
+    return [segmented_schedule([Segment(0, len(chain.stages), option=0)])]
 
 
 def keep_all_replay(chain: Chain) -> Replay:
@@ -39,5 +39,5 @@ def recompute_all(chain: Chain) -> list[Schedule]:
     >>> recompute_all(equal_stages(3))[0].forward_runs()
     6
     """
-    segments = [Segment(k, k + 1, kept=not stage.recomputable) for k, stage in enumerate(chain.stages)]
+    segments = [Segment(k, k + 1, None if stage.recomputable else 0) for k, stage in enumerate(chain.stages)]
     return [segmented_schedule(segments)]

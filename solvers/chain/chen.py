@@ -31,7 +31,7 @@ def sqrt_segments(chain: Chain) -> list[Schedule]:
     """
     length = math.sqrt(len(chain.stages))
     segments = [segment for run in droppable_runs(chain) for segment in _cut_evenly(run, length)]
-    kept_last = [*segments[:-1], segments[-1]._replace(kept=True)]
+    kept_last = [*segments[:-1], segments[-1]._replace(option=0)]
     variants = [kept_last] if segments[-1].kept else [kept_last, segments]
     return [segmented_schedule(variant) for variant in variants]
 
@@ -40,7 +40,7 @@ def _cut_evenly(run: Segment, length: float) -> list[Segment]:
     size = run.end - run.start
     count = max(1, round(size / length))
     edges = [run.start + round(size * i / count) for i in range(count + 1)]
-    return [Segment(a, b, run.kept) for a, b in pairwise(edges)]
+    return [Segment(a, b, run.option) for a, b in pairwise(edges)]
 
 
 _BUDGETS = 64  # an even search: finer ones cut chains of up to a few hundred stages hardly differently
@@ -59,7 +59,7 @@ def greedy_segments(chain: Chain) -> list[Schedule]:
     cuts = {_cut_at_bytes(runs, sizes, least + (most - least) * i // _BUDGETS): None for i in range(_BUDGETS + 1)}
     variants: dict[tuple[Segment, ...], None] = {}
     for cut in cuts:
-        variants[*cut[:-1], cut[-1]._replace(kept=True)] = None
+        variants[*cut[:-1], cut[-1]._replace(option=0)] = None
         variants[cut] = None
     return [segmented_schedule(variant) for variant in variants]
 
@@ -70,8 +70,8 @@ def _cut_at_bytes(runs: list[Segment], sizes: list[int], segment_budget: int) ->
         start, filled = run.start, 0
         for k in range(run.start, run.end):
             if filled and filled + sizes[k] > segment_budget:
-                segments.append(Segment(start, k, run.kept))
+                segments.append(Segment(start, k, run.option))
                 start, filled = k, 0
             filled += sizes[k]
-        segments.append(Segment(start, run.end, run.kept))
+        segments.append(Segment(start, run.end, run.option))
     return tuple(segments)

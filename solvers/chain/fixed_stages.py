@@ -12,41 +12,18 @@ the chain. Shared tensors that a segment reads or keeps are counted for as long 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from solvers.chain.segments import first_pass, second_pass
+from solvers.chain.segments import Segment, first_pass, second_pass
 from solvers.problem.chain import Chain, Option, Shared, Stage
 from solvers.problem.chain_schedule import Action, Schedule
 from solvers.problem.chain_simulator import ReplayedAction, replay
 
 
-@dataclass(frozen=True, slots=True)
-class FixedSpan:
-    """Stages ``start..end-1`` and what happens to them.
-
-    Attributes:
-        option: a single stage is kept with this one; None: they run again together, from the first one's input.
-        undecided: a single stage that the solver decides for.
-    """
-
-    start: int
-    end: int
-    option: int | None = None
-    undecided: bool = False
-
-
-def schedule_of(spans: Sequence[FixedSpan]) -> Schedule:
-    """The schedule of a chain of which everything is fixed."""
-    actions = [action for span in spans for action in _forward(span)]
-    for span in reversed(spans):
-        actions += [Action("free", span.end - 1), *_backward(span)]
-    return Schedule(actions=tuple(actions))
-
-
-def restricted(chain: Chain, spans: Sequence[FixedSpan]) -> Chain:
+def restricted(chain: Chain, spans: Sequence[Segment]) -> Chain:
     """The chain whose stages are the spans."""
     span_of = {k: number for number, span in enumerate(spans) for k in range(span.start, span.end)}
-    segments = {number for number, span in enumerate(spans) if not span.undecided and span.option is None}
+    segments = {number for number, span in enumerate(spans) if not span.undecided and not span.kept}
     hidden_bytes = _hidden_bytes(chain, spans, segments, span_of)
     return replace(
         chain,
@@ -55,26 +32,19 @@ def restricted(chain: Chain, spans: Sequence[FixedSpan]) -> Chain:
     )
 
 
-def expanded(schedule: Schedule, spans: Sequence[FixedSpan]) -> Schedule:
+def expanded(schedule: Schedule, spans: Sequence[Segment]) -> Schedule:
     """A schedule of the restricted chain as one of the chain itself."""
     return Schedule(actions=tuple(a for action in schedule.actions for a in _expanded(action, spans[action.stage])))
 
 
-def _expanded(action: Action, span: FixedSpan) -> list[Action]:
+def _expanded(action: Action, span: Segment) -> list[Action]:
     if span.undecided or action.kind == "free":
         return [replace(action, stage=span.end - 1)]
-    return _forward(span) if action.kind == "forward" else _backward(span)
+    run = first_pass if action.kind == "forward" else second_pass
+    return list(run(span.start, span.end, span.option))
 
 
-def _forward(span: FixedSpan) -> list[Action]:
-    return list(first_pass(span.start, span.end, span.option))
-
-
-def _backward(span: FixedSpan) -> list[Action]:
-    return list(second_pass(span.start, span.end, span.option))
-
-
-def _stage_of(chain: Chain, span: FixedSpan, hidden_bytes: tuple[int, int]) -> Stage:
+def _stage_of(chain: Chain, span: Segment, hidden_bytes: tuple[int, int]) -> Stage:
     if span.undecided:
         return chain.stages[span.start]
     if span.option is not None:
@@ -83,7 +53,7 @@ def _stage_of(chain: Chain, span: FixedSpan, hidden_bytes: tuple[int, int]) -> S
     return _segment_stage(chain, span, hidden_bytes)
 
 
-def _segment_stage(chain: Chain, span: FixedSpan, hidden_bytes: tuple[int, int]) -> Stage:
+def _segment_stage(chain: Chain, span: Segment, hidden_bytes: tuple[int, int]) -> Stage:
     """The costs of a segment, replayed alone: its forward, then (after a stage of no cost) its backward."""
     stages = chain.stages[span.start : span.end]
     no_cost = Option(
@@ -91,9 +61,8 @@ def _segment_stage(chain: Chain, span: FixedSpan, hidden_bytes: tuple[int, int])
         recompute_seconds=0, recompute_peak_bytes=0,
     )  # fmt: skip
     next_stage = Stage(name="", options=(no_cost,), boundary_bytes=0, forward_seconds=0, forward_peak_bytes=0)
-    whole = FixedSpan(0, len(stages))
-    first_run, second_run = _forward(whole), _backward(whole)
     count = len(stages)
+    first_run, second_run = list(first_pass(0, count, None)), list(second_pass(0, count, None))
     between = [Action("forward", count, 0), Action("backward", count), Action("free", count - 1)]
     timeline = replay(
         Chain(stages=(*stages, next_stage)),
@@ -130,7 +99,7 @@ def _peak(entries: Sequence[ReplayedAction], before_bytes: int) -> int:
 
 
 def _hidden_bytes(
-    chain: Chain, spans: Sequence[FixedSpan], segments: set[int], span_of: dict[int, int]
+    chain: Chain, spans: Sequence[Segment], segments: set[int], span_of: dict[int, int]
 ) -> list[tuple[int, int]]:
     """Bytes of shared tensors that a segment alone holds for a while: in its forward, and in its backward."""
     hidden_bytes = [(0, 0)] * len(spans)
@@ -144,7 +113,7 @@ def _hidden_bytes(
     return hidden_bytes
 
 
-def _shared(tensor: Shared, span_of: dict[int, int], segments: set[int], spans: Sequence[FixedSpan]) -> Shared:
+def _shared(tensor: Shared, span_of: dict[int, int], segments: set[int], spans: Sequence[Segment]) -> Shared:
     undecided = {number for number, span in enumerate(spans) if span.undecided}
     savers = {span_of[k] for k in tensor.savers} - segments
     return Shared(
@@ -158,7 +127,7 @@ def _shared(tensor: Shared, span_of: dict[int, int], segments: set[int], spans: 
     )
 
 
-def _holders(tensor: Shared, span_of: dict[int, int], segments: set[int], spans: Sequence[FixedSpan]) -> set[int]:
+def _holders(tensor: Shared, span_of: dict[int, int], segments: set[int], spans: Sequence[Segment]) -> set[int]:
     """Segments that hold a shared tensor from their forward on: it is an input of a stage in them."""
     starts = {spans[number].start for number in segments}
     holders = {span_of[k] for k in tensor.readers} | {span_of[k] for k in tensor.linked_readers if k in starts}

@@ -10,11 +10,22 @@ from solvers.problem.chain_schedule import Action, Schedule
 
 
 class Segment(NamedTuple):
-    """Stages ``start..end-1``: run again together from the boundary before them, or all kept with option 0."""
+    """Stages ``start..end-1`` and what happens to them.
+
+    Attributes:
+        option: they are kept with this one; None: they run again together, from the boundary before them.
+        undecided: a single stage that a solver decides for.
+    """
 
     start: int
     end: int
-    kept: bool = False
+    option: int | None = None
+    undecided: bool = False
+
+    @property
+    def kept(self) -> bool:
+        """Whether they do not run again."""
+        return self.option is not None
 
 
 def droppable_runs(chain: Chain) -> list[Segment]:
@@ -25,7 +36,7 @@ def droppable_runs(chain: Chain) -> list[Segment]:
         if joins:
             runs[-1] = runs[-1]._replace(end=k + 1)
         else:
-            runs.append(Segment(k, k + 1, kept=not stage.recomputable))
+            runs.append(Segment(k, k + 1, None if stage.recomputable else 0))
     return runs
 
 
@@ -36,10 +47,10 @@ def segmented_schedule(segments: Sequence[Segment]) -> Schedule:
     recomputed, the others run forward with option 0.
     """
     actions: list[Action] = []
-    for start, end, kept in segments:
-        actions.extend(first_pass(start, end, 0 if kept else None))
-    for start, end, kept in reversed(segments):
-        actions += [Action("free", end - 1), *second_pass(start, end, 0 if kept else None)]
+    for segment in segments:
+        actions.extend(first_pass(segment.start, segment.end, segment.option))
+    for segment in reversed(segments):
+        actions += [Action("free", segment.end - 1), *second_pass(segment.start, segment.end, segment.option)]
     return Schedule(actions=tuple(actions))
 
 

@@ -58,7 +58,9 @@ def choosing_inside(chain: Chain) -> Schedule:
     found: list[Segment] = []
     for run in droppable_runs(chain):
         third = (run.end - run.start) // 3
-        alone = [Segment(k, k + 1, kept=k < run.start + third) for k in range(run.start, run.start + 2 * third)]
+        alone = [
+            Segment(k, k + 1, None if k >= run.start + third else 0) for k in range(run.start, run.start + 2 * third)
+        ]
         found += [run] if run.kept else [*alone, Segment(run.start + 2 * third, run.end)]
     return Schedule(
         tuple(

@@ -139,8 +139,8 @@ def test_what_nobody_takes_of_a_stage_run_again_does_not_outlive_it() -> None:
     chain = chain_of(profile)
     (first, end) = next((run.start, run.end) for run in droppable_runs(chain) if not run.kept)
     for k in range(first, end - 1):
-        before = [Segment(j, j + 1, kept=True) for j in range(k)]
-        after = [Segment(j, j + 1, kept=True) for j in range(k + 2, len(chain.stages))]
+        before = [Segment(j, j + 1, option=0) for j in range(k)]
+        after = [Segment(j, j + 1, option=0) for j in range(k + 2, len(chain.stages))]
         plan = following(profile, segmented_schedule([*before, Segment(k, k + 2), *after]))
         with planner.apply(work.model, plan):
             assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes

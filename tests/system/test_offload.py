@@ -61,7 +61,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedCopyEngine]:
 
 
 def kept(chain: Chain) -> Schedule:
-    return segmented_schedule([Segment(k, k + 1, kept=True) for k in range(len(chain.stages))])
+    return segmented_schedule([Segment(k, k + 1, option=0) for k in range(len(chain.stages))])
 
 
 def recomputed(chain: Chain) -> Schedule:
@@ -78,7 +78,7 @@ def halves(chain: Chain) -> Schedule:
     for run in droppable_runs(chain):
         half = (run.start + run.end + 1) // 2
         found += [run] if run.kept else [Segment(run.start, half)]
-        found += [] if run.kept else [Segment(k, k + 1, kept=True) for k in range(half, run.end)]
+        found += [] if run.kept else [Segment(k, k + 1, option=0) for k in range(half, run.end)]
     return segmented_schedule(found)
 
 

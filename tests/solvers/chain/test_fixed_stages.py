@@ -8,26 +8,27 @@ import pytest
 
 from solvers import Action, Chain, Problem, Schedule, replay, solve_chain
 from solvers.chain import baselines
-from solvers.chain.fixed_stages import FixedSpan, expanded, restricted, schedule_of
+from solvers.chain.fixed_stages import expanded, restricted
+from solvers.chain.segments import Segment, segmented_schedule
 from solvers.problem.chain import Shared
 from solvers.problem.examples import equal_stages
 from tests.support.chains import random_chain
 
 
-def random_spans(chain: Chain, random: Random, free: float) -> list[FixedSpan]:
+def random_spans(chain: Chain, random: Random, free: float) -> list[Segment]:
     """Every stage with something fixed that may be; what must run once is kept, segments only where links allow."""
-    spans: list[FixedSpan] = []
+    spans: list[Segment] = []
     k = 0
     while k < len(chain.stages):
         stage, end = chain.stages[k], k + 1
         if random.random() < free:
-            spans.append(FixedSpan(k, end, undecided=True))
+            spans.append(Segment(k, end, undecided=True))
         elif not stage.recomputable or random.random() < 0.4:
-            spans.append(FixedSpan(k, end, option=random.randrange(len(stage.options))))
+            spans.append(Segment(k, end, option=random.randrange(len(stage.options))))
         else:
             while end < len(chain.stages) and _joins(chain, end) and random.random() < 0.6:
                 end += 1
-            spans.append(FixedSpan(k, end))
+            spans.append(Segment(k, end))
         k = end
     return spans
 
@@ -43,8 +44,8 @@ def everything_once(chain: Chain) -> Schedule:
 def test_a_segment_of_two_by_hand():
     """Unit stages: boundary 1, kept 4, peaks: forward 6 kept, 2 not kept, recompute 4, backward 1."""
     chain = equal_stages(3)
-    spans = [FixedSpan(0, 2), FixedSpan(2, 3, option=0)]
-    actions = schedule_of(spans).to_list()
+    spans = [Segment(0, 2), Segment(2, 3, option=0)]
+    actions = segmented_schedule(spans).to_list()
     assert actions == [
         ["forward", 0, None], ["forward", 1, None], ["free", 0, None], ["forward", 2, 0],
         ["free", 2, None], ["backward", 2, None],
@@ -62,8 +63,11 @@ def test_what_is_fixed_costs_the_same_in_both_chains(seed):
     chain = random_chain(seed, most_stages=7)
     spans = random_spans(chain, Random(seed), free=0.0)
     restricted_chain = restricted(chain, spans)
-    inside, outside = replay(restricted_chain, everything_once(restricted_chain)), replay(chain, schedule_of(spans))
-    assert expanded(everything_once(restricted_chain), spans) == schedule_of(spans)
+    inside, outside = (
+        replay(restricted_chain, everything_once(restricted_chain)),
+        replay(chain, segmented_schedule(spans)),
+    )
+    assert expanded(everything_once(restricted_chain), spans) == segmented_schedule(spans)
     assert (inside.seconds, inside.peak_bytes) == (outside.seconds, outside.peak_bytes)
 
 
@@ -96,44 +100,41 @@ def test_a_skip_over_a_segment_is_held_where_the_chain_holds_it():
     """The second stage's reader is in the segment and holds the tensor until it has run again."""
     tensor = Shared(size_bytes=7, born=0, forward_death=0, readers=(1,))
     chain = Chain(stages=equal_stages(4).stages, shared=(tensor,))
-    restricted_chain = restricted(chain, [FixedSpan(0, 1, option=0), FixedSpan(1, 3), FixedSpan(3, 4, undecided=True)])
+    restricted_chain = restricted(chain, [Segment(0, 1, option=0), Segment(1, 3), Segment(3, 4, undecided=True)])
     assert restricted_chain.shared == (Shared(size_bytes=7, born=0, forward_death=0, savers=(1,)),)
 
 
 def test_a_tensor_that_only_the_forward_of_a_segment_holds_counts_there():
     tensor = Shared(size_bytes=50, born=0, forward_death=2, readers=())
     chain = Chain(stages=equal_stages(4).stages, shared=(tensor,))
-    spans = [FixedSpan(0, 3), FixedSpan(3, 4, option=0)]
+    spans = [Segment(0, 3), Segment(3, 4, option=0)]
     restricted_chain = restricted(chain, spans)
     assert restricted_chain.stages[0].options[0].forward_peak_bytes == 53
-    assert replay(chain, schedule_of(spans)).peak_bytes == 53
+    assert replay(chain, segmented_schedule(spans)).peak_bytes == 53
 
 
 def test_a_segment_that_saves_a_tensor_holds_it_in_its_backward_alone():
     tensor = Shared(size_bytes=50, born=0, forward_death=0, savers=(1,))
     chain = Chain(stages=equal_stages(4).stages, shared=(tensor,))
-    spans = [FixedSpan(0, 1, option=0), FixedSpan(1, 3), FixedSpan(3, 4, option=0)]
+    spans = [Segment(0, 1, option=0), Segment(1, 3), Segment(3, 4, option=0)]
     restricted_chain = restricted(chain, spans)
     assert restricted_chain.shared[0].savers == ()
     assert restricted_chain.stages[1].options[0].backward_peak_bytes == 60
     assert (
         replay(restricted_chain, everything_once(restricted_chain)).peak_bytes
-        == replay(chain, schedule_of(spans)).peak_bytes
+        == replay(chain, segmented_schedule(spans)).peak_bytes
     )
 
 
 def test_a_boundary_inside_a_segment_is_not_held_by_it():
     tensor = Shared(size_bytes=50, born=1, forward_death=1, linked_readers=(2,))
     chain = Chain(stages=equal_stages(4).stages, shared=(tensor,))
-    assert (
-        restricted(chain, [FixedSpan(0, 1, option=0), FixedSpan(1, 3), FixedSpan(3, 4, option=0)]).shared[0].savers
-        == ()
-    )
-    assert restricted(chain, [FixedSpan(0, 2), FixedSpan(2, 3), FixedSpan(3, 4, option=0)]).shared[0].savers == (1,)
+    assert restricted(chain, [Segment(0, 1, option=0), Segment(1, 3), Segment(3, 4, option=0)]).shared[0].savers == ()
+    assert restricted(chain, [Segment(0, 2), Segment(2, 3), Segment(3, 4, option=0)]).shared[0].savers == (1,)
 
 
 def test_actions_of_free_stages_only_change_their_numbers():
-    spans = [FixedSpan(0, 2), FixedSpan(2, 3, undecided=True), FixedSpan(3, 4, undecided=True)]
+    spans = [Segment(0, 2), Segment(2, 3, undecided=True), Segment(3, 4, undecided=True)]
     actions = (Action("forward", 1), Action("recompute", 2, 0), Action("backward", 2), Action("free", 0))
     expanded_actions = expanded(Schedule(actions=actions), spans).to_list()
     assert expanded_actions == [["forward", 2, None], ["recompute", 3, 0], ["backward", 3, None], ["free", 1, None]]
