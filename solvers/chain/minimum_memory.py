@@ -35,17 +35,13 @@ def smallest_schedule(chain: Chain) -> Schedule:
     6
     """
     variants = dict.fromkeys((chain.folded(), replace(chain, shared=())))  # shared tensors: throughout, or not at all
-    schedules = [_smallest(variant) for variant in variants]
+    schedules = [persistent_schedule(len(chain.stages), _Needs(ChainBytes(variant)).choose) for variant in variants]
     return min(schedules, key=lambda schedule: replay(chain, schedule).peak_bytes)
 
 
 def smallest_level(sizes: ChainBytes) -> int:
     """Bytes above the resident ones that the smallest persistent schedule needs."""
     return int(_Needs(sizes).first[0])
-
-
-def _smallest(chain: Chain) -> Schedule:
-    return persistent_schedule(len(chain.stages), _Needs(ChainBytes(chain)).choose)
 
 
 def shortage(chain: Chain) -> Shortage:
@@ -80,8 +76,7 @@ class _Needs:
         for start, needs in enumerate(sizes.rerun_needs):
             self._drop_needs[start, : needs.size] = needs
         self._reach = np.array(sizes.run_end) - np.arange(count)
-        self._entries = np.array([sizes.entry(end + 1, end) for end in range(count)], dtype=np.int64)
-        self._boundaries = np.array([0, *(sizes.boundary(k) for k in range(count))], dtype=np.int64)
+        self._entries, self._boundaries = sizes.entries, sizes.boundaries
         self._keeps = self._keep_rows()
         for length in range(int(self._reach.max())):
             self._fill(length)
@@ -116,22 +111,17 @@ class _Needs:
     def _keep_rows(self) -> Integers:
         """Shift, level of the backward and forward peak of every option; stages with fewer repeat theirs."""
         sizes = self.bytes
-        most = max(len(stage.options) for stage in sizes.stages)
         rows = [
-            [
-                (sizes.keep(s, s, o)[1], sizes.backward(s, o), stage.options[o].forward_peak_bytes)
-                for o in (o % len(stage.options) for o in range(most))
-            ]
+            [(sizes.keep(s, s, o)[1], sizes.backward(s, o), x.forward_peak_bytes) for o, x in enumerate(stage.options)]
             for s, stage in enumerate(sizes.stages)
         ]
-        return np.array(rows, dtype=np.int64).transpose(2, 1, 0).copy()
+        most = max(len(row) for row in rows)
+        repeated = [[row[o % len(row)] for o in range(most)] for row in rows]
+        return np.array(repeated, dtype=np.int64).transpose(2, 1, 0).copy()
 
     def _single(self) -> Integers:
         needs = [min(need for need, _ in self._candidates(s, s)) for s in range(self._entries.size)]
         return np.array(needs, dtype=np.int64)
-
-    def _options(self, start: int) -> range:
-        return range(len(self.bytes.stages[start].options))
 
     def _best(self, start: int, end: int) -> tuple[int, PersistentChoice]:
         choices = self._candidates(start, end)
@@ -145,7 +135,7 @@ class _Needs:
         """What keeping the first stage needs, and running a single one again, with each option."""
         sizes, choices = self.bytes, []
         rest = self._rest(start + 1, end)
-        for option in self._options(start):
+        for option in range(len(sizes.stages[start].options)):
             need, shift = sizes.keep(start, end, option)
             choices.append((max(need, rest + shift), PersistentChoice("keep", option)))
             if start == end:

@@ -37,6 +37,9 @@ class ChainBytes:
         stage_count: stages of the chain; also the end index of the first pass.
         run_end: for each s the largest q such that s..q-1 may be dropped together.
         rerun_needs: for each s what dropping s..q-1 once more adds to the entry, for q = s + 1, s + 2, ...
+        entries: for each stage the level that ranges which end with it start at.
+        boundaries: bytes of the boundary before each stage, and after the last: by how much dropping all stages
+            before it shifts the rest.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -44,22 +47,19 @@ class ChainBytes:
         self.stages = chain.stages
         self.stage_count = len(chain.stages)
         self.residues_before = [0, *accumulate(s.residue_bytes for s in self.stages)]
-        total = sum(s.parameter_gradient_bytes for s in self.stages)
-        done = [0, *accumulate(s.parameter_gradient_bytes for s in self.stages)]
-        self._gradients = [total - done[t + 1] + self.stages[t].gradient_bytes for t in range(self.stage_count)]
-        self._gradients.append(total)  # index -1: every stage has gone backward
+        done = list(accumulate(s.parameter_gradient_bytes for s in self.stages))
+        self._gradients = [done[-1] - d + s.gradient_bytes for d, s in zip(done, self.stages, strict=True)]
+        self._gradients.append(done[-1])  # index -1: every stage has gone backward
+        self.entries = np.array([self.entry(end + 1, end) for end in range(self.stage_count)], dtype=np.int64)
+        self.boundaries = np.array([0, *(s.boundary_bytes for s in self.stages)], dtype=np.int64)
         self.run_end = self._run_ends()
         first, rerun = self._first_steps(), self._rerun_steps()
-        self._first_needs = [self._drop_needs(s, *first) for s in range(self.stage_count)]
-        self.rerun_needs = [self._drop_needs(s, *rerun) for s in range(self.stage_count)]
-
-    def empty_stage(self, end: int) -> int:
-        """The stage index at which the range that ends at ``end`` has nothing left to run."""
-        return min(end, self.stage_count - 1) + 1
+        self._first_needs = [self._drop_needs(s, first) for s in range(self.stage_count)]
+        self.rerun_needs = [self._drop_needs(s, rerun) for s in range(self.stage_count)]
 
     def entry(self, start: int, end: int) -> int:
         """Level that the range needs before anything of it runs."""
-        stop = self.empty_stage(end)
+        stop = min(end, self.stage_count - 1) + 1  # the stage at which nothing of it is left to run
         if end == self.stage_count and start < stop:
             return self.residues_before[start]
         return self.residues_before[stop] + self._gradients[stop - 1]
@@ -82,10 +82,6 @@ class ChainBytes:
             return self._first_needs[start]
         return self.rerun_needs[start][: end - start] + self.entry(start, end)
 
-    def boundary(self, stage: int) -> int:
-        """Bytes between ``stage`` and the next: by how much dropping up to and with ``stage`` shifts the rest."""
-        return self.stages[stage].boundary_bytes
-
     def backward(self, s: int, o: int) -> int:
         """Level that the backward of a stage kept with an option needs."""
         option, base = self.stages[s].options[o], self.residues_before[s]
@@ -99,26 +95,20 @@ class ChainBytes:
             ends[s] = s if not self.stages[s].recomputable else ends[s + 1] if follows else s + 1
         return ends
 
-    def _first_steps(self) -> tuple[Integers, Integers]:
-        """Per stage what its first run without keeping needs in addition to the boundary before it, and that
-        boundary."""
+    def _first_steps(self) -> Integers:
+        """Per stage what its first run without keeping needs in addition to the boundary before it."""
         after = [stage.boundary_bytes + stage.residue_bytes for stage in self.stages]
         after[-1] += self.stages[-1].gradient_bytes  # the loss has run: its gradient is there
         peaks = [max(stage.forward_peak_bytes, left) for stage, left in zip(self.stages, after, strict=True)]
-        return np.array(self.residues_before[:-1], dtype=np.int64) + np.array(
-            peaks, dtype=np.int64
-        ), self._boundaries_before()
+        return np.add(self.residues_before[:-1], peaks, dtype=np.int64)
 
-    def _rerun_steps(self) -> tuple[Integers, Integers]:
-        peaks = [max(stage.forward_peak_bytes, stage.boundary_bytes) for stage in self.stages]
-        return np.array(peaks, dtype=np.int64), self._boundaries_before()
+    def _rerun_steps(self) -> Integers:
+        return np.array([max(s.forward_peak_bytes, s.boundary_bytes) for s in self.stages], dtype=np.int64)
 
-    def _boundaries_before(self) -> Integers:
-        return np.array([0, *(stage.boundary_bytes for stage in self.stages[:-1])], dtype=np.int64)
-
-    def _drop_needs(self, start: int, steps: Integers, boundaries_before: Integers) -> Integers:
-        needs = steps[start : self.run_end[start]] + boundaries_before[start : self.run_end[start]]
-        needs[:1] -= boundaries_before[start]  # the boundary before the range is counted elsewhere
+    def _drop_needs(self, start: int, steps: Integers) -> Integers:
+        dropped = slice(start, self.run_end[start])
+        needs = steps[dropped] + self.boundaries[dropped]
+        needs[:1] -= self.boundaries[start]  # the boundary before the range is counted elsewhere
         return np.maximum.accumulate(needs)
 
 

@@ -135,7 +135,7 @@ class Table:
         """The fastest choice within a level; what it shifts the rest by is taken from its exact need."""
         choice, need = self._look(start, end, level)
         if choice.kind == "drop":
-            return choice, need - self._bytes.boundary(choice.value - 1), need
+            return choice, need - int(self._bytes.boundaries[choice.value]), need
         if choice.kind == "keep":
             return choice, need - self._bytes.keep(start, end, choice.value)[1], 0
         return choice, 0, 0
@@ -167,7 +167,7 @@ class Table:
 
     def _rest(self, q: int) -> None:
         """The costs of the range from q as the drop before it sees them: shifted, with its runs and code."""
-        slots = self._shifted(q, self._bytes.boundary(q - 1))
+        slots = self._shifted(q, int(self._bytes.boundaries[q]))
         self._rests[q] = self._first.costs[q, slots] + (int(self._arrays.runs[q]) + 2 * self._arrays.options + q)
 
     def _shifted(self, start: int, shift: int) -> Indices:
@@ -177,20 +177,17 @@ class Table:
 
     def _answer(self, start: int) -> None:
         costs, grid, mask = self._drops(start), self._grid, self._arrays.packing.mask
+        entry = self._bytes.entry(start, self._count)
         for code, column in enumerate(self._arrays.keeps):
-            shift, need = int(column.shifts[start]), self._keep_need(start, code)
+            shift, need = int(column.shifts[start]), column.needs(entry, start)
             sums = self._first.costs[start + 1, self._shifted(start + 1, shift)] + (int(column.costs[start]) + code)
-            sums[: grid.first(np.array(need))] = NEVER
+            sums[: grid.first(need)] = NEVER
             np.minimum(costs, sums, out=costs)
         rows, slots = faster_places(costs[None], mask)
         needs = self._needs(start, costs[slots] & mask, slots)
         answers = at_exact_needs(costs[None], grid, rows, slots, needs, mask)
         for stored, made in zip(self._first, answers, strict=True):
             stored[start] = made[0]
-
-    def _keep_need(self, start: int, code: int) -> int:
-        column, entry = self._arrays.keeps[code], self._bytes.entry(start, self._count)
-        return max(entry + int(column.forward_peak_bytes[start]), int(column.backward_needs[start]))
 
     def _drops(self, start: int) -> Integers:
         """The cheapest drop of each slot."""
@@ -221,13 +218,14 @@ class Table:
         return needs
 
     def _keep_needs(self, start: int, code: int, slots: Indices) -> Integers:
-        shift = int(self._arrays.keeps[code].shifts[start])
+        column = self._arrays.keeps[code]
+        shift = int(column.shifts[start])
         rest = self._first.needs[start + 1, self._shifted(start + 1, shift)[slots]]
-        return np.maximum(rest + shift, self._keep_need(start, code))
+        return np.maximum(rest + shift, column.needs(self._bytes.entry(start, self._count), start))
 
     def _drop_needs(self, start: int, code: int, slots: Indices) -> Integers:
         q = code - 2 * self._arrays.options
-        shift = self._bytes.boundary(q - 1)
+        shift = int(self._bytes.boundaries[q])
         rest = self._first.needs[q, self._shifted(q, shift)[slots]]
         ranges = next(ranges for ranges in self._ranges if ranges.knows(start, q - 1))
         needs = ranges.needs_of(start, q - 1)[None]

@@ -64,16 +64,13 @@ class PersistentBound:
         self._count = chain_bytes.stage_count
         self._bottom = min(chain_bytes.entry(0, self._count), 0)
         self._packing = CostPacking(chain, 1)
-        self._keeps, self._recomputes = (
-            keep_columns(chain_bytes, self._packing),
-            recompute_columns(chain_bytes, self._packing),
-        )
+        self._keeps = keep_columns(chain_bytes, self._packing)
+        self._recomputes = recompute_columns(chain_bytes, self._packing)
         height = ceiling - self._bottom
         self._step = max(1, -(-height // steps))
         self._size = -(-height // self._step) + 1 + self._above()
         self._runs = np.array([0.0, *accumulate(stage.forward_seconds for stage in chain_bytes.stages)])
-        self._boundaries = np.array([0, *(stage.boundary_bytes for stage in chain_bytes.stages)], dtype=np.int64)
-        self._entries = np.array([chain_bytes.entry(end + 1, end) for end in range(self._count)], dtype=np.int64)
+        self._entries, self._boundaries = chain_bytes.entries, chain_bytes.boundaries
         self._lengths_possible = np.array(chain_bytes.run_end) - np.arange(self._count)
         self._values: list[Floats] = []  # by length, a row per first stage; flat below the first possible level
         self._rests: list[Floats] = []  # as a drop before the range sees them
@@ -126,7 +123,7 @@ class PersistentBound:
     def _kept(self, rows: int, length: int) -> Iterator[tuple[Floats, Integers]]:
         entries = self._entries[length : length + rows]
         for column in self._keeps:
-            lowest = np.maximum(entries + column.forward_peak_bytes[:rows], column.backward_needs[:rows])
+            lowest = column.needs(entries, slice(rows))
             lowest[column.costs[:rows] == NEVER] = _UNREACHED
             shifts, seconds = column.shifts[:rows], self._seconds_of(column)[:rows, None]
             if length:
@@ -200,9 +197,8 @@ class PersistentBound:
         for column in self._keeps:
             if column.costs[start] < NEVER:
                 shift, entry = int(column.shifts[start]), self._bytes.entry(start, self._count)
-                lowest = max(entry + int(column.forward_peak_bytes[start]), int(column.backward_needs[start]))
                 rest = self._moved(start + 1, shift) + self._seconds_of(column)[start]
-                yield rest, max(lowest, int(self._first_needs[start + 1]) + shift)
+                yield rest, max(int(column.needs(entry, start)), int(self._first_needs[start + 1]) + shift)
 
     def _first_dropped(self, start: int) -> Iterator[tuple[Floats, int]]:
         for j, drop_need in enumerate(self._bytes.drop(start, self._count).tolist(), start=1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -193,43 +194,38 @@ class OptionColumn(NamedTuple):
     backward_needs: Integers
     forward_peak_bytes: Integers
 
-
-def keep_columns(chain_bytes: ChainBytes, packing: CostPacking) -> list[OptionColumn]:
-    """The options to keep that no other one of the stage beats in everything."""
-    return _columns([_keeps(chain_bytes, packing, s) for s in range(chain_bytes.stage_count)])
-
-
-def recompute_columns(chain_bytes: ChainBytes, packing: CostPacking) -> list[OptionColumn]:
-    """The options to run again directly before the backward that no other one beats in everything."""
-    return _columns([_recomputes(chain_bytes, packing, s) for s in range(chain_bytes.stage_count)])
+    def needs(self, entries: Integers | int, stages: Indices | slice | int) -> Integers:
+        """Level that keeping stages with the option needs themselves, in ranges with these entries."""
+        return np.maximum(entries + self.forward_peak_bytes[stages], self.backward_needs[stages])
 
 
 _Row = tuple[int, int, int, int, int]
 
 
-def _keeps(sizes: ChainBytes, packing: CostPacking, s: int) -> list[_Row]:
-    return [
-        (o, _cost(packing, x.forward_seconds, x), sizes.keep(s, s, o)[1], sizes.backward(s, o), x.forward_peak_bytes)
-        for o, x in enumerate(sizes.stages[s].options)
-    ]
+def keep_columns(sizes: ChainBytes, packing: CostPacking) -> list[OptionColumn]:
+    """The options to keep that no other one of the stage beats in everything."""
+
+    def row(s: int, o: int, option: Option) -> _Row:
+        cost = packing.cost(option.forward_seconds) + packing.cost(option.backward_seconds)
+        return o, cost, sizes.keep(s, s, o)[1], sizes.backward(s, o), option.forward_peak_bytes
+
+    return _columns([[row(s, o, x) for o, x in enumerate(stage.options)] for s, stage in enumerate(sizes.stages)])
 
 
-def _recomputes(sizes: ChainBytes, packing: CostPacking, s: int) -> list[_Row]:
-    return [
-        (o, _cost(packing, x.recompute_seconds, x), 0, sizes.recompute(s, o), 0)
-        for o, x in enumerate(sizes.stages[s].options)
-    ]
+def recompute_columns(sizes: ChainBytes, packing: CostPacking) -> list[OptionColumn]:
+    """The options to run again directly before the backward that no other one beats in everything."""
 
+    def row(s: int, o: int, option: Option) -> _Row:
+        cost = packing.cost(option.recompute_seconds) + packing.cost(option.backward_seconds)
+        return o, cost, 0, sizes.recompute(s, o), 0
 
-def _cost(packing: CostPacking, run_seconds: float, option: Option) -> int:
-    return packing.cost(run_seconds) + packing.cost(option.backward_seconds)
+    return _columns([[row(s, o, x) for o, x in enumerate(stage.options)] for s, stage in enumerate(sizes.stages)])
 
 
 def _columns(rows: list[list[_Row]]) -> list[OptionColumn]:
     options = [_unbeaten(row) for row in rows]
     nothing: _Row = (0, NEVER, 0, 0, 0)
-    longest = max(len(row) for row in options)
-    columns = [[row[i] if i < len(row) else nothing for row in options] for i in range(longest)]
+    columns = zip_longest(*options, fillvalue=nothing)
     return [OptionColumn(*np.array(column, dtype=np.int64).T.copy()) for column in columns]
 
 

@@ -38,7 +38,6 @@ class ChainArrays:
         keeps, recomputes: the options worth looking at.
         options: codes for each of keeping and recomputing; dropping has those from twice as many on.
         runs: for each stage the cost of running all stages before it, keeping nothing.
-        entries: for each stage the level that ranges which end with it start at.
         drop_needs: what dropping stages once more adds to the entry, for all starts one after the other.
         drop_offsets: where in ``drop_needs`` each start begins.
     """
@@ -50,8 +49,6 @@ class ChainArrays:
         self.options = max(len(self.keeps), len(self.recomputes))
         runs = [0, *accumulate(self.packing.cost(stage.forward_seconds) for stage in chain_bytes.stages)]
         self.runs = np.array(runs, dtype=np.int64)
-        entries = [chain_bytes.entry(end + 1, end) for end in range(chain_bytes.stage_count)]
-        self.entries = np.array(entries, dtype=np.int64)
         self.drop_needs = np.concatenate([*chain_bytes.rerun_needs, [NOTHING]])
         self.drop_offsets = np.cumsum([0, *(needs.size for needs in chain_bytes.rerun_needs)])[:-1]
 
@@ -85,7 +82,7 @@ class Ranges:
         self._ends = np.array(cuts[1:]) - 1
         self._row_of = {cut: row for row, cut in enumerate(cuts)}
         self._lengths_possible = self._reaches()
-        self._boundaries = np.array([arrays.bytes.boundary(cut - 1) if cut else 0 for cut in cuts[:-1]])
+        self._boundaries = arrays.bytes.boundaries[self._starts]
         self._below = grid.slots_below(self._boundaries)
         self._options = arrays.options
         self._keep_below = [grid.slots_below(column.shifts) for column in arrays.keeps] if finer is None else []
@@ -167,13 +164,13 @@ class Ranges:
         self._rest_spans.append(self._span(*(needs + self._boundaries[:rows] for needs in self._extremes[-1])))
 
     def _entries(self, rows: int, length: int) -> Integers:
-        return self.arrays.entries[self._ends[length : length + rows]]
+        return self.arrays.bytes.entries[self._ends[length : length + rows]]
 
     def _drop_levels(self, starts: Indices, stops: Indices, ends: Indices) -> Integers:
         """Level that dropping the stages from each start up to each stop needs itself, in a range up to an end."""
         arrays = self.arrays
         places = np.minimum(arrays.drop_offsets[starts] + stops - starts - 1, arrays.drop_needs.size - 1)
-        return arrays.drop_needs[places] + arrays.entries[ends]
+        return arrays.drop_needs[places] + arrays.bytes.entries[ends]
 
     def _lowest(self, rows: int, length: int) -> Indices:
         """The first slot that each drop fits in: a row per range, a column per cut that it may stop at."""
@@ -197,10 +194,8 @@ class Ranges:
         slowest = fastest = self._entries(rows, length)
         if length:
             slowest, fastest = (needs[1:] for needs in self._extremes[length - 1])
-        least_needs = np.maximum(
-            self._entries(rows, length) + column.forward_peak_bytes[:rows], column.backward_needs[:rows]
-        )
-        return self._span(slowest + column.shifts[:rows], np.maximum(fastest + column.shifts[:rows], least_needs))
+        shifts, least_needs = column.shifts[:rows], column.needs(self._entries(rows, length), slice(rows))
+        return self._span(slowest + shifts, np.maximum(fastest + shifts, least_needs))
 
     def _span(self, least: Integers, most: Integers) -> _SlotSpan:
         return _SlotSpan(int(self.grid.first(least).min()), int(self.grid.first(most).max()))
@@ -221,7 +216,7 @@ class Ranges:
         """Write keeping a range's first stage, and running a single one again, where that is cheaper."""
         grid, entries = self.grid, self._entries(rows, length)
         for code, column in enumerate(self.arrays.keeps):
-            needs = np.maximum(entries + column.forward_peak_bytes[:rows], column.backward_needs[:rows])
+            needs = column.needs(entries, slice(rows))
             if length:
                 rest = self.answers[length - 1]
                 slots = reached_slots(rest.needs[1:], grid, self._keep_below[code][:rows], column.shifts[:rows], window)
@@ -261,17 +256,13 @@ class Ranges:
     ) -> None:
         if not selected.size:
             return
-        column, row, entries = (
-            self.arrays.keeps[option],
-            rows[selected],
-            self.arrays.entries[self._ends[rows[selected] + length]],
-        )
+        column, row = self.arrays.keeps[option], rows[selected]
+        entries = self.arrays.bytes.entries[self._ends[row + length]]
         rest = entries + column.shifts[row]
         if length:
             below = self._keep_below[option][row, slots[selected]]
             rest = self._reached(length - 1, row + 1, slots[selected], below, column.shifts[row])
-        least_needs = np.maximum(entries + column.forward_peak_bytes[row], column.backward_needs[row])
-        needs[selected] = np.maximum(rest, least_needs)
+        needs[selected] = np.maximum(rest, column.needs(entries, row))
 
     def _drop_needs(self, rows: Indices, cuts: Indices, slots: Indices, length: int) -> Integers:
         jumps, shifts = cuts - rows, self._boundaries[cuts]
