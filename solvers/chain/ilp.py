@@ -54,10 +54,10 @@ def solve(problem: Problem, time_limit_seconds: float = 60.0) -> Candidate:
         return Candidate(schedule=None, lower_bound_seconds=math.inf)
     deadline = time.monotonic() + time_limit_seconds
     loose = ChainModel(problem, sweep=False).solve(time_limit_seconds / 2)
-    if loose.bound_seconds == math.inf or _fits(problem, loose.schedule):
-        return _candidate(problem, loose.schedule, loose.bound_seconds)
+    if loose.lower_bound_seconds == math.inf or _fits(problem, loose.schedule):
+        return _candidate(problem, loose.schedule, loose.lower_bound_seconds)
     exact = ChainModel(problem, sweep=True).solve(max(0.1, deadline - time.monotonic()))
-    return _candidate(problem, exact.schedule if _fits(problem, exact.schedule) else None, loose.bound_seconds)
+    return _candidate(problem, exact.schedule if _fits(problem, exact.schedule) else None, loose.lower_bound_seconds)
 
 
 def _fits(problem: Problem, schedule: Schedule | None) -> bool:

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from solvers.chain.ilp_memory import MemoryRows
 from solvers.chain.ilp_variables import PhaseVariables
-from solvers.problem.chain_schedule import Schedule
-from solvers.problem.solution import Problem
+from solvers.problem.solution import Candidate, Problem
 from solvers.pulp_program import PulpProgram, Terms, times
 
 _BYTE_SCALE = 1e5  # the budget in the program's units: HiGHS's tolerance of 1e-6 is a byte in 100 GB
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChainOutcome:
-    """What HiGHS found: a schedule (it may break the budget where the rows are loose) and its bound on seconds."""
-
-    schedule: Schedule | None
-    bound_seconds: float
 
 
 class ChainModel:
@@ -39,13 +28,13 @@ class ChainModel:
             self._flow_rows(t)
         MemoryRows(self.program, problem, self._variables, sweep)
 
-    def solve(self, time_limit_seconds: float) -> ChainOutcome:
-        """Run HiGHS; the bound is infinite where the program has no solution at all."""
+    def solve(self, time_limit_seconds: float) -> Candidate:
+        """What HiGHS finds: a schedule (loose rows may let it break the budget) and its bound, infinite without any."""
         answer = self.program.solve(time_limit_seconds)
         first_runs = sum(stage.forward_seconds for stage in self._stages)  # not in the objective
-        return ChainOutcome(
+        return Candidate(
             schedule=self._variables.schedule() if answer.found else None,
-            bound_seconds=max(0.0, answer.bound_seconds + first_runs),
+            lower_bound_seconds=max(0.0, answer.bound_seconds + first_runs),
         )
 
     def _seconds(self) -> Terms:

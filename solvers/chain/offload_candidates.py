@@ -54,8 +54,11 @@ class PlacementCandidate(NamedTuple):
 
 
 def can_offload(chain: Chain, link: Link | None) -> bool:
-    """Whether anything of the chain can be offloaded; where not, all is as without a link."""
-    return link is not None and link.usable and has_offload_units(chain, link.host_bytes)
+    """Whether anything of the chain can be offloaded, and host memory has room; if not, all is as without a link."""
+    if link is None or not link.usable:
+        return False
+    sizes = (size for stage in chain.stages for holder in (stage, *stage.options) for size in holder.offload_units)
+    return any(size and (link.host_bytes is None or size <= link.host_bytes) for size in sizes)
 
 
 def schedules_with_copies(
@@ -73,7 +76,7 @@ def schedules_with_copies(
     if solver == "pofo":
         return placed
     least_seconds = min((entry.seconds for entry in placed + proposed), default=math.inf)
-    schedule = offload_ilp.solve(problem, link, time_limit_seconds, least_seconds).schedule
+    schedule = offload_ilp.solve(problem, link, time_limit_seconds, least_seconds)
     of_program = [] if schedule is None else [replayed(problem.chain, "offload_ilp", schedule, link)]
     return of_program + placed + proposed
 
@@ -185,21 +188,15 @@ def _rotor_schedules(chain: Chain) -> list[Schedule]:
     return [*frontier, *smallest, *(table.schedule(point) for table, point in points)]
 
 
-def has_offload_units(chain: Chain, host_bytes: int | None = None) -> bool:
-    """Whether any stage holds something that can be offloaded and that host memory has room for."""
-    sizes = (size for stage in chain.stages for holder in (stage, *stage.options) for size in holder.offload_units)
-    return any(size and (host_bytes is None or size <= host_bytes) for size in sizes)
-
-
-def without_offload_units(chain: Chain, count: int | None = None) -> Chain:
-    """The chain as it would be if all offload units of the first ``count`` stages (None: of all) were always away.
+def without_offload_units(chain: Chain, count: int) -> Chain:
+    """The chain as it would be if all offload units of the first ``count`` stages were always away.
 
     At the start of every backward a schedule with copies holds at least what the same schedule holds in this chain, so
     that ``lower_bound.bound_seconds`` of it bounds them all, however fast the link is.
     """
     stages = list(chain.stages)
     resident_bytes = chain.resident_bytes
-    for k in range(len(stages) if count is None else min(count, len(stages))):
+    for k in range(count):
         before_bytes = stages[k - 1].boundary_bytes if k else resident_bytes
         input_bytes = min(before_bytes, sum(stages[k].offload_units))  # away of its input, where it waits
         if k:

@@ -18,6 +18,7 @@ section 3, for the copies' constraints.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from solvers.highs import Program
 from solvers.problem.chain_schedule import Action, Schedule
 from solvers.problem.link import Link
 from solvers.problem.number_checks import check_size
-from solvers.problem.solution import Candidate, Problem
+from solvers.problem.solution import Problem
 
 MOST_STAGES = 16  # the program of more has thousands of binaries that nothing ties together tightly
 _SLACK = 1e-6  # relative: a schedule as fast as the known one stays within HiGHS's tolerance
@@ -47,7 +48,9 @@ class _UnitVariables(NamedTuple):
     back: dict[int, int]
 
 
-def solve(problem: Problem, link: Link, time_limit_seconds: float = 60.0, known_seconds: float = math.inf) -> Candidate:
+def solve(
+    problem: Problem, link: Link, time_limit_seconds: float = 60.0, known_seconds: float = math.inf
+) -> Schedule | None:
     """The fastest schedule of the class found in the time; none where no schedule of the class fits.
 
     Args:
@@ -60,15 +63,15 @@ def solve(problem: Problem, link: Link, time_limit_seconds: float = 60.0, known_
 
     >>> from solvers.problem.examples import equal_stages
     >>> link = Link(to_host_bytes_per_second=8.0, to_device_bytes_per_second=8.0)
-    >>> schedule = solve(Problem(chain=equal_stages(3, (4,)), budget_bytes=12), link).schedule
+    >>> schedule = solve(Problem(chain=equal_stages(3, (4,)), budget_bytes=12), link)
     >>> [action.stage for action in schedule.actions if action.kind == "offload"]
     [0]
     """
     chain = problem.chain
     check_size("offload_ilp", len(chain.stages), MOST_STAGES, "stages", "pofo")
     if chain.optimizer_peak_bytes > problem.budget_bytes:
-        return Candidate(schedule=None)
-    return Candidate(schedule=_OffloadModel(problem, link, known_seconds).solve(time_limit_seconds))
+        return None
+    return _OffloadModel(problem, link, known_seconds).solve(time_limit_seconds)
 
 
 class _OffloadModel:
@@ -131,14 +134,10 @@ class _OffloadModel:
     def _fit(self) -> None:
         """Bytes at every position at which a choice runs: what earlier ones hold on the device, and its need."""
         for position in range(2 * self._count):
-            forward = position < self._count
-            k = position if forward else 2 * self._count - 1 - position
+            k, running = self._running(position)
             terms: list[_RowTerm] = [(x, float(step.held_bytes)) for _, step, x in self._choices if step.stop <= k]
-            terms += [
-                (x, float(step.forward_bytes if forward else step.backward_bytes))
-                for start, step, x in self._choices
-                if start == k
-            ]
+            forward = position < self._count
+            terms += [(x, float(step.forward_bytes if forward else step.backward_bytes)) for step, x in running]
             for unit in self._units:
                 if position in unit.gone:
                     terms += [(unit.gone[position], -unit.size_bytes), (unit.back[position], float(unit.size_bytes))]
@@ -146,7 +145,7 @@ class _OffloadModel:
 
     def _clocks(self) -> None:
         for position in range(1, 2 * self._count):
-            self._after(self._starts[position], self._end(position - 1), 0.0, [])
+            self._after(self._starts[position], self._end(position - 1))
         self._engine_out()
         self._engine_back()
 
@@ -155,11 +154,11 @@ class _OffloadModel:
         for unit in sorted(self._units, key=lambda s: (s.stage, -s.size_bytes, s.unit)):
             end = self._clock()
             seconds = self._link.to_host_seconds(unit.size_bytes) * self._second
-            self._after(end, self._end(unit.stage), 0.0, [(unit.offloaded, seconds)], where=[unit.offloaded])
+            self._after(end, [*self._end(unit.stage), (unit.offloaded, seconds)], where=[(unit.offloaded, 1.0)])
             if previous is not None:
-                self._after(end, [(previous, 1.0)], 0.0, [(unit.offloaded, seconds)])
+                self._after(end, [(previous, 1.0), (unit.offloaded, seconds)])
             for position, gone in unit.gone.items():
-                self._after(self._starts[position], [(end, 1.0)], 0.0, [], where=[gone])
+                self._after(self._starts[position], [(end, 1.0)], where=[(gone, 1.0)])
             previous = end
 
     def _engine_back(self) -> None:
@@ -168,42 +167,35 @@ class _OffloadModel:
             end = self._clock()
             seconds = self._link.to_device_seconds(unit.size_bytes) * self._second
             if previous is not None:
-                self._after(end, [(previous, 1.0)], 0.0, [(unit.offloaded, seconds)])
-            for position in unit.gone:  # still away there: fetched after it at the earliest
-                terms = [(unit.gone[position], 1.0), (unit.back[position], -1.0)]
-                self._after(end, self._end(position), seconds, [], where_terms=terms)
+                self._after(end, [(previous, 1.0), (unit.offloaded, seconds)])
+            for position, gone in unit.gone.items():  # still away there: fetched after it at the earliest
+                self._after(end, self._end(position), seconds, where=[(gone, 1.0), (unit.back[position], -1.0)])
             use = 2 * self._count - 1 - unit.stage
-            self._after(self._starts[use], [(end, 1.0)], 0.0, [], where=[unit.offloaded])
+            self._after(self._starts[use], [(end, 1.0)], where=[(unit.offloaded, 1.0)])
             previous = end
 
     def _after(
-        self,
-        later: int,
-        earlier: list[_RowTerm],
-        seconds: float,
-        more: list[_RowTerm],
-        where: list[int] | None = None,
-        where_terms: list[_RowTerm] | None = None,
+        self, later: int, earlier: Sequence[_RowTerm], seconds: float = 0.0, where: Sequence[_RowTerm] = ()
     ) -> None:
-        """``later >= earlier + seconds + more``, where all of ``where`` are 1."""
-        terms = [(later, 1.0), *((x, -c) for x, c in earlier), *((x, -c) for x, c in more)]
-        switches = [(x, 1.0) for x in where or ()] + (where_terms or [])
-        bound = seconds - (self._horizon if switches else 0.0)
-        self._program.row(_merged([*terms, *((x, -self._horizon * c) for x, c in switches)]), lower=bound)
+        """``later >= earlier + seconds`` where the sum ``where`` is 1, or everywhere."""
+        terms = [(later, 1.0), *((x, -c) for x, c in earlier), *((x, -self._horizon * c) for x, c in where)]
+        self._program.row(_merged(terms), lower=seconds - (self._horizon if where else 0.0))
+
+    def _running(self, position: int) -> tuple[int, list[tuple[ChoiceStep, int]]]:
+        """The stage of a position, and the choices that may run there."""
+        k = min(position, 2 * self._count - 1 - position)
+        return k, [(step, x) for start, step, x in self._choices if start == k]
 
     def _end(self, position: int) -> list[_RowTerm]:
         """When the choice that runs at a position ends."""
-        forward = position < self._count
-        k = position if forward else 2 * self._count - 1 - position
-        runs = [
-            (s.forward_seconds if forward else s.backward_seconds, x) for start, s, x in self._choices if start == k
-        ]
-        return [(self._starts[position], 1.0), *((x, seconds * self._second) for seconds, x in runs)]
+        forward, (_, running) = position < self._count, self._running(position)
+        runs = [(x, step.forward_seconds if forward else step.backward_seconds) for step, x in running]
+        return [(self._starts[position], 1.0), *((x, seconds * self._second) for x, seconds in runs)]
 
     def _longest(self) -> float:
         """No clock of a fastest schedule shows more: every stage's slowest choice, and every copy waited for."""
         slowest = sum(
-            max(s.forward_seconds + s.backward_seconds for start, s, _ in self._choices if start == k)
+            max(step.forward_seconds + step.backward_seconds for step, _ in self._running(k)[1])
             for k in range(self._count)
         )
         link, sizes = self._link, [unit.size_bytes for unit in self._units]

@@ -67,12 +67,12 @@ def test_the_loose_program_bounds_every_schedule_and_the_exact_one_predicts_its_
         best = solve_chain(problem, "exhaustive")
         if best.seconds is None:
             continue
-        assert ChainModel(problem, sweep=False).solve(60).bound_seconds <= best.seconds + 1e-6
+        assert ChainModel(problem, sweep=False).solve(60).lower_bound_seconds <= best.seconds + 1e-6
         exact = ChainModel(problem, sweep=True).solve(60)
         if exact.schedule is not None and max(problem.chain.optimizer_peak_bytes, 1) <= problem.budget_bytes:
             result = replay(problem.chain, exact.schedule)
             assert result.peak_bytes <= problem.budget_bytes
-            assert result.seconds == pytest.approx(exact.bound_seconds)
+            assert result.seconds == pytest.approx(exact.lower_bound_seconds)
 
 
 def test_verdicts_agree_but_for_rare_chains_whose_smallest_schedule_is_not_persistent() -> None:

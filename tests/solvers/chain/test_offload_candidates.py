@@ -178,7 +178,7 @@ def test_the_program_counts_all_bytes_of_its_own_schedule(seed: int) -> None:
     over = link(rate_of(chain))
     for part in range(1, 4):
         problem = Problem(chain=chain, budget_bytes=low + (high - low) * part // 4, link=over)
-        schedule = offload_ilp.solve(problem, over).schedule
+        schedule = offload_ilp.solve(problem, over)
         assert schedule is not None
         assert replay(chain, schedule, over).peak_bytes <= problem.budget_bytes
 
@@ -252,7 +252,7 @@ def test_methods_that_send_need_a_link(solver: str, nothing: Link | None) -> Non
 
 def test_a_chain_without_its_units_holds_less_everywhere_and_costs_the_same() -> None:
     chain = chain_of(0)
-    away = without_offload_units(chain)
+    away = without_offload_units(chain, len(chain.stages))
     for point in frontier(chain, "rotor")[::10]:
         assert point.schedule is not None
         there = replay(away, point.schedule)
