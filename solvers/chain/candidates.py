@@ -90,10 +90,7 @@ def even_budgets(chain: Chain, low: int, count: int) -> list[int]:
     return [low + (high - low) * i // (count - 1) for i in range(count)]
 
 
-@lru_cache(maxsize=4)
-def _table(chain: Chain) -> rotor.Table:
-    """The last tables are remembered: asking for several budgets of one chain costs one solve."""
-    return rotor.Table(chain)
+_table = lru_cache(maxsize=4)(rotor.Table)  # remembered: asking for several budgets of one chain costs one solve
 
 
 @lru_cache(maxsize=1)

@@ -59,12 +59,6 @@ def bound_seconds(chain: Chain, budget_bytes: int, link: Link | None = None) -> 
     return _bounds(chain, link if link is not None and link.usable else None).seconds(budget_bytes)
 
 
-@lru_cache(maxsize=2)
-def _bounds(chain: Chain, link: Link | None) -> _Bounds:
-    """The sweep of the last chains is remembered: a curve asks for a hundred budgets."""
-    return _Bounds(chain, link)
-
-
 class _Bounds:
     """Cheapest priced states at the start of every backward, for every price."""
 
@@ -85,6 +79,9 @@ class _Bounds:
         paid = self._prices * room[:, None]
         bounds = [seconds - paid - _SLACK * (seconds + np.abs(paid)) for seconds in self._seconds]
         return max(0.0, *(float(bound.max()) for bound in bounds))
+
+
+_bounds = lru_cache(maxsize=2)(_Bounds)  # the sweep is remembered: a curve asks for a hundred budgets
 
 
 def _weights(link: Link | None) -> list[_Weights]:
@@ -139,10 +136,7 @@ def _kept_seconds(option: Option, weights: _Weights) -> float:
 def _dropped_seconds(stage: Stage, weights: _Weights, made_again: bool = False) -> float:
     """Least seconds of a stage that did not keep anything at first; infinite where it has to.
 
-    Args:
-        stage: the stage.
-        weights: of its first run, and of all that follows the moment.
-        made_again: whether the boundary after it has to be made again too.
+    ``made_again``: the boundary after it has to be made again too.
     """
     if not stage.recomputable:
         return math.inf

@@ -155,13 +155,9 @@ class _OffloadSearch:
         if not nonempty:
             return None
         states = _OffloadStates(*(np.concatenate(columns) for columns in zip(*nonempty, strict=True)))
-        limits = zip(
-            (states.held_bytes, states.out_seconds, states.back_seconds),
-            _CELLS,
-            (self._room or 1.0, *self._spans),
-            strict=True,
-        )
-        cells = [np.ceil(column / limit * count) for column, count, limit in limits]
+        columns = states.held_bytes, states.out_seconds, states.back_seconds
+        limits = self._room or 1.0, *self._spans
+        cells = [np.ceil(column / most * count) for column, most, count in zip(columns, limits, _CELLS, strict=True)]
         order = np.lexsort((states.seconds, *cells))
         keys = np.array(cells)[:, order]
         first = np.ones(order.size, dtype=bool)

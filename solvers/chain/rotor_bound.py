@@ -36,10 +36,7 @@ _UNREACHED = np.iinfo(np.int64).max // 4  # level of a range that cannot run aga
 def persistent_bound_seconds(chain: Chain, level: int, enough_seconds: float) -> float:
     """The best bound of grids of rising fineness; stops at one that reaches ``enough_seconds``.
 
-    Args:
-        chain: up to a few hundred stages.
-        level: bytes above the resident ones.
-        enough_seconds: a bound that needs no improvement.
+    ``level``: bytes above the resident ones, of a chain of up to a few hundred stages.
     """
     best = 0.0
     for finer in _FINER:
