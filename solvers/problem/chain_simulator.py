@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NoReturn
 
 from solvers.problem.chain import Chain, Option, Shared
 from solvers.problem.chain_schedule import TRANSFERS, Action, Schedule
@@ -86,14 +87,9 @@ class LiveSet:
 
 
 def replay(chain: Chain, schedule: Schedule, link: Link | None = None) -> Replay:
-    """Run ``schedule`` through ``chain``.
+    """Run ``schedule`` through ``chain``; bytes on the device never depend on how fast the link is.
 
-    Args:
-        chain, schedule: what to run.
-        link: to host memory; a schedule that offloads nothing needs none.
-
-    Returns:
-        The timeline, the peak in bytes and the seconds. Bytes on the device never depend on how fast the link is.
+    ``link``: to host memory; a schedule that offloads nothing needs none.
 
     Raises:
         ReplayError: an action needs something that is not alive, a stage goes
@@ -199,7 +195,7 @@ class _ReplayState:
         try:
             above_bytes, seconds, stall_seconds = self._act(action)
         except CopyError as error:
-            raise self._error(str(error)) from error
+            raise ReplayError(f"action {position}: {error}") from error
         after_bytes = self.live_bytes()
         self.now += stall_seconds + seconds
         return ReplayedAction(
@@ -237,9 +233,9 @@ class _ReplayState:
         elif self._waits(k) and (k == 0 or k - 1 in self.boundaries):
             units = self.chain.stages[k].offload_units
         else:
-            raise self._error(f"stage {k} holds nothing that can be offloaded")
+            self._fail(f"stage {k} holds nothing that can be offloaded")
         if action.option is None or not 0 <= action.option < len(units):
-            raise self._error(f"stage {k} holds no offload unit {action.option}")
+            self._fail(f"stage {k} holds no offload unit {action.option}")
         return units[action.option]
 
     def _forward(self, action: Action) -> tuple[int, float]:
@@ -249,7 +245,8 @@ class _ReplayState:
             self._fail(f"stage {k} runs before stage {k - 1}")
         first = k == self.reached + 1
         self._check_runnable(action, first)
-        self._check_output_on_device(k)
+        if k + 1 not in self.kept and self.engines.has_transfers(k + 1):
+            self._fail(f"stage {k} is run again while parts of its output, the input of stage {k + 1}, are away")
         if first:
             self.reached = k
         self.boundaries.add(k)
@@ -258,8 +255,7 @@ class _ReplayState:
                 self.residues.add(k)
             return stage.forward_peak_bytes, stage.forward_seconds
         self.residues.discard(k)
-        option = self._option(action)
-        self.kept[k] = option
+        option = self.kept[k] = self._option(action)
         return option.forward_peak_bytes, option.forward_seconds
 
     def _recompute(self, action: Action) -> tuple[int, float]:
@@ -268,8 +264,7 @@ class _ReplayState:
         if k > self.reached or k != self.pending or self.reached < len(self.chain.stages) - 1:
             self._fail(f"stage {k} is recomputed, but it is not the next to go backward")
         self._check_runnable(action, first=False)
-        option = self._option(action)
-        self.kept[k] = option
+        option = self.kept[k] = self._option(action)
         return option.recompute_peak_bytes, option.recompute_seconds
 
     def _backward(self, action: Action) -> tuple[int, float]:
@@ -300,11 +295,6 @@ class _ReplayState:
         self.boundaries.discard(k)
         return 0, 0.0
 
-    def _check_output_on_device(self, k: int) -> None:
-        reader = k + 1
-        if reader not in self.kept and self.engines.has_transfers(reader):
-            self._fail(f"stage {k} is run again while parts of its output, the input of stage {reader}, are away")
-
     def _check_runnable(self, action: Action, first: bool) -> None:
         k, stage = action.stage, self.chain.stages[action.stage]
         if k in self.kept:
@@ -321,11 +311,8 @@ class _ReplayState:
     def _option(self, action: Action) -> Option:
         options = self.chain.stages[action.stage].options
         if action.option is None or not 0 <= action.option < len(options):
-            raise self._error(f"stage {action.stage} has no option {action.option}")
+            self._fail(f"stage {action.stage} has no option {action.option}")
         return options[action.option]
 
-    def _fail(self, why: str) -> None:
-        raise self._error(why)
-
-    def _error(self, why: str) -> ReplayError:
-        return ReplayError(f"action {self.position}: {why}")
+    def _fail(self, why: str) -> NoReturn:
+        raise ReplayError(f"action {self.position}: {why}")

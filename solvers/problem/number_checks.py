@@ -14,10 +14,7 @@ def is_whole(value: Any) -> bool:
 def check_number(where: str, name: str, value: Any, *, negative: bool = False) -> None:
     """Raises ValueError for what is no finite number, or no integer where the name ends in ``_bytes``.
 
-    Args:
-        where, name: what the number belongs to, and what it is called there.
-        value: to check.
-        negative: whether it may be below zero.
+    ``negative``: it may be below zero.
     """
     of_bytes = name.endswith("_bytes")
     number = is_whole(value) or (isinstance(value, float) and not of_bytes)
