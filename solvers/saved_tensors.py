@@ -88,11 +88,9 @@ class SavedSet:
 
 
 def frontier(problem: SavedSetProblem, count: int) -> list[SavedSet]:
-    """Saved sets between the most and the fewest bytes, at limits spread evenly, fewest seconds first.
+    """Saved sets between the most and the fewest bytes, at ``count`` limits spread evenly, fewest seconds first.
 
-    Args:
-        problem: the stage.
-        count: how many limits are tried; equal answers are given once.
+    Equal answers are given once.
     """
     most_bytes = sum(storage.size_bytes for storage in problem.storages if storage.saved)
     smallest = cheapest(problem, fewest_bytes(problem))

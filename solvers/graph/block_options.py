@@ -117,7 +117,8 @@ def _outlives_block(indexed: IndexedGraph, block: Block, v: int) -> bool:
 
 
 def _solve_block(indexed: IndexedGraph, block: Block, left_seconds: Callable[[], float]) -> list[BlockOption]:
-    read = _read_in_backward(indexed, block)
+    lasting, forward = set(block.lasting), block.forward
+    read = {u for t in block.backward for u in indexed.inputs[t] if u in forward and u not in lasting}
     inside = sorted(read - set(block.boundary))
     most_bytes = int(indexed.output_bytes[inside].sum())
     kept_sets = dict.fromkeys([tuple(sorted(read)), ()])
@@ -126,11 +127,6 @@ def _solve_block(indexed: IndexedGraph, block: Block, left_seconds: Callable[[],
             kept_sets[_best_kept(indexed, block, read, int(budget))] = None
     options = [_option(indexed, block, kept, held) for kept in kept_sets for held in _held_sets(indexed, block)]
     return _undominated(indexed, block, options)
-
-
-def _read_in_backward(indexed: IndexedGraph, block: Block) -> set[int]:
-    lasting, forward = set(block.lasting), block.forward
-    return {u for t in block.backward for u in indexed.inputs[t] if u in forward and u not in lasting}
 
 
 def _best_kept(indexed: IndexedGraph, block: Block, read: set[int], budget_bytes: int) -> tuple[int, ...]:
@@ -242,14 +238,12 @@ def peak_bytes(indexed: IndexedGraph, runs: Sequence[int], before: set[int], aft
 
 def _undominated(indexed: IndexedGraph, block: Block, options: list[BlockOption]) -> list[BlockOption]:
     """Options that no other one is at least as good as in everything; the one that keeps everything first."""
-    scores: list[tuple[float, ...]] = []
-    chosen: list[BlockOption] = []
-    scored = [(_score(indexed, block, option), option) for option in options[1:]]
-    for score, option in [(_score(indexed, block, options[0]), options[0]), *sorted(scored, key=lambda item: item[0])]:
-        if not any(all(a <= b for a, b in zip(other, score, strict=True)) for other in scores):
-            scores.append(score)
-            chosen.append(option)
-    return [chosen[0], *sorted(chosen[1:], key=lambda option: -option.kept_bytes)]
+    first, *others = [(_score(indexed, block, option), option) for option in options]
+    chosen: dict[tuple[float, ...], BlockOption] = {}
+    for score, option in [first, *sorted(others, key=lambda item: item[0])]:
+        if not any(all(a <= b for a, b in zip(better, score, strict=True)) for better in chosen):
+            chosen[score] = option
+    return [first[1], *sorted(list(chosen.values())[1:], key=lambda option: -option.kept_bytes)]
 
 
 def _score(indexed: IndexedGraph, block: Block, option: BlockOption) -> tuple[float, ...]:

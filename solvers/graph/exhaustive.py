@@ -15,6 +15,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator
+from functools import reduce
+from itertools import accumulate
+from operator import or_
 from typing import NamedTuple
 
 from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
@@ -82,7 +85,7 @@ class _GraphSearch:
         self.resident = indexed.graph.resident_bytes
         self.seconds = [float(seconds) for seconds in indexed.seconds]
         self.outputs = sum(1 << v for v in range(self.count) if indexed.is_output[v])
-        self.useful = self._useful_nodes()
+        self.useful = reduce(or_, self.inputs, self.outputs)  # a repeated run of others helps nobody
         self.needed = [self._needed_nodes(undone) for undone in range(self.count + 1)]
 
     def order(self, budget_bytes: int) -> tuple[int, ...] | None:
@@ -100,20 +103,10 @@ class _GraphSearch:
                 heapq.heappush(queue, after)
         return None
 
-    def _useful_nodes(self) -> int:
-        """Nodes that a repeated run of can help: somebody reads them, or they have to be there at the end."""
-        useful = self.outputs
-        for inputs in self.inputs:
-            useful |= inputs
-        return useful
-
     def _needed_nodes(self, undone: int) -> int:
         """Nodes with a first run behind them that one to come reads, or the end."""
         done = self.count - undone
-        needed = self.outputs
-        for inputs in self.inputs[done:]:
-            needed |= inputs
-        return needed & ((1 << done) - 1)
+        return reduce(or_, self.inputs[done:], self.outputs) & ((1 << done) - 1)
 
     def _missing_seconds(self, undone: int, alive: int) -> float:
         """Seconds of the dead nodes that have to run again before the end."""
@@ -149,9 +142,7 @@ class _GraphSearch:
             for v in range(freeable.bit_length())
             if freeable >> v & 1 and self.output_bytes[v]
         )
-        rest = [0]
-        for size, _ in items:
-            rest.append(rest[-1] + size)
+        rest = [0, *accumulate(size for size, _ in items)]
         stack = [(len(items), 0, 0)]
         while stack:  # from the largest on: the last one taken is the smallest, so none could be left out
             count, freed, freed_bytes = stack.pop()

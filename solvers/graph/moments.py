@@ -15,7 +15,7 @@ Source: own combination of the stages of Jain et al., "Checkmate" (2020), sectio
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import numpy as np
 
@@ -123,17 +123,11 @@ def _are_first_runs(order: list[int]) -> Mask:
 
 def _missing_moments(order: list[int], excess: Integers, moments: set[int]) -> set[int]:
     """The worst first runs of the worst stretches that exceed the budget at first runs that are no moments."""
-    first_runs = _are_first_runs(order)
-    worst: list[tuple[int, int]] = []
-    stretch: list[tuple[int, int]] = []
-    for place in np.flatnonzero(first_runs):
-        v = order[place]
-        if excess[place] > 0 and v not in moments:
-            stretch.append((int(excess[place]), v))
-        elif stretch:
-            worst.append(max(stretch))
-            stretch = []
-    worst += [max(stretch)] if stretch else []
+    first_runs = np.flatnonzero(_are_first_runs(order))
+    stretches = groupby(first_runs, key=lambda place: excess[place] > 0 and order[place] not in moments)
+    worst = [
+        max((int(excess[place]), order[place]) for place in places) for exceeding, places in stretches if exceeding
+    ]
     return {v for _, v in sorted(worst)[-ADDED:]}
 
 
