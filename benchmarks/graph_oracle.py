@@ -15,7 +15,7 @@ import pandas as pd
 from benchmarks.random_graphs import random_tiny_graph
 from benchmarks.reporting import RESULTS, write_result
 from solvers.graph import exhaustive
-from solvers.graph.liveness import IndexedGraph, peak_profile
+from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
 from solvers.graph.registry import GraphSolution, graph_solver_names, solve_graph
 from solvers.problem.graph_simulator import replay_graph
 from solvers.problem.solution import GraphProblem
@@ -61,8 +61,8 @@ def instances(seeds: Sequence[int]) -> Iterator[Instance]:
 
 
 def _instance(indexed: IndexedGraph, budget_bytes: int) -> Instance:
-    found = exhaustive.solve(indexed, budget_bytes)
-    optimum = None if found.order is None else found.lower_bound_seconds
+    order = exhaustive.solve(indexed, budget_bytes)
+    optimum = None if order is None else seconds_of(indexed, order)
     return Instance(problem=GraphProblem(graph=indexed.graph, budget_bytes=budget_bytes), optimum_seconds=optimum)
 
 

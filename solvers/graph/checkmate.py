@@ -27,7 +27,6 @@ from solvers.graph.checkmate_model import CheckmateModel, Matrices
 from solvers.graph.liveness import IndexedGraph, seconds_of, with_end
 from solvers.graph.order_repair import fitting_order
 from solvers.problem.number_checks import check_size
-from solvers.problem.solution import GraphCandidate
 
 MOST_NODES = 500  # building the program takes 3 s at 200 nodes of a chain and grows with their square
 ALLOWANCES = (0.1, 0.0, 0.2)  # the paper's own first
@@ -36,37 +35,32 @@ _DRAWS = 16  # random roundings; the paper found them worse than thresholds
 _WHOLE = 1e-6  # HiGHS's tolerance: how far below its value a fraction may come back
 
 
-def solve(indexed: IndexedGraph, budget_bytes: int, time_limit_seconds: float = 60.0) -> GraphCandidate:
-    """The fastest order of frontier-advancing stages found within the time limit; the bound is 0 or infinite.
+def solve(indexed: IndexedGraph, budget_bytes: int, time_limit_seconds: float = 60.0) -> tuple[int, ...] | None:
+    """The fastest order of frontier-advancing stages found within the time limit; None where none is found.
 
     Raises:
         ValueError: the graph is too large for the program to be built.
 
     >>> from solvers.problem.examples import late_reader
-    >>> solve(IndexedGraph(late_reader()), 8).order
+    >>> solve(IndexedGraph(late_reader()), 8)
     (0, 1, 2, 0, 3)
     """
     check_size("checkmate", indexed.count, MOST_NODES, "nodes", "another method")
-    if indexed.working_bytes.max() > budget_bytes:
-        return GraphCandidate(order=None, lower_bound_seconds=math.inf)
     deadline, ended = time.monotonic() + time_limit_seconds, with_end(indexed)
     model = CheckmateModel(ended, budget_bytes)
     values = model.solve(deadline - time.monotonic())
-    order = fitting_order(indexed, _order(indexed, values.runs > 0.5), budget_bytes) if values else None
-    return GraphCandidate(order=order)
+    return fitting_order(indexed, _order(indexed, values.runs > 0.5), budget_bytes) if values else None
 
 
 def round_relaxation(
     indexed: IndexedGraph, budget_bytes: int, time_limit_seconds: float = 60.0, seed: int = 0
-) -> GraphCandidate:
-    """The fastest order that fits among those rounded from the relaxation; the bound is 0 or infinite.
+) -> tuple[int, ...] | None:
+    """The fastest order that fits among those rounded from the relaxation; None where none fits.
 
     Raises:
         ValueError: the graph is too large for the program to be built.
     """
     check_size("checkmate", indexed.count, MOST_NODES, "nodes", "another method")
-    if indexed.working_bytes.max() > budget_bytes:
-        return GraphCandidate(order=None, lower_bound_seconds=math.inf)
     deadline, ended = time.monotonic() + time_limit_seconds, with_end(indexed)
     rng = np.random.default_rng(seed)
     best: tuple[float, tuple[int, ...] | None] = (math.inf, None)
@@ -77,7 +71,7 @@ def round_relaxation(
             order = fitting_order(indexed, _order(indexed, _fewest_runs(ended, kept)), budget_bytes)
             if order is not None:
                 best = min(best, (seconds_of(indexed, order), order))
-    return GraphCandidate(order=best[1])
+    return best[1]
 
 
 def _roundings(values: Matrices, rng: np.random.Generator) -> Iterator[Mask]:

@@ -38,8 +38,6 @@ def eviction_order(
     >>> eviction_order(IndexedGraph(late_reader()), 8, np.ones(4, dtype=bool))
     [0, 1, 2, 0, 3]
     """
-    if indexed.working_bytes.max() > budget_bytes:
-        return None
     making = _OrderInMaking(
         indexed, budget_bytes, rerunnable, power, np.ones(indexed.count) if noise is None else noise
     )

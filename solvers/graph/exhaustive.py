@@ -13,37 +13,30 @@ Paper: Hart, Nilsson, Raphael, "A formal basis for the heuristic determination o
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator
 from functools import reduce
 from itertools import accumulate
 from operator import or_
 from typing import NamedTuple
 
-from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
+from solvers.graph.liveness import IndexedGraph, peak_profile
 from solvers.problem.number_checks import check_size
-from solvers.problem.solution import GraphCandidate
 
 MOST_NODES = 12
 
 
-def solve(indexed: IndexedGraph, budget_bytes: int) -> GraphCandidate:
-    """The fastest order of runs within the budget with its seconds as the bound, or none and an infinite bound.
+def solve(indexed: IndexedGraph, budget_bytes: int) -> tuple[int, ...] | None:
+    """The fastest order of runs within the budget; None where there is none.
 
     Raises:
         ValueError: the graph has more nodes than can be searched.
 
     >>> from solvers.problem.examples import late_reader
     >>> indexed = IndexedGraph(late_reader())
-    >>> [solve(indexed, budget).order for budget in (9, 8)]
-    [(0, 1, 2, 3), (0, 1, 2, 0, 3)]
-    >>> solve(indexed, 7).lower_bound_seconds
-    inf
+    >>> [solve(indexed, budget) for budget in (9, 8, 7)]
+    [(0, 1, 2, 3), (0, 1, 2, 0, 3), None]
     """
-    order = _GraphSearch(indexed).order(budget_bytes)
-    if order is None:
-        return GraphCandidate(order=None, lower_bound_seconds=math.inf)
-    return GraphCandidate(order=order, lower_bound_seconds=seconds_of(indexed, order))
+    return _GraphSearch(indexed).order(budget_bytes)
 
 
 def smallest_peak(indexed: IndexedGraph) -> int:

@@ -5,7 +5,7 @@ its output. The first runs keep the graph's order, and a repeated one may stand 
 between two of them. A linear program has no variable that is a time, so an interval is spelled out by the stages that
 it reaches into, and within a stage by the last reader that needs it (``solvers.graph.intervals_model``).
 Guarantee: run to the end, the fastest of these schedules. They are not all schedules (see ``solvers.graph.checkmate``,
-whose stages these are), so the bound is 0 or infinite. Answers are held against the budget in exact bytes.
+whose stages these are), so nothing is bounded. Answers are held against the budget in exact bytes.
 Complexity: O(n^2) binaries and O(n (n + m)) rows for n nodes with m inputs altogether, not the paper's O(n) integers;
 exponential time. Units: bytes and seconds; inside the program both are scaled.
 
@@ -15,21 +15,19 @@ section 2.
 
 from __future__ import annotations
 
-import math
 import time
 
 from solvers.graph.intervals_model import IntervalsModel
 from solvers.graph.liveness import IndexedGraph, with_end
 from solvers.graph.order_repair import fitting_order
 from solvers.problem.number_checks import check_size
-from solvers.problem.solution import GraphCandidate
 
 MOST_NODES = 500  # building the program takes 7 s at 200 nodes of a chain and grows with their square
 
 
 def solve(
     indexed: IndexedGraph, budget_bytes: int, time_limit_seconds: float = 60.0, most_runs: int = 2
-) -> GraphCandidate:
+) -> tuple[int, ...] | None:
     """The fastest order with at most ``most_runs`` intervals per node that is found within the time limit.
 
     Raises:
@@ -37,16 +35,14 @@ def solve(
 
     >>> from solvers.problem.examples import late_reader
     >>> indexed = IndexedGraph(late_reader())
-    >>> solve(indexed, 8).order, solve(indexed, 8, most_runs=1).order
+    >>> solve(indexed, 8), solve(indexed, 8, most_runs=1)
     ((0, 1, 2, 0, 3), None)
     """
     check_size("intervals", indexed.count, MOST_NODES, "nodes", "another method")
-    if indexed.working_bytes.max() > budget_bytes:
-        return GraphCandidate(order=None, lower_bound_seconds=math.inf)
     deadline = time.monotonic() + time_limit_seconds
     model = IntervalsModel(with_end(indexed), budget_bytes, most_runs)
     repeated = model.solve(deadline - time.monotonic())
     if repeated is None:
-        return GraphCandidate(order=None)
+        return None
     runs = sorted([*repeated, *((k, k) for k in range(indexed.count))])
-    return GraphCandidate(order=fitting_order(indexed, [k for _, k in runs], budget_bytes))
+    return fitting_order(indexed, [k for _, k in runs], budget_bytes)

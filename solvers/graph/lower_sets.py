@@ -29,7 +29,6 @@ import numpy as np
 
 from solvers.arrays import Indices, Mask
 from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
-from solvers.problem.solution import GraphCandidate
 
 SecondsAndOrder = tuple[float, tuple[int, ...] | None]
 
@@ -41,22 +40,20 @@ _HALVINGS = 10  # of its range after that
 
 def solve(
     indexed: IndexedGraph, budget_bytes: int, time_limit_seconds: float = 60.0, exact: bool = False
-) -> GraphCandidate:
-    """The fastest order that fits among the canonical strategies tried; the bound is 0 or infinite.
+) -> tuple[int, ...] | None:
+    """The fastest order that fits among the canonical strategies tried; None where none fits.
 
     Raises:
         ValueError: there are too many lower sets.
 
     >>> from solvers.problem.examples import training_graph
     >>> indexed = IndexedGraph(training_graph(4))
-    >>> solve(indexed, 4).order
+    >>> solve(indexed, 4)
     (0, 1, 2, 3, 4, 5, 6, 0, 7)
     """
-    if indexed.working_bytes.max() > budget_bytes:
-        return GraphCandidate(order=None, lower_bound_seconds=math.inf)
     deadline = time.monotonic() + time_limit_seconds
     if peak_profile(indexed, range(indexed.count)).max() <= budget_bytes:
-        return GraphCandidate(order=tuple(range(indexed.count)))
+        return tuple(range(indexed.count))
     table = _LowerSetTable(indexed, exact)
     best: SecondsAndOrder = (math.inf, None)
     step = table.most_bytes // _STEPS + 1
@@ -70,7 +67,7 @@ def solve(
         best = min(best, fastest)
         # Without any strategy the program's budget is too small; where its strategies do not fit it is too large.
         low, high = (middle, high) if fastest[1] or not strategies else (low, middle)
-    return GraphCandidate(order=best[1])
+    return best[1]
 
 
 def _best_of(indexed: IndexedGraph, strategies: list[Indices], budget_bytes: int) -> SecondsAndOrder:

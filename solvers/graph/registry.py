@@ -31,7 +31,7 @@ from solvers.problem.graph import Graph
 from solvers.problem.graph_schedule import GraphSchedule
 from solvers.problem.graph_simulator import replay_graph
 from solvers.problem.number_checks import check_time_limit
-from solvers.problem.solution import GraphCandidate, GraphProblem, Shortage, Solution, undominated
+from solvers.problem.solution import GraphProblem, Shortage, Solution, undominated
 
 GraphSolution = Solution[GraphSchedule]
 
@@ -96,7 +96,7 @@ def _auto(incumbent: Incumbent, rerunnable: Mask) -> None:
     if incumbent.done:
         return
     if incumbent.indexed.count <= EXHAUSTIVE_NODES:
-        METHODS["exhaustive"](incumbent, rerunnable)
+        _exhaustive(incumbent, rerunnable)
         return
     _demand(incumbent, rerunnable)
     evictions = _evictions(incumbent, rerunnable)
@@ -142,15 +142,20 @@ def _hierarchy(incumbent: Incumbent, rerunnable: Mask) -> None:
         next(local_moves)
 
 
-def _candidate(solve: Callable[..., GraphCandidate], name: str) -> Method:
-    """A method that answers once."""
+def _exhaustive(incumbent: Incumbent, _: Mask) -> None:
+    order = exhaustive.solve(incumbent.indexed, incumbent.budget_bytes)
+    incumbent.offer_bound(math.inf if order is None else seconds_of(incumbent.indexed, order))
+    if order is not None:
+        incumbent.offer(order, "exhaustive", repair=False)
+
+
+def _order_of(solve: Callable[..., tuple[int, ...] | None], name: str) -> Method:
+    """A method that answers once, and proves nothing."""
 
     def run(incumbent: Incumbent, _: Mask) -> None:
-        timed = {} if solve is exhaustive.solve else {"time_limit_seconds": incumbent.left_seconds}
-        candidate = solve(incumbent.indexed, incumbent.budget_bytes, **timed)
-        incumbent.offer_bound(candidate.lower_bound_seconds)
-        if candidate.order is not None:
-            incumbent.offer(candidate.order, name, repair=False)
+        order = solve(incumbent.indexed, incumbent.budget_bytes, time_limit_seconds=incumbent.left_seconds)
+        if order is not None:
+            incumbent.offer(order, name, repair=False)
 
     return run
 
@@ -160,13 +165,13 @@ METHODS: dict[str, Method] = {
     "demand": _demand,
     "eviction": _eviction,
     "hierarchy": _hierarchy,
-    "lower_sets": _candidate(lower_sets.solve, "lower_sets"),
-    "lower_sets_exact": _candidate(partial(lower_sets.solve, exact=True), "lower_sets_exact"),
-    "checkmate": _candidate(checkmate.solve, "checkmate"),
-    "checkmate_rounding": _candidate(checkmate.round_relaxation, "checkmate_rounding"),
-    "intervals": _candidate(intervals.solve, "intervals"),
+    "lower_sets": _order_of(lower_sets.solve, "lower_sets"),
+    "lower_sets_exact": _order_of(partial(lower_sets.solve, exact=True), "lower_sets_exact"),
+    "checkmate": _order_of(checkmate.solve, "checkmate"),
+    "checkmate_rounding": _order_of(checkmate.round_relaxation, "checkmate_rounding"),
+    "intervals": _order_of(intervals.solve, "intervals"),
     "moments": _moments,
-    "exhaustive": _candidate(exhaustive.solve, "exhaustive"),
+    "exhaustive": _exhaustive,
     "auto": _auto,
 }
 
@@ -286,7 +291,7 @@ def _smallest_known(graph: Graph) -> tuple[int, ...]:
     """The order with the smallest peak that is known; of tiny graphs the smallest there is."""
     indexed = IndexedGraph(graph)
     if indexed.count <= EXHAUSTIVE_NODES:
-        order = exhaustive.solve(indexed, exhaustive.smallest_peak(indexed)).order
+        order = exhaustive.solve(indexed, exhaustive.smallest_peak(indexed))
         assert order is not None
         return order
     rerunnable = moments.rerunnable_nodes(indexed)

@@ -13,6 +13,7 @@ from solvers.graph import exhaustive
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of
 from solvers.problem.examples import training_graph
 from solvers.problem.graph_simulator import replay_graph
+from tests.support.graph_checks import optimum_seconds
 
 
 def unplanned_peak(indexed: IndexedGraph) -> int:
@@ -61,11 +62,8 @@ def subsets(count: int) -> Iterator[frozenset[int]]:
 def test_it_equals_value_iteration_at_every_budget(seed):
     indexed = IndexedGraph(random_tiny_graph(seed, count=3 + seed % 4))
     for budget in budgets(indexed):
-        found = exhaustive.solve(indexed, budget)
-        assert found.lower_bound_seconds == cheapest_by_relaxation(indexed, budget)
-        assert (found.order is None) == (found.lower_bound_seconds == math.inf)
-        if found.order is not None:
-            assert replayed(indexed, found.order, budget) == found.lower_bound_seconds
+        order, cheapest = exhaustive.solve(indexed, budget), cheapest_by_relaxation(indexed, budget)
+        assert (math.inf if order is None else replayed(indexed, order, budget)) == cheapest
 
 
 def orders(indexed: IndexedGraph, spare: int, begun: tuple[int, ...] = (), fresh: int = 0) -> Iterator[tuple[int, ...]]:
@@ -85,7 +83,7 @@ def test_no_order_that_the_replay_accepts_beats_it(seed):
     results = [replay_graph(indexed.graph, schedule_of(indexed, order)) for order in orders(indexed, spare=3)]
     for budget in budgets(indexed):
         fast = min((result.seconds for result in results if result.peak_bytes <= budget), default=math.inf)
-        assert exhaustive.solve(indexed, budget).lower_bound_seconds <= fast
+        assert optimum_seconds(indexed, budget) <= fast
     assert exhaustive.smallest_peak(indexed) <= min(result.peak_bytes for result in results)
 
 
@@ -93,9 +91,9 @@ def test_no_order_that_the_replay_accepts_beats_it(seed):
 def test_the_smallest_peak_is_where_answers_begin(seed):
     indexed = IndexedGraph(random_tiny_graph(seed))
     low = exhaustive.smallest_peak(indexed)
-    assert exhaustive.solve(indexed, low - 1).order is None
+    assert exhaustive.solve(indexed, low - 1) is None
     answers = [exhaustive.solve(indexed, budget) for budget in range(low, unplanned_peak(indexed) + 1)]
-    seconds = [replayed(indexed, found.order, low + i) for i, found in enumerate(answers) if found.order is not None]
+    seconds = [replayed(indexed, order, low + i) for i, order in enumerate(answers) if order is not None]
     assert len(seconds) == len(answers)
     assert seconds == sorted(seconds, reverse=True)  # a larger budget is never slower
     assert seconds[-1] == indexed.graph.unplanned_seconds
@@ -106,7 +104,7 @@ def test_a_chain_by_hand():
     indexed = IndexedGraph(training_graph(3))
     assert unplanned_peak(indexed) == 4
     assert exhaustive.smallest_peak(indexed) == 3
-    seconds = [exhaustive.solve(indexed, budget).lower_bound_seconds for budget in (4, 3, 2)]
+    seconds = [optimum_seconds(indexed, budget) for budget in (4, 3, 2)]
     assert seconds == [9.0, 10.0, math.inf]
 
 

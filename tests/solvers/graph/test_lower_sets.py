@@ -7,11 +7,13 @@ import math
 import pytest
 
 from benchmarks.random_graphs import random_tiny_graph
-from solvers.graph import exhaustive, lower_sets
+from solvers.graph import lower_sets
 from solvers.graph.liveness import IndexedGraph, peak_profile
+from solvers.graph.registry import solve_graph
 from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph, Node
-from tests.support.graph_checks import checked_seconds, telling_budgets
+from solvers.problem.solution import GraphProblem
+from tests.support.graph_checks import checked_seconds, optimum_seconds, telling_budgets
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -29,17 +31,17 @@ def test_on_a_chain_only_what_the_budget_lacks_runs_again(exact):
         indexed = IndexedGraph(training_graph(depth))
         for budget in (depth, depth + 1):
             seconds = checked_seconds(indexed, budget, lower_sets.solve(indexed, budget, exact=exact))
-            assert seconds == exhaustive.solve(indexed, budget).lower_bound_seconds
+            assert seconds == optimum_seconds(indexed, budget)
 
 
 def test_a_long_chain_fits_in_the_order_of_a_square_root():
     """100 stages: segments of ten leave ten boundaries, one segment and a gradient or two; each stage runs twice."""
     indexed = IndexedGraph(training_graph(100))
-    found = lower_sets.solve(indexed, 25)
-    assert found.order is not None
-    assert peak_profile(indexed, found.order).max() <= 25
-    assert max(found.order.count(k) for k in range(100)) == 2
-    assert len(found.order) <= 200 + 90
+    order = lower_sets.solve(indexed, 25)
+    assert order is not None
+    assert peak_profile(indexed, order).max() <= 25
+    assert max(order.count(k) for k in range(100)) == 2
+    assert len(order) <= 200 + 90
 
 
 def test_of_two_arms_the_cheaper_runs_again():
@@ -66,16 +68,16 @@ def test_of_two_arms_the_cheaper_runs_again():
 def test_without_a_backward_side_it_is_the_order_of_the_nodes_or_nothing():
     nodes = tuple(Node(name=f"n{k}", seconds=1.0, output_bytes=4, inputs=(f"n{k - 1}",) if k else ()) for k in range(4))
     indexed = IndexedGraph(Graph(nodes=(*nodes, Node(name="z", seconds=1.0, output_bytes=1, inputs=("n0", "n3")))))
-    assert lower_sets.solve(indexed, 12).order == (0, 1, 2, 3, 4)
-    assert lower_sets.solve(indexed, 11).order is None
+    assert lower_sets.solve(indexed, 12) == (0, 1, 2, 3, 4)
+    assert lower_sets.solve(indexed, 11) is None
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_without_a_forward_side_too(exact):
     nodes = tuple(Node(name=name, seconds=1.0, output_bytes=4, side="backward") for name in "ab")
     indexed = IndexedGraph(Graph(nodes=nodes, outputs=("a", "b")))
-    assert lower_sets.solve(indexed, 8, exact=exact).order == (0, 1)
-    assert lower_sets.solve(indexed, 7, exact=exact).order is None
+    assert lower_sets.solve(indexed, 8, exact=exact) == (0, 1)
+    assert lower_sets.solve(indexed, 7, exact=exact) is None
 
 
 def test_a_larger_budget_is_not_slower_on_a_chain():
@@ -86,17 +88,17 @@ def test_a_larger_budget_is_not_slower_on_a_chain():
 
 
 def checked(indexed: IndexedGraph, budget_bytes: int) -> float:
-    order = lower_sets.solve(indexed, budget_bytes).order
+    order = lower_sets.solve(indexed, budget_bytes)
     return math.inf if order is None else float(indexed.seconds[list(order)].sum())
 
 
 def test_what_no_node_fits_in_is_infeasible_for_every_schedule():
-    assert lower_sets.solve(IndexedGraph(training_graph(3)), 2).lower_bound_seconds == math.inf
+    graph = training_graph(3)
+    assert solve_graph(GraphProblem(graph=graph, budget_bytes=2), "lower_sets").status == "infeasible"
 
 
 def test_no_time_is_no_answer_and_no_claim():
-    found = lower_sets.solve(IndexedGraph(training_graph(12)), 10, time_limit_seconds=0.0)
-    assert (found.order, found.lower_bound_seconds) == (None, 0.0)
+    assert lower_sets.solve(IndexedGraph(training_graph(12)), 10, time_limit_seconds=0.0) is None
 
 
 def test_too_many_lower_sets_are_refused():
@@ -104,6 +106,6 @@ def test_too_many_lower_sets_are_refused():
     wide = Node(name="y", seconds=1.0, output_bytes=0, transient_bytes=5)
     last = Node(name="z", seconds=1.0, output_bytes=1, inputs=tuple(node.name for node in arms))
     indexed = IndexedGraph(Graph(nodes=(*arms, wide, last), outputs=("z",)))
-    assert lower_sets.solve(indexed, 13).order is None  # one per node are few
+    assert lower_sets.solve(indexed, 13) is None  # one per node are few
     with pytest.raises(ValueError, match="at most 2000 lower sets"):
         lower_sets.solve(indexed, 13, exact=True)

@@ -18,6 +18,7 @@ from solvers.graph.template_program import TemplateProgram, template_of
 from solvers.highs import Program
 from solvers.problem.examples import training_graph
 from solvers.problem.graph_simulator import replay_graph
+from tests.support.graph_checks import optimum_seconds
 
 SEEDS = range(40)
 
@@ -25,10 +26,6 @@ SEEDS = range(40)
 def middle_budget(indexed: IndexedGraph) -> int:
     low, high = exhaustive.smallest_peak(indexed), int(peak_profile(indexed, range(indexed.count)).max())
     return (low + high) // 2
-
-
-def optimum_of(indexed: IndexedGraph, budget: int) -> float:
-    return exhaustive.solve(indexed, budget).lower_bound_seconds
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -42,7 +39,7 @@ def test_demand_and_eviction_make_orders_that_replay(seed):
     ]
     for order in made:
         assert replay_graph(indexed.graph, schedule_of(indexed, order)).peak_bytes <= budget
-        assert seconds_of(indexed, order) >= optimum_of(indexed, budget) - 1e-9
+        assert seconds_of(indexed, order) >= optimum_seconds(indexed, budget) - 1e-9
     for order in on_demand.orders(indexed, rerunnable):
         replay_graph(indexed.graph, schedule_of(indexed, order))
 
@@ -68,7 +65,7 @@ def everything(count: int) -> list[int]:
 def test_a_template_of_everything_is_as_good_as_the_oracle_unless_that_leaves_rising_order(seed):
     indexed = IndexedGraph(random_tiny_graph(seed))
     budget = middle_budget(indexed)
-    best = exhaustive.solve(indexed, budget).order
+    best = exhaustive.solve(indexed, budget)
     assert best is not None
     template = template_of(indexed, [everything(indexed.count), best])
     program = TemplateProgram(indexed, budget, template)
@@ -76,14 +73,14 @@ def test_a_template_of_everything_is_as_good_as_the_oracle_unless_that_leaves_ri
     assert answer.values is not None
     order = program.order(answer.values)
     assert replay_graph(indexed.graph, schedule_of(indexed, order)).peak_bytes <= budget
-    assert seconds_of(indexed, order) == pytest.approx(optimum_of(indexed, budget), rel=1e-6)
+    assert seconds_of(indexed, order) == pytest.approx(optimum_seconds(indexed, budget), rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_an_order_is_a_solution_of_the_programs_that_it_is_encoded_for(seed):
     indexed = IndexedGraph(random_tiny_graph(seed))
     budget = middle_budget(indexed)
-    best = exhaustive.solve(indexed, budget).order
+    best = exhaustive.solve(indexed, budget)
     assert best is not None
     incumbent = Incumbent(indexed, budget, time_limit_seconds=60.0, gap=0.0)
     moments = MomentsProgram(indexed, budget, first_moments(incumbent), np.ones(indexed.count, dtype=bool))
@@ -99,7 +96,7 @@ def test_an_order_is_a_solution_of_the_programs_that_it_is_encoded_for(seed):
 def test_the_moments_program_bounds_all_schedules(seed):
     indexed = IndexedGraph(random_tiny_graph(seed))
     for budget in (exhaustive.smallest_peak(indexed), middle_budget(indexed)):
-        optimum = optimum_of(indexed, budget)
+        optimum = optimum_seconds(indexed, budget)
         for rerunnable in (rerunnable_nodes(indexed), np.ones(indexed.count, dtype=bool)):
             program = MomentsProgram(indexed, budget, list(range(indexed.count)), rerunnable)
             answer = program.program.solve(time_limit_seconds=20.0)
