@@ -16,8 +16,6 @@ from solvers.arrays import Floats
 
 INFINITE = highspy.kHighsInf
 
-_PROVEN = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kObjectiveTarget)
-
 
 class ProgramAnswer(NamedTuple):
     """What HiGHS says of a program.
@@ -80,15 +78,9 @@ class Program:
         self._row_uppers.append(upper)
 
     def solve(
-        self,
-        *,
-        time_limit_seconds: float,
-        relative_gap: float = 1e-6,
-        relaxed: bool = False,
-        start: Floats | None = None,
-        seed: int = 0,
+        self, *, time_limit_seconds: float, relative_gap: float = 1e-6, start: Floats | None = None
     ) -> ProgramAnswer:
-        """The best solution found in the time; ``relaxed`` drops the integrality.
+        """The best solution found in the time; ``start`` is a solution to begin with.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed; HiGHS has stopped.
@@ -96,20 +88,16 @@ class Program:
         if not self.costs:
             return self._empty_answer()
         highs = highspy.Highs()
-        for name, value in (
-            ("output_flag", False),
-            ("time_limit", max(0.01, float(time_limit_seconds))),
-            ("mip_rel_gap", relative_gap),
-            ("random_seed", seed),
-        ):
-            highs.setOptionValue(name, value)
-        highs.passModel(self._model(relaxed))
+        highs.setOptionValue("output_flag", False)
+        highs.setOptionValue("time_limit", max(0.01, float(time_limit_seconds)))
+        highs.setOptionValue("mip_rel_gap", relative_gap)
+        highs.passModel(self._model())
         if start is not None:
             solution = highspy.HighsSolution()
             solution.col_value = [float(value) for value in start]
             highs.setSolution(solution)
         run(highs)
-        return _answer_of(highs, relaxed)
+        return _answer_of(highs)
 
     def _empty_answer(self) -> ProgramAnswer:
         """HiGHS has no answer for a program without variables."""
@@ -117,7 +105,7 @@ class Program:
             return ProgramAnswer("optimal", np.zeros(0), self.offset, self.offset)
         return ProgramAnswer("infeasible", None, INFINITE, INFINITE)
 
-    def _model(self, relaxed: bool) -> highspy.HighsLp:
+    def _model(self) -> highspy.HighsLp:
         model = highspy.HighsLp()
         model.num_col_, model.num_row_ = len(self.costs), len(self._row_lowers)
         model.col_cost_ = np.array(self.costs, dtype=np.float64)
@@ -132,24 +120,20 @@ class Program:
         matrix.start_ = np.array(self._starts, dtype=np.int32)
         matrix.index_ = np.array(self._columns, dtype=np.int32)
         matrix.value_ = np.array(self._coefficients, dtype=np.float64)
-        if not relaxed:
-            kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-            model.integrality_ = [kinds[whole] for whole in self.integral]
+        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        model.integrality_ = [kinds[whole] for whole in self.integral]
         return model
 
 
-def _answer_of(highs: highspy.Highs, relaxed: bool) -> ProgramAnswer:
-    status, info = highs.getModelStatus(), highs.getInfo()
-    if status == highspy.HighsModelStatus.kInfeasible:
+def _answer_of(highs: highspy.Highs) -> ProgramAnswer:
+    model_status, info = highs.getModelStatus(), highs.getInfo()
+    if model_status == highspy.HighsModelStatus.kInfeasible:
         return ProgramAnswer("infeasible", None, INFINITE, INFINITE)
     known = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     values = np.array(highs.getSolution().col_value) if known else None
     objective = float(info.objective_function_value) if known else INFINITE
-    if status in _PROVEN:
-        bound = objective if relaxed else float(info.mip_dual_bound)
-        return ProgramAnswer("optimal", values, objective, min(bound, objective))
-    bound = -INFINITE if relaxed else float(info.mip_dual_bound)  # an unfinished relaxation proves nothing
-    return ProgramAnswer("stopped", values, objective, min(bound, objective))
+    status = "optimal" if model_status == highspy.HighsModelStatus.kOptimal else "stopped"
+    return ProgramAnswer(status, values, objective, min(float(info.mip_dual_bound), objective))
 
 
 _LISTEN_SECONDS = 0.5  # a person who presses Ctrl-C does not wait longer

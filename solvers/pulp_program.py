@@ -49,7 +49,7 @@ class PulpProgram:
     (True, [False, True, True])
     """
 
-    def __init__(self, name: str, *, budget_bytes: float, unplanned_seconds: float, byte_scale: float) -> None:
+    def __init__(self, name: str, budget_bytes: float, unplanned_seconds: float, *, byte_scale: float) -> None:
         """``byte_scale``: the budget in the program's units."""
         self.problem = pulp.LpProblem(name, pulp.LpMinimize)
         self.byte = byte_scale / max(1.0, budget_bytes)

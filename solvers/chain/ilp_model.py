@@ -16,12 +16,7 @@ class ChainModel:
     def __init__(self, problem: Problem, sweep: bool) -> None:
         chain = problem.chain
         self._stages, self._count, self._sweep = chain.stages, len(chain.stages), sweep
-        self.program = PulpProgram(
-            "checkmate",
-            budget_bytes=problem.budget_bytes,
-            unplanned_seconds=chain.unplanned_seconds,
-            byte_scale=_BYTE_SCALE,
-        )
+        self.program = PulpProgram("checkmate", problem.budget_bytes, chain.unplanned_seconds, byte_scale=_BYTE_SCALE)
         self._variables = PhaseVariables(self.program, chain.stages, sweep)
         self.program.minimise(self._seconds())
         for t in range(self._count + 1):

@@ -34,12 +34,7 @@ class CheckmateModel:
     """
 
     def __init__(self, indexed: IndexedGraph, budget_bytes: float, integral: bool = True) -> None:
-        self.program = PulpProgram(
-            "checkmate",
-            budget_bytes=budget_bytes,
-            unplanned_seconds=indexed.graph.unplanned_seconds,
-            byte_scale=_BYTE_SCALE,
-        )
+        self.program = PulpProgram("checkmate", budget_bytes, indexed.graph.unplanned_seconds, byte_scale=_BYTE_SCALE)
         self._indexed, self._count, self._integral = indexed, indexed.count, integral
         self._room = (budget_bytes - indexed.graph.resident_bytes) * self.program.byte
         self._size = [float(size) * self.program.byte for size in indexed.output_bytes]

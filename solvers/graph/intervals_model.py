@@ -24,12 +24,7 @@ class IntervalsModel:
     """
 
     def __init__(self, indexed: IndexedGraph, budget_bytes: int, most_runs: int) -> None:
-        self.program = PulpProgram(
-            "intervals",
-            budget_bytes=budget_bytes,
-            unplanned_seconds=indexed.graph.unplanned_seconds,
-            byte_scale=_BYTE_SCALE,
-        )
+        self.program = PulpProgram("intervals", budget_bytes, indexed.graph.unplanned_seconds, byte_scale=_BYTE_SCALE)
         self._indexed, self._count = indexed, indexed.count
         self._room = (budget_bytes - indexed.graph.resident_bytes) * self.program.byte
         self._size = [float(size) * self.program.byte for size in indexed.output_bytes]
