@@ -58,29 +58,31 @@ def solve(problem: Problem) -> Candidate:
     return _search(chain, SearchState(frozenset(), (-1,) * stages, frozenset(), -1, stages - 1), problem.budget_bytes)
 
 
+_Path = tuple[Action, "_Path"] | None  # the last action, and the path before it
+
+
 def _search(chain: Chain, start: SearchState, budget_bytes: int) -> Candidate:
     tie = count()
-    queue: list[tuple[float, int, SearchState, SearchState | None, Action | None]] = [(0, next(tie), start, None, None)]
-    predecessors: dict[SearchState, tuple[SearchState | None, Action | None]] = {}
+    queue: list[tuple[float, int, SearchState, _Path]] = [(0, next(tie), start, None)]
+    done: set[SearchState] = set()
     while queue:
-        seconds, _, state, parent, action = heapq.heappop(queue)
-        if state in predecessors:
+        seconds, _, state, path = heapq.heappop(queue)
+        if state in done:
             continue
-        predecessors[state] = (parent, action)
+        done.add(state)
         if state.pending < 0:
-            return Candidate(schedule=_trace(predecessors, state), lower_bound_seconds=seconds)
+            return Candidate(schedule=_schedule_of(path), lower_bound_seconds=seconds)
         for edge in edges_from(chain, state):
-            if edge.state not in predecessors and _fits(chain, edge, budget_bytes):
-                heapq.heappush(queue, (seconds + edge.seconds, next(tie), edge.state, state, edge.action))
+            if edge.state not in done and _fits(chain, edge, budget_bytes):
+                heapq.heappush(queue, (seconds + edge.seconds, next(tie), edge.state, (edge.action, path)))
     return Candidate(schedule=None)
 
 
-def _trace(predecessors: dict[SearchState, tuple[SearchState | None, Action | None]], state: SearchState) -> Schedule:
+def _schedule_of(path: _Path) -> Schedule:
     actions: list[Action] = []
-    parent, action = predecessors[state]
-    while parent is not None and action is not None:
+    while path is not None:
+        action, path = path
         actions.append(action)
-        parent, action = predecessors[parent]
     return Schedule(actions=tuple(reversed(actions)))
 
 

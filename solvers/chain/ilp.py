@@ -54,19 +54,16 @@ def solve(problem: Problem, time_limit_seconds: float = 60.0) -> Candidate:
         return Candidate(schedule=None, lower_bound_seconds=math.inf)
     deadline = time.monotonic() + time_limit_seconds
     loose = ChainModel(problem, sweep=False).solve(time_limit_seconds / 2)
-    if loose.lower_bound_seconds == math.inf or _fits(problem, loose.schedule):
-        return _candidate(problem, loose.schedule, loose.lower_bound_seconds)
-    exact = ChainModel(problem, sweep=True).solve(max(0.1, deadline - time.monotonic()))
-    return _candidate(problem, exact.schedule if _fits(problem, exact.schedule) else None, loose.lower_bound_seconds)
+    schedule, bound_seconds = loose.schedule, loose.lower_bound_seconds
+    if bound_seconds < math.inf and not _fits(problem, schedule):
+        schedule = ChainModel(problem, sweep=True).solve(max(0.1, deadline - time.monotonic())).schedule
+    if schedule is None or not _fits(problem, schedule):
+        return Candidate(schedule=None, lower_bound_seconds=bound_seconds)
+    seconds = replay(problem.chain, schedule).seconds
+    return Candidate(
+        schedule=schedule, lower_bound_seconds=seconds if bound_seconds >= seconds * (1 - _TOLERANCE) else bound_seconds
+    )
 
 
 def _fits(problem: Problem, schedule: Schedule | None) -> bool:
     return schedule is not None and replay(problem.chain, schedule).peak_bytes <= problem.budget_bytes
-
-
-def _candidate(problem: Problem, schedule: Schedule | None, bound_seconds: float) -> Candidate:
-    if schedule is not None:
-        seconds = replay(problem.chain, schedule).seconds
-        if bound_seconds >= seconds * (1 - _TOLERANCE):
-            bound_seconds = seconds
-    return Candidate(schedule=schedule, lower_bound_seconds=bound_seconds)

@@ -174,10 +174,8 @@ def _prices(chain: Chain, away: list[float]) -> Floats:
     """Prices per byte at which two choices of some stage cost the same, evenly picked, as many in equal ratios, and
     those of copies.
     """
-    before = [0, *(stage.boundary_bytes for stage in chain.stages)]
-    indifferent = sorted(
-        {price for k, stage in enumerate(chain.stages) for price in _indifferent_prices(stage, before[k])}
-    )
+    pairs = zip(chain.stages, [0, *(stage.boundary_bytes for stage in chain.stages)], strict=False)
+    indifferent = sorted({price for stage, before in pairs for price in _indifferent_prices(stage, before)})
     if not indifferent:
         return np.array([0.0, *away])
     even = np.linspace(0, len(indifferent) - 1, min(len(indifferent), _PRICES // 2)).astype(np.int64)

@@ -102,8 +102,9 @@ def _dropped_alone(sizes: ChainBytes, k: int, o: int) -> ChoiceStep:
 def _dropped_run(sizes: ChainBytes, k: int, q: int) -> ChoiceStep:
     """Drop stages k to q - 1 and run them again, all but the last kept with option 0."""
     stages, residues = sizes.stages[k:q], sizes.residues_before[k]
-    shifts = [0, *accumulate(sizes.keep(j, q - 1, 0)[1] for j in range(k, q - 1))]
-    level_needs = [sizes.keep(j, q - 1, 0)[0] + shift for j, shift in zip(range(k, q - 1), shifts, strict=False)]
+    keeps = [sizes.keep(j, q - 1, 0) for j in range(k, q - 1)]
+    shifts = [0, *accumulate(shift for _, shift in keeps)]
+    level_needs = [need + shift for (need, _), shift in zip(keeps, shifts, strict=False)]
     level_needs.append(sizes.recompute(q - 1, 0) + shifts[-1])
     options = [stage.options[0] for stage in stages]
     again = sum(option.forward_seconds for option in options[:-1]) + options[-1].recompute_seconds

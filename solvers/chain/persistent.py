@@ -53,7 +53,8 @@ class ChainBytes:
         self.entries = np.array([self.entry(end + 1, end) for end in range(self.stage_count)], dtype=np.int64)
         self.boundaries = np.array([0, *(s.boundary_bytes for s in self.stages)], dtype=np.int64)
         self.run_end = self._run_ends()
-        first, rerun = self._first_steps(), self._rerun_steps()
+        first = self._first_steps()
+        rerun = np.array([max(s.forward_peak_bytes, s.boundary_bytes) for s in self.stages], dtype=np.int64)
         self._first_needs = [self._drop_needs(s, first) for s in range(self.stage_count)]
         self.rerun_needs = [self._drop_needs(s, rerun) for s in range(self.stage_count)]
 
@@ -102,9 +103,6 @@ class ChainBytes:
         peaks = [max(stage.forward_peak_bytes, left) for stage, left in zip(self.stages, after, strict=True)]
         return np.add(self.residues_before[:-1], peaks, dtype=np.int64)
 
-    def _rerun_steps(self) -> Integers:
-        return np.array([max(s.forward_peak_bytes, s.boundary_bytes) for s in self.stages], dtype=np.int64)
-
     def _drop_needs(self, start: int, steps: Integers) -> Integers:
         dropped = slice(start, self.run_end[start])
         needs = steps[dropped] + self.boundaries[dropped]
@@ -117,11 +115,8 @@ def persistent_schedule(
 ) -> Schedule:
     """Write out the actions of a persistent schedule.
 
-    Args:
-        stage_count: stages of the chain.
-        choose: the choice for a range ``start, end`` and a solver's own token for it, with the tokens
-            for what remains (the shifted range, then the range that is run again).
-        token: the token of the whole chain.
+    ``choose`` gives the choice for a range ``start, end`` and a solver's own token for it, with the tokens for what
+    remains (the shifted range, then the range that is run again); ``token`` is that of the whole chain.
     """
     actions: list[Action] = []
     remaining: list[tuple[int, int, int] | Action] = [(0, stage_count, token)]

@@ -113,9 +113,7 @@ class PersistentBound:
             np.minimum(needs, lowest, out=needs)
         self._values.append(self._flat(best, needs))
         self._needs.append(needs)
-        shifts = self._boundaries[:rows]
-        rest = self._shifted(self._values[-1], shifts)
-        self._rests.append(rest + self._runs[:rows, None])
+        self._rests.append(self._shifted(self._values[-1], self._boundaries[:rows]) + self._runs[:rows, None])
 
     def _kept(self, rows: int, length: int) -> Iterator[tuple[Floats, Integers]]:
         entries = self._entries[length : length + rows]
@@ -140,11 +138,9 @@ class PersistentBound:
             drop_needs = [
                 needs[j - 1] if needs.size >= j else _UNREACHED // 2 for needs in self._bytes.rerun_needs[:rows]
             ]
-            lowest = np.maximum(np.array(drop_needs) + entries, np.maximum(again, self._rest_needs(length - j)[rests]))
+            rest_needs = self._needs[length - j][rests] + self._boundaries[rests]
+            lowest = np.maximum(np.array(drop_needs) + entries, np.maximum(again, rest_needs))
             yield self._rests[length - j][rests] + self._values[j - 1][:rows] - self._runs[:rows, None], lowest
-
-    def _rest_needs(self, length: int) -> Integers:
-        return self._needs[length] + self._boundaries[: self._needs[length].size]
 
     def _write(self, best: Floats, values: Floats, lowest: Integers) -> None:
         """Write a choice into the levels from the last one before it is possible on, where it is faster."""

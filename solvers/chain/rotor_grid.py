@@ -97,13 +97,8 @@ def at_exact_needs(
 ) -> RangeCosts:
     """Move every answer to the first slot that its exact need fits in; slots between repeat the one below.
 
-    Args:
-        costs: packed costs of some ranges.
-        grid: the levels of their columns.
-        rows: the row of each answer that is faster than the one before it, in reading order.
-        columns: its column.
-        needs: its exact need.
-        mask: the bits of a cost that hold the code.
+    Packed ``costs`` have a row per range; ``rows``, ``columns`` and ``needs`` are those of the answers that are faster
+    than the one before, in reading order.
     """
     source = np.zeros(costs.shape, dtype=np.int32)
     source[rows, grid.first(needs)] = np.arange(1, rows.size + 1)  # rising, so the fastest of a slot stays
@@ -134,16 +129,12 @@ def level_grid(chain: Chain, chain_bytes: ChainBytes, slots: int) -> Grid:
     if exact:
         levels = np.arange(0, top + 2 * unit, unit)
     else:
-        least_need, tight = max(_least_need(chain_bytes), unit, top // (8 * slots)), smallest_level(chain_bytes)
+        backwards = [chain_bytes.backward(s, o) for s, x in enumerate(chain.stages) for o in range(len(x.options))]
+        least_need, tight = max(min(backwards), unit, top // (8 * slots)), smallest_level(chain_bytes)
         ratios = np.geomspace(least_need, max(top, least_need), slots // 4)
         close = np.linspace(min(least_need, tight), tight * _TIGHT, slots // 4)
         levels = np.ceil(np.concatenate((np.linspace(0, top + 1, slots // 2), ratios, close)))
     return Grid(np.concatenate(([bottom - 1], np.unique(levels))).astype(np.int64), exact)
-
-
-def _least_need(sizes: ChainBytes) -> int:
-    """Level below which no stage can go backward."""
-    return min(sizes.backward(s, o) for s in range(sizes.stage_count) for o in range(len(sizes.stages[s].options)))
 
 
 def _most_seconds(chain: Chain) -> float:

@@ -43,7 +43,9 @@ class ChainArrays:
     """
 
     def __init__(self, chain: Chain, chain_bytes: ChainBytes) -> None:
-        self.bytes, self.packing = chain_bytes, CostPacking(chain, _code_count(chain_bytes))
+        # a cost may carry an option to keep, an option to recompute, or a cut to drop up to
+        codes = 2 * max(len(stage.options) for stage in chain_bytes.stages) + chain_bytes.stage_count + 1
+        self.bytes, self.packing = chain_bytes, CostPacking(chain, codes)
         self.keeps = keep_columns(chain_bytes, self.packing)
         self.recomputes = recompute_columns(chain_bytes, self.packing)
         self.options = max(len(self.keeps), len(self.recomputes))
@@ -51,11 +53,6 @@ class ChainArrays:
         self.runs = np.array(runs, dtype=np.int64)
         self.drop_needs = np.concatenate([*chain_bytes.rerun_needs, [NOTHING]])
         self.drop_offsets = np.cumsum([0, *(needs.size for needs in chain_bytes.rerun_needs)])[:-1]
-
-
-def _code_count(chain_bytes: ChainBytes) -> int:
-    """Codes that a cost may carry: an option to keep, an option to recompute, or a cut to drop up to."""
-    return 2 * max(len(stage.options) for stage in chain_bytes.stages) + chain_bytes.stage_count + 1
 
 
 class _SlotSpan(NamedTuple):

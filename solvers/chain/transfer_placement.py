@@ -71,9 +71,7 @@ class Placement:
         timeline = replayed.timeline
         self.seconds = replayed.seconds
         after = [chain.resident_bytes, *(entry.after_bytes for entry in timeline[:-1])]
-        self._needed_bytes = np.array(
-            [max(entry.peak_bytes, before) for entry, before in zip(timeline, after, strict=True)]
-        )
+        self._needed_bytes = np.maximum([entry.peak_bytes for entry in timeline], after)
         self._remaining_bytes = self._needed_bytes.copy()
         self._starts = np.array([entry.begin_seconds for entry in timeline])
         self._candidates: list[Absence] | None = None
@@ -104,9 +102,8 @@ class Placement:
         """Choose one absence more; False where none covers the peak that remains."""
         if self._candidates is None:
             self._candidates = list(_absences(self._chain, self._schedule.actions))
-            columns = np.array([(a.made, a.used, a.size_bytes) for a in self._candidates], dtype=np.int64).reshape(
-                -1, 3
-            )
+            rows = [(a.made, a.used, a.size_bytes) for a in self._candidates]
+            columns = np.array(rows, dtype=np.int64).reshape(-1, 3)
             self._made, self._used = columns[:, 0], columns[:, 1]
             idle = self._starts[self._used] - self._starts[np.minimum(self._made + 1, len(self._starts) - 1)]
             self._rank = np.empty(len(self._candidates), dtype=np.int64)
@@ -199,7 +196,5 @@ def _absences(chain: Chain, actions: Sequence[Action]) -> Iterator[Absence]:
             made, units, _ = held.pop(k)
             yield from (Absence(k, i, size, made, position) for i, size in enumerate(units) if position > made + 1)
         if action.kind != "backward":
-            dropped = action.option is None
-            held[k] = _HeldUnits(
-                position, stage.offload_units if dropped else stage.options[action.option or 0].offload_units, dropped
-            )
+            holder = stage if action.option is None else stage.options[action.option]
+            held[k] = _HeldUnits(position, holder.offload_units, dropped=action.option is None)

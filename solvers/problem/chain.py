@@ -199,16 +199,13 @@ def _check_stage(stage: Stage) -> None:
         raise ValueError(f"a stage: expected its name to be text, got {stage.name!r}; name it")
     if not stage.options:
         raise ValueError(f"stage {stage.name!r}: expected at least one option, got none; add one that keeps everything")
+    where = f"stage {stage.name!r}"
     for item in (stage, *stage.options):
         for field in fields(item):
             if field.name.endswith(("_bytes", "_seconds")):
                 negative = field.name in _MAY_BE_NEGATIVE
-                check_number(f"stage {stage.name!r}", field.name, getattr(item, field.name), negative=negative)
-        _check_offload_units(stage, item.offload_units)
-
-
-def _check_offload_units(stage: Stage, units: Any) -> None:
-    if not isinstance(units, tuple):
-        raise ValueError(f"stage {stage.name!r}: expected a list of offload units' bytes, got {units!r}; correct it")
-    for size_bytes in units:
-        check_number(f"stage {stage.name!r}", "unit_bytes", size_bytes)
+                check_number(where, field.name, getattr(item, field.name), negative=negative)
+        if not isinstance(units := item.offload_units, tuple):
+            raise ValueError(f"{where}: expected a list of offload units' bytes, got {units!r}; correct it")
+        for size_bytes in units:
+            check_number(where, "unit_bytes", size_bytes)
