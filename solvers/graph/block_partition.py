@@ -108,7 +108,6 @@ def _without_wide_cuts(cuts: list[int], cumulative: Integers, crossing: Integers
 
 def _at_most_blocks(cuts: list[int], cumulative: Integers) -> list[int]:
     """At most ``MOST_BLOCKS``: the two neighbours that are smallest together become one."""
-    cuts = list(cuts)
     while len(cuts) - 1 > MOST_BLOCKS:
         joined_bytes = cumulative[cuts[2:]] - cumulative[cuts[:-2]]
         del cuts[int(joined_bytes.argmin()) + 1]

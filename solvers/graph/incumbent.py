@@ -43,13 +43,9 @@ class Incumbent:
     @property
     def done(self) -> bool:
         """Whether the time is over or the best order is as close to the bound as asked."""
-        return self.left_seconds == 0.0 or self.proven(self.gap)
-
-    def proven(self, gap: float) -> bool:
-        """Whether the best order lies within the relative ``gap`` of the bound, or the bound says that none fits."""
-        if self.bound_seconds == float("inf"):
+        if self.left_seconds == 0.0 or self.bound_seconds == float("inf"):  # the bound says that none fits
             return True
-        return self.order is not None and self.seconds - self.bound_seconds <= gap * self.seconds
+        return self.order is not None and self.seconds - self.bound_seconds <= self.gap * self.seconds
 
     def stop(self) -> None:
         """End the search now."""

@@ -26,9 +26,9 @@ _QUICK_SECONDS = 1.0  # a template that takes less may be larger
 class OrderMerging:
     """Rounds on one search that has an order; ``step`` makes one."""
 
-    def __init__(self, incumbent: Incumbent, seed: int = 0) -> None:
+    def __init__(self, incumbent: Incumbent) -> None:
         self.incumbent = incumbent
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(0)
         self._others = 2
         self._share = min(1.0, WHOLE_NODES / incumbent.indexed.count)  # of the first runs, in one window
         self._last_seconds = 0.0
