@@ -1,12 +1,12 @@
 """Chains in which it is fixed what happens to some stages, and their schedules as those of the whole chain.
 
-Formulation: consecutive stages about which one thing is fixed are a span. In the restricted chain a span is a single
-stage that runs once and has one option: a stage kept with an option, or a segment that keeps its input, runs forward
-without keeping anything and runs again before its backward. What a segment costs is replayed, so seconds and bytes are
-those of its actions in the chain itself. Stages left to the solver stay as they are.
+Formulation: a span is a segment of which one thing is fixed for all stages. In the restricted chain it is a single
+stage that runs once and has one option: a stage kept with an option, or stages that keep their input, run forward
+without keeping anything and run again before their backward. What these cost is replayed, so seconds and bytes are
+those of their actions in the chain itself. Stages left to the solver stay as they are.
 
 Guarantee: a schedule of the restricted chain needs at least the bytes, and exactly the seconds, of its counterpart in
-the chain. Shared tensors that a segment reads or keeps are counted for as long as it might hold them.
+the chain. Shared tensors that a span reads or keeps are counted for as long as it might hold them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from solvers.problem.chain_simulator import ReplayedAction, replay
 def restricted(chain: Chain, spans: Sequence[Segment]) -> Chain:
     """The chain whose stages are the spans."""
     span_of = {k: number for number, span in enumerate(spans) for k in range(span.start, span.end)}
-    segments = {number for number, span in enumerate(spans) if not span.undecided and not span.kept}
-    hidden_bytes = _hidden_bytes(chain, spans, segments, span_of)
+    rerun = {number for number, span in enumerate(spans) if not span.undecided and not span.kept}
+    hidden_bytes = _hidden_bytes(chain, spans, rerun, span_of)
     return replace(
         chain,
         stages=tuple(_stage_of(chain, span, hidden_bytes[number]) for number, span in enumerate(spans)),
-        shared=tuple(_shared(tensor, span_of, segments, spans) for tensor in chain.shared),
+        shared=tuple(_shared(tensor, span_of, rerun, spans) for tensor in chain.shared),
     )
 
 
@@ -50,11 +50,11 @@ def _stage_of(chain: Chain, span: Segment, hidden_bytes: tuple[int, int]) -> Sta
     if span.option is not None:
         stage = chain.stages[span.start]
         return replace(stage, options=(stage.options[span.option],), recomputable=False)
-    return _segment_stage(chain, span, hidden_bytes)
+    return _rerun_stage(chain, span, hidden_bytes)
 
 
-def _segment_stage(chain: Chain, span: Segment, hidden_bytes: tuple[int, int]) -> Stage:
-    """The costs of a segment, replayed alone: its forward, then (after a stage of no cost) its backward."""
+def _rerun_stage(chain: Chain, span: Segment, hidden_bytes: tuple[int, int]) -> Stage:
+    """The costs of stages that run again, replayed alone: forwards, then (after a stage of no cost) backwards."""
     stages = chain.stages[span.start : span.end]
     no_cost = Option(
         forward_seconds=0, backward_seconds=0, kept_bytes=0, forward_peak_bytes=0, backward_peak_bytes=0,
@@ -99,36 +99,36 @@ def _peak(entries: Sequence[ReplayedAction], before_bytes: int) -> int:
 
 
 def _hidden_bytes(
-    chain: Chain, spans: Sequence[Segment], segments: set[int], span_of: dict[int, int]
+    chain: Chain, spans: Sequence[Segment], rerun: set[int], span_of: dict[int, int]
 ) -> list[tuple[int, int]]:
-    """Bytes of shared tensors that a segment alone holds for a while: in its forward, and in its backward."""
+    """Bytes of shared tensors that only a span of ``rerun`` holds for a while: in its forward, and in its backward."""
     hidden_bytes = [(0, 0)] * len(spans)
     for tensor in chain.shared:
         last = span_of[tensor.forward_death]
-        if last in segments and not (tensor.born < spans[last].start == tensor.forward_death):
+        if last in rerun and not (tensor.born < spans[last].start == tensor.forward_death):
             hidden_bytes[last] = (hidden_bytes[last][0] + tensor.size_bytes, hidden_bytes[last][1])
-        for number in segments & {span_of[k] for k in tensor.savers}:
-            if number not in _holders(tensor, span_of, segments, spans):
+        for number in rerun & {span_of[k] for k in tensor.savers}:
+            if number not in _holders(tensor, span_of, rerun, spans):
                 hidden_bytes[number] = (hidden_bytes[number][0], hidden_bytes[number][1] + tensor.size_bytes)
     return hidden_bytes
 
 
-def _shared(tensor: Shared, span_of: dict[int, int], segments: set[int], spans: Sequence[Segment]) -> Shared:
+def _shared(tensor: Shared, span_of: dict[int, int], rerun: set[int], spans: Sequence[Segment]) -> Shared:
     undecided = {number for number, span in enumerate(spans) if span.undecided}
-    savers = {span_of[k] for k in tensor.savers} - segments
+    savers = {span_of[k] for k in tensor.savers} - rerun
     return Shared(
         size_bytes=tensor.size_bytes,
         born=span_of[tensor.born],
         forward_death=span_of[tensor.forward_death],
         readers=tuple(sorted({span_of[k] for k in tensor.readers} & undecided)),
         linked_readers=tuple(sorted({span_of[k] for k in tensor.linked_readers} & undecided)),
-        savers=tuple(sorted(savers | _holders(tensor, span_of, segments, spans))),
+        savers=tuple(sorted(savers | _holders(tensor, span_of, rerun, spans))),
         held_until=None if tensor.held_until is None else span_of[tensor.held_until],
     )
 
 
-def _holders(tensor: Shared, span_of: dict[int, int], segments: set[int], spans: Sequence[Segment]) -> set[int]:
-    """Segments that hold a shared tensor from their forward on: it is an input of a stage in them."""
-    starts = {spans[number].start for number in segments}
+def _holders(tensor: Shared, span_of: dict[int, int], rerun: set[int], spans: Sequence[Segment]) -> set[int]:
+    """Spans of ``rerun`` that hold a shared tensor from their forward on: it is an input of a stage in them."""
+    starts = {spans[number].start for number in rerun}
     holders = {span_of[k] for k in tensor.readers} | {span_of[k] for k in tensor.linked_readers if k in starts}
-    return holders & segments
+    return holders & rerun
