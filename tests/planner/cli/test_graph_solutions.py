@@ -12,7 +12,6 @@ import planner
 from planner.cli import graph_solutions
 from planner.plans.pareto_curves import COLUMNS
 from solvers.problem.examples import training_graph
-from tests.support import ROOT
 from tests.support.command_line import SOLVE_KEYS, done, refused, run
 from tests.support.graph_documents import document, node, replayed, training_step
 
@@ -219,11 +218,3 @@ def test_pareto_names_what_came_to_no_turn(deep, tmp_path):
     result = done("pareto", deep, "--csv", tmp_path / "curve.csv", "--time-limit", "0.001")
     assert "left out: lower_sets" in result.stderr and "--time-limit" in result.stderr
     assert "seconds above zero" in refused("pareto", deep, "--time-limit", "0")
-
-
-def test_the_problem_file_of_the_readme_works_when_pasted(tmp_path):
-    text = (ROOT / "README.md").read_text()
-    example = text[text.index('{"format": "planner-graph"') :].split("\n```", 1)[0]
-    (tmp_path / "step.json").write_text(example)
-    solved = json.loads(done("solve", tmp_path / "step.json", "--budget", "75%", "--json").stdout)
-    assert (solved["status"], solved["recomputed_seconds"] > 0) == ("optimal", True)
