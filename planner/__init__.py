@@ -9,90 +9,68 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from planner.capacity.advice import Advice as Advice
-    from planner.capacity.advice import advise as advise
-    from planner.capacity.batch_limits import Limit as Limit
-    from planner.capacity.batch_limits import MaxBatch as MaxBatch
-    from planner.capacity.batch_limits import NoBatch as NoBatch
+    from planner.capacity.advice import Advice as Advice, advise as advise
+    from planner.capacity.batch_limits import Limit as Limit, MaxBatch as MaxBatch, NoBatch as NoBatch
     from planner.capacity.batch_search import max_batch as max_batch
-    from planner.capacity.levers import Combination as Combination
-    from planner.capacity.levers import Lever as Lever
-    from planner.explain.state_table import ModelStates as ModelStates
-    from planner.explain.state_table import StateRow as StateRow
-    from planner.explain.state_table import model_states as model_states
+    from planner.capacity.levers import Combination as Combination, Lever as Lever
+    from planner.explain.state_table import (
+        ModelStates as ModelStates,
+        StateRow as StateRow,
+        model_states as model_states,
+    )
     from planner.plans.lowering import UnsupportedPlan as UnsupportedPlan
     from planner.plans.offload_request import Offload as Offload
     from planner.plans.pareto_curves import pareto as pareto
-    from planner.plans.plan import Plan as Plan
-    from planner.plans.plan import PlannedStage as PlannedStage
+    from planner.plans.plan import Plan as Plan, PlannedStage as PlannedStage
     from planner.plans.profiling import profile as profile
-    from planner.plans.rules import Rule as Rule
-    from planner.plans.rules import Rules as Rules
-    from planner.plans.solving import Infeasible as Infeasible
-    from planner.plans.solving import NothingFound as NothingFound
-    from planner.plans.solving import solve as solve
+    from planner.plans.rules import Rule as Rule, Rules as Rules
+    from planner.plans.solving import Infeasible as Infeasible, NothingFound as NothingFound, solve as solve
     from planner.plans.stated_plan import state as state
-    from planner.runtime.applier import Handle as Handle
-    from planner.runtime.applier import PlanMismatch as PlanMismatch
-    from planner.runtime.applier import apply as apply
-    from planner.runtime.applier import handle_of as handle_of
+    from planner.runtime.applier import (
+        Handle as Handle,
+        PlanMismatch as PlanMismatch,
+        apply as apply,
+        handle_of as handle_of,
+    )
     from planner.training.checkpointing import auto_checkpoint as auto_checkpoint
     from planner.training.dynamic_shapes import DynamicHandle as DynamicHandle
     from planner.training.input_signatures import Signature as Signature
-    from planner.training.oom_report import FailureReport as FailureReport
-    from planner.training.oom_report import OutOfMemory as OutOfMemory
-    from planner.training.training import TrainingRun as TrainingRun
-    from planner.training.training import train_planned as train_planned
-    from profiler.measurement.step_measurement import Measurement as Measurement
-    from profiler.measurement.step_measurement import measure as measure
+    from planner.training.oom_report import FailureReport as FailureReport, OutOfMemory as OutOfMemory
+    from planner.training.training import TrainingRun as TrainingRun, train_planned as train_planned
+    from profiler.measurement.step_measurement import Measurement as Measurement, measure as measure
     from profiler.recomputation.functions import recompute as recompute
     from profiler.records import Profile as Profile
     from profiler.workload.steps import ProfileError as ProfileError
     from profiler.workload.workload import Workload as Workload
 
-_HOME = {
-    "Advice": "planner.capacity.advice",
-    "Combination": "planner.capacity.levers",
-    "DynamicHandle": "planner.training.dynamic_shapes",
-    "FailureReport": "planner.training.oom_report",
-    "Handle": "planner.runtime.applier",
-    "Infeasible": "planner.plans.solving",
-    "Lever": "planner.capacity.levers",
-    "Limit": "planner.capacity.batch_limits",
-    "MaxBatch": "planner.capacity.batch_limits",
-    "Measurement": "profiler.measurement.step_measurement",
-    "ModelStates": "planner.explain.state_table",
-    "NoBatch": "planner.capacity.batch_limits",
-    "NothingFound": "planner.plans.solving",
-    "Offload": "planner.plans.offload_request",
-    "OutOfMemory": "planner.training.oom_report",
-    "Plan": "planner.plans.plan",
-    "PlanMismatch": "planner.runtime.applier",
-    "PlannedStage": "planner.plans.plan",
-    "Profile": "profiler.records",
-    "ProfileError": "profiler.workload.steps",
-    "Rule": "planner.plans.rules",
-    "Rules": "planner.plans.rules",
-    "Signature": "planner.training.input_signatures",
-    "StateRow": "planner.explain.state_table",
-    "TrainingRun": "planner.training.training",
-    "UnsupportedPlan": "planner.plans.lowering",
-    "Workload": "profiler.workload.workload",
-    "advise": "planner.capacity.advice",
-    "apply": "planner.runtime.applier",
-    "auto_checkpoint": "planner.training.checkpointing",
-    "handle_of": "planner.runtime.applier",
-    "max_batch": "planner.capacity.batch_search",
-    "measure": "profiler.measurement.step_measurement",
-    "model_states": "planner.explain.state_table",
-    "pareto": "planner.plans.pareto_curves",
-    "profile": "planner.plans.profiling",
-    "recompute": "profiler.recomputation.functions",
-    "solve": "planner.plans.solving",
-    "state": "planner.plans.stated_plan",
-    "train_planned": "planner.training.training",
+_NAMES = {
+    "planner.capacity.advice": "Advice advise",
+    "planner.capacity.batch_limits": "Limit MaxBatch NoBatch",
+    "planner.capacity.batch_search": "max_batch",
+    "planner.capacity.levers": "Combination Lever",
+    "planner.explain.state_table": "ModelStates StateRow model_states",
+    "planner.plans.lowering": "UnsupportedPlan",
+    "planner.plans.offload_request": "Offload",
+    "planner.plans.pareto_curves": "pareto",
+    "planner.plans.plan": "Plan PlannedStage",
+    "planner.plans.profiling": "profile",
+    "planner.plans.rules": "Rule Rules",
+    "planner.plans.solving": "Infeasible NothingFound solve",
+    "planner.plans.stated_plan": "state",
+    "planner.runtime.applier": "Handle PlanMismatch apply handle_of",
+    "planner.training.checkpointing": "auto_checkpoint",
+    "planner.training.dynamic_shapes": "DynamicHandle",
+    "planner.training.input_signatures": "Signature",
+    "planner.training.oom_report": "FailureReport OutOfMemory",
+    "planner.training.training": "TrainingRun train_planned",
+    "profiler.measurement.step_measurement": "Measurement measure",
+    "profiler.recomputation.functions": "recompute",
+    "profiler.records": "Profile",
+    "profiler.workload.steps": "ProfileError",
+    "profiler.workload.workload": "Workload",
 }
-__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from profiler.measurement.profiling import profile as profile
-    from profiler.measurement.step_measurement import Measurement as Measurement
-    from profiler.measurement.step_measurement import measure as measure
+    from profiler.measurement.step_measurement import Measurement as Measurement, measure as measure
     from profiler.recomputation.functions import recompute as recompute
     from profiler.records import Profile as Profile
     from profiler.workload.steps import ProfileError as ProfileError

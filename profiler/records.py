@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from profiler.json_files import from_plain, read_document, to_plain, write_document
-from profiler.op_graph import KEYS as OP_GRAPH_KEYS
-from profiler.op_graph import StageOps
+from profiler.op_graph import KEYS as OP_GRAPH_KEYS, StageOps
 
 if TYPE_CHECKING:
     import pandas as pd

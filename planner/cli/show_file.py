@@ -18,14 +18,10 @@ from planner.explain.peak import Peak, predicted_peak
 from planner.explain.peak_report import peak_rows, peak_shown, peak_table
 from planner.explain.timeline import Timeline, beside_seconds_of, predicted_timelines, timeline_table
 from planner.explain.timeline_plot import ExplainedPeak, draw_timeline
-from planner.plans.plan import FORMAT as PLAN_FORMAT
-from planner.plans.plan import VERSION as PLAN_VERSION
-from planner.plans.plan import Plan, chain_in
+from planner.plans.plan import FORMAT as PLAN_FORMAT, VERSION as PLAN_VERSION, Plan, chain_in
 from planner.units import format_bytes, format_seconds
 from profiler.json_files import read_document, write_whole
-from profiler.records import FORMAT as PROFILE_FORMAT
-from profiler.records import VERSION as PROFILE_VERSION
-from profiler.records import Profile
+from profiler.records import FORMAT as PROFILE_FORMAT, VERSION as PROFILE_VERSION, Profile
 from profiler.workload.workload import Workload
 
 FORMATS = {PLAN_FORMAT: PLAN_VERSION, PROFILE_FORMAT: PROFILE_VERSION} | solution_files.FORMATS

@@ -14,8 +14,7 @@ from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.problem_files import Source, read_source
 from profiler.records import Profile
-from solvers import Chain, Solution
-from solvers import frontier as solver_frontier
+from solvers import Chain, Solution, frontier as solver_frontier
 from solvers.chain.baselines import keep_all_replay
 from solvers.chain.lower_bound import bound_seconds
 from solvers.graph.liveness import IndexedGraph, unplanned_replay

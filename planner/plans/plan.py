@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from planner.plans.offload_request import link_document, link_from
 from profiler.json_files import from_plain, read_document, to_plain, write_document
-from profiler.records import KEYS as PROFILE_KEYS
-from profiler.records import MenuRecord, ResidentBytes
+from profiler.records import KEYS as PROFILE_KEYS, MenuRecord, ResidentBytes
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Action, Schedule
 from solvers.problem.chain_simulator import replay

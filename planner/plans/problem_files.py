@@ -8,15 +8,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from profiler.json_files import read_document
-from profiler.records import FORMAT as PROFILE_FORMAT
-from profiler.records import VERSION as PROFILE_VERSION
-from profiler.records import Profile
-from solvers.problem.chain import FORMAT as CHAIN_FORMAT
-from solvers.problem.chain import VERSION as CHAIN_VERSION
-from solvers.problem.chain import Chain
-from solvers.problem.graph import FORMAT as GRAPH_FORMAT
-from solvers.problem.graph import VERSION as GRAPH_VERSION
-from solvers.problem.graph import Graph
+from profiler.records import FORMAT as PROFILE_FORMAT, VERSION as PROFILE_VERSION, Profile
+from solvers.problem.chain import FORMAT as CHAIN_FORMAT, VERSION as CHAIN_VERSION, Chain
+from solvers.problem.graph import FORMAT as GRAPH_FORMAT, VERSION as GRAPH_VERSION, Graph
 
 Source: TypeAlias = Profile | Chain | Graph
 FORMATS = {PROFILE_FORMAT: PROFILE_VERSION, CHAIN_FORMAT: CHAIN_VERSION, GRAPH_FORMAT: GRAPH_VERSION}
