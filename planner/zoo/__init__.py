@@ -11,12 +11,12 @@ from typing import Any
 from planner.zoo.language import build_bert, build_gpt2, build_llama, build_t5
 from planner.zoo.mindspore import build_mindspore_blocks
 from planner.zoo.mlp import build_mlp
-from planner.zoo.training import Unknown, check_settings
+from planner.zoo.training import COMMON, Unknown, ZooModel, checked_settings, in_training, seeded
 from planner.zoo.unet import build_unet
 from planner.zoo.vision import build_resnet50, build_vit
 from profiler.workload.workload import Workload
 
-_BUILDERS: dict[str, Callable[..., Workload]] = {
+_BUILDERS: dict[str, Callable[..., ZooModel]] = {
     "gpt2": build_gpt2,
     "bert": build_bert,
     "llama": build_llama,
@@ -53,6 +53,8 @@ def build(name: str, **settings: Any) -> Workload:
     """
     if name not in _BUILDERS:
         raise Unknown(f"zoo: expected one of {', '.join(_BUILDERS)}, got {name!r}; use one of them")
-    builder = _BUILDERS[name]
-    check_settings(name, builder, settings)
-    return builder(**settings)
+    sizes = checked_settings(name, _BUILDERS[name], settings)
+    common = {key: sizes.pop(key) for key in COMMON}
+    with seeded(common.pop("seed")):
+        built = _BUILDERS[name](**sizes)
+    return in_training(built, **common)

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from planner.zoo.training import finish, seeded, transformers
-from profiler.workload.workload import Workload
+from planner.zoo.training import ZooModel, transformers
 
 
 def build_gpt2(
@@ -18,11 +17,7 @@ def build_gpt2(
     heads: int = 4,
     seq: int = 64,
     vocab: int = 1000,
-    seed: int = 0,
-    device: str = "cpu",
-    optimizer: str = "adamw",
-    precision: str = "float32",
-) -> Workload:
+) -> ZooModel:
     """GPT-2 for next-token prediction; dropout 0.1."""
     library = transformers()
     config = library.GPT2Config(
@@ -35,10 +30,9 @@ def build_gpt2(
         eos_token_id=0,
         use_cache=False,
     )
-    with seeded(seed):
-        model = library.GPT2LMHeadModel(config)
-        model.loss_type = "ForCausalLM"  # what it falls back to anyway, with a warning: its class name tells it nothing
-        return finish(model, _tokens(batch, seq, vocab), device=device, optimizer=optimizer, precision=precision)
+    model = library.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # what it falls back to anyway, with a warning: its class name tells it nothing
+    return ZooModel(model, _tokens(batch, seq, vocab))
 
 
 def build_bert(
@@ -49,21 +43,10 @@ def build_bert(
     heads: int = 4,
     seq: int = 64,
     vocab: int = 1000,
-    seed: int = 0,
-    device: str = "cpu",
-    optimizer: str = "adamw",
-    precision: str = "float32",
-) -> Workload:
+) -> ZooModel:
     """BERT with its masked-token head; dropout 0.1."""
     config = bert_config(layers=layers, hidden=hidden, heads=heads, seq=seq, vocab=vocab)
-    with seeded(seed):
-        return finish(
-            transformers().BertForMaskedLM(config),
-            _tokens(batch, seq, vocab),
-            device=device,
-            optimizer=optimizer,
-            precision=precision,
-        )
+    return ZooModel(transformers().BertForMaskedLM(config), _tokens(batch, seq, vocab))
 
 
 def bert_config(*, layers: int, hidden: int, heads: int, seq: int, vocab: int, attention: str = "sdpa") -> Any:
@@ -88,11 +71,7 @@ def build_llama(
     heads: int = 4,
     seq: int = 64,
     vocab: int = 1000,
-    seed: int = 0,
-    device: str = "cpu",
-    optimizer: str = "adamw",
-    precision: str = "float32",
-) -> Workload:
+) -> ZooModel:
     """Llama for next-token prediction: RMSNorm, rotary positions, gated MLP of 8/3 hidden; no dropout."""
     if hidden // heads % 2:
         raise ValueError(
@@ -110,14 +89,7 @@ def build_llama(
         vocab_size=vocab,
         use_cache=False,
     )
-    with seeded(seed):
-        return finish(
-            library.LlamaForCausalLM(config),
-            _tokens(batch, seq, vocab),
-            device=device,
-            optimizer=optimizer,
-            precision=precision,
-        )
+    return ZooModel(library.LlamaForCausalLM(config), _tokens(batch, seq, vocab))
 
 
 def build_t5(
@@ -128,11 +100,7 @@ def build_t5(
     heads: int = 4,
     seq: int = 64,
     vocab: int = 1000,
-    seed: int = 0,
-    device: str = "cpu",
-    optimizer: str = "adamw",
-    precision: str = "float32",
-) -> Workload:
+) -> ZooModel:
     """T5: ``layers`` encoder and ``layers`` decoder blocks, as long a target as a source; dropout 0.1."""
     library = transformers()
     config = library.T5Config(
@@ -147,13 +115,8 @@ def build_t5(
         decoder_start_token_id=0,
         use_cache=False,
     )
-    with seeded(seed):
-        model = library.T5ForConditionalGeneration(config)
-        return finish(model, _tokens(batch, seq, vocab), device=device, optimizer=optimizer, precision=precision)
+    return ZooModel(library.T5ForConditionalGeneration(config), _tokens(batch, seq, vocab))
 
 
 def _tokens(batch: int, seq: int, vocab: int) -> dict[str, torch.Tensor]:
-    return {
-        "input_ids": torch.randint(vocab, (batch, seq)),
-        "labels": torch.randint(vocab, (batch, seq)),
-    }
+    return {"input_ids": torch.randint(vocab, (batch, seq)), "labels": torch.randint(vocab, (batch, seq))}

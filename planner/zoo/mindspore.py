@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from planner.zoo.training import finish, seeded
-from profiler.workload.workload import Workload
+from planner.zoo.training import ZooModel
 
 # The tutorial's constants; its dropout keeps 0.9.
 SCALE = 2.37891
@@ -58,11 +57,7 @@ def build_mindspore_blocks(
     hidden: int = 512,
     heads: int = 16,
     seq: int = 128,
-    seed: int = 0,
-    device: str = "cpu",
-    optimizer: str = "adamw",
-    precision: str = "float32",
-) -> Workload:
+) -> ZooModel:
     """The network of MindSpore's tutorial "Recomputation": derivative of the summed output with respect to the input.
 
     The input is (batch, seq, heads, hidden / heads), (8, 128, 16, 32) by
@@ -72,10 +67,5 @@ def build_mindspore_blocks(
 
     Source: https://mindspore.cn/docs/en/r2.5.0/model_train/parallel/recompute.html
     """
-    with seeded(seed):
-        model = Blocks(blocks=blocks, batch=batch, seq=seq)
-        inputs = torch.randn(batch, seq, heads, hidden // heads)
-        workload = finish(model, inputs, device=device, optimizer=optimizer, precision=precision, loss=Tensor.sum)
-    assert isinstance(workload.inputs, Tensor)
-    workload.inputs.requires_grad_()  # only now: moved to another device it would be no leaf
-    return workload
+    model = Blocks(blocks=blocks, batch=batch, seq=seq)
+    return ZooModel(model, torch.randn(batch, seq, heads, hidden // heads, requires_grad=True), Tensor.sum)

@@ -7,13 +7,13 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from profiler.workload.tensor_trees import map_tensors
-from profiler.workload.workload import LossFunction, Workload
+from profiler.workload.workload import Workload
 
 LEARNING_RATE = 1e-3
 MOMENTUM = 0.9
@@ -27,6 +27,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
 }
 _AUTOCAST = {"float32": None, "amp-bf16": torch.bfloat16, "amp-fp16": torch.float16, "bf16": None}
 PRECISIONS = tuple(_AUTOCAST)
+COMMON = {"seed": 0, "device": "cpu", "optimizer": "adamw", "precision": "float32"}  # of every model, beside its sizes
 _CHOICES = {"optimizer": tuple(OPTIMIZERS), "precision": PRECISIONS}
 
 _LEAST = {"seed": 0, "seq": 2}  # with one token there is no next one to predict, and the loss is NaN; others: 1
@@ -34,6 +35,15 @@ _LEAST = {"seed": 0, "seq": 2}  # with one token there is no next one to predict
 
 class Unknown(ValueError):
     """A model or a setting that the zoo does not have, whatever its value, or a device that is not there."""
+
+
+class ZooModel(NamedTuple):
+    """A model and its batch, as drawn on the CPU; ``loss`` takes the output, and the ``target`` where there is one."""
+
+    model: nn.Module
+    inputs: Tensor | dict[str, Tensor]
+    loss: Callable[..., Tensor] | None = None
+    target: Tensor | None = None
 
 
 @contextmanager
@@ -44,42 +54,31 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def finish(
-    model: nn.Module,
-    inputs: torch.Tensor | dict[str, torch.Tensor],
-    *,
-    device: str,
-    optimizer: str,
-    precision: str,
-    loss: LossFunction | None = None,
-) -> Workload:
+def in_training(built: ZooModel, *, device: str, optimizer: str, precision: str) -> Workload:
     """The workload of a model in training mode on ``device``.
 
     Args:
-        optimizer: one of ``OPTIMIZERS``.
+        optimizer: one of ``OPTIMIZERS``, over all parameters, as torch has it but for the learning rate.
         precision: ``float32``; ``amp-bf16`` and ``amp-fp16`` are float32 weights under autocast, the latter with a
             scaler; ``bf16`` has weights, gradients and floating-point inputs in bfloat16.
     """
-    model.train().to(device)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+
+    def moved(tensor: Tensor) -> Tensor:  # without its graph: an input that takes a gradient stays a leaf
+        there = tensor.detach().to(device, dtype if tensor.is_floating_point() else None)
+        return there.requires_grad_(tensor.requires_grad)
+
+    model, make_optimizer, loss = built.model.train().to(device, dtype), OPTIMIZERS[optimizer], built.loss
+    if loss is not None and built.target is not None:
+        loss = functools.partial(loss, target=built.target.to(device))
     return Workload(
         model=model,
-        inputs=map_tensors(lambda tensor: _moved(tensor, device, dtype), inputs),
+        inputs=map_tensors(moved, built.inputs),
         loss=loss,
-        optimizer=make_optimizer(optimizer, model.to(dtype)),
+        optimizer=make_optimizer(model.parameters(), lr=LEARNING_RATE) if make_optimizer else None,
         autocast=_AUTOCAST[precision],
         scaler=torch.amp.GradScaler(torch.device(device).type) if precision == "amp-fp16" else None,
     )
-
-
-def _moved(tensor: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
-
-
-def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
-    """One of ``OPTIMIZERS`` over all parameters, as torch has it but for the learning rate."""
-    make = OPTIMIZERS[name]
-    return None if make is None else make(model.parameters(), lr=LEARNING_RATE)
 
 
 def transformers() -> Any:
@@ -99,13 +98,14 @@ def transformers() -> Any:
         ) from error
 
 
-def check_settings(name: str, builder: Callable[..., Workload], settings: Mapping[str, Any]) -> None:
-    """Hold ``settings`` against the builder's signature: names, types, and values that can work.
+def checked_settings(name: str, builder: Callable[..., ZooModel], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings of a model, defaults included: names, types, and values that can work.
 
     Raises:
         ValueError: with what was expected, what came, and the accepted settings.
     """
-    defaults = {p.name: p.default for p in inspect.signature(builder).parameters.values()}
+    sizes = {parameter.name: parameter.default for parameter in inspect.signature(builder).parameters.values()}
+    defaults = {**sizes, **COMMON}
     accepted = ", ".join(f"{key}={value}" for key, value in defaults.items())
     for key, value in settings.items():
         if key not in defaults:
@@ -122,6 +122,7 @@ def check_settings(name: str, builder: Callable[..., Workload], settings: Mappin
             f"zoo:{name}: expected hidden to be a multiple of heads, got hidden={merged['hidden']} and "
             f"heads={merged['heads']}; change one of them"
         )
+    return merged
 
 
 def _check_value(where: str, key: str, value: Any, default: Any) -> None:

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.zoo.training import finish, seeded
-from profiler.workload.workload import Workload
+from planner.zoo.training import ZooModel
 
 LEVELS = 4
 
@@ -76,26 +75,13 @@ def build_unet(
     hidden: int = 16,
     image: int = 96,
     classes: int = 4,
-    seed: int = 0,
-    device: str = "cpu",
-    optimizer: str = "adamw",
-    precision: str = "float32",
-) -> Workload:
+) -> ZooModel:
     """U-Net that labels every pixel; the image's side is a multiple of 16."""
     if image % 2**LEVELS:
         raise ValueError(
             f"zoo:unet: expected image to be a multiple of {2**LEVELS}, got {image}; "
             f"write image={max(1, image // 2**LEVELS) * 2**LEVELS}"
         )
-    with seeded(seed):
-        model = UNet(channels=3, hidden=hidden, classes=classes)
-        pixels = torch.randn(batch, 3, image, image)
-        labels = torch.randint(classes, (batch, image, image)).to(device)
-    return finish(
-        model,
-        pixels,
-        device=device,
-        optimizer=optimizer,
-        precision=precision,
-        loss=lambda scores: functional.cross_entropy(scores, labels),
-    )
+    model = UNet(channels=3, hidden=hidden, classes=classes)
+    pixels, labels = torch.randn(batch, 3, image, image), torch.randint(classes, (batch, image, image))
+    return ZooModel(model, pixels, functional.cross_entropy, labels)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from planner.zoo.training import finish, seeded, transformers
-from profiler.workload.workload import Workload
+from planner.zoo.training import ZooModel, transformers
 
 
 def build_vit(
@@ -17,11 +16,7 @@ def build_vit(
     image: int = 64,
     patch: int = 8,
     classes: int = 10,
-    seed: int = 0,
-    device: str = "cpu",
-    optimizer: str = "adamw",
-    precision: str = "float32",
-) -> Workload:
+) -> ZooModel:
     """Vision transformer on square images cut into square patches; no dropout."""
     if image % patch:
         raise ValueError(
@@ -37,9 +32,7 @@ def build_vit(
         patch_size=patch,
         num_labels=classes,
     )
-    with seeded(seed):
-        model = library.ViTForImageClassification(config)
-        return finish(model, _images(batch, image, classes), device=device, optimizer=optimizer, precision=precision)
+    return ZooModel(library.ViTForImageClassification(config), _images(batch, image, classes))
 
 
 def build_resnet50(
@@ -48,11 +41,7 @@ def build_resnet50(
     hidden: int = 32,
     image: int = 64,
     classes: int = 10,
-    seed: int = 0,
-    device: str = "cpu",
-    optimizer: str = "adamw",
-    precision: str = "float32",
-) -> Workload:
+) -> ZooModel:
     """ResNet-50: bottlenecks in depths 3, 4, 6, 3 with BatchNorm; ``hidden`` is the stem's width.
 
     The paper's width is 64; at half of it and small images the activations,
@@ -66,13 +55,8 @@ def build_resnet50(
         layer_type="bottleneck",
         num_labels=classes,
     )
-    with seeded(seed):
-        model = library.ResNetForImageClassification(config)
-        return finish(model, _images(batch, image, classes), device=device, optimizer=optimizer, precision=precision)
+    return ZooModel(library.ResNetForImageClassification(config), _images(batch, image, classes))
 
 
 def _images(batch: int, image: int, classes: int) -> dict[str, torch.Tensor]:
-    return {
-        "pixel_values": torch.randn(batch, 3, image, image),
-        "labels": torch.randint(classes, (batch,)),
-    }
+    return {"pixel_values": torch.randn(batch, 3, image, image), "labels": torch.randint(classes, (batch,))}
