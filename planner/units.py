@@ -8,7 +8,7 @@ from operator import index
 
 _BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS = {"b": 1, **_BINARY, **_DECIMAL}
+_UNITS = {"": 1, "b": 1, **_BINARY, **_DECIMAL}
 
 # Up to 30 digits: enough for any size, few enough that Python reads them at once.
 _SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*([a-z]*|%)", re.IGNORECASE)
@@ -41,13 +41,18 @@ def parse_bytes(text: str | int, *, whole_bytes: int | None = None) -> int:
     return size
 
 
+def parse_bytes_or_zero(text: str | int) -> int:
+    """As ``parse_bytes``, where 0 is an answer, too."""
+    return 0 if str(text).strip() in ("0", "0B") else parse_bytes(text)
+
+
 def _from_number(number: int) -> int:
-    if isinstance(number, bool):
-        raise ValueError(f"size: {_EXPECTED}, got {number!r}; pass bytes as an int or a text with a unit")
     try:
-        return index(number)
-    except TypeError as error:
-        raise ValueError(f"size: {_EXPECTED}, got {number!r}; pass bytes as an int or a text with a unit") from error
+        if not isinstance(number, bool):
+            return index(number)
+    except TypeError:
+        pass
+    raise ValueError(f"size: {_EXPECTED}, got {number!r}; pass bytes as an int or a text with a unit")
 
 
 def _from_text(text: str, whole_bytes: int | None) -> int:
@@ -56,31 +61,20 @@ def _from_text(text: str, whole_bytes: int | None) -> int:
         raise ValueError(f"size: {_EXPECTED}, got {text!r}; write a positive number and a unit")
     number, unit = Fraction(match[1]), match[2].lower()
     if unit == "%":
-        return int(number * _whole(text, whole_bytes) / 100)
-    if not unit:
-        return _bare(text, number)
-    if unit not in _UNITS:
-        raise ValueError(f"size: {_EXPECTED}, got {text!r} with the unknown unit {match[2]!r}; use one of {_names()}")
-    return int(number * _UNITS[unit])
-
-
-def _bare(text: str, number: Fraction) -> int:
-    if number.denominator != 1:
+        if whole_bytes is None:
+            raise ValueError(
+                f"size: expected bytes, got {text!r} where no unplanned peak is known to take a part of; "
+                "give the size in bytes, for example 8GiB"
+            )
+        return int(number * whole_bytes / 100)
+    if not unit and number.denominator != 1:
         raise ValueError(f"size: {_EXPECTED}, got {text!r} without a unit; add one, for example {text.strip()}GiB")
-    return int(number)
-
-
-def _whole(text: str, whole_bytes: int | None) -> int:
-    if whole_bytes is None:
+    if unit not in _UNITS:
         raise ValueError(
-            f"size: expected bytes, got {text!r} where no unplanned peak is known to take a part of; "
-            "give the size in bytes, for example 8GiB"
+            f"size: {_EXPECTED}, got {text!r} with the unknown unit {match[2]!r}; "
+            "use one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
         )
-    return whole_bytes
-
-
-def _names() -> str:
-    return "B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
+    return int(number * _UNITS[unit])
 
 
 def format_bytes(size: int) -> str:

@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from planner.units import parse_bytes
+from planner.units import parse_bytes_or_zero
 
-_SHARE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*%")
+_SHARE = re.compile(r"(0*[0-9]{1,2}(?:\.[0-9]{1,30})?)\s*%")  # two digits: below 100
 _EXPECTED = "expected bytes (512MiB, 1234567, 0) or a share of the budget below 100 % (5%)"
 
 
@@ -45,14 +45,8 @@ def headroom_from(text: str | int) -> Headroom:
         ValueError: neither bytes nor a share below 100 %.
     """
     if isinstance(text, str) and (match := _SHARE.fullmatch(text.strip())):
-        share = Fraction(match[1]) / 100
-        if share < 1:
-            return Headroom(share=share)
-    elif text == 0 or (isinstance(text, str) and text.strip() in ("0", "0B")):
-        return Headroom()
-    else:
-        try:
-            return Headroom(fixed_bytes=parse_bytes(text))
-        except ValueError as error:
-            raise ValueError(f"headroom: {_EXPECTED}, got {text!r}; correct it") from error
-    raise ValueError(f"headroom: {_EXPECTED}, got {text!r}; correct it")
+        return Headroom(share=Fraction(match[1]) / 100)
+    try:
+        return Headroom(fixed_bytes=parse_bytes_or_zero(text))
+    except ValueError as error:
+        raise ValueError(f"headroom: {_EXPECTED}, got {text!r}; correct it") from error

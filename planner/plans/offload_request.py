@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from planner.units import format_bytes, parse_bytes
+from planner.units import format_bytes, parse_bytes_or_zero
 from profiler.records import LinkRecord
 from solvers.problem.chain import Chain
 from solvers.problem.link import Link
@@ -43,13 +43,8 @@ class Offload:
             raise ValueError(f"a link: expected gigabytes per second, not negative, got {self.link_gbps!r}; correct it")
         if self.devices_per_link is not None and self.devices_per_link < 1:
             raise ValueError(f"a link: expected at least one device on it, got {self.devices_per_link!r}; correct it")
-        self._host_bytes()
-
-    def _host_bytes(self) -> int | None:
-        """What may be held, as far as it was said; 0 is an answer, too."""
-        if self.host_memory is None:
-            return None
-        return 0 if str(self.host_memory).strip() in ("0", "0B") else parse_bytes(self.host_memory)
+        if self.host_memory is not None:
+            parse_bytes_or_zero(self.host_memory)
 
     def link(self, measured: LinkRecord | None) -> Link | None:
         """The link with this device's share; None where none is known or wanted."""
@@ -58,12 +53,11 @@ class Offload:
         record = measured or LinkRecord(to_host_bytes_per_second=0.0, to_device_bytes_per_second=0.0)
         given = None if self.link_gbps is None else self.link_gbps * GIGABYTE
         devices = self.devices_per_link or record.devices
-        host_bytes = self._host_bytes()
         return Link(
             to_host_bytes_per_second=(record.to_host_bytes_per_second if given is None else given) / devices,
             to_device_bytes_per_second=(record.to_device_bytes_per_second if given is None else given) / devices,
             latency_seconds=record.latency_seconds,
-            host_bytes=record.host_bytes if host_bytes is None else host_bytes,
+            host_bytes=record.host_bytes if self.host_memory is None else parse_bytes_or_zero(self.host_memory),
         )
 
 
@@ -93,7 +87,8 @@ def _why_not(link: Link | None, chain: Chain) -> str:
         return "no link is known: profile on a device that has one, or give its speed with --link-gbps"
     if not min(link.to_host_bytes_per_second, link.to_device_bytes_per_second) > 0:
         return "the link's speed is 0: give one above 0 with --link-gbps"
-    smallest = min(_offload_unit_bytes(chain), default=None)
+    parts = (part for stage in chain.stages for part in (stage, *stage.options))
+    smallest = min((unit_bytes for part in parts for unit_bytes in part.offload_units), default=None)
     if smallest is None:
         return "nothing of this model can be sent: profile with menus, which record what each stage keeps"
     if link.host_bytes is not None and link.host_bytes < smallest:
@@ -117,10 +112,3 @@ def link_from(data: Mapping[str, Any] | None) -> Link | None:
         return None
     values: dict[str, Any] = {k: math.inf if value is None and k in _RATES else value for k, value in data.items()}
     return Link(**values)
-
-
-def _offload_unit_bytes(chain: Chain) -> Iterable[int]:
-    for stage in chain.stages:
-        yield from stage.offload_units
-        for option in stage.options:
-            yield from option.offload_units
