@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from planner.plans.plan import PlannedStage
-from solvers.problem.chain_schedule import TRANSFERS, Action, ActionKind, Schedule
+from solvers.problem.chain_schedule import RUNS, TRANSFERS, Action, ActionKind, Schedule
 
 RerunMode = Literal["drop", "keep", "until_saved"]
-_RUNS = ("forward", "recompute")
 _Phases = list[tuple[int, list[Action]]]  # each stage that goes backward, in order, with the actions before it
 
 
@@ -138,7 +137,7 @@ def _split_end(actions: list[Action]) -> tuple[list[Action], list[Action]]:
 
     The runtime is not told when the loss is done.
     """
-    last = max((i for i, action in enumerate(actions) if action.kind in _RUNS), default=-1)
+    last = max((i for i, action in enumerate(actions) if action.kind in RUNS), default=-1)
     waits = False
     forward, waiting = actions[: last + 1], []
     for action in actions[last + 1 :]:
@@ -167,7 +166,7 @@ def _backwards(
     pending = set(dropped)
     for backward, actions in phases:
         before, boundaries = boundaries, _boundaries_after(boundaries, actions)
-        reruns[backward] = tuple(_rerun(a, boundaries) for a in actions if a.kind in _RUNS)
+        reruns[backward] = tuple(_rerun(a, boundaries) for a in actions if a.kind in RUNS)
         pending -= {rerun.stage for rerun in reruns[backward] if rerun.mode != "drop"}
         freed = {k + 1 for k in before - boundaries}
         releases[backward] = tuple(sorted(k for k in pending & freed if k < backward and stages[k].links))
@@ -188,7 +187,7 @@ def _transfers(first: Sequence[Action], phases: _Phases) -> Iterator[tuple[Trans
     for number, (_, actions) in enumerate([(-1, first), *phases]):
         moment = TransferMoment(1, number - 1, 0) if number else TransferMoment(0, 0, 0)
         for action in actions:
-            if action.kind in _RUNS:
+            if action.kind in RUNS:
                 options[action.stage] = action.option
                 backward, stages, reruns = moment
                 moment = TransferMoment(1, stages, reruns + 1) if backward else TransferMoment(0, stages + 1, 0)

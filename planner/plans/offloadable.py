@@ -7,6 +7,7 @@ from collections import Counter
 from profiler.op_graph import StageOps
 from profiler.records import OptionRecord, Profile
 from solvers import Chain, Schedule
+from solvers.problem.chain_schedule import RUNS
 
 # Less than a page is not worth a copy and the memory of its host buffer.
 SMALLEST_OFFLOAD_UNIT_BYTES = 4096
@@ -105,7 +106,7 @@ def sent_bytes(chain: Chain, schedule: Schedule) -> Counter[int]:
     bytes_by_stage: Counter[int] = Counter()
     options: dict[int, int] = {}
     for action in schedule.actions:
-        if action.kind in ("forward", "recompute") and action.option is not None:
+        if action.kind in RUNS and action.option is not None:
             options[action.stage] = action.option
         elif action.kind == "offload":
             stage = chain.stages[action.stage]

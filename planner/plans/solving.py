@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from planner.plans.cost_model import chain_of
 from planner.plans.headroom import Headroom, headroom_from
-from planner.plans.lowering import lower_schedule
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.plan import Plan, PlannedStage, chain_in
-from planner.plans.stage_decisions import planned_stages, with_decisions
+from planner.plans.stage_decisions import undecided_stage, with_decisions
 from planner.units import format_bytes, format_seconds, parse_bytes
-from profiler.records import Profile, states_bytes
-from solvers import Problem, Replay, Schedule, Solution, replay, solve_chain
+from profiler.records import MenuRecord, Profile, states_bytes
+from solvers import Problem, Schedule, Solution, replay, solve_chain
 from solvers.problem.solution import AnySchedule
 
 OFFLOAD_ONLY = "offload_only"
@@ -179,10 +178,7 @@ def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_se
     problem = Problem(chain=chain, budget_bytes=budget_bytes, link=plan.link)
     method = OFFLOAD_ONLY if plan.offload_only else solver
     solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
-    assert solution.schedule is not None
-    replayed = replay(chain, solution.schedule, plan.link)
-    stages = with_decisions(plan.stages, plan.menus, chain, solution.schedule, replayed)
-    fields = _schedule_fields(stages, solution, replayed, seconds_outside_chain)
+    fields = _schedule_fields(problem, solution, plan.stages, plan.menus, seconds_outside_chain)
     return replace(plan, budget_bytes=budget_bytes + plan.headroom_bytes, **fields)
 
 
@@ -279,12 +275,9 @@ def plan_of(
     offload_only: bool = False,
 ) -> Plan:
     """Bind a feasible solution to the profile's stage names and state its claims."""
-    assert solution.schedule is not None
-    chain = problem.chain
-    replayed = replay(chain, solution.schedule, problem.link)
-    stages = planned_stages(profile, chain, solution.schedule, replayed)
+    stages = [undecided_stage(profile, k) for k in range(len(profile.stages))]
     # Seconds outside forward and backward (optimizer) are those of the unplanned step.
-    seconds_outside_chain = profile.unplanned_seconds - chain.unplanned_seconds
+    seconds_outside_chain = profile.unplanned_seconds - problem.chain.unplanned_seconds
     return Plan(
         model_class=profile.model_class,
         profile_fingerprint=profile.fingerprint,
@@ -296,29 +289,26 @@ def plan_of(
         unplanned_seconds=profile.unplanned_seconds,
         resident_bytes=profile.resident.total,
         menus=profile.menus,
-        chain=chain,
+        chain=problem.chain,
         resident=profile.resident,
         link=problem.link,
         no_offload=no_offload,
         offload_only=offload_only,
-        **_schedule_fields(stages, solution, replayed, seconds_outside_chain),
+        **_schedule_fields(problem, solution, stages, profile.menus, seconds_outside_chain),
     )
 
 
 def _schedule_fields(
-    stages: tuple[PlannedStage, ...], solution: Solution[Schedule], replayed: Replay, seconds_outside_chain: float
+    problem: Problem,
+    solution: Solution[Schedule],
+    stages: Sequence[PlannedStage],
+    menus: Sequence[MenuRecord],
+    seconds_outside_chain: float,
 ) -> dict[str, Any]:
-    """The fields of a plan that follow from its schedule.
-
-    Args:
-        stages: with what the schedule decides of them.
-        solution: with a schedule.
-        replayed: that schedule.
-        seconds_outside_chain: of a step outside of the chain.
-    """
-    assert solution.schedule is not None and solution.gap is not None
-    assert solution.status in ("optimal", "feasible")
-    lower_schedule(stages, solution.schedule)  # Refuses here what could not be applied.
+    """The fields of a plan that follow from its schedule; what the schedule decides of the stages is filled in."""
+    assert solution.schedule is not None
+    replayed = replay(problem.chain, solution.schedule, problem.link)
+    stages = with_decisions(stages, menus, problem.chain, solution.schedule, replayed)
     seconds = replayed.seconds + seconds_outside_chain
     bound = min(seconds, solution.lower_bound_seconds + seconds_outside_chain)
     return {

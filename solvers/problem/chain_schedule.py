@@ -10,6 +10,7 @@ from solvers.problem.number_checks import is_whole
 
 ActionKind = Literal["forward", "recompute", "backward", "free", "offload", "release", "prefetch"]
 KINDS: tuple[ActionKind, ...] = ("forward", "recompute", "backward", "free", "offload", "release", "prefetch")
+RUNS: tuple[ActionKind, ...] = ("forward", "recompute")
 TRANSFERS: tuple[ActionKind, ...] = ("offload", "release", "prefetch")
 
 
@@ -41,11 +42,11 @@ class Schedule:
 
     def forward_runs(self) -> int:
         """How many stage forwards run in all, first runs included."""
-        return sum(a.kind in ("forward", "recompute") for a in self.actions)
+        return sum(a.kind in RUNS for a in self.actions)
 
     def choices_inside(self) -> int:
         """How many forwards keep a choice of what they save, so that ops inside the stage run again."""
-        return sum(bool(a.option) for a in self.actions if a.kind in ("forward", "recompute"))
+        return sum(bool(a.option) for a in self.actions if a.kind in RUNS)
 
     def with_inserted(self, actions: Iterable[tuple[int, Action]]) -> Schedule:
         """The schedule with actions more, each before the action that has a position now, in the order given."""
