@@ -19,11 +19,6 @@ from profiler.workload.compiled_forwards import (
 )
 
 
-def is_compiling_or_compiled(module: nn.Module, forward: Forward | None = None) -> bool:
-    """Whether a module, or one within it, is compiled, or compiled code is calling ``forward``, its own one."""
-    return isinstance(forward, CompiledForward) or is_compiled(module)
-
-
 def module_named(model: nn.Module, name: str) -> nn.Module:
     """The module that a stage's name means, whatever of the model ``torch.compile`` has wrapped, then or now.
 
@@ -75,7 +70,7 @@ class CompiledCalls:
 
     def _check(self, position: int, module: nn.Module, forward: Forward, diverged_stages: set[int]) -> None:
         self._checked.add(position)
-        if not is_compiling_or_compiled(module, forward):
+        if not (isinstance(forward, CompiledForward) or is_compiled(module)):
             return
         self._warn_of_the_peak()
         if position not in self._selective or position in diverged_stages or position in self._uncompiled:

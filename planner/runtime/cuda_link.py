@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from planner.runtime.copy_engine import empty_bytes
-from planner.runtime.host_pool import HostBlocks, HostPool
+from planner.runtime.host_pool import HostBlocks, HostPool, parts_of
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.storages import CUDA_BLOCK_BYTES
 
@@ -50,19 +49,11 @@ class CudaCopyEngine:
             self.to_host.wait_event(self._given_back)
         try:
             with torch.cuda.stream(self.to_host):
-                for host, device in self.parts(blocks, source):
-                    host.copy_(device, non_blocking=True)
+                for host, device in parts_of(blocks, source.numel()):
+                    self.bytes[host].copy_(source[device], non_blocking=True)
         finally:
             copy.done = _recorded(self.to_host)
         return copy
-
-    def parts(self, blocks: HostBlocks, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each block of the host memory, with the part of ``tensor`` that belongs there."""
-        offset, size = 0, tensor.numel()
-        for begin, end in blocks:
-            length = min(end - begin, size - offset)
-            yield self.bytes[begin : begin + length], tensor[offset : offset + length]
-            offset += length
 
     def give_back(self, blocks: HostBlocks, after: torch.cuda.Event | None) -> None:
         """Host memory is free again once ``after`` has happened."""
@@ -91,16 +82,16 @@ class CudaCopy:
 
     def fetch(self) -> CudaFetch:
         """Begin the copy back."""
-        engine, device = self._engine, self._engine.device
-        computing = torch.cuda.current_stream(device)
-        fetch = CudaFetch(self, empty_bytes(self._size_bytes, device), computing)
+        engine = self._engine
+        computing = torch.cuda.current_stream(engine.device)
+        fetch = CudaFetch(self, empty_bytes(self._size_bytes, engine.device), computing)
         engine.to_device.wait_stream(computing)  # Its memory may have been another tensor's, still in use there.
         if self.done is not None:
             engine.to_device.wait_event(self.done)
         try:
             with torch.cuda.stream(engine.to_device):
-                for host, target in engine.parts(self._blocks, fetch.target):
-                    target.copy_(host, non_blocking=True)
+                for host, device in parts_of(self._blocks, self._size_bytes):
+                    fetch.target[device].copy_(engine.bytes[host], non_blocking=True)
         finally:
             fetch.arrived = _recorded(engine.to_device)
         return fetch

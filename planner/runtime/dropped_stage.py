@@ -61,7 +61,7 @@ class DroppedStage:
         module: nn.Module,
         forward: Callable[..., Any],
         runs: KeptRuns,
-        others: dict[int, weakref.ref[DroppedStage]],
+        others: weakref.WeakValueDictionary[int, DroppedStage],
     ) -> None:
         self.position = position
         self.stage = runs.plan.stages[position]
@@ -74,7 +74,7 @@ class DroppedStage:
         self._previous: DroppedStage | None = None
         self._state: CallState | None = None
         self._parameters: list[tuple[Tensor, int]] = []
-        self._placeholders: list[weakref.ref[SavedPlaceholder]] = []
+        self._placeholders: list[Callable[[], SavedPlaceholder | None]] = []
 
     # Forward -----------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class DroppedStage:
 
     def _pack(self, tensor: Tensor) -> Tensor | SavedPlaceholder:
         if tensor.is_leaf and tensor.requires_grad:
-            self._placeholders.append(_GONE)  # A parameter: there anyway. Its place in the order still counts.
+            self._placeholders.append(_gone)  # A parameter: there anyway. Its place in the order still counts.
             return tensor
         placeholder = SavedPlaceholder(self)
         self._placeholders.append(weakref.ref(placeholder))
@@ -128,7 +128,7 @@ class DroppedStage:
         for number, rerun in enumerate(lowered.reruns.get(self.position, ())):
             if transfers is not None:
                 transfers.backward_begins(self.position, number)
-            stage = self._other(rerun.stage)
+            stage = self._others.get(rerun.stage)
             if stage is not None and not stage.done:
                 output = stage._rerun(rerun, output)
         if transfers is not None:
@@ -137,17 +137,13 @@ class DroppedStage:
             # Backward came here in an order the plan does not know (a part of the graph): do what is needed.
             self._rerun(Rerun(self.position, "until_saved", False), None)
         for position in lowered.input_releases.get(self.position, ()):
-            stage = self._other(position)
+            stage = self._others.get(position)
             if stage is not None and not stage.done and stage._previous is not None:
                 stage._input.release_linked()
 
     def offload_inputs(self, numbers: Sequence[int]) -> list[OffloadedStorage]:
         """The storages under input tensors that are held, by their numbers."""
         return [] if self.done else self._input.offload(numbers)
-
-    def _other(self, position: int) -> DroppedStage | None:
-        reference = self._others.get(position)
-        return None if reference is None else reference()
 
     def _rerun(self, rerun: Rerun, before: _RerunOutput | None) -> _RerunOutput | None:
         """Run again, on the output of the rerun before where the input is not held."""
@@ -222,7 +218,4 @@ def _unpack(packed: Tensor | SavedPlaceholder) -> Tensor:
 
 
 def _gone() -> None:
-    return None
-
-
-_GONE: Any = _gone
+    """Stands for the weak reference to a placeholder that never was."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
+from collections.abc import Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 from profiler.workload.compiled_forwards import leave_uncompiled
@@ -61,9 +63,10 @@ class HostPool:
         if wanted_bytes > self.size_bytes - self.held_bytes:
             return None
         blocks: list[HostBlock] = []
+        size = attrgetter("size_bytes")
         while wanted_bytes:
             large_enough = (block for block in self._free if block.size_bytes >= wanted_bytes)
-            free = min(large_enough, key=_size, default=None) or max(self._free, key=_size)
+            free = min(large_enough, key=size, default=None) or max(self._free, key=size)
             blocks.append(self._cut(free, wanted_bytes))
             wanted_bytes -= blocks[-1].size_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
@@ -99,5 +102,10 @@ class HostPool:
         self._free.insert(position, block)
 
 
-def _size(block: HostBlock) -> int:
-    return block.size_bytes
+def parts_of(blocks: HostBlocks, size_bytes: int) -> Iterator[tuple[slice, slice]]:
+    """Where the bytes of a row of ``size_bytes`` lie: for each block its part of the buffer, and that of the row."""
+    offset = 0
+    for begin, end in blocks:
+        length = min(end - begin, size_bytes - offset)
+        yield slice(begin, begin + length), slice(offset, offset + length)
+        offset += length

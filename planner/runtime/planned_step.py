@@ -43,30 +43,26 @@ class PlannedStep:
     ) -> None:
         self._plan = plan
         # Only the graph holds dropped stages, but for the latest one while the forward is under way.
-        self._dropped: dict[int, weakref.ref[DroppedStage]] = {}
-        self._latest: tuple[int, DroppedStage, list[weakref.ref[Tensor]]] | None = None
-        self._transfers: TransferExecutor | None = None
-        if engine is not None and lowered.transfers:
-            self._transfers = TransferExecutor(plan, lowered, engine, self._dropped)
+        self._dropped: weakref.WeakValueDictionary[int, DroppedStage] = weakref.WeakValueDictionary()
+        self._latest: tuple[DroppedStage, list[weakref.ref[Tensor]]] | None = None
+        self._transfers = None if engine is None else TransferExecutor(plan, lowered, engine, self._dropped)
         self._runs = KeptRuns(plan, lowered, selections, diverged_stages, self._transfers)
         self._node_after_stage = next_node()
 
     def run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run stage ``position`` for the first time, keeping on the device nothing but what the plan says."""
-        if self._transfers is None:
-            first_node = next_node()
-            output = self._run(position, module, forward, args, kwargs)
-            if position in self._dropped:
-                self._expect_backward(position, tensors_in(output), first_node)
-            return output
-        self._transfers.forward_done(position - 1)
-        if position and self._plan.stages[position - 1].kind == "outside":
-            self._expect_backward(position - 1, tensors_in((args, kwargs)), self._node_after_stage)
+        transfers = self._transfers
+        if transfers is not None:
+            transfers.forward_done(position - 1)
+            if position and self._plan.stages[position - 1].kind == "outside":
+                self._expect_backward(position - 1, tensors_in((args, kwargs)), self._node_after_stage)
         first_node = next_node()
         output = self._run(position, module, forward, args, kwargs)
-        self._transfers.forward_done(position)
-        self._expect_backward(position, tensors_in(output), first_node)
-        self._node_after_stage = next_node()
+        if transfers is not None:
+            transfers.forward_done(position)
+            self._node_after_stage = next_node()
+        if transfers is not None or position in self._dropped:
+            self._expect_backward(position, tensors_in(output), first_node)
         return output
 
     def leave(self, output: Any) -> None:
@@ -84,25 +80,21 @@ class PlannedStep:
         if position not in self._runs.lowered.dropped and position not in self._runs.diverged_stages:
             return self._runs.first_run(position, module, forward, args, kwargs)
         stage = DroppedStage(position, module, forward, self._runs, self._dropped)
-        stage.take_input((args, kwargs), *self._before(position))
+        previous, outputs = self._latest or (None, [])
+        if previous is None or previous.position != position - 1:
+            previous, outputs = None, []
+        stage.take_input((args, kwargs), previous, [reference() for reference in outputs])
         output = stage.run_first(args, kwargs)
-        self._dropped[position] = weakref.ref(stage)
-        self._latest = (position, stage, [weakref.ref(tensor) for tensor in tensors_in(output)])
+        self._dropped[position] = stage
+        self._latest = stage, [weakref.ref(tensor) for tensor in tensors_in(output)]
         return output
-
-    def _before(self, position: int) -> tuple[DroppedStage | None, list[Tensor | None]]:
-        """The dropped stage directly before, with its outputs as far as they are alive."""
-        if self._latest is None or self._latest[0] != position - 1:
-            return None, []
-        return self._latest[1], [reference() for reference in self._latest[2]]
 
     def _expect_backward(self, position: int, outputs: Sequence[Tensor], first_node: int) -> None:
         before_backward(outputs, first_node, functools.partial(self._backward_begins, position))
 
     def _backward_begins(self, position: int) -> None:
         """The gradient of a stage's output has come: it runs again now, beside no other gradient of its own."""
-        reference = self._dropped.get(position)
-        stage = None if reference is None else reference()
+        stage = self._dropped.get(position)
         if stage is not None and stage.needed:
             stage.materialise()
         elif self._transfers is not None and (stage is None or stage.done):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from planner.runtime.copy_engine import empty_bytes
-from planner.runtime.host_pool import HostBlocks, HostPool
+from planner.runtime.host_pool import HostBlocks, HostPool, parts_of
 from profiler.workload.compiled_forwards import leave_uncompiled
 from solvers.problem.link import Link
 
@@ -51,10 +51,9 @@ class SimulatedCopyEngine:
             return None
         self._to_host_free = max(self._to_host_free, self._now()) + self._link.to_host_seconds(source.numel())
         copy = SimulatedCopy(self, blocks, source.numel(), self._to_host_free)
-        values, offset = source.numpy(), 0
-        for begin, end in blocks:
-            self.bytes[begin:end] = values[offset : offset + end - begin]
-            offset += end - begin
+        values = source.numpy()
+        for host, device in parts_of(blocks, source.numel()):
+            self.bytes[host] = values[device]
         return copy
 
     def begin_fetch(self, size_bytes: int, sent_seconds: float) -> float:
@@ -87,10 +86,9 @@ class SimulatedCopy:
     def fetch(self) -> SimulatedFetch:
         """Begin the copy back."""
         engine, target = self._engine, empty_bytes(self._size_bytes, torch.device("cpu"))
-        values, offset = target.numpy(), 0
-        for begin, end in self._blocks:
-            values[offset : offset + end - begin] = engine.bytes[begin:end]
-            offset += end - begin
+        values = target.numpy()
+        for host, device in parts_of(self._blocks, self._size_bytes):
+            values[device] = engine.bytes[host]
         return SimulatedFetch(self, engine, target, engine.begin_fetch(self._size_bytes, self._done))
 
     def give_back(self) -> None:

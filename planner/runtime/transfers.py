@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -49,7 +48,7 @@ class TransferExecutor:
         plan: Plan,
         lowered: LoweredSchedule,
         engine: CopyEngine,
-        waiting: Mapping[int, weakref.ref[Any]],
+        waiting: Mapping[int, WaitingStage],
     ) -> None:
         self._plan = plan
         self._lowered = lowered
@@ -122,10 +121,9 @@ class TransferExecutor:
 
     def _take_inputs(self, stage: int, unit: int) -> None:
         """The input that a stage holds is one of its units from now on."""
-        reference = self._waiting.get(stage)
-        holding: WaitingStage | None = None if reference is None else reference()
-        if holding is not None:
-            storages = holding.offload_inputs(self._plan.offload_units_of(stage, None)[unit])
+        holder = self._waiting.get(stage)
+        if holder is not None:
+            storages = holder.offload_inputs(self._plan.offload_units_of(stage, None)[unit])
             self._units.setdefault((stage, None), {})[unit] = [weakref.ref(storage) for storage in storages]
 
     def _cannot(self, stage: int, why: str) -> None:
@@ -141,12 +139,7 @@ def before_backward(outputs: Sequence[Tensor], since: int, callback: Callable[[]
 
     The engine runs ready nodes in falling order of their sequence number: the highest of a stage is its first.
     """
-    nodes = {tensor.grad_fn for tensor in outputs} - {None}
-    numbered: list[tuple[int, Any]] = [(node._sequence_nr(), node) for node in nodes if node is not None]
-    number, node = max(numbered, key=lambda pair: pair[0], default=(-1, None))
-    if number >= since and node is not None:
-        node.register_prehook(functools.partial(_without_gradients, callback))
-
-
-def _without_gradients(callback: Callable[[], None], _: Any) -> None:
-    callback()
+    nodes: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    first = max(nodes, key=lambda node: node._sequence_nr(), default=None)
+    if first is not None and first._sequence_nr() >= since:
+        first.register_prehook(lambda _: callback())

@@ -17,8 +17,8 @@ from torch._inductor.exc import InductorError
 
 import planner
 from planner import Rule, Rules, zoo
-from planner.runtime.compiled_models import is_compiling_or_compiled
 from profiler.op_graph import ChoiceError
+from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.workload import Workload
 from tests.support.exactness import assert_same, state_after
 from tests.support.odd_models import Stack, workload
@@ -186,7 +186,7 @@ def test_a_planned_model_can_be_compiled(way: Way, plan: planner.Plan) -> None:
     assert_same(state_after(work), state_after(expected))
     handle.remove()
     # The compiled forwards of the user are left in place, and hold nothing of the plan any more.
-    assert is_compiling_or_compiled(work.model)
+    assert is_compiled(work.model)
     assert planner.measure(work, repeats=1).peak_bytes == plain_peak
 
 
@@ -313,13 +313,13 @@ def test_rules_for_single_ops_of_a_compiled_model_are_refused() -> None:
 
 def test_only_what_is_compiled_by_itself_counts_as_compiled() -> None:
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert not is_compiling_or_compiled(model)
+    assert not is_compiled(model)
     model[1].forward = torch.compiler.disable(model[1].forward)
-    assert not is_compiling_or_compiled(model)
+    assert not is_compiled(model)
     model[1].compile()
-    assert is_compiling_or_compiled(model) and not is_compiling_or_compiled(model[0])
+    assert is_compiled(model) and not is_compiled(model[0])
     wrapped: Any = torch.compile(model[0])
-    assert is_compiling_or_compiled(wrapped)
+    assert is_compiled(wrapped)
 
 
 # Inductor ------------------------------------------------------------------------
