@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planner.plans.offloadable import input_offload_unit_bytes, kept_offload_unit_bytes
 from profiler.op_graph import StageOps, StageStorage
-from profiler.records import MenuRecord, OptionRecord, Profile, SharedRecord, StageRecord
+from profiler.records import OptionRecord, Profile, SharedRecord
 from solvers.problem.chain import Chain, Option, Shared, Stage
 
 # Torch's random state on the CPU is read into a tensor of so many bytes before a stage runs without keeping, and again
@@ -66,6 +66,7 @@ class _UnsharedTimeline:
     """The measured bytes without those of shared tensors, by stage.
 
     Attributes:
+        random_state_bytes: the state is read into, before anything else.
         growth_bytes: what the unplanned forward adds.
         dropped_growth_bytes: what a forward without keeping adds.
         backward_base_bytes: alive at the start of the backward beside everything kept (gradients).
@@ -75,6 +76,7 @@ class _UnsharedTimeline:
     def __init__(self, profile: Profile, shared: tuple[Shared, ...]) -> None:
         self.profile = profile
         self.shared = shared
+        self.random_state_bytes = _RANDOM_STATE_BYTES if profile.device.startswith("cpu") else 0
         last = len(profile.stages) - 1
         held_bytes = [self._held_after_forward(k, last) for k in range(-1, last + 1)]
         self.growth_bytes = [
@@ -167,6 +169,15 @@ class _UnsharedTimeline:
         input_bytes = stages[k - 1].boundary_bytes if record.links else 0
         return max(peak_bytes, behind.peak_bytes - record.dropped.start_bytes + input_bytes)
 
+    def second_run_peak(self, k: int, first_run_bytes: int) -> int:
+        """Most bytes of a second run of stage k, by those of its first.
+
+        It takes over what the first one left. Until then, what is hidden from saved-tensor hooks lives beside the
+        second run's, and what had gone before this backward counts as gone from it although it is not there again yet.
+        """
+        leftover_bytes = max(0, self.residue(k) - self.profile.stages[k].lasting_output_bytes)
+        return max(first_run_bytes, self.random_state_bytes) + leftover_bytes
+
 
 def _released_cast_bytes(profile: Profile) -> int:
     """Casts of parameters that go at the end of a forward in which no stage keeps anything."""
@@ -174,73 +185,49 @@ def _released_cast_bytes(profile: Profile) -> int:
     return sum(t.size_bytes for t in profile.shared if t.cast and all(kinds[k] == "stage" for k in t.savers))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SecondRun:
-    """What a stage's second run needs beside what its first one was measured to.
-
-    Attributes:
-        state_bytes: the random state is read into, before anything else.
-        leftover_bytes: of what the first run left, and the second one takes over. Until then, what is hidden from
-            saved-tensor hooks lives beside the second run's, and what had gone before this backward counts as
-            gone from it although it is not there again yet.
-    """
-
-    state_bytes: int
-    leftover_bytes: int
-
-    def peak_bytes(self, first_run_bytes: int) -> int:
-        return max(first_run_bytes, self.state_bytes) + self.leftover_bytes
-
-
-class _Casts:
+def _recast_bytes(profile: Profile, k: int) -> int:
     """Casts of parameters that a stage finds made by others, and makes itself when it runs again."""
+    return sum(t.size_bytes for t in profile.shared if k in t.recast_in)
 
-    def __init__(self, profile: Profile, k: int) -> None:
-        self.recast_bytes = sum(t.size_bytes for t in profile.shared if k in t.recast_in)
-        self._saved_bytes = sum(t.size_bytes for t in profile.shared if t.cast and k in t.savers)
 
-    def counted(self, option: Option) -> Option:
-        """The option, with room for them in its second run, and in the backward that follows with them there.
+def _with_recasts(option: Option, profile: Profile, k: int) -> Option:
+    """The option, with room for such casts in its second run, and in the backward that follows with them there.
 
-        Second runs are forwards to the schedule, too: predictions of first ones err upwards by as much.
-        """
-        if not self.recast_bytes:
-            return option
-        kept_bytes = option.kept_bytes + option.kept_output_bytes + self._saved_bytes
-        backward_bytes = kept_bytes + option.backward_peak_bytes
-        return replace(
-            option,
-            forward_peak_bytes=max(option.forward_peak_bytes, backward_bytes) + self.recast_bytes,
-            recompute_peak_bytes=max(option.recompute_peak_bytes, backward_bytes) + self.recast_bytes,
-        )
+    Second runs are forwards to the schedule, too: predictions of first ones err upwards by as much.
+    """
+    recast_bytes = _recast_bytes(profile, k)
+    if not recast_bytes:
+        return option
+    saved_cast_bytes = sum(t.size_bytes for t in profile.shared if t.cast and k in t.savers)
+    backward_bytes = option.kept_bytes + option.kept_output_bytes + saved_cast_bytes + option.backward_peak_bytes
+    return replace(
+        option,
+        forward_peak_bytes=max(option.forward_peak_bytes, backward_bytes) + recast_bytes,
+        recompute_peak_bytes=max(option.recompute_peak_bytes, backward_bytes) + recast_bytes,
+    )
 
 
 def _stage(timeline: _UnsharedTimeline, k: int) -> Stage:
     profile, record = timeline.profile, timeline.profile.stages[k]
-    residue_bytes = timeline.residue(k)
-    second_run = _SecondRun(
-        state_bytes=_RANDOM_STATE_BYTES if profile.device.startswith("cpu") else 0,
-        leftover_bytes=max(0, residue_bytes - record.lasting_output_bytes),
-    )
-    casts = _Casts(profile, k)
+    recast_bytes = _recast_bytes(profile, k)
     return Stage(
         name=record.name,
-        options=tuple(casts.counted(option) for option in _options(timeline, k, second_run)),
+        options=tuple(_with_recasts(option, profile, k) for option in _options(timeline, k)),
         boundary_bytes=record.boundary_bytes,
         # Not keeping cannot be faster than keeping: where it was measured so, that was noise.
         forward_seconds=max(record.dropped.seconds, record.forward.seconds),
-        forward_peak_bytes=max(timeline.dropped_peak(k), second_run.state_bytes) + casts.recast_bytes,
-        residue_bytes=residue_bytes,
+        forward_peak_bytes=max(timeline.dropped_peak(k), timeline.random_state_bytes) + recast_bytes,
+        residue_bytes=timeline.residue(k),
         parameter_gradient_bytes=timeline.parameter_gradient(k),
         gradient_bytes=timeline.backward_base_bytes[k] - timeline.later_gradient_bytes[k],
         recomputable=record.recomputable,
         # In a segment it would be kept by a second run while others are, each with casts of its own.
-        linked=bool(record.links) and not casts.recast_bytes and not _Casts(profile, k - 1).recast_bytes,
+        linked=bool(record.links) and not recast_bytes and not _recast_bytes(profile, k - 1),
         offload_units=input_offload_unit_bytes(profile, k),
     )
 
 
-def _options(timeline: _UnsharedTimeline, k: int, second_run: _SecondRun) -> Iterator[Option]:
+def _options(timeline: _UnsharedTimeline, k: int) -> Iterator[Option]:
     """Keeping everything first, then the measured options inside the stage."""
     profile, record = timeline.profile, timeline.profile.stages[k]
     keep = Option(
@@ -252,16 +239,13 @@ def _options(timeline: _UnsharedTimeline, k: int, second_run: _SecondRun) -> Ite
         forward_peak_bytes=record.forward.peak_bytes - record.forward.start_bytes,
         backward_peak_bytes=record.backward.peak_bytes - record.backward.start_bytes,
         recompute_seconds=record.recompute_seconds,
-        recompute_peak_bytes=second_run.peak_bytes(record.recompute_peak_bytes),
+        recompute_peak_bytes=timeline.second_run_peak(k, record.recompute_peak_bytes),
         offload_units=kept_offload_unit_bytes(profile, k, None),
     )
     yield keep
-    if record.menu < 0:
-        return
-    menu, released_bytes = profile.menus[record.menu], _released_bytes(timeline, k)
-    for measured in menu.options:
-        option = _option(measured, menu, record, keep, released_bytes, second_run)
-        yield replace(option, offload_units=kept_offload_unit_bytes(profile, k, measured))
+    if record.menu >= 0:
+        for measured in profile.menus[record.menu].options:
+            yield _option(timeline, k, keep, measured)
 
 
 def _released_bytes(timeline: _UnsharedTimeline, k: int) -> int:
@@ -276,34 +260,27 @@ def _released_bytes(timeline: _UnsharedTimeline, k: int) -> int:
     return before.boundary_bytes - before.kept_output_bytes + shared_bytes
 
 
-def _option(
-    option: OptionRecord,
-    menu: MenuRecord,
-    record: StageRecord,
-    keep: Option,
-    released_bytes: int,
-    second_run: _SecondRun,
-) -> Option:
-    """An option inside the stage, by what it was measured to differ from keeping everything.
-
-    ``released_bytes`` of its input go after the forward unless the stage itself keeps its input.
-    """
-    extra_bytes = _extra_held_bytes(option, menu.ops, released_bytes)
+def _option(timeline: _UnsharedTimeline, k: int, keep: Option, measured: OptionRecord) -> Option:
+    """An option inside the stage, by what it was measured to differ from keeping everything."""
+    profile, record = timeline.profile, timeline.profile.stages[k]
+    menu = profile.menus[record.menu]
+    extra_bytes = _extra_held_bytes(measured, menu.ops, _released_bytes(timeline, k))
     if not record.recomputable:
-        extra_bytes += _perhaps_stored_bytes(option, menu.ops)
-    extra_forward_seconds, extra_backward_seconds = menu.extra_seconds(option)
+        extra_bytes += _perhaps_stored_bytes(measured, menu.ops)
+    extra_forward_seconds, extra_backward_seconds = menu.extra_seconds(measured)
     forward_seconds = keep.forward_seconds + extra_forward_seconds
     return Option(
-        name=option.name,
+        name=measured.name,
         forward_seconds=forward_seconds,
         backward_seconds=keep.backward_seconds + extra_backward_seconds,
-        kept_bytes=keep.kept_bytes - option.freed_bytes + extra_bytes,
-        kept_output_bytes=min(record.kept_output_bytes, _kept_output_bytes(option, menu.ops)),
-        forward_peak_bytes=option.forward_peak_bytes,
-        backward_peak_bytes=option.backward_peak_bytes,
+        kept_bytes=keep.kept_bytes - measured.freed_bytes + extra_bytes,
+        kept_output_bytes=min(record.kept_output_bytes, _kept_output_bytes(measured, menu.ops)),
+        forward_peak_bytes=measured.forward_peak_bytes,
+        backward_peak_bytes=measured.backward_peak_bytes,
         # It runs to its end then: the ops to run again are recorded along with it.
         recompute_seconds=max(forward_seconds, keep.recompute_seconds),
-        recompute_peak_bytes=second_run.peak_bytes(option.forward_peak_bytes),
+        recompute_peak_bytes=timeline.second_run_peak(k, measured.forward_peak_bytes),
+        offload_units=kept_offload_unit_bytes(profile, k, measured),
     )
 
 
