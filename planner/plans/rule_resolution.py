@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from planner.plans import rule_patterns
 from planner.plans.rules import Rule, Rules, RuleTarget
-from profiler.op_graph import Choice, ChoiceError, NamedStage, StageOps
+from profiler.op_graph import Choice, ChoiceError, NamedStage
 
 DirectiveKind = Literal["keep", "recompute", "segment", "choice", "solve"]
 _CHECKPOINTS = -1  # stands for the checkpoints where a rule's number is expected
@@ -83,13 +84,9 @@ class _StageRules:
     forced: set[int] = field(default_factory=set)
     last_rules: dict[int, int] = field(default_factory=dict)
 
-    @property
-    def ops(self) -> StageOps:
-        return self.stage.ops
-
     def state_whole(self, kind: DirectiveKind, number: int, force: bool = False) -> set[int]:
         """State what becomes of the whole stage; returns its ops."""
-        ordinals = set(range(len(self.ops.ops)))
+        ordinals = set(range(len(self.stage.ops.ops)))
         self.kind, self.source = kind, number
         self.rerun = ordinals if kind in ("recompute", "segment") else set()
         self.forced = set(self.rerun) if force else set()
@@ -115,14 +112,16 @@ class _Resolution:
         self._named = stages
         self._outside = outside
         self._stages = [_StageRules(stage) for stage in stages]
-        self._named_ops: dict[int, list[tuple[int, set[int]]]] = {}  # by rule: pairs (stage, ordinals)
+        self._named_ops: defaultdict[int, list[tuple[int, set[int]]]] = defaultdict(
+            list
+        )  # by rule: pairs (stage, ordinals)
 
     def apply_checkpoints(self) -> None:
         """Everything up to the last checkpoint is in a segment."""
         ends = {k for pattern in self._rules.checkpoint_patterns for k in self._checkpoints(pattern)}
         for k, stage in enumerate(self._stages[: max(ends) + 1]):
             stage.ends_segment = k in ends
-            self._note(_CHECKPOINTS, k, stage.state_whole("segment", _CHECKPOINTS))
+            self._named_ops[_CHECKPOINTS].append((k, stage.state_whole("segment", _CHECKPOINTS)))
 
     def _checkpoints(self, pattern: str) -> Iterable[int]:
         """The stages of that name; for a module that contains stages, the last one in it."""
@@ -146,7 +145,7 @@ class _Resolution:
         modules = {k: names for k, names in named if names}
         if not modules:
             raise rule_patterns.no_module(self._text(number), target.module, self._named, self._outside)
-        inside = {k: [rule_patterns.ops_inside(self._ops(k), name) for name in modules[k]] for k in modules}
+        inside = {k: [rule_patterns.ops_inside(self._named[k].ops, name) for name in modules[k]] for k in modules}
         if target.ops:
             ordinals = self._ops_named(number, target, inside)
         else:
@@ -157,7 +156,7 @@ class _Resolution:
                 self._stages[k].state_whole(rule.action, number, rule.force)
             else:
                 self._stages[k].state_ops(of_stage, rule, number)
-            self._note(number, k, of_stage)
+            self._named_ops[number].append((k, of_stage))
 
     def _ops_of_modules(
         self, number: int, rule: Rule, target: RuleTarget, inside: dict[int, list[list[int]]], whole: set[int]
@@ -174,7 +173,7 @@ class _Resolution:
         ordinals: dict[int, set[int]] = {}
         for k, modules in inside.items():
             drops = rule.action == "recompute" and k not in whole
-            outputs = [rule_patterns.makers_of_outputs(self._ops(k), ops) if drops else set() for ops in modules]
+            outputs = [rule_patterns.makers_of_outputs(self._named[k].ops, ops) if drops else set() for ops in modules]
             ordinals[k] = {o for ops, makers in zip(modules, outputs, strict=True) for o in ops if o not in makers}
         return ordinals
 
@@ -183,11 +182,11 @@ class _Resolution:
         ordinals: dict[int, set[int]] = {k: set() for k in inside}
         for pattern in target.ops:
             matches = {
-                k: {o for ops in modules for o in rule_patterns.ops_named(pattern, self._ops(k), ops)}
+                k: {o for ops in modules for o in rule_patterns.ops_named(pattern, self._named[k].ops, ops)}
                 for k, modules in inside.items()
             }
             if not any(matches.values()):
-                known = [self._ops(k).ops[o] for k, modules in inside.items() for ops in modules for o in ops]
+                known = [self._named[k].ops.ops[o] for k, modules in inside.items() for ops in modules for o in ops]
                 raise rule_patterns.no_op(self._text(number), pattern, target.module, known)
             for k, of_stage in matches.items():
                 ordinals[k] |= of_stage
@@ -216,7 +215,7 @@ class _Resolution:
         if stage.kind != "choice":
             return StageDirective(kind=stage.kind, ends_segment=stage.ends_segment, source=source)
         try:
-            choice = Choice.dropping(stage.ops, stage.rerun, forced=stage.forced)
+            choice = Choice.dropping(stage.stage.ops, stage.rerun, forced=stage.forced)
         except ChoiceError as error:
             raise ChoiceError(
                 f"{source}: stage {stage.stage.name!r}: {error} by a later rule, or set force = true to run it anyway"
@@ -248,12 +247,6 @@ class _Resolution:
         if any(counts):
             effects.append(f"{_counted(sum(counts), 'op')} in {_counted(sum(map(bool, counts)), 'stage')}")
         return " and ".join(effects) or "nothing runs again, as backward needs nothing of it that is not kept anyway"
-
-    def _note(self, number: int, k: int, ordinals: set[int]) -> None:
-        self._named_ops.setdefault(number, []).append((k, ordinals))
-
-    def _ops(self, k: int) -> StageOps:
-        return self._named[k].ops
 
     def _action(self, number: int) -> str:
         return "recompute" if number == _CHECKPOINTS else self._rules.rules[number].action

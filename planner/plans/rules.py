@@ -19,7 +19,9 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+
+from profiler.json_files import to_plain
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,8 +33,7 @@ _OP = re.compile(r"[^#\s]+(#[0-9]{1,9})?|#[0-9]{1,9}")
 _ENDINGS = {".toml": tomllib.loads, ".json": json.loads}
 
 
-@dataclass(frozen=True, slots=True)
-class RuleTarget:
+class RuleTarget(NamedTuple):
     """Parts of a model: ops inside modules, or whole modules where ``ops`` is empty."""
 
     module: str
@@ -63,7 +64,7 @@ class Rule:
     force: bool = False
 
     def __post_init__(self) -> None:
-        modules = _listed(self.modules, "modules", _module, "a name, a glob pattern or a class")
+        modules = _module_patterns(self.modules, "modules")
         ops = _listed(self.ops, "ops", _op, "an op's name or number")
         if self.action not in get_args(RuleAction):
             raise ValueError(f"a rule: expected action {_either(RuleAction)}, got {self.action!r}; choose one of them")
@@ -93,7 +94,7 @@ class Rule:
     def text(self) -> str:
         """The rule in words."""
         named = ", ".join(f"{', '.join(t.ops)} in {t.module}" if t.ops else t.module for t in self.targets)
-        verb = {"keep": "keep", "recompute": "recompute", "solve": "solve for"}[self.action]
+        verb = "solve for" if self.action == "solve" else self.action
         return f"{verb} {named}{' (forced)' if self.force else ''}"
 
 
@@ -116,7 +117,7 @@ class Rules:
         if isinstance(self.rules, (str, Rule)) or not all(isinstance(rule, Rule) for rule in self.rules):
             raise ValueError(f"rules: expected a list of planner.Rule, got {self.rules!r}; put them into a list")
         object.__setattr__(self, "rules", tuple(self.rules))
-        names = _listed(self.checkpoints, "checkpoints", _module, "a name, a glob pattern or a class")
+        names = _module_patterns(self.checkpoints, "checkpoints")
         object.__setattr__(self, "checkpoints", names)
         if self.rest not in get_args(Rest):
             raise ValueError(f"rules: expected rest {_either(Rest)}, got {self.rest!r}; choose one of them")
@@ -144,18 +145,17 @@ class Rules:
     @classmethod
     def from_document(cls, document: Any, where: str) -> Rules:
         """Read plain data; ``where`` names it in errors."""
-        values = _checked(document, cls, where)
+        values = _table_of(cls, document, where)
         listed = values.pop("rules", [])
         if not isinstance(listed, list):
             raise ValueError(f"{where}: expected rules to be a list, got {listed!r}; write [[rules]] above each")
-        rules = tuple(_rule(table, f"{where}: rule {k + 1}") for k, table in enumerate(listed))
+        places = (f"{where}: rule {k + 1}" for k in range(len(listed)))
+        rules = [_built(Rule, _table_of(Rule, rule, place), place) for rule, place in zip(listed, places, strict=True)]
         return _built(cls, {**values, "rules": rules}, where)
 
     def to_document(self) -> dict[str, Any]:
         """Plain data, as it stands in a file."""
-        rules = [{field.name: getattr(rule, field.name) for field in fields(rule)} for rule in self.rules]
-        listed = [{**rule, "modules": list(rule["modules"]), "ops": list(rule["ops"])} for rule in rules]
-        return {"rules": listed, "checkpoints": list(self.checkpoint_patterns), "rest": self.rest}
+        return to_plain(self, {})
 
 
 def rules_from(given: Rules | Rule | Sequence[Rule] | str | Path) -> Rules:
@@ -177,11 +177,7 @@ def _parsed(path: Path, read: Callable[[str], Any]) -> Any:
         raise ValueError(f"{path}: expected {kind}, got something else: {error}; correct it there") from error
 
 
-def _rule(data: Any, where: str) -> Rule:
-    return _built(Rule, _checked(data, Rule, where), where)
-
-
-def _checked(data: Any, kind: type, where: str) -> dict[str, Any]:
+def _table_of(kind: type, data: Any, where: str) -> dict[str, Any]:
     """A table with no other keys than the fields of ``kind``."""
     known = [field.name for field in fields(kind)]
     if not isinstance(data, Mapping):
@@ -199,14 +195,18 @@ def _built(kind: type, values: Mapping[str, Any], where: str) -> Any:
         raise ValueError(f"{where}: {error}") from error
 
 
+def _module_patterns(given: Any, name: str) -> tuple[str, ...]:
+    return _listed(given, name, _module, "a name, a glob pattern or a class")
+
+
 def _listed(given: Any, name: str, text: Callable[[Any], str | None], expected: str) -> tuple[str, ...]:
     """One or several patterns as texts."""
-    items = given if isinstance(given, (list, tuple)) else [given]
-    texts = [text(item) for item in items]
-    for item, read in zip(items, texts, strict=True):
-        if not read:
+    texts: list[str] = []
+    for item in given if isinstance(given, (list, tuple)) else [given]:
+        if not (read := text(item)):
             raise ValueError(f"{name}: expected {expected}, or a list of them, got {item!r}; correct it")
-    return tuple(str(read) for read in texts)
+        texts.append(read)
+    return tuple(texts)
 
 
 def _module(item: Any) -> str | None:
