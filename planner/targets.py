@@ -90,16 +90,12 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
             raise TargetError(f"--set: expected key=value, got {pair!r}; write for example batch=8")
         if key in settings:
             raise TargetError(f"--set: expected each key once, got {key!r} twice; remove one")
-        settings[key] = _parse_value(value.strip())
+        text = value.strip()
+        if _WHOLE_NUMBER.fullmatch(text):
+            settings[key] = int(text)
+        else:
+            settings[key] = float(text) if _NUMBER.fullmatch(text) else _SWITCHES.get(text.lower(), text)
     return settings
-
-
-def _parse_value(text: str) -> int | float | bool | str:
-    if _WHOLE_NUMBER.fullmatch(text):
-        return int(text)
-    if _NUMBER.fullmatch(text):
-        return float(text)
-    return _SWITCHES.get(text.lower(), text)
 
 
 def _from_zoo(name: str, settings: Mapping[str, Any]) -> Workload:

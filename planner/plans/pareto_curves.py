@@ -98,7 +98,12 @@ def pareto(
 def _graph_curves(graph: Graph, solvers: Sequence[str] | None, time_limit_seconds: float | None) -> pd.DataFrame:
     whole = unplanned_replay(graph)
     names = list(solvers or (name for name in GRAPH_SOLVERS if name in graph_solver_names()))
-    solutions, left_out = _graph_solutions(graph, names, _checked_limit(time_limit_seconds))
+    limit_seconds = GRAPH_SECONDS if time_limit_seconds is None else time_limit_seconds
+    if not limit_seconds > 0:
+        raise ValueError(
+            f"a time limit: expected seconds above zero, got {limit_seconds!r}; leave it out for {GRAPH_SECONDS:g}"
+        )
+    solutions, left_out = _graph_solutions(graph, names, limit_seconds)
     rows = [_unplanned(whole.peak_bytes, whole.seconds), *(_row(solution, 0.0, name) for name, solution in solutions)]
     rows += _graph_bound_rows(graph, rows)
     return _table(rows, left_out=left_out)
@@ -125,16 +130,6 @@ def _graph_solutions(
         share = _SHARES.get(name, 1) / sum(_SHARES.get(other, 1) for other in names[k:])
         solutions += [(name, solution) for solution in graph_frontier(graph, name, seconds_left * share)]
     return solutions, []
-
-
-def _checked_limit(seconds: float | None) -> float:
-    if seconds is None:
-        return GRAPH_SECONDS
-    if not seconds > 0:
-        raise ValueError(
-            f"a time limit: expected seconds above zero, got {seconds!r}; leave it out for {GRAPH_SECONDS:g}"
-        )
-    return seconds
 
 
 def _graph_bound_rows(graph: Graph, rows: list[CurveRow]) -> list[CurveRow]:

@@ -100,7 +100,16 @@ def choices_for(ops: StageOps) -> list[Choice]:
 
 def _frontier(ops: StageOps) -> Iterator[Choice]:
     problem = SavedSetProblem(
-        steps=tuple(_rerun_candidate(op) for op in ops.ops),
+        steps=tuple(
+            RerunCandidate(
+                seconds=op.seconds + OP_SECONDS,
+                reads=op.reads,
+                allocates=op.allocates,
+                writes=op.writes,
+                must_run_once=bool(op.not_rerunnable_reason),
+            )
+            for op in ops.ops
+        ),
         storages=tuple(
             HeldTensor(size_bytes=0 if s.always_live else s.size_bytes, saved=s.saved, outside=s.op < 0)
             for s in ops.storages
@@ -108,16 +117,6 @@ def _frontier(ops: StageOps) -> Iterator[Choice]:
     )
     for solution in frontier(problem, FRONTIER_CHOICES):
         yield Choice.of(ops, solution.kept)
-
-
-def _rerun_candidate(op: StageOp) -> RerunCandidate:
-    return RerunCandidate(
-        seconds=op.seconds + OP_SECONDS,
-        reads=op.reads,
-        allocates=op.allocates,
-        writes=op.writes,
-        must_run_once=bool(op.not_rerunnable_reason),
-    )
 
 
 def _common_by_hand(ops: StageOps) -> Iterator[Choice]:

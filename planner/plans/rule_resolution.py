@@ -200,8 +200,9 @@ class _Resolution:
         return ResolvedRules(directives=directives, lines=tuple(self._lines(directives)))
 
     def _refuse_contradiction(self, number: int) -> None:
+        actions = {_CHECKPOINTS: "recompute", **{k: rule.action for k, rule in enumerate(self._rules.rules)}}
         last = [self._stages[k].last_rules[o] for k, ordinals in self._named_ops[number] for o in ordinals]
-        if not last or any(self._action(other) == self._action(number) for other in last):
+        if not last or any(actions[other] == actions[number] for other in last):
             return
         raise ChoiceError(
             f"rules: expected none that others take back as a whole, got {self._text(number)} and after it "
@@ -247,9 +248,6 @@ class _Resolution:
         if any(counts):
             effects.append(f"{_counted(sum(counts), 'op')} in {_counted(sum(map(bool, counts)), 'stage')}")
         return " and ".join(effects) or "nothing runs again, as backward needs nothing of it that is not kept anyway"
-
-    def _action(self, number: int) -> str:
-        return "recompute" if number == _CHECKPOINTS else self._rules.rules[number].action
 
     def _text(self, number: int) -> str:
         if number == _CHECKPOINTS:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from planner.plans.cost_model import chain_of
-from planner.plans.headroom import Headroom, headroom_from
+from planner.plans.headroom import headroom_from
 from planner.plans.plan import Plan
 from planner.plans.rule_resolution import ResolvedRules, StageDirective, resolve_rules
 from planner.plans.rules import Rule, Rules, rules_from
@@ -56,11 +56,10 @@ def state(
     """
     start = time.perf_counter()
     profile = profile if isinstance(profile, Profile) else Profile.load(profile)
-    rules = rules_from(rules)
-    resolved = resolve_rules(rules, _named_stages(profile), _names_outside(profile))
+    outside = {op.module for op in profile.op_records if op.place == "outside"}
+    resolved = resolve_rules(rules_from(rules), _named_stages(profile), outside)
     spans = _spans(profile, resolved)
     chain = chain_of(profile)
-    budget_bytes = None if budget is None else parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
 
     def plan_within(planned_bytes: int | None) -> Plan:
         if not any(span.undecided for span in spans):
@@ -73,16 +72,14 @@ def state(
         return _partly_stated(profile, spans, problem, solver, time_limit_seconds)
 
     left_free = headroom_from(headroom)
-    if budget_bytes is None:
-        plan = _with_headroom_on_top(plan_within(None), left_free)
+    if budget is None:
+        plan = plan_within(None)
+        whole_bytes = left_free.budget_above(plan.budget_bytes)
+        plan = replace(plan, budget_bytes=whole_bytes, headroom_bytes=whole_bytes - plan.budget_bytes)
     else:
+        budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
         plan = plan_with_headroom(budget_bytes, left_free, plan_within)
     return replace(plan, stated=resolved.lines, solve_seconds=time.perf_counter() - start)
-
-
-def _with_headroom_on_top(plan: Plan, headroom: Headroom) -> Plan:
-    whole_bytes = headroom.budget_above(plan.budget_bytes)
-    return replace(plan, budget_bytes=whole_bytes, headroom_bytes=whole_bytes - plan.budget_bytes)
 
 
 def _fully_stated(
@@ -140,10 +137,6 @@ def _ops(profile: Profile, record: StageRecord) -> StageOps:
     if record.menu >= 0:
         return profile.menus[record.menu].ops
     return StageOps(ops=(), storages=(), modules=(("", record.module_class),))  # of a release without ops in profiles
-
-
-def _names_outside(profile: Profile) -> set[str]:
-    return {op.module for op in profile.op_records if op.place == "outside"}
 
 
 def _spans(profile: Profile, resolved: ResolvedRules) -> list[Segment]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -18,10 +19,10 @@ from planner.runtime.cuda_link import CudaCopyEngine
 from planner.runtime.planned_step import PlannedStep
 from planner.runtime.simulated_link import SimulatedCopyEngine
 from profiler.recomputation.selection import Selection
-from profiler.records import MenuRecord
 from profiler.workload.compiled_forwards import COMPILED, plain_name, unwrapped
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
 from profiler.workload.precision import autocast_now, autocast_part, precision_of, types_part
+from solvers.problem.chain_schedule import RUNS
 
 _PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
 
@@ -132,7 +133,8 @@ class PlannedCalls:
     def __init__(self, plan: Plan, lowered: LoweredSchedule, model: nn.Module) -> None:
         self._device = model_device(model)
         self._engine = engine_for(plan, lowered, self._device)
-        self._autocast = _autocast_of(plan)
+        cast = autocast_part(plan.precision)
+        self._autocast = getattr(torch, cast) if cast else None
         stages = {k for k, stage in enumerate(plan.stages) if stage.kind == "stage"}
         # Where something is sent, the end of every stage and the begin of its backward are moments to know.
         planned = stages if lowered.transfers else {*lowered.dropped, *lowered.selective}
@@ -159,8 +161,11 @@ class PlannedCalls:
             if autocast_now(self._device) != self._autocast:
                 check_precision(model, self._plan, autocast_now(self._device))
             self._compiled.in_model(forward)
-            engine = self._engine_on(model_device(model))
-            self._step = PlannedStep(self._plan, self._lowered, self._selections, self._diverged_stages, engine)
+            if (device := model_device(model)) != self._device:
+                self._device = device
+                self._engine = engine_for(self._plan, self._lowered, device)
+            runs = self._plan, self._lowered, self._selections, self._diverged_stages
+            self._step = PlannedStep(*runs, self._engine)
             self._counts.clear()
             try:
                 output = forward(*args, **kwargs)
@@ -171,13 +176,6 @@ class PlannedCalls:
                 self._step = None
 
         return run
-
-    def _engine_on(self, device: torch.device) -> CopyEngine | None:
-        """What copies from and to the device that the model is on now."""
-        if device != self._device:
-            self._device = device
-            self._engine = engine_for(self._plan, self._lowered, device)
-        return self._engine
 
     def stage(self, forward: Forward, name: str, module: nn.Module) -> Forward:
         """A stage's forward: keeps what the plan says while a planned step is under way."""
@@ -215,11 +213,6 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
             f"apply: expected the {plan.model_class} that was profiled, got a {type(model).__name__} that differs: "
             f"{'; '.join(differences[:3])}{more}; profile and solve for this model"
         )
-
-
-def _autocast_of(plan: Plan) -> torch.dtype | None:
-    cast = autocast_part(plan.precision)
-    return getattr(torch, cast) if cast else None
 
 
 def _check_types(model: nn.Module, plan: Plan) -> None:
@@ -290,13 +283,14 @@ def engine_for(plan: Plan, lowered: LoweredSchedule, device: torch.device) -> Co
 
 def selections_of(plan: Plan) -> dict[tuple[int, int], Selection]:
     """Which ops of each stage run again, by stage and option, for all options that the schedule uses."""
-    runs = [action for action in plan.schedule.actions if action.kind in ("forward", "recompute")]
-    used = {(action.stage, action.option) for action in runs if action.option}
     sending = {action.stage for action in plan.schedule.actions if action.kind == "offload"}
-    distinct = {(plan.stages[stage].menu, option, stage in sending) for stage, option in used}
-    selections = {(m, o, all_saves): _selection(plan.menus[m], o, all_saves) for m, o, all_saves in distinct}
-    return {(k, option): selections[plan.stages[k].menu, option, k in sending] for k, option in used}
 
+    @functools.cache  # stages of one kind share theirs
+    def selection(menu: int, option: int, all_saves: bool) -> Selection:
+        return Selection.of(plan.menus[menu].ops, plan.menus[menu].options[option - 1].rerun, all_saves=all_saves)
 
-def _selection(menu: MenuRecord, option: int, all_saves: bool) -> Selection:
-    return Selection.of(menu.ops, menu.options[option - 1].rerun, all_saves=all_saves)
+    return {
+        (action.stage, action.option): selection(plan.stages[action.stage].menu, action.option, action.stage in sending)
+        for action in plan.schedule.actions
+        if action.kind in RUNS and action.option
+    }

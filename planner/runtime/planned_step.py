@@ -27,9 +27,7 @@ class PlannedStep:
     """The stages of one forward, and what its backward will need.
 
     Args:
-        plan, lowered: what is to be done.
-        selections: by stage and option, which ops run again.
-        diverged_stages: selective stages that were seen to run other ops than when profiled: they are recomputed whole.
+        plan, lowered, selections, diverged_stages: as for ``KeptRuns``.
         engine: copies to and from host memory; None where nothing is sent.
     """
 

@@ -126,19 +126,17 @@ def checked_settings(name: str, builder: Callable[..., ZooModel], settings: Mapp
 
 
 def _check_value(where: str, key: str, value: Any, default: Any) -> None:
+    least = _LEAST.get(key, 1)
     if key == "device":
-        return check_available(where, value)
-    if key in _CHOICES:
+        check_available(where, value)
+    elif key in _CHOICES:
         if value not in _CHOICES[key]:
             raise ValueError(f"{where}: expected {key} to be {', '.join(_CHOICES[key])}, got {value!r}; use one")
-        return None
-    if type(value) is not type(default):  # a bool is an int to isinstance, but not a size
+    elif type(value) is not type(default):  # a bool is an int to isinstance, but not a size
         kind = type(default).__name__
         raise ValueError(f"{where}: expected {key} to be {kind}, got {value!r}; write for example {key}={default}")
-    least = _LEAST.get(key, 1)
-    if value < least:
+    elif value < least:
         raise ValueError(f"{where}: expected {key} to be at least {least}, got {value}; write {key}={default}")
-    return None
 
 
 def check_available(where: str, value: Any) -> None:
