@@ -11,8 +11,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from torch import Tensor, nn
 
-from planner.explain.optimizer_formulas import OptimizerBytes, cast_bytes, optimizer_bytes, weight_of
-from planner.explain.optimizer_steps import with_unscaling
+from planner.explain.optimizer_formulas import cast_bytes, state_bytes_of, weight_of
 from planner.explain.tables import facts, plain_table
 from planner.units import format_bytes
 from profiler.measurement.model_states import MeasuredStates, measure_states
@@ -121,32 +120,14 @@ def _optimizer(workload: Workload, measured: MeasuredStates) -> Iterator[StateRo
     """The optimizer's states by name, and what its step holds beside them."""
     if workload.optimizer is None:
         return
-    known = optimizer_bytes(workload.optimizer)
-    formula = {} if known is None else dict(known.state_bytes)
-    states = dict(measured.state_bytes)
-    for name in dict.fromkeys([*states, *formula]):
-        how = _UNKNOWN if known is None else "from the parameters' shapes"
-        size = None if known is None else formula.get(name, 0)
-        yield StateRow(part=f"{STATES}: {name}", measured_bytes=states.get(name, 0), formula_bytes=size, how=how)
-    yield _temporaries(workload, measured, known)
-
-
-def _temporaries(workload: Workload, measured: MeasuredStates, known: OptimizerBytes | None) -> StateRow:
-    """What is alive beside gradients and states in the optimizer's step."""
-    size, how = None, _UNKNOWN
-    if _copies(workload):
-        how = "measured: what carries values to its copies is not known"
-    elif workload.clip_norm is not None:
-        how = "measured: clipping has no formula"
-    elif known is not None and known.temporary_bytes is not None:
-        size, how = known.temporary_bytes, f"{known.variant}: its code, line by line"
-        if workload.scaler is not None and workload.scaler.is_enabled():
-            size = with_unscaling(weight_of(_scale(workload)), size)
-            if "fused" in known.variant:
-                size, how = None, "measured: unscaling in a fused step has no formula"
-    return StateRow(
-        part=TEMPORARIES, measured_bytes=measured.steady.temporary_bytes, formula_bytes=size, how=how, held=False
-    )
+    formula, states = state_bytes_of(workload.optimizer), dict(measured.state_bytes)
+    how = _UNKNOWN if formula is None else "from the parameters' shapes"
+    names = dict.fromkeys(states) | dict.fromkeys(formula or {})
+    for name in names:
+        size_bytes = None if formula is None else formula.get(name, 0)
+        yield StateRow(part=f"{STATES}: {name}", measured_bytes=states.get(name, 0), formula_bytes=size_bytes, how=how)
+    temporary_bytes = measured.steady.temporary_bytes
+    yield StateRow(part=TEMPORARIES, measured_bytes=temporary_bytes, formula_bytes=None, how="measured", held=False)
 
 
 def _precision(workload: Workload, measured: MeasuredStates) -> Iterator[StateRow]:
