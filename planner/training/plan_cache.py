@@ -67,7 +67,7 @@ class PlanCache:
         self.headroom = headroom
         self.cache_size = cache_size
         self.solves = 0
-        self.background = Background("planner-plan-book", self._failed)
+        self.background = Background("planner-plans", self._failed)
         self._profiled: dict[Signature, Profile] = {}
         self._lines = lines_of({})
         self._leanest: Plan | None = None
@@ -165,7 +165,7 @@ class PlanCache:
             return
         self._find(entry, lines, profiled)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         kind = type(error).__name__
         self._note(kind, f"expected a plan for every signature, got {kind}: {error}; some keep the plan they have")
 
