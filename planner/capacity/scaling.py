@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from profiler.op_graph import StageOps
 from profiler.records import MenuRecord, OptionRecord, Profile, StageRecord
@@ -136,35 +138,27 @@ def seconds_at(sizes: Sequence[int], values: Sequence[float], size: int, *, curv
     >>> round(seconds_at((1, 2, 4), (3.0, 5.0, 9.0), 8, curved=False), 6)
     17.0
     """
+    if all(value == values[0] for value in values):
+        return values[0]
     powers = (0, 1, 2) if curved and len(sizes) > 2 else (0, 1)
-    pairs = [*combinations(powers, 2), *((power,) for power in powers)]
-    fits = [fit for pair in pairs if (fit := _least_squares(sizes, values, pair)) is not None]
-    _, best = min(fits, key=lambda fit: fit[0])
-    return sum(part * float(size) ** power for power, part in best)
+    fits = [_least_squares(sizes, values, chosen) for count in (2, 1) for chosen in combinations(powers, count)]
+    best = min((fit for fit in fits if min(fit.parts) >= 0), key=lambda fit: fit.error)
+    return sum(part * float(size) ** power for power, part in zip(best.powers, best.parts, strict=True))
 
 
-def _least_squares(
-    sizes: Sequence[int], values: Sequence[float], powers: Sequence[int]
-) -> tuple[float, list[tuple[int, float]]] | None:
-    """Squared error and parts of the best sum of one or two powers; None where a part would be negative."""
-    columns = [[float(size) ** power for size in sizes] for power in powers]
-    if len(columns) == 1:
-        own = columns[0]
-        parts = [_dot(own, values) / _dot(own, own)]
-    else:
-        first, second = columns
-        a, b, d = _dot(first, first), _dot(first, second), _dot(second, second)
-        p, q = _dot(first, values), _dot(second, values)
-        parts = [(p * d - q * b) / (a * d - b * b), (q * a - p * b) / (a * d - b * b)]
-    if min(parts) < 0:
-        return None
-    found = [sum(part * column[k] for part, column in zip(parts, columns, strict=True)) for k in range(len(sizes))]
-    error = sum((x - y) ** 2 for x, y in zip(found, values, strict=True))
-    return error, list(zip(powers, parts, strict=True))
+class _PowerSum(NamedTuple):
+    """The sum of some powers of the size that comes nearest to values, each power with its part in it."""
+
+    powers: tuple[int, ...]
+    parts: list[float]
+    error: float
 
 
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(left, right, strict=True))
+def _least_squares(sizes: Sequence[int], values: Sequence[float], powers: tuple[int, ...]) -> _PowerSum:
+    columns = np.array([[float(size) ** power for power in powers] for size in sizes])
+    parts = np.linalg.lstsq(columns, np.array(values))[0]
+    error = float(np.square(columns @ parts - values).sum())
+    return _PowerSum(powers, parts.tolist(), error)
 
 
 def _blend(parts: Sequence[Any], fit: _Fit, name: str) -> Any:
