@@ -37,7 +37,8 @@ from planner.cli.options import (
 from planner.cli.shell import ManyValues, PlannerGroup, check_folder, note, show, show_json, working
 from planner.cli.show_file import ShowRequest, run_show
 from planner.cli.train import run_train
-from planner.explain import pareto_plot
+from planner.explain.figures import check_picture
+from planner.explain.pareto_plot import draw_pareto
 from planner.explain.state_table import model_states, states_report
 from planner.plans import pareto_curves, problem_files
 from planner.plans.offload_request import Offload
@@ -185,7 +186,7 @@ def pareto_command(
     check_folder(output)
     check_folder(csv)
     if output is not None:
-        pareto_plot.check_picture(output)
+        check_picture(output)
     offload_request = offload_wish(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
     source = problem_files.read_source(file)
     with contextlib.redirect_stdout(sys.stderr):
@@ -197,7 +198,7 @@ def pareto_command(
     if csv is not None:
         write_whole(csv, frame.to_csv(index=False))
     if output is not None:
-        pareto_plot.draw_pareto(frame, output, title=title)
+        draw_pareto(frame, output, title=title)
     show(tables.frontier_report(frame, title))
     _say_written(csv, output)
 

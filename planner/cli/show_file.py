@@ -17,9 +17,9 @@ from planner.cli.graph_solutions import SOLUTION_FORMAT as GRAPH_SOLUTION_FORMAT
 from planner.cli.graph_solutions import SOLUTION_VERSION as GRAPH_SOLUTION_VERSION
 from planner.cli.shell import check_folder, note, show, working
 from planner.cli.solution_summary import summary_from, summary_of_plan
+from planner.explain.figures import check_picture
 from planner.explain.measured_step import MeasuredStep, view_step
 from planner.explain.op_decision_table import plan_ops_report
-from planner.explain.pareto_plot import check_picture
 from planner.explain.peak import Peak, predicted_peak
 from planner.explain.peak_report import peak_rows, peak_shown, peak_table
 from planner.explain.timeline import Timeline, beside_seconds_of, predicted_timelines, timeline_table

@@ -89,7 +89,7 @@ class PlanCache:
         profiled = {**self._profiled, **profiles}
         lines = lines_of(profiled)
         for line in lines:
-            line.growth.at(line.growth.sizes[-1])
+            line.scaling.at(line.scaling.sizes[-1])
         largest = max(profiled.values(), key=lambda profile: profile.unplanned_peak_bytes)
         leanest = _leanest(largest)
         solved = {signature: self._solved(profile) for signature, profile in profiles.items()}
