@@ -10,7 +10,7 @@ from planner.capacity.available_levers import lever_options
 from planner.capacity.lever_search import SearchOutcome, search_levers
 from planner.capacity.levers import Combination, Lever
 from planner.capacity.workload_variants import Target, WorkloadVariants
-from planner.explain.memory_breakdown import MemoryBreakdown, memory_maps
+from planner.explain.memory_breakdown import MemoryBreakdown, memory_breakdowns
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.units import format_bytes, parse_bytes
 from profiler.measurement.profiling import Progress
@@ -123,7 +123,7 @@ def advise(
         samples=variants.samples,
         budget_bytes=budget_bytes,
         states_bytes=states_bytes(profile),
-        memory=memory_maps(profile),
+        memory=memory_breakdowns(profile),
         levers=outcome.levers,
         combinations=combinations,
         exact=_fastest([each for each in combinations if each.keeps_result]),

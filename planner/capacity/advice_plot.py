@@ -55,7 +55,7 @@ def advice_figure(advice: Advice) -> Figure:
     above, middle, below = (figure.add_subfigure(rows[k, 0]) for k in range(3))
     _draw_moments(above.add_subplot(), advice, units)
     breakdown = next((m for m in advice.memory if m.of_group("activations")), advice.memory[0])
-    _draw_parts(middle.add_subplot(1, 2, 1), breakdown.activations_by_stage_kind(), "activations by stage", units)
+    _draw_parts(middle.add_subplot(1, 2, 1), breakdown.activations_by_stage_class(), "activations by stage", units)
     _draw_parts(
         middle.add_subplot(1, 2, 2), breakdown.activations_by_op(), "activations by the op that made them", units
     )

@@ -102,7 +102,7 @@ def _activation_tables(advice: Advice) -> list[RenderableType]:
         return []
     whole = breakdown.of_group("activations")
     return [
-        _share_table("Activations by stage", "stage", breakdown.activations_by_stage_kind(), whole),
+        _share_table("Activations by stage", "stage", breakdown.activations_by_stage_class(), whole),
         _share_table("Activations by the op that made them", "op", breakdown.activations_by_op(), whole),
     ]
 

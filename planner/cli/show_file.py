@@ -21,8 +21,8 @@ from planner.explain.figures import check_picture
 from planner.explain.measured_step import MeasuredStep, view_step
 from planner.explain.op_decision_table import plan_ops_report
 from planner.explain.peak import Peak, predicted_peak
-from planner.explain.peak_report import peak_rows, peak_shown, peak_table
-from planner.explain.timeline import Timeline, beside_seconds_of, predicted_timelines, timeline_table
+from planner.explain.peak_report import alive_report, peak_rows, peak_table
+from planner.explain.timeline import Timeline, predicted_timelines, seconds_outside_chain_of, timeline_table
 from planner.explain.timeline_plot import ExplainedPeak, draw_timeline
 from planner.plans.plan import FORMAT as PLAN_FORMAT
 from planner.plans.plan import VERSION as PLAN_VERSION
@@ -44,7 +44,7 @@ FORMATS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShowRequest:
-    """What to show beside the tables.
+    """What to show besides the tables.
 
     Attributes:
         ops: every op of a plan.
@@ -83,7 +83,7 @@ class _ExplainedStep:
 
 
 def run_show(file: Path, request: ShowRequest) -> None:
-    """Print a file, and draw, write and measure what is request.
+    """Print a file, and draw, write and measure what is asked for.
 
     Raises:
         ValueError: the file is not to be read, has nothing of what is asked for,
@@ -151,8 +151,8 @@ def _show_plan(plan: Plan, where: str, request: ShowRequest) -> list[RenderableT
         note(f"{where} carries no chain (it is of an older release): its peak is not explained; solve again for that")
         return parts
     chain = chain_in(plan, where)
-    beside = beside_seconds_of(plan, chain)
-    timelines = predicted_timelines(chain, plan.schedule, link=plan.link, seconds_outside_chain=beside)
+    outside_seconds = seconds_outside_chain_of(plan, chain)
+    timelines = predicted_timelines(chain, plan.schedule, link=plan.link, seconds_outside_chain=outside_seconds)
     peaks = [predicted_peak(chain, plan.schedule, timelines[1], plan=plan)]
     measured = _measured(plan, request.workload) if request.workload is not None else None
     if measured is not None:
@@ -189,11 +189,11 @@ def _write(step: _ExplainedStep, request: ShowRequest) -> None:
 
 
 def _peaks(step: _ExplainedStep) -> list[RenderableType]:
-    return [part for peak in step.peaks for part in (peak_shown(peak, step.plan), "")][:-1]
+    return [part for peak in step.peaks for part in (alive_report(peak, step.plan), "")][:-1]
 
 
 def _verdict(plan: Plan, measured: MeasuredStep | None) -> list[RenderableType]:
-    """Measured beside predicted."""
+    """Measured values, each with the predicted one."""
     if measured is None:
         return []
     planned, unplanned = measured.planned, measured.unplanned
@@ -201,11 +201,13 @@ def _verdict(plan: Plan, measured: MeasuredStep | None) -> list[RenderableType]:
         ("peak with the plan", planned.peak.peak_bytes, plan.predicted_peak_bytes),
         ("peak without it", unplanned.peak.peak_bytes, plan.unplanned_peak_bytes),
     ]
-    found = [(name, f"{_both(size)} measured, {_both(expected)} predicted") for name, size, expected in rows]
+    comparisons = [(name, f"{_both(size)} measured, {_both(expected)} predicted") for name, size, expected in rows]
     slowdown = planned.seconds / unplanned.seconds if unplanned.seconds else 1.0
     times = f"{slowdown:.2f} x the {format_seconds(unplanned.seconds)} without it"
-    found.append(("time with the plan", f"{format_seconds(planned.seconds)}: {times}, {plan.slowdown:.2f} x predicted"))
-    return ["", tables.facts(found)]
+    comparisons.append(
+        ("time with the plan", f"{format_seconds(planned.seconds)}: {times}, {plan.slowdown:.2f} x predicted")
+    )
+    return ["", tables.facts(comparisons)]
 
 
 def _both(size: int) -> str:

@@ -1,4 +1,4 @@
-"""The Pareto plot: memory against time, every solver's curve, the unplanned point and the lower bound."""
+"""Plots of peak memory against step time: a curve for each solver, the unplanned point and the lower bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of model states: what each part of them takes, measured and by formula side by side."""
+"""Bytes of each part of the model states (parameters, gradients, optimizer), measured and by formula."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ModelStates:
 
 
 def model_states(workload: Workload) -> ModelStates:
-    """Measure a workload's model states, and put what formulas say beside them.
+    """Measure a workload's model states, and work out what formulas say they are.
 
     Runs two whole steps and a forward, and leaves the workload as it was found.
 
@@ -107,17 +107,17 @@ def model_states(workload: Workload) -> ModelStates:
 
 def _weights(workload: Workload, measured: MeasuredStates) -> Iterator[StateRow]:
     """Parameters and their gradients."""
-    own, others = _distinct(workload.model.parameters()), _beside(workload)
-    yield _of(PARAMETERS, measured.parameter_bytes, own)
+    parameters, others = _distinct(workload.model.parameters()), _other_parameters(workload)
+    yield _of(PARAMETERS, measured.parameter_bytes, parameters)
     if others or measured.other_parameter_bytes:
         yield _of(OTHERS, measured.other_parameter_bytes, others)
     copies = {id(p) for p in _copies(workload)}  # Their gradients are made in the optimizer's step.
-    trained = [p for p in [*own, *others] if p.requires_grad and id(p) not in copies]
+    trained = [p for p in [*parameters, *others] if p.requires_grad and id(p) not in copies]
     yield _of(GRADIENTS, measured.steady.gradient_bytes, trained)
 
 
 def _optimizer(workload: Workload, measured: MeasuredStates) -> Iterator[StateRow]:
-    """The optimizer's states by name, and what its step holds beside them."""
+    """The optimizer's states by name, and what its step holds besides."""
     if workload.optimizer is None:
         return
     formula, states = state_bytes_of(workload.optimizer), dict(measured.state_bytes)
@@ -162,17 +162,17 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _beside(workload: Workload) -> list[Tensor]:
+def _other_parameters(workload: Workload) -> list[Tensor]:
     """Parameters that are not the model's."""
-    own = {id(parameter) for parameter in workload.model.parameters()}
-    return [p for p in _distinct(workload.parameters_beside()) if id(p) not in own]
+    of_model = {id(parameter) for parameter in workload.model.parameters()}
+    return [p for p in _distinct(workload.parameters_beside()) if id(p) not in of_model]
 
 
 def _copies(workload: Workload) -> list[Tensor]:
     """Those of them that are not the loss's either: the optimizer's own, say master copies."""
     loss = workload.loss
     of_loss = {id(p) for p in loss.parameters()} if isinstance(loss, nn.Module) else set()
-    return [p for p in _beside(workload) if id(p) not in of_loss]
+    return [p for p in _other_parameters(workload) if id(p) not in of_loss]
 
 
 _NOTHING = "-"
@@ -195,11 +195,11 @@ def _cells(row: StateRow) -> list[str]:
 
 def _sums(states: ModelStates) -> list[tuple[str, str]]:
     count = states.parameter_count
-    each = f"{states.held_bytes / count:.2f} bytes for each of {count:,} parameters" if count else "no parameters"
+    mean = f"{states.held_bytes / count:.2f} bytes for each of {count:,} parameters" if count else "no parameters"
     first = states.first_peak_bytes
     begins = [] if first is None else [("first step", f"peak {format_bytes(first)}: states are made in it")]
     return [
-        ("together", f"{format_bytes(states.held_bytes)}: {each}, without those that come and go"),
+        ("together", f"{format_bytes(states.held_bytes)}: {mean}, without those that come and go"),
         *begins,
         ("later steps", f"peak {format_bytes(states.peak_bytes)}, in the {states.peak_phase} phase"),
     ]

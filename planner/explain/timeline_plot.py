@@ -1,4 +1,4 @@
-"""The timeline's picture: bytes alive over a step without the plan and with it, phases, budget, the peak explained."""
+"""Plots of the bytes alive over a step without a plan and with it, its phases, the budget and the peak's contents."""
 
 from __future__ import annotations
 
@@ -188,15 +188,15 @@ def _list_parts(axes: Axes, peaks: Sequence[ExplainedPeak]) -> None:
 def _words(explained: ExplainedPeak) -> list[str]:
     peak, rows = explained.peak, explained.rows
     action = "the optimizer's step" if peak.action == "optimizer" else f"the {peak.action} of {peak.stage}"
-    found = [f"Alive at the planned peak, {peak.source}:"]
-    found += _wrapped(f"{format_bytes(peak.peak_bytes)} in {action}{f', at {kind_of(peak.op)}' if peak.op else ''}")
+    lines = [f"Alive at the planned peak, {peak.source}:"]
+    lines += _wrapped(f"{format_bytes(peak.peak_bytes)} in {action}{f', at {kind_of(peak.op)}' if peak.op else ''}")
     for row in rows[:TOP_PARTS]:
         text = f"{format_bytes(row.size_bytes)}  {row.what}"
         text += f": {row.op}" if row.op else ""
         text += f", {row.where}" if row.where else ""
-        found += _wrapped(text, "• ", "   ")
+        lines += _wrapped(text, "• ", "   ")
     rest = sum(row.size_bytes for row in rows[TOP_PARTS:])
-    return [*found, f"• {format_bytes(rest)}  {len(rows) - TOP_PARTS} smaller parts"] if rest else found
+    return [*lines, f"• {format_bytes(rest)}  {len(rows) - TOP_PARTS} smaller parts"] if rest else lines
 
 
 def _wrapped(text: str, first: str = "", others: str = "") -> list[str]:
