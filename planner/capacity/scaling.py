@@ -169,7 +169,7 @@ def _blend(parts: Sequence[Any], fit: _Fit, name: str) -> Any:
         return type(last)(**{key: _blend([getattr(part, key) for part in parts], fit, key) for key in names})
     if isinstance(last, tuple):
         if len({len(part) for part in parts}) > 1:
-            raise _incompatible(name, [f"{len(part)} of them" for part in parts])
+            raise _incompatible([len(part) for part in parts], f"{{}} {name}")
         return tuple(_blend(items, fit, name) for items in zip(*parts, strict=True))
     if isinstance(last, bool):
         return all(parts) if name == "recomputable" else any(parts)
@@ -178,7 +178,7 @@ def _blend(parts: Sequence[Any], fit: _Fit, name: str) -> Any:
     if isinstance(last, float):
         return fit.seconds(parts)
     if name in ("name", "kind", "module_class") and any(part != last for part in parts):
-        raise _incompatible(name, parts)
+        raise _incompatible(parts, f"the {name} {{}}")
     return next((part for part in parts if name == "reason" and part), last)
 
 
@@ -186,12 +186,15 @@ def _whole(parts: Sequence[int], fit: _Fit, name: str) -> int:
     if name.endswith("_bytes") or name in (*_SHAPES, *_ROWS_OF_BYTES):
         return fit.whole(parts)
     if name not in _COUNTS and any(part != parts[0] for part in parts):
-        raise _incompatible(name, parts)
+        raise _incompatible(parts, f"the {name} {{}}")
     return parts[-1]
 
 
-def _incompatible(name: str, parts: Sequence[Any]) -> IncompatibleProfiles:
-    return IncompatibleProfiles(f"{name!r} {' and '.join(str(part) for part in parts)}")
+def _incompatible(parts: Sequence[Any], text: str) -> IncompatibleProfiles:
+    """With what differs in words: ``{}`` of the text stands for the values of all sizes."""
+    *others, last = map(str, parts)
+    values = text.replace("_", " ").format(f"{', '.join(others)} and {last}")
+    return IncompatibleProfiles(f"{values} from the smallest size to the largest")
 
 
 def _aligned(profiles: Sequence[Profile]) -> list[Profile]:
@@ -200,7 +203,7 @@ def _aligned(profiles: Sequence[Profile]) -> list[Profile]:
     menus: list[list[MenuRecord]] = [[] for _ in profiles]
     of_stage: list[int] = []
     if len({len(profile.stages) for profile in profiles}) > 1:
-        raise _incompatible("stages", [f"{len(profile.stages)} of them" for profile in profiles])
+        raise _incompatible([len(profile.stages) for profile in profiles], "{} stages")
     for records in zip(*(profile.stages for profile in profiles), strict=True):
         key = tuple(record.menu for record in records)
         if key not in numbers:

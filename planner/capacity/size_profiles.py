@@ -111,7 +111,7 @@ class PerSizeProfiles:
 
     def notes(self) -> list[str]:
         """What a person should know, one sentence each."""
-        return [f"models of other sizes have other stages, so every size in question was profiled ({self._why})"]
+        return [f"models of other sizes have other stages ({self._why}), so every size in question was profiled"]
 
     def at(self, size: int) -> Profile:
         """The profile at a size.
