@@ -42,17 +42,17 @@ class Real(NamedTuple):
     seconds: float
 
 
-def realised(forms: WorkloadVariants, each: Combination) -> planner.Workload:
+def realised(variants: WorkloadVariants, each: Combination) -> planner.Workload:
     """The workload of one micro-batch with all levers of a combination but its plan."""
-    work = forms.built(each.precision, each.micro_batches)
+    work = variants.built(each.precision, each.micro_batches)
     if not each.optimizer:
         return work
     return varied(work, optimizer=optimizer_named(each.optimizer, list(work.model.parameters())))
 
 
-def measured(forms: WorkloadVariants, each: Combination) -> Real:
+def measured(variants: WorkloadVariants, each: Combination) -> Real:
     """Build a combination and run effective batches: every micro-batch, then the optimizer's step."""
-    work = realised(forms, each)
+    work = realised(variants, each)
 
     def effective() -> None:
         work.zero_grad()
@@ -83,10 +83,10 @@ def rows_of(name: str, device: str, link_gbps: float | None, menus: bool) -> Ite
             f"zoo:{name}", size, settings=settings, device=device, offload=offload_request, menus=menus
         )
         whole = advice.unplanned.peak_bytes
-        forms = WorkloadVariants(f"zoo:{name}", settings, "batch", device, menus, None)
-        plain = measured(forms, advice.unplanned)
+        variants = WorkloadVariants(f"zoo:{name}", settings, "batch", device, menus, None)
+        plain = measured(variants, advice.unplanned)
         for what, each in _chosen(advice):
-            real = measured(forms, each)
+            real = measured(variants, each)
             yield {
                 "model": name,
                 "budget_bytes": advice.budget_bytes,

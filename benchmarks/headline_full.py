@@ -10,7 +10,7 @@ import torch
 import planner
 from benchmarks.headline_models import ATTENTION
 from benchmarks.headline_rows import Row
-from planner.capacity.batch_limits import WAYS
+from planner.capacity.batch_limits import MODE_NAMES
 from planner.units import format_bytes, parse_bytes
 
 TARGET = "benchmarks.headline_models:bert_large"
@@ -46,7 +46,7 @@ def full(budget: str) -> Full:
 def rows_of(found: planner.MaxBatch, form: str) -> list[Row]:
     """The limits of a search as rows; a way that is not open, or fits nothing, has none."""
     rows: list[Row] = []
-    for key, way in WAYS.items():
+    for key, way in MODE_NAMES.items():
         limit: planner.Limit = getattr(found, key)
         if not limit.size:
             continue

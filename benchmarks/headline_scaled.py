@@ -12,7 +12,7 @@ import planner
 from benchmarks.headline_models import bert_small
 from benchmarks.headline_rows import OFFLOAD_TIMES, Row
 from benchmarks.one_step import peak_bytes_of, seconds_of
-from planner.capacity.batch_limits import WAYS, TrainingMode
+from planner.capacity.batch_limits import MODE_NAMES, TrainingMode
 from planner.capacity.predicted_limits import PredictedLimits
 from planner.capacity.size_profiles import scaling_over
 from planner.units import format_bytes
@@ -110,7 +110,7 @@ def _measured_rows(build: Build, forecast: PredictedLimits, batches: Sequence[in
 def _forecast_row(
     forecast: PredictedLimits,
     none: Row,
-    way: TrainingMode,
+    mode: TrainingMode,
     batch: int,
     rate: float | None = None,
     relative: float | None = None,
@@ -118,11 +118,11 @@ def _forecast_row(
     remark: str = "",
 ) -> Row:
     """What is predicted of a batch, and what was measured as far as it was."""
-    plan, expected = forecast.plan_at(way, batch)
+    plan, expected = forecast.plan_at(mode, batch)
     predicted = forecast.throughput_at(batch, plan) / forecast.throughput_at(none.batch, None)
     return Row(
         form=FORM,
-        way=WAYS[way],
+        way=MODE_NAMES[mode],
         batch=batch,
         rate=rate,
         base=none,

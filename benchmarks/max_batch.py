@@ -11,7 +11,7 @@ import pandas as pd
 
 import planner
 from benchmarks.reporting import RESULTS, result_name, write_result
-from planner.capacity.batch_limits import WAYS
+from planner.capacity.batch_limits import MODE_NAMES
 from planner.units import parse_bytes
 from planner.zoo import build
 
@@ -81,7 +81,7 @@ def rows_of(name: str, device: str, budget: str, offload: planner.Offload) -> It
     found = planner.max_batch(lambda batch: make(batch), budget, offload=offload)
     oracle = Oracle(make, budget_bytes, offload)
     tried = 0
-    for way in WAYS:
+    for way in MODE_NAMES:
         limit: planner.Limit = getattr(found, way)
         tried = oracle.limit(way, tried)
         # Which options inside stages are measured depends on their seconds: the search's plan may be the better one.

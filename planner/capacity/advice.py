@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from planner.capacity.lever_search import Found, LeverSearch
+from planner.capacity.available_levers import lever_options
+from planner.capacity.lever_search import SearchOutcome, search_levers
 from planner.capacity.levers import Combination, Lever
 from planner.capacity.workload_variants import Target, WorkloadVariants
-from planner.explain.memory_breakdown import MemoryBreakdown, memory_maps
+from planner.explain.memory_breakdown import MemoryBreakdown, memory_breakdowns
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.units import format_bytes, parse_bytes
 from profiler.measurement.profiling import Progress
@@ -109,26 +110,26 @@ def advise(
     """
     if isinstance(budget, int) or not budget.strip().endswith("%"):
         parse_bytes(budget)  # refused before anything is measured
-    forms = WorkloadVariants(target, settings or {}, batch_key, device, menus, progress)
-    base = forms.profile("", 1)
-    budget_bytes = parse_bytes(budget, whole_bytes=base.unplanned_peak_bytes)
-    found = LeverSearch(forms, budget_bytes, offload_from(offload)).run()
-    optimizer = forms.workload.optimizer
+    variants = WorkloadVariants(target, settings or {}, batch_key, device, menus, progress)
+    profile = variants.profile("", 1)
+    budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
+    outcome = search_levers(lever_options(variants, budget_bytes, offload_from(offload)))
+    combinations, optimizer = outcome.combinations, variants.workload.optimizer
     return Advice(
-        model_class=base.model_class,
-        device=base.device,
-        precision=base.precision,
+        model_class=profile.model_class,
+        device=profile.device,
+        precision=profile.precision,
         optimizer="none" if optimizer is None else type(optimizer).__name__,
-        samples=forms.samples,
+        samples=variants.samples,
         budget_bytes=budget_bytes,
-        states_bytes=states_bytes(base),
-        memory=memory_maps(base),
-        levers=found.levers,
-        combinations=found.combinations,
-        exact=_fastest([each for each in found.combinations if each.keeps_result]),
-        cheapest=_fastest(found.combinations),
-        nearest=min(found.combinations, key=lambda each: (each.peak_bytes, len(each.kinds))),
-        notes=_notes(found, states_bytes(base), budget_bytes),
+        states_bytes=states_bytes(profile),
+        memory=memory_breakdowns(profile),
+        levers=outcome.levers,
+        combinations=combinations,
+        exact=_fastest([each for each in combinations if each.keeps_result]),
+        cheapest=_fastest(combinations),
+        nearest=min(combinations, key=lambda each: (each.peak_bytes, len(each.kinds))),
+        notes=_notes(outcome, states_bytes(profile), budget_bytes),
     )
 
 
@@ -137,13 +138,15 @@ def _fastest(combinations: tuple[Combination, ...] | list[Combination]) -> Combi
     return next((each for each in combinations if each.fits), None)
 
 
-def _notes(found: Found, states: int, budget_bytes: int) -> tuple[str, ...]:
-    if states <= budget_bytes:
-        return found.notes
-    over = f"the model states alone ({format_bytes(states)}) are {format_bytes(states - budget_bytes)} above the budget"
-    fitting = [each for each in found.combinations if each.fits]
+def _notes(outcome: SearchOutcome, needed_bytes: int, budget_bytes: int) -> tuple[str, ...]:
+    """Those of the search; before them, where the model states alone need more than the budget, what fits then."""
+    if needed_bytes <= budget_bytes:
+        return outcome.notes
+    over_bytes = needed_bytes - budget_bytes
+    over = f"the model states alone ({format_bytes(needed_bytes)}) are {format_bytes(over_bytes)} above the budget"
+    fitting = [each for each in outcome.combinations if each.fits]
     if not fitting:
-        return (f"{over}, and no lever brings the step down to it", *found.notes)
+        return (f"{over}, and no lever brings the step down to it", *outcome.notes)
     others = len(fitting) - _NAMED
     more = f", or one of {others} more" if others > 0 else ""
-    return (f"{over}: what fits is {', or '.join(each.title for each in fitting[:_NAMED])}{more}", *found.notes)
+    return (f"{over}: what fits is {', or '.join(each.title for each in fitting[:_NAMED])}{more}", *outcome.notes)

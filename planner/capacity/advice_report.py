@@ -30,33 +30,33 @@ def document_of(advice: Advice) -> dict[str, Any]:
         "states_short_bytes": advice.states_short_bytes,
         "unplanned_peak_bytes": unplanned.peak_bytes,
         "unplanned_seconds": unplanned.seconds,
-        "memory": [_map_document(own) for own in advice.memory],
+        "memory": [_breakdown_document(breakdown) for breakdown in advice.memory],
         "levers": [dataclasses.asdict(lever) for lever in advice.levers],
-        "combinations": [_document(each) for each in advice.combinations],
-        "exact": None if advice.exact is None else _document(advice.exact),
-        "cheapest": None if advice.cheapest is None else _document(advice.cheapest),
-        "nearest": _document(advice.nearest),
+        "combinations": [_combination_document(each) for each in advice.combinations],
+        "exact": None if advice.exact is None else _combination_document(advice.exact),
+        "cheapest": None if advice.cheapest is None else _combination_document(advice.cheapest),
+        "nearest": _combination_document(advice.nearest),
         "minimum_budget_bytes": advice.nearest.peak_bytes,
         "notes": list(advice.notes),
     }
 
 
-def _map_document(own: MemoryBreakdown) -> dict[str, Any]:
+def _breakdown_document(breakdown: MemoryBreakdown) -> dict[str, Any]:
     return {
-        "moment": own.moment,
-        "phase": own.phase,
-        "stage": own.stage,
-        "peak_bytes": own.peak_bytes,
-        "groups": {group: {"bytes": own.of_group(group), "parts": own.by_what(group)} for group in GROUPS},
-        "activations_by_stage": own.activations_by_stage(),
-        "activations_by_op": own.activations_by_op(),
+        "moment": breakdown.moment,
+        "phase": breakdown.phase,
+        "stage": breakdown.stage,
+        "peak_bytes": breakdown.peak_bytes,
+        "groups": {group: {"bytes": breakdown.of_group(group), "parts": breakdown.by_what(group)} for group in GROUPS},
+        "activations_by_stage": breakdown.activations_by_stage(),
+        "activations_by_op": breakdown.activations_by_op(),
     }
 
 
-def _document(each: Combination) -> dict[str, Any]:
+def _combination_document(combination: Combination) -> dict[str, Any]:
     names = ("precision", "optimizer", "micro_batches", "recipe", "peak_bytes", "seconds", "fits", "short_bytes")
-    own = {name: getattr(each, name) for name in (*names, "peak_basis", "seconds_basis", "result")}
-    return {"title": each.title, "levers": list(each.names), **own}
+    fields = {name: getattr(combination, name) for name in (*names, "peak_basis", "seconds_basis", "result")}
+    return {"title": combination.title, "levers": list(combination.names), **fields}
 
 
 def report_of(advice: Advice) -> RenderableType:
@@ -73,36 +73,37 @@ def report_of(advice: Advice) -> RenderableType:
 def _memory_table(advice: Advice) -> Table:
     """A row for each part of each group, a column for each moment."""
     title = f"Where the memory of {advice.model_class} goes, unplanned ({advice.precision}, {advice.optimizer})"
-    highest = advice.memory[0]
-    table = plain_table(title, ["bytes"], [f"in {own.moment}" for own in advice.memory])
+    moments = advice.memory
+    table = plain_table(title, ["bytes"], [f"in {breakdown.moment}" for breakdown in moments])
     for group in GROUPS:
-        if not any(own.of_group(group) for own in advice.memory):
+        sizes = [breakdown.of_group(group) for breakdown in moments]
+        if not any(sizes):
             continue
-        table.add_row(f"[bold]{group}[/bold]", *(_part(own, own.of_group(group)) for own in advice.memory))
-        names = dict.fromkeys(name for own in advice.memory for name in own.by_what(group))
+        cells = [_share(size, breakdown) for size, breakdown in zip(sizes, moments, strict=True)]
+        table.add_row(f"[bold]{group}[/bold]", *cells)
+        parts = [breakdown.by_what(group) for breakdown in moments]
+        names = dict.fromkeys(name for sizes_by_name in parts for name in sizes_by_name)
         for name in names if len(names) > 1 else ():
-            cells = [
-                format_bytes(own.by_what(group)[name]) if name in own.by_what(group) else "-" for own in advice.memory
-            ]
+            cells = [format_bytes(sizes_by_name[name]) if name in sizes_by_name else "-" for sizes_by_name in parts]
             table.add_row(f"  {escape(name)}", *cells, style="dim")
-    marks = [" (the peak)" if own is highest else "" for own in advice.memory]
-    sums = [f"{format_bytes(own.peak_bytes)}{mark}" for own, mark in zip(advice.memory, marks, strict=True)]
+    marks = [" (the peak)" if breakdown is moments[0] else "" for breakdown in moments]
+    sums = [f"{format_bytes(breakdown.peak_bytes)}{mark}" for breakdown, mark in zip(moments, marks, strict=True)]
     table.add_row("[bold]together[/bold]", *(f"[bold]{cell}[/bold]" for cell in sums))
     return table
 
 
-def _part(own: MemoryBreakdown, size: int) -> str:
-    return f"{format_bytes(size)} ({size / own.peak_bytes:.0%})" if size else _NOTHING
+def _share(size: int, breakdown: MemoryBreakdown) -> str:
+    return f"{format_bytes(size)} ({size / breakdown.peak_bytes:.0%})" if size else _NOTHING
 
 
 def _activation_tables(advice: Advice) -> list[RenderableType]:
-    own = next((each for each in advice.memory if each.of_group("activations")), None)
-    if own is None:
+    breakdown = next((each for each in advice.memory if each.of_group("activations")), None)
+    if breakdown is None:
         return []
-    whole = own.of_group("activations")
+    whole = breakdown.of_group("activations")
     return [
-        _share_table("Activations by stage", "stage", own.activations_by_stage_kind(), whole),
-        _share_table("Activations by the op that made them", "op", own.activations_by_op(), whole),
+        _share_table("Activations by stage", "stage", breakdown.activations_by_stage_class(), whole),
+        _share_table("Activations by the op that made them", "op", breakdown.activations_by_op(), whole),
     ]
 
 
@@ -128,7 +129,7 @@ def shortened(sizes: dict[str, int], rows: int) -> dict[str, int]:
 
 def _lever_table(advice: Advice) -> Table:
     title = f"Levers alone, against {format_bytes(advice.budget_bytes)} ({advice.budget_bytes:,} bytes)"
-    table = _combinations(title, advice.alone(), advice)
+    table = _combinations_table(title, advice.alone(), advice)
     for lever in _idle(advice):
         table.add_row(lever.name, *[_NOTHING] * 5, style="dim")
     return table
@@ -146,7 +147,7 @@ def _combination_table(advice: Advice) -> list[RenderableType]:
     shown = foremost(advice, ROWS)
     rest = len(together) - len(shown)
     title = f"Levers together{f': {len(shown)} of {len(together)}' if rest else ''}"
-    return [_combinations(title, shown, advice)]
+    return [_combinations_table(title, shown, advice)]
 
 
 def foremost(advice: Advice, count: int) -> list[Combination]:
@@ -157,22 +158,23 @@ def foremost(advice: Advice, count: int) -> list[Combination]:
     return [each for each in advice.together() if id(each) in chosen]
 
 
-def _combinations(title: str, rows: Iterable[Combination], advice: Advice) -> Table:
+def _combinations_table(title: str, rows: Iterable[Combination], advice: Advice) -> Table:
     table = plain_table(title, ["with"], ["peak", "to spare", "time", "of unplanned"])
     table.add_column("same result")
-    for each in rows:
-        table.add_row(*_cells(each, advice.unplanned), style=None if each.fits else "dim")
+    for combination in rows:
+        table.add_row(*_cells(combination, advice.unplanned), style=None if combination.fits else "dim")
     return table
 
 
-def _cells(each: Combination, unplanned: Combination) -> list[str]:
-    spare = each.budget_bytes - each.peak_bytes
+def _cells(combination: Combination, unplanned: Combination) -> list[str]:
+    spare = combination.budget_bytes - combination.peak_bytes
     room = format_bytes(spare) if spare >= 0 else f"[red]{format_bytes(spare)}[/red]"
-    peak, seconds, ratio = f"{format_bytes(each.peak_bytes)} {_MARKS[each.peak_basis]}", _NOTHING, _NOTHING
-    if each.seconds is not None:
-        seconds = f"{format_seconds(each.seconds)} {_MARKS[each.seconds_basis]}"
-        ratio = f"{each.seconds / unplanned.seconds:.2f} x" if unplanned.seconds else _NOTHING
-    return [escape(each.title), peak, room, seconds, ratio, _RESULTS[each.result]]
+    peak = f"{format_bytes(combination.peak_bytes)} {_MARKS[combination.peak_basis]}"
+    seconds = ratio = _NOTHING
+    if combination.seconds is not None:
+        seconds = f"{format_seconds(combination.seconds)} {_MARKS[combination.seconds_basis]}"
+        ratio = f"{combination.seconds / unplanned.seconds:.2f} x" if unplanned.seconds else _NOTHING
+    return [escape(combination.title), peak, room, seconds, ratio, _RESULTS[combination.result]]
 
 
 _MARKS = {"measured": "m", "computed": "c", "solved": "s"}
@@ -180,7 +182,10 @@ _MARKS = {"measured": "m", "computed": "c", "solved": "s"}
 
 def _outcome(advice: Advice) -> Table:
     rows = [
-        ("numbers", "m measured in this form, c computed from measured parts, s solved for on a profile of this form"),
+        (
+            "numbers",
+            "m measured in a profile of this step, c computed from measured parts, s solved for on a profile",
+        ),
         *((lever.name, f"does not apply: {escape(lever.reason)}") for lever in _idle(advice)),
         *(("note", escape(note)) for note in advice.notes),
         *_advised(advice),
@@ -213,11 +218,11 @@ def _used(levers: Sequence[Lever], kinds: set[Any], names: set[str]) -> list[Lev
     return [lever for lever in used if not (sent and lever.kind == "recompute")]
 
 
-def _said(each: Combination, advice: Advice) -> str:
-    ratio = f" ({(each.seconds or 0) / advice.unplanned.seconds:.2f} x)" if advice.unplanned.seconds else ""
-    words = f"{format_bytes(each.peak_bytes)}, {format_seconds(each.seconds or 0)}{ratio} for {advice.samples} samples"
-    return f"[bold]{escape(each.title)}[/bold]: {words}"
+def _said(combination: Combination, advice: Advice) -> str:
+    ratio = f" ({(combination.seconds or 0) / advice.unplanned.seconds:.2f} x)" if advice.unplanned.seconds else ""
+    peak, seconds = format_bytes(combination.peak_bytes), format_seconds(combination.seconds or 0)
+    return f"[bold]{escape(combination.title)}[/bold]: {peak}, {seconds}{ratio} for {advice.samples} samples"
 
 
-def _rounded(each: Combination) -> str:
-    return " up to rounding" if each.result == "rounding" else ""
+def _rounded(combination: Combination) -> str:
+    return " up to rounding" if combination.result == "rounding" else ""

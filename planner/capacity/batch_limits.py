@@ -1,4 +1,4 @@
-"""What a search for the largest batch comes to: the limit of each way of training, and the refusal where none fits."""
+"""What a search for the largest batch comes to: the limit in each training mode, and the refusal where none fits."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from planner.plans.solving import Infeasible
 from planner.units import format_bytes
 
 TrainingMode = Literal["none", "recompute", "offload"]
-WAYS: dict[TrainingMode, str] = {
-    "none": "no plan",
-    "recompute": "recompute",
-    "offload": "recompute and offload",
-}  # in words
+MODE_NAMES: dict[TrainingMode, str] = {"none": "no plan", "recompute": "recompute", "offload": "recompute and offload"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """The largest size that fits in one way of training.
+    """The largest size that fits in one training mode.
 
     Attributes:
-        way: ``none`` (no plan), ``recompute``, or ``offload`` (and recompute).
-        size: of the key that is varied; 0 where not even the smallest fits, None where the way is not open.
+        mode: ``none`` (no plan), ``recompute``, or ``offload`` (and recompute).
+        size: of the key that is varied; 0 where not even the smallest fits, None where the mode is not to be had.
         predicted_size: what the fit and the solver said before anything was tried.
         peak_bytes, samples_per_second: of a real step at ``size``; predicted where ``confirmed`` is False.
         predicted_peak_bytes: at ``size``.
@@ -35,7 +31,7 @@ class Limit:
         plan: for ``size``; None without one.
     """
 
-    way: TrainingMode
+    mode: TrainingMode
     size: int | None
     predicted_size: int | None = None
     peak_bytes: int | None = None
@@ -60,7 +56,7 @@ class MaxBatch:
         headroom_bytes: of the budget, what no step was to use.
         profiled: sizes that were profiled.
         linear: whether bytes grow as a line; ``notes`` say what does not, and what else to know.
-        none, recompute, offload: the limit of each way.
+        none, recompute, offload: the limit of each mode.
         best: the size with the best throughput among the limits and, where one between them is predicted to be
             faster, that one.
     """
@@ -131,16 +127,14 @@ class NoBatch(Infeasible):
         nearly everything.
         """
         without = self.minimum_budget_bytes - self.states.optimizer_bytes
-        found = {
-            "SGD without momentum": without,
-            "bf16 throughout": self.minimum_budget_bytes // 2,
-            "both": without // 2,
-        }
-        if not self.states.optimizer_bytes:
-            del found["SGD without momentum"], found["both"]
-        if not self.states.halves:
-            found = {name: needed for name, needed in found.items() if name == "SGD without momentum"}
-        return found
+        needed_bytes: dict[str, int] = {}
+        if self.states.optimizer_bytes:
+            needed_bytes["SGD without momentum"] = without
+        if self.states.halves:
+            needed_bytes["bf16 throughout"] = self.minimum_budget_bytes // 2
+        if self.states.optimizer_bytes and self.states.halves:
+            needed_bytes["both"] = without // 2
+        return needed_bytes
 
     def _message(self) -> str:
         return (

@@ -1,4 +1,4 @@
-"""The largest batch as a person and a program read it: a table of the ways of training, and a JSON document."""
+"""The largest batch in each training mode as a table and as a JSON document."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.markup import escape
 
-from planner.capacity.batch_limits import WAYS, Limit, MaxBatch, NoBatch
+from planner.capacity.batch_limits import MODE_NAMES, Limit, MaxBatch, NoBatch
 from planner.explain.tables import facts, plain_table
 from planner.units import format_bytes
 
 _NOTHING = "-"
-_OF_LIMIT = (
+_LIMIT_KEYS = (
     "peak_bytes",
     "samples_per_second",
     "relative",
@@ -23,25 +23,25 @@ _OF_LIMIT = (
 )
 
 
-def batch_document(found: MaxBatch) -> dict[str, Any]:
+def batch_document(limits: MaxBatch) -> dict[str, Any]:
     """What ``max-batch --json`` says; ``batch`` is the value of the key that was varied."""
     return {
-        "vary": found.vary,
-        "step": found.step,
-        "budget_bytes": found.budget_bytes,
-        "states_bytes": found.states_bytes,
-        "headroom_bytes": found.headroom_bytes,
-        "profiled": list(found.profiled),
-        "linear": found.linear,
-        "notes": list(found.notes),
-        **{way: _limit_document(getattr(found, way)) for way in WAYS},
-        "best": {"way": found.best.way, **_limit_document(found.best)},
+        "vary": limits.vary,
+        "step": limits.step,
+        "budget_bytes": limits.budget_bytes,
+        "states_bytes": limits.states_bytes,
+        "headroom_bytes": limits.headroom_bytes,
+        "profiled": list(limits.profiled),
+        "linear": limits.linear,
+        "notes": list(limits.notes),
+        **{mode: _limit_document(getattr(limits, mode)) for mode in MODE_NAMES},
+        "best": {"way": limits.best.mode, **_limit_document(limits.best)},
     }
 
 
 def _limit_document(limit: Limit) -> dict[str, Any]:
-    own = {name: getattr(limit, name) for name in _OF_LIMIT}
-    return {"batch": limit.size, "predicted_batch": limit.predicted_size, **own}
+    others = {name: getattr(limit, name) for name in _LIMIT_KEYS}
+    return {"batch": limit.size, "predicted_batch": limit.predicted_size, **others}
 
 
 def no_batch_document(refusal: NoBatch) -> dict[str, Any]:
@@ -56,33 +56,33 @@ def no_batch_document(refusal: NoBatch) -> dict[str, Any]:
         "states_bytes": refusal.states_bytes,
         "reason": refusal.reason,
         "levers": refusal.levers,
-        **{way: dict(nothing) for way in WAYS},
+        **{mode: dict(nothing) for mode in MODE_NAMES},
     }
 
 
-def limits_report(found: MaxBatch) -> RenderableType:
+def limits_report(limits: MaxBatch) -> RenderableType:
     """The limits in a table, with what is to be said of them below it."""
-    title = f"Largest {found.vary} within {format_bytes(found.budget_bytes)} ({found.budget_bytes:,} bytes)"
-    table = plain_table(title, ["with"], [found.vary, "predicted", "peak", "samples/s", "of unplanned", "next one"])
-    for way in WAYS:
-        table.add_row(WAYS[way], *_cells(getattr(found, way)))
-    free = [("headroom", f"{format_bytes(found.headroom_bytes)} of the budget are left free")]
-    weighted = [("of unplanned", f"of samples/s times {found.vary}")] if _makes_samples_larger(found) else []
-    best, states = found.best, format_bytes(found.states_bytes)
+    title = f"Largest {limits.vary} within {format_bytes(limits.budget_bytes)} ({limits.budget_bytes:,} bytes)"
+    table = plain_table(title, ["with"], [limits.vary, "predicted", "peak", "samples/s", "of unplanned", "next one"])
+    for mode in MODE_NAMES:
+        table.add_row(MODE_NAMES[mode], *_cells(getattr(limits, mode)))
+    free = [("headroom", f"{format_bytes(limits.headroom_bytes)} of the budget are left free")]
+    weighted = [("of unplanned", f"of samples/s times {limits.vary}")] if _makes_samples_larger(limits) else []
+    best, states = limits.best, format_bytes(limits.states_bytes)
     rows = [
-        ("best throughput", f"{found.vary}={best.size} with {WAYS[best.way]}: {_speed(best)} samples/s"),
+        ("best throughput", f"{limits.vary}={best.size} with {MODE_NAMES[best.mode]}: {_speed(best)} samples/s"),
         *weighted,
         ("model states", f"{states} of the budget: parameters, gradients, optimizer states"),
-        *(free if found.headroom_bytes else []),
-        ("profiled at", f"{found.vary} {', '.join(str(size) for size in found.profiled)}"),
-        *(("note", escape(note)) for note in found.notes),
-        *((WAYS[way], escape(limit.reason)) for way in WAYS if (limit := getattr(found, way)).reason),
+        *(free if limits.headroom_bytes else []),
+        ("profiled at", f"{limits.vary} {', '.join(str(size) for size in limits.profiled)}"),
+        *(("note", escape(note)) for note in limits.notes),
+        *((MODE_NAMES[mode], escape(limit.reason)) for mode in MODE_NAMES if (limit := getattr(limits, mode)).reason),
     ]
     return Group(table, facts(rows))
 
 
-def _makes_samples_larger(found: MaxBatch) -> bool:
-    return found.best.samples_per_second is not None and found.best.throughput != found.best.samples_per_second
+def _makes_samples_larger(limits: MaxBatch) -> bool:
+    return limits.best.samples_per_second is not None and limits.best.throughput != limits.best.samples_per_second
 
 
 def _cells(limit: Limit) -> list[str]:

@@ -1,4 +1,4 @@
-"""The largest batch: sizes are profiled, their growth is fitted, and the limits are searched for and confirmed."""
+"""The largest batch: a few sizes are profiled, limits are predicted from them, and confirmed by real steps."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def max_batch(
 ) -> MaxBatch:
     """Find the largest batch, or other size, that fits a budget, unplanned and planned, and how fast each is.
 
-    Real unplanned steps at doubled sizes show where to profile; profiles at two or three sizes give the growth of
-    bytes and seconds; the solver says which size is the largest that a plan can fit; and real steps at that size and
+    Real unplanned steps at doubled sizes show where to profile; profiles at two or three sizes say how bytes and
+    seconds scale; the solver says which size is the largest that a plan can fit; and real steps at that size and
     the next one confirm it, or correct it. Steps are only run where the device has room for what they are predicted
     to need; running out of memory counts as not fitting.
 
@@ -63,21 +63,21 @@ def max_batch(
         ValueError: a key that the target does not take or that memory does not grow with, a budget in percent, or a
             headroom that leaves nothing of it.
     """
-    room = _Room(_whole_budget(budget), headroom_from(headroom))
+    usable = _UsableBudget(_whole_budget(budget), headroom_from(headroom))
     if step < 1:
         raise ValueError(f"--step: expected at least 1, got {step}; give a whole number above zero")
     build = _builder(target, vary, settings or {}, device)
-    report = _Counter(progress, vary)
-    footing = search_start(build, vary, step, report)
-    growth, refused = _growth(build, vary, footing, room, offload_from(offload), menus, report)
-    forecast = PredictedLimits(growth, room.usable_bytes, offload_from(offload))
-    limits = LimitSearch(build, vary, footing, forecast, report, refused=refused)
+    report = _CountedReport(progress, vary)
+    start = search_start(build, vary, step, report)
+    profiles, refused = _profiles(build, vary, start, usable, offload_from(offload), menus, report)
+    predicted = PredictedLimits(profiles, usable.usable_bytes, offload_from(offload))
     unused = [f"{vary} is what is searched for: the value in --set is not used"] if vary in (settings or {}) else []
-    found = limits.run((*unused, *footing.notes))
-    return replace(found, budget_bytes=room.budget_bytes, headroom_bytes=room.budget_bytes - room.usable_bytes)
+    limits = LimitSearch(build, vary, start, predicted, report, refused=refused).run((*unused, *start.notes))
+    headroom_bytes = usable.budget_bytes - usable.usable_bytes
+    return replace(limits, budget_bytes=usable.budget_bytes, headroom_bytes=headroom_bytes)
 
 
-class _Room:
+class _UsableBudget:
     """The budget, and what the headroom leaves of it."""
 
     def __init__(self, budget_bytes: int, headroom: Headroom) -> None:
@@ -104,16 +104,17 @@ def _builder(
     target: str | Callable[..., Workload], vary: str, settings: Mapping[str, Any], device: str | None
 ) -> Build:
     def build(size: int) -> Workload:
-        own = {**settings, vary: size}
-        found = load_target(target, own) if isinstance(target, str) else call_target(name, target, own)
-        return on_device(found, device)
+        arguments = {**settings, vary: size}
+        if isinstance(target, str):
+            return on_device(load_target(target, arguments), device)
+        return on_device(call_target(name, target, arguments), device)
 
     name = getattr(target, "__name__", repr(target))
     return build
 
 
-class _Counter:
-    """Tells the parts of the search to whoever wants to know; how many there will be is not known before."""
+class _CountedReport:
+    """Tells the parts of the search to ``progress``; how many there will be is not known before."""
 
     def __init__(self, progress: Progress | None, vary: str) -> None:
         self._progress = progress
@@ -130,42 +131,63 @@ class _Counter:
         return lambda what, done, total: self(f"{self._vary}={size}: {what}")
 
 
-def _growth(
-    build: Build, vary: str, footing: SearchStart, room: _Room, offload_request: Offload, menus: bool, report: _Counter
+def _profiles(
+    build: Build,
+    vary: str,
+    start: SearchStart,
+    usable: _UsableBudget,
+    offload: Offload,
+    menus: bool,
+    report: _CountedReport,
 ) -> tuple[ProfileScaling | PerSizeProfiles, int | None]:
     """Profiles at three sizes up to the largest that was seen to fit, and the size that was refused on the way there.
 
     Raises NoBatch where there is no hope.
     """
-    steps, refused = doubling_steps(build, footing, vary, room.usable_bytes, report)
-    fitting = [own.size for own in steps if own.fits(room.usable_bytes)]
+    steps, refused = doubling_steps(build, start, vary, usable.usable_bytes, report)
+    fitting = [tried.size for tried in steps if tried.fits(usable.usable_bytes)]
     if not fitting:  # one profile is enough to know
-        smallest = profile(build(footing.start), menus=menus, progress=report.at(footing.start))
-        _check_smallest(smallest, vary, footing, room, offload_request)
+        smallest = profile(build(start.smallest), menus=menus, progress=report.at(start.smallest))
+        _check_smallest(smallest, vary, start, usable, offload)
     # Where hardly any size fits unplanned, those up to three steps above the smallest are profiled.
-    high = max([*fitting, footing.start + 3 * footing.step])
+    high = max([*fitting, start.smallest + 3 * start.step])
     while True:
-        sizes = _profiled_sizes(footing, high)
+        sizes = _profiled_sizes(start, high)
         try:
-            found = scaling_over(build, sizes, menus=menus, progress=report.at)
+            scaling = scaling_over(build, sizes, menus=menus, progress=report.at)
         except ProfileError as error:
             if not ran_out(error):
                 raise
-            _check_two(sizes, vary, error)
+            _check_third_size(sizes, vary, error)
         else:
-            return _alike(found, build, footing.step, menus, report), refused
+            return _comparable(scaling, build, start.step, menus, report), refused
         release()
         high = sizes[-2]
 
 
-def _profiled_sizes(footing: SearchStart, high: int) -> list[int]:
+def _check_smallest(smallest: Profile, vary: str, start: SearchStart, usable: _UsableBudget, offload: Offload) -> None:
+    """Raises NoBatch where not even the smallest size has a plan."""
+    possible = Offload(mode="never") if why_no_offload(offload, smallest) else offload
+    try:
+        plan_with_headroom(usable.budget_bytes, usable.headroom, lambda within: quick_plan(smallest, within, possible))
+    except Infeasible as refusal:
+        states = StateBytes(
+            total_bytes=start.states_bytes,
+            optimizer_bytes=smallest.resident.optimizer,
+            halves=types_part(smallest.precision) == "float32",
+        )
+        raise NoBatch(refusal, vary=vary, size=start.smallest, states=states) from refusal
+
+
+def _profiled_sizes(start: SearchStart, high: int) -> list[int]:
     """From half the largest size up to it: at a batch of one torch leaves out copies that all others need."""
-    step = footing.step
-    low = max(footing.start, high // 2 // step * step)
+    step = start.step
+    low = max(start.smallest, high // 2 // step * step)
     return sorted({low, low + (high - low) // 2 // step * step, high})
 
 
-def _check_two(sizes: list[int], vary: str, error: ProfileError) -> None:
+def _check_third_size(sizes: list[int], vary: str, error: ProfileError) -> None:
+    """Raises ValueError where the device has no room for the largest, and no smaller one would be left of two."""
     if len(sizes) < 3:
         raise ValueError(
             f"max-batch: expected room to profile {vary}={sizes[0]} and {vary}={sizes[-1]} without a plan, got too "
@@ -173,53 +195,39 @@ def _check_two(sizes: list[int], vary: str, error: ProfileError) -> None:
         ) from error
 
 
-def _alike(
-    found: ProfileScaling, build: Build, step: int, menus: bool, report: _Counter
+def _comparable(
+    scaling: ProfileScaling, build: Build, step: int, menus: bool, report: _CountedReport
 ) -> ProfileScaling | PerSizeProfiles:
-    """The growth, without the smallest size where that differs from the others; else a profile at every size."""
-    why = ""
-    for first in range(len(found.sizes) - 1):
-        growth = ProfileScaling(sizes=found.sizes[first:], profiles=found.profiles[first:])
-        difference = _difference(growth)
+    """The profiles, without the smallest size where that differs from the others; else a profile at every size."""
+    why_not = ""
+    for first in range(len(scaling.sizes) - 1):
+        larger = ProfileScaling(sizes=scaling.sizes[first:], profiles=scaling.profiles[first:])
+        difference = _difference(larger)
         if not difference:
-            return _with_third(growth, build, step, report) if first else growth
-        why = why or difference
-    return PerSizeProfiles(build, found, menus=menus, progress=report.at, why=why)
+            return _with_third(larger, build, step, report) if first else larger
+        why_not = why_not or difference
+    return PerSizeProfiles(build, scaling, menus=menus, progress=report.at, why=why_not)
 
 
-def _difference(growth: ProfileScaling) -> str:
+def _difference(scaling: ProfileScaling) -> str:
     """What keeps the profiles from being put side by side; empty where nothing does."""
     try:
-        growth.at(growth.sizes[-1])
+        scaling.at(scaling.sizes[-1])
     except IncompatibleProfiles as error:
         return error.difference
     return ""
 
 
-def _with_third(growth: ProfileScaling, build: Build, step: int, report: _Counter) -> ProfileScaling:
+def _with_third(scaling: ProfileScaling, build: Build, step: int, report: _CountedReport) -> ProfileScaling:
     """With two sizes left, one more between or above them, as two do not tell a line from a curve."""
-    low, high = growth.sizes[0], growth.sizes[-1]
+    low, high = scaling.sizes[0], scaling.sizes[-1]
     middle = low + (high - low) // 2 // step * step
     for size in (middle, high + step):
-        if len(growth.sizes) > 2 or size in growth.sizes:
+        if len(scaling.sizes) > 2 or size in scaling.sizes:
             continue
         try:
-            third = with_size(growth, build, size, progress=report.at)
+            extended = with_size(scaling, build, size, progress=report.at)
         except ValueError:  # there is no room for it, or the target refuses it
             continue
-        growth = growth if _difference(third) else third
-    return growth
-
-
-def _check_smallest(smallest: Profile, vary: str, footing: SearchStart, room: _Room, offload_request: Offload) -> None:
-    """Raises NoBatch where not even the smallest size has a plan."""
-    usable = offload_request if not why_no_offload(offload_request, smallest) else Offload(mode="never")
-    try:
-        plan_with_headroom(room.budget_bytes, room.headroom, lambda within: quick_plan(smallest, within, usable))
-    except Infeasible as refusal:
-        states = StateBytes(
-            total_bytes=footing.states_bytes,
-            optimizer_bytes=smallest.resident.optimizer,
-            halves=types_part(smallest.precision) == "float32",
-        )
-        raise NoBatch(refusal, vary=vary, size=footing.start, states=states) from refusal
+        scaling = scaling if _difference(extended) else extended
+    return scaling

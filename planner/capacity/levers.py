@@ -7,12 +7,12 @@ from typing import Literal
 
 from planner.plans.plan import Plan
 
-Kind = Literal["precision", "optimizer", "micro-batches", "recompute", "offload"]
-Result = Literal["same", "rounding", "other"]
-Basis = Literal["measured", "computed", "solved"]
+LeverKind = Literal["precision", "optimizer", "micro-batches", "recompute", "offload"]
+Exactness = Literal["same", "rounding", "other"]
+CostBasis = Literal["measured", "computed", "solved"]
 Recipe = Literal["none", "recompute", "offload", "recompute and offload"]
-RESULTS: tuple[Result, ...] = ("same", "rounding", "other")
-RECIPES: dict[Recipe, tuple[Kind, ...]] = {
+RESULTS: tuple[Exactness, ...] = ("same", "rounding", "other")
+RECIPES: dict[Recipe, tuple[LeverKind, ...]] = {
     "none": (),
     "recompute": ("recompute",),
     "offload": ("offload",),
@@ -34,11 +34,11 @@ class Lever:
         change: what to write to make it.
     """
 
-    kind: Kind
+    kind: LeverKind
     name: str
     applies: bool = True
     reason: str = ""
-    result: Result = "other"
+    result: Exactness = "other"
     change: str = ""
 
 
@@ -55,8 +55,8 @@ class Combination:
         peak_bytes: of the whole step. Where nothing fits, the least that recomputing and offloading can reach.
         seconds: of an effective batch, all its micro-batches and the optimizer's step; None where it does not fit and
             was not worked out.
-        peak_basis, seconds_basis: ``measured`` in a profile of this very form; ``computed`` from measured parts, or
-            from the growth over smaller batches; ``solved``: predicted by a plan from a profile of this form.
+        peak_basis, seconds_basis: ``measured`` in a profile of this very step; ``computed`` from measured parts, or
+            extrapolated from smaller batches; ``solved``: predicted by a plan from a profile of this step.
         result: the worst of its levers'.
         plan: for one micro-batch; None without one.
     """
@@ -68,9 +68,9 @@ class Combination:
     budget_bytes: int
     peak_bytes: int
     seconds: float | None
-    peak_basis: Basis
-    seconds_basis: Basis
-    result: Result
+    peak_basis: CostBasis
+    seconds_basis: CostBasis
+    result: Exactness
     plan: Plan | None = None
 
     @property
@@ -84,16 +84,14 @@ class Combination:
         return max(0, self.peak_bytes - self.budget_bytes)
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[LeverKind, ...]:
         """Which kinds of levers it has."""
-        own: list[Kind] = []
-        if self.precision:
-            own.append("precision")
-        if self.optimizer:
-            own.append("optimizer")
-        if self.micro_batches > 1:
-            own.append("micro-batches")
-        return (*own, *RECIPES[self.recipe])
+        changed: dict[LeverKind, bool] = {
+            "precision": bool(self.precision),
+            "optimizer": bool(self.optimizer),
+            "micro-batches": self.micro_batches > 1,
+        }
+        return (*(kind for kind, is_changed in changed.items() if is_changed), *RECIPES[self.recipe])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -114,7 +112,7 @@ class Combination:
         return self.result != "other"
 
 
-def worst(results: list[Result]) -> Result:
+def worst(results: list[Exactness]) -> Exactness:
     """What several levers together make of the result.
 
     >>> worst(["same", "rounding"]), worst([])

@@ -12,15 +12,15 @@ from profiler.measurement.model_states import OptimizerCost, measure_optimizer
 from profiler.records import Phase, Profile, StageRecord
 from profiler.workload.workload import Workload, varied
 
-Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    """An optimizer with small states; ``classes`` are those in whose place it would be nothing new."""
+class _SmallOptimizer:
+    """An optimizer with small states; in place of one of ``classes`` it would be nothing new."""
 
     name: str
-    make: Make
+    make: MakeOptimizer
     classes: tuple[str, ...]
     change: str
 
@@ -33,14 +33,14 @@ class OptimizerVariant:
     cost: OptimizerCost | None = None
 
 
-_CANDIDATES = (
-    _Candidate(
+_SMALL_OPTIMIZERS = (
+    _SmallOptimizer(
         name="Adafactor",
         make=lambda parameters: torch.optim.Adafactor(parameters),
         classes=("Adafactor", "SGD"),
         change="torch.optim.Adafactor(model.parameters(), lr=...)",
     ),
-    _Candidate(
+    _SmallOptimizer(
         name="SGD with momentum",
         make=lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
         classes=("SGD",),
@@ -56,42 +56,42 @@ def replacements_for(workload: Workload, state_bytes: int) -> list[OptimizerVari
         workload: left as it was found.
         state_bytes: what its own optimizer keeps from step to step; another one has to keep less.
     """
-    return [_tried(workload, candidate, state_bytes) for candidate in _CANDIDATES]
+    return [_tried(workload, other, state_bytes) for other in _SMALL_OPTIMIZERS]
 
 
 def optimizer_named(name: str, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     """The optimizer that a lever stands for, with the settings that it was measured with."""
-    return next(candidate for candidate in _CANDIDATES if candidate.name == name).make(parameters)
+    return next(other for other in _SMALL_OPTIMIZERS if other.name == name).make(parameters)
 
 
-def _tried(workload: Workload, candidate: _Candidate, state_bytes: int) -> OptimizerVariant:
-    lever = Lever(kind="optimizer", name=candidate.name, change=candidate.change)
-    why = _why_not(workload, candidate, state_bytes)
-    if why:
-        return OptimizerVariant(lever=replace(lever, applies=False, reason=why))
+def _tried(workload: Workload, other: _SmallOptimizer, state_bytes: int) -> OptimizerVariant:
+    lever = Lever(kind="optimizer", name=other.name, change=other.change)
+    why_not = _why_not(workload, other, state_bytes)
+    if why_not:
+        return OptimizerVariant(lever=replace(lever, applies=False, reason=why_not))
     try:
-        own = candidate.make(_parameters(workload))
-        cost = measure_optimizer(varied(workload, optimizer=own))
+        optimizer = other.make(_parameters(workload))
+        cost = measure_optimizer(varied(workload, optimizer=optimizer))
     except (RuntimeError, ValueError, TypeError) as error:  # torch says so of sparse and complex ones, say
-        why = f"it does not run with these parameters: {str(error).splitlines()[0] if str(error) else error!r}"
-        return OptimizerVariant(lever=replace(lever, applies=False, reason=why))
+        why_not = f"it does not run with these parameters: {str(error).splitlines()[0] if str(error) else error!r}"
+        return OptimizerVariant(lever=replace(lever, applies=False, reason=why_not))
     if cost.state_bytes >= state_bytes:
-        why = f"it keeps no less than the workload's own {type(workload.optimizer).__name__}"
-        return OptimizerVariant(lever=replace(lever, applies=False, reason=why))
+        why_not = f"it keeps no less than the workload's own {type(workload.optimizer).__name__}"
+        return OptimizerVariant(lever=replace(lever, applies=False, reason=why_not))
     return OptimizerVariant(lever=lever, cost=cost)
 
 
-def _why_not(workload: Workload, candidate: _Candidate, state_bytes: int) -> str:
+def _why_not(workload: Workload, other: _SmallOptimizer, state_bytes: int) -> str:
     if workload.optimizer is None:
         return "the workload has no optimizer"
     name = type(workload.optimizer).__name__
-    if name in candidate.classes:
+    if name in other.classes:
         return f"the workload has {name} already"
     if not state_bytes:
         return f"{name} keeps no states here"
-    own = {id(p) for p in workload.model.parameters()}
-    own |= {id(p) for p in workload.loss.parameters()} if isinstance(workload.loss, torch.nn.Module) else set()
-    if any(id(p) not in own for p in _parameters(workload)):
+    known = {id(p) for p in workload.model.parameters()}
+    known |= {id(p) for p in workload.loss.parameters()} if isinstance(workload.loss, torch.nn.Module) else set()
+    if any(id(p) not in known for p in _parameters(workload)):
         return f"{name} steps parameters of its own (master copies, say), which another one would not know"
     return ""
 
@@ -102,7 +102,7 @@ def _parameters(workload: Workload) -> list[torch.Tensor]:
 
 
 def with_optimizer(profile: Profile, cost: OptimizerCost) -> Profile:
-    """The profile to expect with another optimizer: forward and backward stand on other states, its step is its own."""
+    """The profile to expect with another optimizer: other bytes below forward and backward, another step."""
     shift_bytes = cost.state_bytes - profile.resident.optimizer
     start_bytes = profile.optimizer.start_bytes + shift_bytes
     optimizer = Phase(

@@ -1,4 +1,4 @@
-"""The forecast: which size is the largest in each way of training, and with which plan, as the growth has it."""
+"""The largest size that is predicted to fit in each training mode, and its plan, from profiles at a few sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from planner.capacity.batch_limits import TrainingMode
 from planner.capacity.scaling import ProfileScaling
-from planner.capacity.size_bisection import MOST, largest
+from planner.capacity.size_bisection import MOST_STEPS, largest_fitting
 from planner.capacity.size_profiles import NoProfile, PerSizeProfiles
 from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import Offload
@@ -21,26 +21,29 @@ from solvers.chain.minimum_memory import shortage
 class PredictedLimits:
     """Predicts for every size from the profiles at a few.
 
+    Attributes:
+        margin_bytes: by how much a measured peak was above the predicted one, in each mode: plans leave so much free
+            from then on.
+
     Args:
-        growth: of the profiles, or a profile at every size.
+        profiles: at a few sizes with what follows for others, or a profile at every size.
         budget_bytes: the most bytes alive at once.
         offload: what may be sent to host memory.
     """
 
-    def __init__(self, growth: ProfileScaling | PerSizeProfiles, budget_bytes: int, offload: Offload) -> None:
-        self.growth = growth
+    def __init__(self, profiles: ProfileScaling | PerSizeProfiles, budget_bytes: int, offload: Offload) -> None:
+        self.profiles = profiles
         self.budget_bytes = budget_bytes
-        self._offload = offload
-        self._profiles: dict[int, Profile] = {}
-        self._plans: dict[tuple[TrainingMode, int, int], Plan] = {}
-        # By how much a measured peak was above the predicted one: plans leave so much free from then on.
         self.margin_bytes: defaultdict[TrainingMode, int] = defaultdict(int)
+        self._offload = offload
+        self._profile_at: dict[int, Profile] = {}
+        self._plans: dict[tuple[TrainingMode, int, int], Plan] = {}
 
     def profile_at(self, size: int) -> Profile:
         """The profile to expect."""
-        if size not in self._profiles:
-            self._profiles[size] = self.growth.at(size)
-        return self._profiles[size]
+        if size not in self._profile_at:
+            self._profile_at[size] = self.profiles.at(size)
+        return self._profile_at[size]
 
     def samples_at(self, size: int) -> int:
         """Samples of one step: the first dimension of the batch's first tensor, as far as it has one."""
@@ -49,65 +52,65 @@ class PredictedLimits:
 
     def weight_at(self, size: int) -> int:
         """What one sample counts: 1, and its size where the key makes samples larger instead of more."""
-        sizes = self.growth.sizes
+        sizes = self.profiles.sizes
         return size if self.samples_at(sizes[0]) == self.samples_at(sizes[-1]) else 1
 
     def why_no_offload(self) -> str:
         """Why nothing can be sent to host memory; empty where it can."""
-        return why_no_offload(self._offload, self.growth.profiles[-1])
+        return why_no_offload(self._offload, self.profiles.profiles[-1])
 
-    def largest(self, way: TrainingMode, *, floor: int, step: int, vary: str) -> int:
+    def largest(self, mode: TrainingMode, *, floor: int, step: int, vary: str) -> int:
         """The largest size that is predicted to fit; ``floor`` where no larger one does.
 
         Raises:
             ValueError: everything fits, so memory does not grow with the size.
         """
-        found = largest(lambda size: self._fits(way, size), floor=floor, step=step)
-        if found >= MOST * step:
+        size = largest_fitting(lambda size: self._fits(mode, size), floor=floor, step=step)
+        if size >= MOST_STEPS * step:
             raise ValueError(
                 f"--vary: expected a setting that memory grows with, got {vary!r}, of which any value is predicted to "
                 f"fit {format_bytes(self.budget_bytes)}; vary another one"
             )
-        return found
+        return size
 
-    def _fits(self, way: TrainingMode, size: int) -> bool:
+    def _fits(self, mode: TrainingMode, size: int) -> bool:
         try:
             chain = chain_of(self.profile_at(size))
         except NoProfile:
             return False  # without a profile there is no plan
-        if way == "none":
+        if mode == "none":
             return keep_all_replay(chain).peak_bytes <= self.budget_bytes
-        if way == "recompute":
+        if mode == "recompute":
             return shortage(chain).minimum_budget_bytes <= self.budget_bytes
-        return self.quick(way, size) is not None
+        return self.quick_plan(mode, size) is not None
 
-    def quick(self, way: TrainingMode, size: int) -> Plan | None:
+    def quick_plan(self, mode: TrainingMode, size: int) -> Plan | None:
         """A plan by the method that weighs most in little time; None where none fits."""
         try:
-            return quick_plan(self.profile_at(size), self.budget_bytes, self._wish(way))
+            return quick_plan(self.profile_at(size), self.budget_bytes, self._offload_in(mode))
         except (Infeasible, NoProfile):
             return None
 
-    def plan_at(self, way: TrainingMode, size: int) -> tuple[Plan | None, int]:
+    def plan_at(self, mode: TrainingMode, size: int) -> tuple[Plan | None, int]:
         """The plan for a size, the leanest where none is predicted to fit, and its predicted peak."""
-        own = self.profile_at(size)
-        if way == "none":
-            return None, keep_all_replay(chain_of(own)).peak_bytes
-        key = (way, size, self.margin_bytes[way])
+        profile = self.profile_at(size)
+        if mode == "none":
+            return None, keep_all_replay(chain_of(profile)).peak_bytes
+        key = (mode, size, self.margin_bytes[mode])
         if key not in self._plans:
-            self._plans[key] = self._planned(own, way)
+            self._plans[key] = self._solved(profile, mode)
         return self._plans[key], self._plans[key].predicted_peak_bytes
 
-    def _planned(self, own: Profile, way: TrainingMode) -> Plan:
-        offload_request, budget_bytes = self._wish(way), max(1, self.budget_bytes - self.margin_bytes[way])
+    def _solved(self, profile: Profile, mode: TrainingMode) -> Plan:
+        offload, budget_bytes = self._offload_in(mode), max(1, self.budget_bytes - self.margin_bytes[mode])
         try:
-            quick_plan(own, budget_bytes, offload_request)
+            quick_plan(profile, budget_bytes, offload)
         except Infeasible as refusal:
-            return quick_plan(own, refusal.minimum_budget_bytes, offload_request)
-        return solve(own, budget_bytes, time_limit_seconds=SEARCH_SECONDS, offload=offload_request)
+            return quick_plan(profile, refusal.minimum_budget_bytes, offload)
+        return solve(profile, budget_bytes, time_limit_seconds=SEARCH_SECONDS, offload=offload)
 
-    def _wish(self, way: TrainingMode) -> Offload:
-        return self._offload if way == "offload" else Offload(mode="never")
+    def _offload_in(self, mode: TrainingMode) -> Offload:
+        return self._offload if mode == "offload" else Offload(mode="never")
 
     def seconds_at(self, size: int, plan: Plan | None) -> float:
         """Of a step."""

@@ -1,4 +1,4 @@
-"""Growth: how the numbers of a profile grow with a size of the workload, and the profile to expect at any size."""
+"""How the numbers of a profile scale with a size of the workload, and the profile to expect at any size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from profiler.op_graph import StageOps
 from profiler.records import MenuRecord, OptionRecord, Profile, StageRecord
@@ -26,7 +28,7 @@ class IncompatibleProfiles(ValueError):
     def __init__(self, difference: str) -> None:
         self.difference = difference
         super().__init__(
-            f"growth: expected the same stages and tensors at every size, got {difference}; vary something else"
+            f"sizes: expected the same stages and tensors at every one, got {difference}; vary something else"
         )
 
 
@@ -45,15 +47,15 @@ class ProfileScaling:
     def __post_init__(self) -> None:
         if len(self.sizes) < 2 or len(self.sizes) != len(self.profiles) or list(self.sizes) != sorted({*self.sizes}):
             raise ValueError(
-                f"growth: expected a profile at each of two or more rising sizes, got {len(self.profiles)} at "
+                f"sizes: expected a profile at each of two or more rising ones, got {len(self.profiles)} at "
                 f"{list(self.sizes)}; profile at one more size"
             )
 
     @property
     def bend(self) -> float:
         """How far the middle of the last three sizes lies below the line, as a share of what the bytes grow by."""
-        held = [profile.stages[-1].forward.end_bytes for profile in self.profiles]
-        return _bend(self.sizes, held)
+        kept_bytes = [profile.stages[-1].forward.end_bytes for profile in self.profiles]
+        return _bend(self.sizes, kept_bytes)
 
     @property
     def is_linear(self) -> bool:
@@ -62,23 +64,23 @@ class ProfileScaling:
 
     def notes(self) -> list[str]:
         """What a person should know of the fit, one sentence each; empty where it is a line."""
-        found = []
+        notes = []
         if len(self.sizes) == 2:
-            found.append("bytes are taken to grow linearly, which profiles at two sizes cannot tell")
+            notes.append("bytes are taken to grow linearly, which profiles at two sizes cannot tell")
         if not self.is_linear:
             kind = "faster" if self.bend > 0 else "slower"
             fit = "a parabola through three sizes" if self.bend > 0 else "a line through the two largest sizes"
-            found.append(f"bytes grow {kind} than linearly ({abs(self.bend):.1%} off the line): {fit} is taken")
-        return found
+            notes.append(f"bytes grow {kind} than linearly ({abs(self.bend):.1%} off the line): {fit} is taken")
+        return notes
 
     def at(self, size: int) -> Profile:
-        """The profile to expect at ``size``: every number from its growth, bytes rounded up.
+        """The profile to expect at ``size``: every number as it scales, bytes rounded up.
 
         Whole numbers follow the line through the two nearest sizes, or, where the bytes that are kept grow faster than
         linearly, a parabola. Seconds follow the best line, or parabola, that never falls.
 
         Raises:
-            Unlike: the profiles do not have the same stages, tensors or modules.
+            IncompatibleProfiles: the profiles do not have the same stages, tensors or modules.
         """
         parts = _aligned(self.profiles)
         curved = self.bend > STRAIGHT
@@ -108,11 +110,11 @@ def whole_at(sizes: Sequence[int], values: Sequence[int], size: int, *, curved: 
     high = next((k for k in range(1, len(sizes) - 1) if sizes[k] >= size), len(sizes) - 1)
     low = high - 1
     slope = Fraction(values[high] - values[low], sizes[high] - sizes[low])
-    found = values[high] + slope * (size - sizes[high])
+    value = values[high] + slope * (size - sizes[high])
     if curved and len(sizes) > 2:
-        found += max(Fraction(0), _curvature(sizes, values)) * (size - sizes[high]) * (size - sizes[low])
+        value += max(Fraction(0), _curvature(sizes, values)) * (size - sizes[high]) * (size - sizes[low])
     least = 0 if min(values) >= 0 else None
-    rounded = -(-found.numerator // found.denominator)
+    rounded = -(-value.numerator // value.denominator)
     return rounded if least is None else max(least, rounded)
 
 
@@ -136,47 +138,39 @@ def seconds_at(sizes: Sequence[int], values: Sequence[float], size: int, *, curv
     >>> round(seconds_at((1, 2, 4), (3.0, 5.0, 9.0), 8, curved=False), 6)
     17.0
     """
+    if all(value == values[0] for value in values):
+        return values[0]
     powers = (0, 1, 2) if curved and len(sizes) > 2 else (0, 1)
-    pairs = [*combinations(powers, 2), *((power,) for power in powers)]
-    fits = [fit for pair in pairs if (fit := _least_squares(sizes, values, pair)) is not None]
-    _, best = min(fits, key=lambda fit: fit[0])
-    return sum(part * float(size) ** power for power, part in best)
+    fits = [_least_squares(sizes, values, chosen) for count in (2, 1) for chosen in combinations(powers, count)]
+    best = min((fit for fit in fits if min(fit.parts) >= 0), key=lambda fit: fit.error)
+    return sum(part * float(size) ** power for power, part in zip(best.powers, best.parts, strict=True))
 
 
-def _least_squares(
-    sizes: Sequence[int], values: Sequence[float], powers: Sequence[int]
-) -> tuple[float, list[tuple[int, float]]] | None:
-    """Squared error and parts of the best sum of one or two powers; None where a part would be negative."""
-    columns = [[float(size) ** power for size in sizes] for power in powers]
-    if len(columns) == 1:
-        own = columns[0]
-        parts = [_dot(own, values) / _dot(own, own)]
-    else:
-        first, second = columns
-        a, b, d = _dot(first, first), _dot(first, second), _dot(second, second)
-        p, q = _dot(first, values), _dot(second, values)
-        parts = [(p * d - q * b) / (a * d - b * b), (q * a - p * b) / (a * d - b * b)]
-    if min(parts) < 0:
-        return None
-    found = [sum(part * column[k] for part, column in zip(parts, columns, strict=True)) for k in range(len(sizes))]
-    error = sum((x - y) ** 2 for x, y in zip(found, values, strict=True))
-    return error, list(zip(powers, parts, strict=True))
+class _PowerSum(NamedTuple):
+    """The sum of some powers of the size that comes nearest to values, each power with its part in it."""
+
+    powers: tuple[int, ...]
+    parts: list[float]
+    error: float
 
 
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(left, right, strict=True))
+def _least_squares(sizes: Sequence[int], values: Sequence[float], powers: tuple[int, ...]) -> _PowerSum:
+    columns = np.array([[float(size) ** power for power in powers] for size in sizes])
+    parts = np.linalg.lstsq(columns, np.array(values))[0]
+    error = float(np.square(columns @ parts - values).sum())
+    return _PowerSum(powers, parts.tolist(), error)
 
 
 def _blend(parts: Sequence[Any], fit: _Fit, name: str) -> Any:
     """The value of the field ``name`` at the size that ``fit`` is for."""
     last = parts[-1]
     if dataclasses.is_dataclass(last) and not isinstance(last, type):
-        own = [field.name for field in dataclasses.fields(last)]
-        return type(last)(**{key: _blend([getattr(part, key) for part in parts], fit, key) for key in own})
+        names = [field.name for field in dataclasses.fields(last)]
+        return type(last)(**{key: _blend([getattr(part, key) for part in parts], fit, key) for key in names})
     if isinstance(last, tuple):
         if len({len(part) for part in parts}) > 1:
-            raise _unlike(name, [f"{len(part)} of them" for part in parts])
-        return tuple(_blend(own, fit, name) for own in zip(*parts, strict=True))
+            raise _incompatible([len(part) for part in parts], f"{{}} {name}")
+        return tuple(_blend(items, fit, name) for items in zip(*parts, strict=True))
     if isinstance(last, bool):
         return all(parts) if name == "recomputable" else any(parts)
     if isinstance(last, int):
@@ -184,7 +178,7 @@ def _blend(parts: Sequence[Any], fit: _Fit, name: str) -> Any:
     if isinstance(last, float):
         return fit.seconds(parts)
     if name in ("name", "kind", "module_class") and any(part != last for part in parts):
-        raise _unlike(name, parts)
+        raise _incompatible(parts, f"the {name} {{}}")
     return next((part for part in parts if name == "reason" and part), last)
 
 
@@ -192,12 +186,15 @@ def _whole(parts: Sequence[int], fit: _Fit, name: str) -> int:
     if name.endswith("_bytes") or name in (*_SHAPES, *_ROWS_OF_BYTES):
         return fit.whole(parts)
     if name not in _COUNTS and any(part != parts[0] for part in parts):
-        raise _unlike(name, parts)
+        raise _incompatible(parts, f"the {name} {{}}")
     return parts[-1]
 
 
-def _unlike(name: str, parts: Sequence[Any]) -> IncompatibleProfiles:
-    return IncompatibleProfiles(f"{name!r} {' and '.join(str(part) for part in parts)}")
+def _incompatible(parts: Sequence[Any], text: str) -> IncompatibleProfiles:
+    """With what differs in words: ``{}`` of the text stands for the values of all sizes."""
+    *others, last = map(str, parts)
+    values = text.replace("_", " ").format(f"{', '.join(others)} and {last}")
+    return IncompatibleProfiles(f"{values} from the smallest size to the largest")
 
 
 def _aligned(profiles: Sequence[Profile]) -> list[Profile]:
@@ -206,24 +203,24 @@ def _aligned(profiles: Sequence[Profile]) -> list[Profile]:
     menus: list[list[MenuRecord]] = [[] for _ in profiles]
     of_stage: list[int] = []
     if len({len(profile.stages) for profile in profiles}) > 1:
-        raise _unlike("stages", [f"{len(profile.stages)} of them" for profile in profiles])
+        raise _incompatible([len(profile.stages) for profile in profiles], "{} stages")
     for records in zip(*(profile.stages for profile in profiles), strict=True):
         key = tuple(record.menu for record in records)
         if key not in numbers:
             common = _common([_menu_of(p, r) for p, r in zip(profiles, records, strict=True)])
             numbers[key] = len(menus[0]) if common else -1
-            for own, menu in zip(menus, common, strict=False):
-                own.append(menu)
+            for menus_of_profile, menu in zip(menus, common, strict=False):
+                menus_of_profile.append(menu)
         of_stage.append(numbers[key])
     return [
         replace(
             profile,
             stages=tuple(replace(record, menu=of_stage[k]) for k, record in enumerate(profile.stages)),
-            menus=tuple(own),
+            menus=tuple(menus_of_profile),
             op_records=(),
             step_seconds=(),
         )
-        for profile, own in zip(profiles, menus, strict=True)
+        for profile, menus_of_profile in zip(profiles, menus, strict=True)
     ]
 
 
@@ -233,17 +230,17 @@ def _menu_of(profile: Profile, record: StageRecord) -> MenuRecord | None:
 
 def _common(menus: Sequence[MenuRecord | None]) -> list[MenuRecord]:
     """The menus with the options that all have, in the same order; none where they are not of the same ops."""
-    found = [menu for menu in menus if menu is not None]
-    if len(found) < len(menus) or len({flow_of(menu.ops) for menu in found}) > 1:
+    known = [menu for menu in menus if menu is not None]
+    if len(known) < len(menus) or len({flow_of(menu.ops) for menu in known}) > 1:
         return []
-    by_rerun: list[dict[tuple[int, ...], OptionRecord]] = [{o.rerun: o for o in menu.options} for menu in found]
-    shared = [rerun for rerun in by_rerun[-1] if all(rerun in own for own in by_rerun)]
-    shared = [rerun for rerun in shared if len({own[rerun].kept for own in by_rerun}) == 1]
+    by_rerun: list[dict[tuple[int, ...], OptionRecord]] = [{o.rerun: o for o in menu.options} for menu in known]
+    shared = [rerun for rerun in by_rerun[-1] if all(rerun in options for options in by_rerun)]
+    shared = [rerun for rerun in shared if len({options[rerun].kept for options in by_rerun}) == 1]
     # What an option is called follows the order of its ops' bytes or seconds, which may differ: one name for all.
     names = {rerun: by_rerun[-1][rerun].name for rerun in shared}
     return [
-        replace(menu, options=tuple(replace(own[rerun], name=names[rerun]) for rerun in shared))
-        for menu, own in zip(found, by_rerun, strict=True)
+        replace(menu, options=tuple(replace(options[rerun], name=names[rerun]) for rerun in shared))
+        for menu, options in zip(known, by_rerun, strict=True)
     ]
 
 
@@ -259,7 +256,7 @@ def flow_of(ops: StageOps) -> tuple[Any, ...]:
 
 
 def _ordered(record: StageRecord) -> StageRecord:
-    """No phase has its peak below its ends: each of the three numbers grew on its own."""
+    """No phase has its peak below its ends: each of the three numbers was fitted by itself."""
     phases = {name: getattr(record, name) for name in ("forward", "backward", "dropped")}
     for name, phase in phases.items():
         phases[name] = replace(phase, peak_bytes=max(phase.peak_bytes, phase.start_bytes, phase.end_bytes))

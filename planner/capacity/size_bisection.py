@@ -1,23 +1,23 @@
-"""Limits: the largest size for which something holds, guessed first and then settled by trying."""
+"""The largest size for which something holds: found by doubling and halving, or guessed first and then tried."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-MOST = 2**30  # steps; whatever still fits then does not grow
+MOST_STEPS = 2**30  # whatever still fits then does not grow
 
 
-def largest(fits: Callable[[int], bool], *, floor: int, step: int) -> int:
+def largest_fitting(fits: Callable[[int], bool], *, floor: int, step: int) -> int:
     """The largest multiple of ``step`` above ``floor`` that fits, where all smaller ones do; ``floor`` if none does.
 
-    Doubles the distance until something does not fit, then halves it. ``MOST`` steps above the floor are the end.
+    Doubles the distance until something does not fit, then halves it. ``MOST_STEPS`` above the floor are the end.
 
-    >>> largest(lambda size: size <= 77, floor=0, step=4)
+    >>> largest_fitting(lambda size: size <= 77, floor=0, step=4)
     76
     """
     low, stride = floor, step
-    while stride < MOST * step and fits(low + stride):
+    while stride < MOST_STEPS * step and fits(low + stride):
         low, stride = low + stride, 2 * stride
     high = low + stride
     while high - low > step:

@@ -15,6 +15,10 @@ from profiler.op_graph import Choice, StageOps
 from profiler.records import MenuRecord, Profile
 from profiler.workload.workload import Workload
 
+# Halving and doubling takes two profiles for each doubling of the limit, and each training mode has its own: enough
+# for limits of some hundred.
+MOST_PROFILES = 40
+
 
 def scaling_over(
     build: Callable[[int], Workload], sizes: Sequence[int], *, menus: bool, progress: Callable[[int], Progress]
@@ -31,18 +35,18 @@ def scaling_over(
         ProfileError: a step fails.
     """
     largest = profile(build(sizes[-1]), menus=menus, progress=progress(sizes[-1]))
-    found = [_like(largest, build(size), progress(size)) for size in sizes[:-1]]
-    return ProfileScaling(sizes=tuple(sizes), profiles=(*found, largest))
+    smaller = [_like(largest, build(size), progress(size)) for size in sizes[:-1]]
+    return ProfileScaling(sizes=tuple(sizes), profiles=(*smaller, largest))
 
 
 def with_size(
-    growth: ProfileScaling, build: Callable[[int], Workload], size: int, *, progress: Callable[[int], Progress]
+    scaling: ProfileScaling, build: Callable[[int], Workload], size: int, *, progress: Callable[[int], Progress]
 ) -> ProfileScaling:
-    """The growth with a profile at one more size, with the options of the largest; raises ProfileError."""
-    found = dict(zip(growth.sizes, growth.profiles, strict=True))
-    found[size] = _like(growth.profiles[-1], build(size), progress(size))
-    sizes = tuple(sorted(found))
-    return ProfileScaling(sizes=sizes, profiles=tuple(found[size] for size in sizes))
+    """The profiles with one at one more size, with the options of the largest; raises ProfileError."""
+    profile_at = dict(zip(scaling.sizes, scaling.profiles, strict=True))
+    profile_at[size] = _like(scaling.profiles[-1], build(size), progress(size))
+    sizes = tuple(sorted(profile_at))
+    return ProfileScaling(sizes=sizes, profiles=tuple(profile_at[size] for size in sizes))
 
 
 def _like(other: Profile, workload: Workload, progress: Progress) -> Profile:
@@ -60,17 +64,12 @@ class SameChoices:
     def __init__(self, menus: Sequence[MenuRecord]) -> None:
         self._choices: dict[object, dict[tuple[int, ...], Choice]] = {}
         for menu in menus:
-            own = self._choices.setdefault(flow_of(menu.ops), {})
+            choices = self._choices.setdefault(flow_of(menu.ops), {})
             for option in menu.options:
-                own[option.rerun] = Choice(option.name, option.kept, frozenset(option.rerun), stated=True)
+                choices[option.rerun] = Choice(option.name, option.kept, frozenset(option.rerun), stated=True)
 
     def __call__(self, ops: StageOps) -> list[Choice]:
         return list(self._choices.get(flow_of(ops), {}).values())
-
-
-# Halving and doubling takes two profiles for each doubling of the limit, and each way of training has its own: enough
-# for limits of some hundred.
-MOST_PROFILES = 40
 
 
 class NoProfile(ValueError):
@@ -98,21 +97,21 @@ class PerSizeProfiles:
         self._progress = progress
         self._why = why
         self._refused: dict[int, NoProfile] = {}
-        self._found = dict(zip(known.sizes, known.profiles, strict=True))
+        self._profile_at = dict(zip(known.sizes, known.profiles, strict=True))
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Those profiled so far, rising."""
-        return tuple(sorted(self._found))
+        return tuple(sorted(self._profile_at))
 
     @property
     def profiles(self) -> tuple[Profile, ...]:
         """One for each of the sizes."""
-        return tuple(self._found[size] for size in self.sizes)
+        return tuple(self._profile_at[size] for size in self.sizes)
 
     def notes(self) -> list[str]:
         """What a person should know, one sentence each."""
-        return [f"models of other sizes have other stages, so every size in question was profiled ({self._why})"]
+        return [f"models of other sizes have other stages ({self._why}), so every size in question was profiled"]
 
     def at(self, size: int) -> Profile:
         """The profile at a size.
@@ -122,13 +121,13 @@ class PerSizeProfiles:
         """
         if size in self._refused:
             raise self._refused[size]
-        if size not in self._found:
-            if len(self._found) >= MOST_PROFILES:
+        if size not in self._profile_at:
+            if len(self._profile_at) >= MOST_PROFILES:
                 raise NoProfile(f"not profiled, as {MOST_PROFILES} sizes were: give a larger --step to reach further")
             if not self._has_room(size):
                 raise NoProfile("no room is left to profile it without a plan")
-            self._found[size] = self._profiled(size)
-        return self._found[size]
+            self._profile_at[size] = self._profiled(size)
+        return self._profile_at[size]
 
     def _has_room(self, size: int) -> bool:
         """Whether the device holds the step, by the line through the two largest sizes so far."""

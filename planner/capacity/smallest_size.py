@@ -1,4 +1,4 @@
-"""Footing: the smallest size that a target takes, the steps between its sizes, and real unplanned steps above it."""
+"""Where a search over sizes begins: the smallest size that a target takes, and real unplanned steps above it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from planner.capacity.scaling import whole_at
-from planner.capacity.size_bisection import MOST
+from planner.capacity.size_bisection import MOST_STEPS
 from planner.runtime.step_trial import Build, Notify, Trial, has_room, measured_states_bytes, ran_out, run_trial
 from planner.targets import NoTarget
 
-STANDING = 6  # sizes in a row with one peak; the optimizer's step may hide growth below it, which profiles still show
+STANDING = 6  # sizes in a row with one peak; profiles still show what grows below the optimizer's step
 STARTS = 10  # doublings of the step in search of a size that the target takes: 512 steps
 
 
@@ -20,14 +20,14 @@ class SearchStart:
     """Where a search begins.
 
     Attributes:
-        start: the smallest size whose step runs.
+        smallest: the smallest size whose step runs.
         step: sizes are multiples of it.
-        states_bytes: parameters, buffers, gradients and optimizer states at ``start``.
+        states_bytes: parameters, buffers, gradients and optimizer states at ``smallest``.
         device: of the model.
         notes: what a person should know, one sentence each.
     """
 
-    start: int
+    smallest: int
     step: int
     states_bytes: int
     device: torch.device
@@ -40,7 +40,7 @@ def search_start(build: Build, vary: str, step: int, report: Notify) -> SearchSt
     Raises:
         ValueError: the target takes none of them (the first refusal is said), or the device has no room for a step.
     """
-    first: ValueError | None = None
+    first_refusal: ValueError | None = None
     for doubling in range(STARTS):
         size = step << doubling
         report(f"{vary}={size}: states")
@@ -55,17 +55,17 @@ def search_start(build: Build, vary: str, step: int, report: Notify) -> SearchSt
                     f"max-batch: expected room for an unplanned step of {vary}={size}, which is to be profiled, got "
                     "too little on this device; make the model smaller, or take a device with more memory"
                 ) from error
-            first = first or error
+            first_refusal = first_refusal or error
             continue
         unit = _unit(build, size, step)
         notes = (f"{vary}: multiples of {unit} are tried, as {size + unit // 2} is refused",) if unit > step else ()
-        return SearchStart(start=size, step=unit, states_bytes=states, device=device, notes=notes)
-    assert first is not None
+        return SearchStart(smallest=size, step=unit, states_bytes=states, device=device, notes=notes)
+    assert first_refusal is not None
     last = step << STARTS - 1
     raise ValueError(
-        f"{first} (so with {vary}={step} and its doubles up to {last}; where only multiples of another number are "
-        "taken, give that with --step)"
-    ) from first
+        f"{first_refusal} (so with {vary}={step} and its doubles up to {last}; where only multiples of another number "
+        "are taken, give that with --step)"
+    ) from first_refusal
 
 
 def _unit(build: Build, size: int, step: int) -> int:
@@ -86,36 +86,36 @@ def takes(build: Build, size: int) -> bool:
 
 
 def doubling_steps(
-    build: Build, footing: SearchStart, vary: str, budget_bytes: int, report: Notify
+    build: Build, start: SearchStart, vary: str, budget_bytes: int, report: Notify
 ) -> tuple[list[Trial], int | None]:
     """Real unplanned steps at doubled sizes, as long as they are taken, predicted to fit and have room.
 
     With the size that the target did not take, if it came to one.
     """
-    found: list[Trial] = []
-    size = footing.start
-    while size <= MOST * footing.step:
+    trials: list[Trial] = []
+    size = start.smallest
+    while size <= MOST_STEPS * start.step:
         report(f"{vary}={size}: a step")
         try:
-            found.append(run_trial(build, size, None, repeats=1))
+            trials.append(run_trial(build, size, None, repeats=1))
         except ValueError:
-            if not found:
+            if not trials:
                 raise
-            return found, size  # the target takes no such size, whatever the memory
-        if len(found) >= STANDING and len({own.peak_bytes for own in found[-STANDING:]}) == 1:
+            return trials, size  # the target takes no such size, whatever the memory
+        if len(trials) >= STANDING and len({tried.peak_bytes for tried in trials[-STANDING:]}) == 1:
             break
         size *= 2
-        expected = _expected(found, size, footing.states_bytes)
-        if not found[-1].fits(budget_bytes) or expected > budget_bytes:
+        expected_bytes = _expected_bytes(trials, size, start.states_bytes)
+        if not trials[-1].fits(budget_bytes) or expected_bytes > budget_bytes:
             break
-        if not has_room(footing.device, expected, footing.states_bytes):
+        if not has_room(start.device, expected_bytes, start.states_bytes):
             break
-    return found, None
+    return trials, None
 
 
-def _expected(found: list[Trial], size: int, states_bytes: int) -> int:
+def _expected_bytes(trials: list[Trial], size: int, states_bytes: int) -> int:
     """The peak at the next size by the last three; after the first one, all but the states doubles."""
-    peaks = [own.peak_bytes or 0 for own in found[-3:]]
+    peaks = [tried.peak_bytes or 0 for tried in trials[-3:]]
     if len(peaks) == 1:
         return peaks[0] + max(0, peaks[0] - states_bytes)
-    return whole_at([own.size for own in found[-3:]], peaks, size, curved=True)
+    return whole_at([tried.size for tried in trials[-3:]], peaks, size, curved=True)

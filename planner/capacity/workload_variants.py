@@ -1,4 +1,4 @@
-"""Forms of a workload: in other precisions and split into micro-batches, each profiled once, when it is asked for."""
+"""A workload in other precisions and split into micro-batches; each variant is profiled once, when it is asked for."""
 
 from __future__ import annotations
 
@@ -23,13 +23,18 @@ from profiler.workload.workload import LossFunction, Workload, own_loss, varied
 from solvers.chain.baselines import keep_all_replay
 
 Target = str | Callable[..., Workload] | Workload
-Report = Callable[[str], None]
-SIZES = 3  # of smaller batches, from which a larger one is foretold
+SIZES = 3  # of smaller batches, from which a larger one is extrapolated
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class WorkloadVariants:
-    """A workload, and what it is built from.
+    """A workload, what it is built from, and profiles of its variants.
+
+    Attributes:
+        workload: as it is.
+        samples: of one of its steps.
+        no_micro_batches: why it cannot be built with a smaller batch; empty where it can.
+        extrapolated: variants (precision and micro-batches) whose profiles follow from those of smaller batches.
 
     Args:
         target: as ``planner profile`` takes it, a function that returns a Workload, or a Workload.
@@ -57,7 +62,7 @@ class WorkloadVariants:
         self._progress = progress
         self._done = 0
         self._profiles: dict[tuple[str, int], Profile] = {}
-        self.foretold: set[tuple[str, int]] = set()  # forms whose profiles follow from those of smaller batches
+        self.extrapolated: set[tuple[str, int]] = set()
         if isinstance(target, Workload) and settings:
             raise ValueError(
                 "advise: expected settings beside a target that takes them, got a Workload; pass the function that "
@@ -65,7 +70,7 @@ class WorkloadVariants:
             )
         self.workload = self._build()
         self.samples = _samples_of(self.workload)
-        self.no_batches = self._why_no_batches()
+        self.no_micro_batches = self._why_no_micro_batches()
 
     def _build(self, **changes: Any) -> Workload:
         target, settings = self._target, {**self._settings, **changes}
@@ -75,8 +80,7 @@ class WorkloadVariants:
             return on_device(load_target(target, settings), self._device)
         return on_device(call_target(getattr(target, "__name__", repr(target)), target, settings), self._device)
 
-    def _why_no_batches(self) -> str:
-        """Why the workload cannot be built with a smaller batch; empty where it can."""
+    def _why_no_micro_batches(self) -> str:
         key = self._batch_key
         if isinstance(self._target, Workload):
             return "a workload was given, not the function that builds it with fewer samples"
@@ -92,20 +96,20 @@ class WorkloadVariants:
             return f"{key}={self.samples // 2} gives {half} samples in place of {self.samples // 2}"
         return ""
 
-    def parts(self) -> list[int]:
+    def splits(self) -> list[int]:
         """Into how many micro-batches of the same size the batch can be split, by doubling: 2, 4, 8, ..."""
-        found, parts = [], 2
-        while not self.no_batches and self.samples % parts == 0:
-            found.append(parts)
-            parts *= 2
-        return found
+        counts, count = [], 2
+        while not self.no_micro_batches and self.samples % count == 0:
+            counts.append(count)
+            count *= 2
+        return counts
 
     def why_no_precision(self) -> str:
         """Why autocast would change nothing; empty where it would."""
-        own = types_part(self.profile("", 1).precision)
+        dtypes = types_part(self.profile("", 1).precision)
         if self.workload.autocast is not None:
             return f"autocast casts to {type_name(self.workload.autocast)} already"
-        return "" if "float32" in own else f"the parameters are {own}"
+        return "" if "float32" in dtypes else f"the parameters are {dtypes}"
 
     def report(self, what: str) -> None:
         """Tell whoever wants to know what comes next; how much there will be is not known before."""
@@ -113,76 +117,76 @@ class WorkloadVariants:
         if self._progress is not None:
             self._progress(what, self._done, self._done + 1)
 
-    def profile(self, precision: str, parts: int) -> Profile:
-        """The profile of one micro-batch of ``1 / parts`` of the batch, with gradients of earlier ones where there are.
+    def profile(self, precision: str, micro_batches: int) -> Profile:
+        """The profile of one of some micro-batches, with gradients of earlier ones where there are.
 
-        Where the device has no room for its step, it is foretold by profiles of smaller batches.
+        Where the device has no room for its step, it is extrapolated from profiles of smaller batches.
 
         Args:
             precision: what autocast casts to; empty for the workload's own precision.
-            parts: how many micro-batches make a batch.
+            micro_batches: how many make a batch.
 
         Raises:
-            ProfileError: the step fails in this form.
+            ProfileError: the step fails in this variant.
         """
-        key = (precision, parts)
+        key = (precision, micro_batches)
         if key not in self._profiles:
             try:
-                self._profiles[key] = self._measured(precision, parts, parts)
+                self._profiles[key] = self._measured(precision, micro_batches, micro_batches)
             except ProfileError as error:
                 if not ran_out(error):
                     raise
                 release()
-                self._profiles[key] = self._foretold(precision, parts, error)
-                self.foretold.add(key)
+                self._profiles[key] = self._extrapolated(precision, micro_batches, error)
+                self.extrapolated.add(key)
         return self._profiles[key]
 
-    def _measured(self, precision: str, parts: int, of_parts: int) -> Profile:
-        """A profile with the batch of one of ``parts``, as one of ``of_parts`` micro-batches."""
-        name = ", ".join([precision or "as it is", *([f"1/{parts} batch"] if parts > 1 else [])])
+    def _measured(self, precision: str, micro_batches: int, batch_parts: int) -> Profile:
+        """A profile with the batch of one of ``batch_parts``, as one of ``micro_batches``."""
+        name = ", ".join([precision or "as it is", *([f"1/{batch_parts} batch"] if batch_parts > 1 else [])])
         return profile(
-            self.built(precision, parts, of_parts=of_parts),
+            self.built(precision, micro_batches, batch_parts=batch_parts),
             menus=self._menus,
             progress=lambda what, done, total: self.report(f"{name}: {what}"),
         )
 
-    def _foretold(self, precision: str, parts: int, failure: ProfileError) -> Profile:
-        """The profile to expect of a form that the device has no room for, by the growth over smaller batches."""
-        found: dict[int, Profile] = {}
-        for smaller in (each for each in self.parts() if each > parts):
+    def _extrapolated(self, precision: str, micro_batches: int, failure: ProfileError) -> Profile:
+        """The profile to expect of a variant that the device has no room for, by those with smaller batches."""
+        profiles: dict[int, Profile] = {}
+        for batch_parts in (count for count in self.splits() if count > micro_batches):
             try:
-                found[self.samples // smaller] = self._measured(precision, smaller, parts)
+                profiles[self.samples // batch_parts] = self._measured(precision, micro_batches, batch_parts)
             except ProfileError as error:
                 if not ran_out(error):
                     raise
                 release()
-            if len(found) == SIZES:
+            if len(profiles) == SIZES:
                 break
-        if len(found) < 2:
+        if len(profiles) < 2:
             raise failure
-        sizes = tuple(sorted(found))
+        sizes = tuple(sorted(profiles))
+        scaling = ProfileScaling(sizes=sizes, profiles=tuple(profiles[size] for size in sizes))
         try:
-            grown = ProfileScaling(sizes=sizes, profiles=tuple(found[size] for size in sizes)).at(self.samples // parts)
+            expected = scaling.at(self.samples // micro_batches)
         except IncompatibleProfiles as error:
             raise ProfileError(f"{failure}; nor does it follow from smaller batches: {error}") from failure
-        whole = keep_all_replay(chain_of(grown))  # The peak may stand elsewhere than at a smaller batch.
-        return replace(grown, unplanned_peak_bytes=whole.peak_bytes)
+        unplanned = keep_all_replay(chain_of(expected))  # The peak may stand elsewhere than at a smaller batch.
+        return replace(expected, unplanned_peak_bytes=unplanned.peak_bytes)
 
-    def light(self) -> Workload:
-        """The workload in the form with the largest batch that a step was run with."""
-        parts = next((k for k in (1, *self.parts()) if ("", k) not in self.foretold), 1)
-        return self.built("", parts)
+    def runnable(self) -> Workload:
+        """The workload with the largest batch that a step was run with."""
+        return self.built("", next((k for k in (1, *self.splits()) if ("", k) not in self.extrapolated), 1))
 
-    def built(self, precision: str, parts: int, *, of_parts: int | None = None) -> Workload:
-        """The workload in a form: in a precision, with the batch of one of ``parts``.
+    def built(self, precision: str, micro_batches: int, *, batch_parts: int | None = None) -> Workload:
+        """The workload of one of some micro-batches, in a precision.
 
-        ``of_parts`` says as how many micro-batches it is to count, where these are not as many.
+        ``batch_parts`` says what part of the batch it gets, where that is a smaller one.
         """
-        of_parts = parts if of_parts is None else of_parts
+        parts = micro_batches if batch_parts is None else batch_parts
         base = self.workload if parts == 1 else self._build(**{self._batch_key: self.samples // parts})
         changes: dict[str, Any] = {}
-        if of_parts > 1:
-            changes |= {"accumulate": True, "loss": PartLoss(base.loss, of_parts)}
+        if micro_batches > 1:
+            changes |= {"accumulate": True, "loss": MicroBatchLoss(base.loss, micro_batches)}
         if precision:
             changes["autocast"] = _DTYPES[precision]
             if precision == "float16" and base.optimizer is not None:
@@ -190,22 +194,22 @@ class WorkloadVariants:
         return varied(base, **changes) if changes else base
 
 
-class PartLoss(nn.Module):
+class MicroBatchLoss(nn.Module):
     """The loss of one of several micro-batches: their gradients add up to those of the mean over all of them.
 
     Args:
         loss: of a whole batch, a mean; None for the one that the model's output carries.
-        parts: how many micro-batches there are.
+        micro_batches: how many there are.
     """
 
-    def __init__(self, loss: LossFunction | None, parts: int) -> None:
+    def __init__(self, loss: LossFunction | None, micro_batches: int) -> None:
         super().__init__()
         self.loss = loss
-        self.parts = parts
+        self.micro_batches = micro_batches
 
     def forward(self, output: Any) -> torch.Tensor:
         """The loss of an output of the model."""
-        return (own_loss(output) if self.loss is None else self.loss(output)) / self.parts
+        return (own_loss(output) if self.loss is None else self.loss(output)) / self.micro_batches
 
 
 def _samples_of(workload: Workload) -> int:

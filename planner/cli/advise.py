@@ -24,7 +24,7 @@ from planner.cli.options import (
     offload_wish,
 )
 from planner.cli.shell import NO_PLAN, check_folder, note, show, show_json, working
-from planner.explain.pareto_plot import check_picture
+from planner.explain.figures import check_picture
 from planner.plans.offload_request import Offload
 from planner.targets import parse_settings
 from planner.units import format_bytes

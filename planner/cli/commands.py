@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import RenderableType
 
 from planner import Infeasible, NoBatch, Plan, Rules, Workload
 from planner.capacity.batch_report import batch_document, limits_report, no_batch_document
@@ -16,7 +16,6 @@ from planner.capacity.batch_search import max_batch
 from planner.cli import documents, problem_solving, tables
 from planner.cli.advise import advise_command
 from planner.cli.demo import run_demo
-from planner.cli.graph_solutions import SOLUTION_FORMAT as GRAPH_SOLUTION
 from planner.cli.options import (
     AsJson,
     BudgetText,
@@ -38,14 +37,15 @@ from planner.cli.options import (
 from planner.cli.shell import ManyValues, PlannerGroup, check_folder, note, show, show_json, working
 from planner.cli.show_file import ShowRequest, run_show
 from planner.cli.train import run_train
-from planner.explain import pareto_plot
+from planner.explain.figures import check_picture
+from planner.explain.pareto_plot import draw_pareto
 from planner.explain.state_table import model_states, states_report
 from planner.plans import pareto_curves, problem_files
 from planner.plans.offload_request import Offload
 from planner.plans.profiling import profile
 from planner.plans.solving import NoPlan
 from planner.targets import load_target, on_device, parse_settings
-from planner.training.solver_comparison import ILP_SECONDS, compare_solvers
+from planner.training.solver_comparison import ILP_SECONDS, ComparisonRow, compare_solvers
 from planner.units import format_bytes, parse_bytes
 from profiler.json_files import write_document, write_whole
 from solvers.graph.registry import DEFAULT_GAP, DEFAULT_SECONDS, LARGE_NODES, LARGE_SECONDS
@@ -141,7 +141,7 @@ def solve_command(
         source = problem_solving.stage_level(source, stated)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            document, saved = problem_solving.solve_source(
+            summary, document = problem_solving.solve_source(
                 source,
                 budget,
                 solver=solver,
@@ -155,15 +155,15 @@ def solve_command(
         if as_json:
             show_json(problem_solving.refusal_of(refusal, source))
         raise
-    _say_without(document.get("no_offload"))
-    if document.get("interrupted"):
+    _say_without(summary.no_offload)
+    if summary.interrupted:
         note("interrupted: best plan so far")
     if output is not None:
-        write_document(output, saved)
+        write_document(output, document)
     if as_json:
-        show_json(document)
+        show_json(summary.to_document())
     else:
-        show(_report(document, saved["format"]))
+        show(tables.solution_report(summary))
     _say_written(output)
 
 
@@ -186,7 +186,7 @@ def pareto_command(
     check_folder(output)
     check_folder(csv)
     if output is not None:
-        pareto_plot.check_picture(output)
+        check_picture(output)
     offload_request = offload_wish(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
     source = problem_files.read_source(file)
     with contextlib.redirect_stdout(sys.stderr):
@@ -198,7 +198,7 @@ def pareto_command(
     if csv is not None:
         write_whole(csv, frame.to_csv(index=False))
     if output is not None:
-        pareto_plot.draw_pareto(frame, output, title=title)
+        draw_pareto(frame, output, title=title)
     show(tables.frontier_report(frame, title))
     _say_written(csv, output)
 
@@ -248,12 +248,11 @@ def compare_command(
         measured = profile(workload, progress=progress)
         budget_bytes = parse_bytes(budget, whole_bytes=measured.unplanned_peak_bytes)
         rows = compare_solvers(workload, measured, budget_bytes, time_limit_seconds=time_limit, progress=progress)
-    document = documents.comparison_document(measured, budget_bytes, rows)
     if as_json:
-        show_json(document)
+        show_json(documents.comparison_document(measured, budget_bytes, rows))
     else:
         show(tables.comparison_report(rows, budget_bytes))
-    _fail_if_infeasible(document)
+    _fail_if_infeasible(rows, budget_bytes)
 
 
 @app.command("max-batch", cls=ManyValues)
@@ -339,17 +338,14 @@ def _workload(target: str, settings: list[str] | None, device: str | None) -> Wo
     return on_device(load_target(target, parse_settings(settings or [])), device)
 
 
-def _report(document: dict[str, Any], kind: str) -> RenderableType:
-    return tables.graph_report(document) if kind == GRAPH_SOLUTION else tables.plan_report(document)
-
-
-def _fail_if_infeasible(document: dict[str, Any]) -> None:
-    if document.get("status") == "infeasible":
+def _fail_if_infeasible(rows: Sequence[ComparisonRow], budget_bytes: int) -> None:
+    least = documents.least_demanding(rows)
+    if least is not None:
         raise Infeasible(
-            minimum_budget_bytes=document["minimum_budget_bytes"],
-            reason=document["reason"],
+            minimum_budget_bytes=least.minimum_budget_bytes or 0,
+            reason=least.reason or "",
             solver="auto",
-            budget_bytes=document["budget_bytes"],
+            budget_bytes=budget_bytes,
         )
 
 

@@ -12,9 +12,9 @@ import torch
 from rich.console import RenderableType
 
 from planner import Plan, Profile, Workload, zoo
-from planner.cli.documents import plan_document
 from planner.cli.shell import show, working
-from planner.cli.tables import frontier_report, plan_report
+from planner.cli.solution_summary import summary_of_plan
+from planner.cli.tables import frontier_report, solution_report
 from planner.explain.pareto_plot import draw_pareto
 from planner.explain.tables import facts
 from planner.plans.pareto_curves import pareto
@@ -53,7 +53,10 @@ def run_demo(folder: Path = FOLDER, build: Callable[[], Workload] = lambda: zoo.
     smallest, whole = min(map(int, frame["budget_bytes"])), measured.unplanned_peak_bytes
     show(f"   {_said(whole, measured.unplanned_seconds)}; plans reach down to {format_bytes(smallest)}\n")
     plan = solve(measured, smallest + int(BUDGET_PART * (whole - smallest)))
-    show(f"[bold]2. Plan[/bold] for a budget of {format_bytes(plan.budget_bytes)}\n", plan_report(plan_document(plan)))
+    show(
+        f"[bold]2. Plan[/bold] for a budget of {format_bytes(plan.budget_bytes)}\n",
+        solution_report(summary_of_plan(plan)),
+    )
     show(f"\n[bold]3. Train[/bold] {STEPS} steps without the plan and with it")
     with working() as progress:
         progress("train without a plan", 0, 3)

@@ -1,4 +1,4 @@
-"""The JSON documents of the command line: plans, refusals, training runs and comparisons as programs read them."""
+"""The JSON documents of the command line beside solutions: refusals, training runs and comparisons."""
 
 from __future__ import annotations
 
@@ -7,62 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from planner.plans.offload_request import link_document
-from planner.plans.plan import Plan, PlannedStage
+from planner.plans.plan import Plan
 from planner.plans.solving import NoPlan
 from planner.training.oom_report import OutOfMemory, failure_document
 from planner.training.solver_comparison import ComparisonRow
 from planner.training.training import TrainingRun
 from profiler.records import Profile
 
-_OF_PLAN = (
-    "model_class",
-    "device",
-    "precision",
-    "solver",
-    "status",
-    "budget_bytes",
-    "headroom_bytes",
-    "predicted_peak_bytes",
-    "predicted_seconds",
-    "unplanned_peak_bytes",
-    "unplanned_seconds",
-    "resident_bytes",
-    "lower_bound_seconds",
-    "gap",
-    "solve_seconds",
-    "recomputed_seconds",
-    "recomputed_ops",
-    "host_bytes",
-    "stall_seconds",
-    "no_offload",
-)
-
-
-_UNKNOWN_WITHOUT_PLAN = (
-    "predicted_peak_bytes",
-    "predicted_seconds",
-    "gap",
-    "recomputed_seconds",
-)
-
-
-def plan_document(plan: Plan) -> dict[str, Any]:
-    """What ``solve --json`` says of a plan: its claims, and per stage the decision. Bytes and seconds."""
-    claims = {name: getattr(plan, name) for name in _OF_PLAN}
-    stated = {"stated": list(plan.stated), "restricted": plan.restricted} if plan.stated else {}
-    return {
-        **claims,
-        "link": link_document(plan.link),
-        "slowdown": plan.slowdown,
-        **stated,
-        "stages": [_stage_document(stage) for stage in plan.stages],
-    }
-
-
-def _stage_document(stage: PlannedStage) -> dict[str, Any]:
-    names = ("name", "kind", "decision", "kept_bytes", "runs", "extra_seconds", "extra_ops", "offloaded_bytes")
-    return {name: getattr(stage, name) for name in names}
+_UNKNOWN_WITHOUT_PLAN = ("predicted_peak_bytes", "predicted_seconds", "gap", "recomputed_seconds")
 
 
 def refusal_document(
@@ -85,18 +37,8 @@ def refusal_document(
     }
 
 
-def profile_refusal(refusal: NoPlan, profile: Profile) -> dict[str, Any]:
-    """The refusal document of a profile's planning."""
-    return refusal_document(
-        refusal,
-        unplanned_peak_bytes=profile.unplanned_peak_bytes,
-        unplanned_seconds=profile.unplanned_seconds,
-        resident_bytes=profile.resident.total,
-    )
-
-
-def training_document(run: TrainingRun) -> dict[str, Any]:
-    """What ``train --json`` says: predictions beside measurements, and the losses."""
+def training_document(run: TrainingRun, allocator_advice: str = "") -> dict[str, Any]:
+    """What ``train --json`` says: predictions beside measurements, the losses, and what to do about the allocator."""
     plan = run.plan
     return {
         "status": "trained",
@@ -117,6 +59,7 @@ def training_document(run: TrainingRun) -> dict[str, Any]:
         "step_seconds": list(run.step_seconds),
         "retries": len(run.failures),
         "out_of_memory": [failure_document(report) for report in run.failures],
+        "allocator_advice": allocator_advice,
     }
 
 
@@ -153,12 +96,18 @@ def comparison_document(profile: Profile, budget_bytes: int, rows: Sequence[Comp
         "unplanned_seconds": profile.unplanned_seconds,
         "resident_bytes": profile.resident.total,
     }
-    refused = [row for row in rows if row.minimum_budget_bytes is not None]
-    if len(refused) == len(rows) - 1:  # all but the unplanned model
-        least = min(refused, key=lambda row: row.minimum_budget_bytes or 0)
+    if (least := least_demanding(rows)) is not None:
         document |= {
             "status": "infeasible",
             "minimum_budget_bytes": least.minimum_budget_bytes,
             "reason": least.reason,
         }
     return {**document, "rows": [dataclasses.asdict(row) for row in rows]}
+
+
+def least_demanding(rows: Sequence[ComparisonRow]) -> ComparisonRow | None:
+    """Where no solver found a plan, the one that needs the smallest budget; None where some found one."""
+    refused = [row for row in rows if row.minimum_budget_bytes is not None]
+    if len(refused) < len(rows) - 1:  # all but the unplanned model
+        return None
+    return min(refused, key=lambda row: row.minimum_budget_bytes or 0)

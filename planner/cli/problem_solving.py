@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from planner.cli import chain_solutions, documents, graph_solutions
+from planner.cli import chain_solutions, graph_solutions
+from planner.cli.documents import refusal_document
+from planner.cli.solution_summary import SolutionSummary, summary_of_plan
 from planner.plans.offload_request import Offload
 from planner.plans.problem_files import Source
 from planner.plans.rules import Rules
 from planner.plans.solving import NoPlan, solve
 from planner.plans.stated_plan import state
 from profiler.records import Profile
-from solvers.problem.chain import Chain
+from solvers.chain.baselines import keep_all_replay
+from solvers.graph.liveness import unplanned_replay
 from solvers.problem.graph import Graph
 
 
@@ -34,8 +37,8 @@ def solve_source(
     rules: Rules | None = None,
     offload: Offload | None = None,
     headroom: str | None = None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The document of a solution, and the one to save.
+) -> tuple[SolutionSummary, dict[str, Any]]:
+    """The summary of a solution, and the document to save.
 
     Args:
         source: the profile, chain or graph.
@@ -49,6 +52,37 @@ def solve_source(
         NoPlan: no schedule came out.
         ValueError: a solver or an option that this kind of problem does not have, or a budget that does not parse.
     """
+    _check_options(source, gap=gap, rules=rules, offload=offload, headroom=headroom)
+    if isinstance(source, Graph):
+        summary, actions = graph_solutions.solve_graph_problem(
+            source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, gap=gap
+        )
+        return summary, graph_solutions.solution_file(summary, source, actions)
+    if not isinstance(source, Profile):
+        summary, schedule = chain_solutions.solve_chain_problem(
+            source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, offload=offload or Offload()
+        )
+        return summary, chain_solutions.solution_file(summary, source, schedule)
+    if rules is not None:
+        plan = state(
+            source, rules, budget=budget, solver=solver, time_limit_seconds=time_limit_seconds, headroom=headroom or 0
+        )
+    else:
+        plan = solve(
+            source,
+            _given(budget),
+            solver=solver,
+            time_limit_seconds=time_limit_seconds,
+            offload=offload or Offload(),
+            headroom=headroom or 0,
+        )
+    return summary_of_plan(plan), plan.to_document()
+
+
+def _check_options(
+    source: Source, *, gap: float | None, rules: Rules | None, offload: Offload | None, headroom: str | None
+) -> None:
+    """Refuse options that this kind of problem does not have."""
     if rules is not None and not isinstance(source, Profile):
         raise ValueError(
             "--rules: expected a profile, whose stages have names, got a problem file; make one with planner profile"
@@ -60,39 +94,9 @@ def solve_source(
         raise ValueError(
             "--headroom: expected a profile, whose device has an allocator, got a problem file; lower the budget"
         )
-    if isinstance(source, Graph):
-        document, actions = graph_solutions.solve_graph_document(
-            source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, gap=gap
-        )
-        return document, graph_solutions.solution_file(document, source, actions)
-    if gap is not None:
+    if gap is not None and not isinstance(source, Graph):
         kind = "a profile" if isinstance(source, Profile) else "a chain problem"
         raise ValueError(f"--gap: expected a graph problem, whose solvers search until then, got {kind}; leave it out")
-    if isinstance(source, Profile) and rules is not None:
-        plan = state(
-            source,
-            rules,
-            budget=budget,
-            solver=solver,
-            time_limit_seconds=time_limit_seconds,
-            headroom=headroom or 0,
-        )
-        return documents.plan_document(plan), plan.to_document()
-    if isinstance(source, Profile):
-        offload_request = offload or Offload()
-        plan = solve(
-            source,
-            _given(budget),
-            solver=solver,
-            time_limit_seconds=time_limit_seconds,
-            offload=offload_request,
-            headroom=headroom or 0,
-        )
-        return documents.plan_document(plan), plan.to_document()
-    document, schedule = chain_solutions.solve_chain_document(
-        source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, offload=offload or Offload()
-    )
-    return document, chain_solutions.solution_file(document, source, schedule)
 
 
 def _given(budget: str | None) -> str:
@@ -105,11 +109,20 @@ def _given(budget: str | None) -> str:
 
 def refusal_of(refusal: NoPlan, source: Source) -> dict[str, Any]:
     """What ``solve --json`` says where no schedule came out."""
-    if isinstance(source, Graph):
-        return graph_solutions.graph_refusal(refusal, source)
-    if isinstance(source, Chain):
-        return chain_solutions.chain_refusal(refusal, source)
-    return documents.profile_refusal(refusal, source)
+    if isinstance(source, Profile):
+        return refusal_document(
+            refusal,
+            unplanned_peak_bytes=source.unplanned_peak_bytes,
+            unplanned_seconds=source.unplanned_seconds,
+            resident_bytes=source.resident.total,
+        )
+    unplanned = unplanned_replay(source) if isinstance(source, Graph) else keep_all_replay(source)
+    return refusal_document(
+        refusal,
+        unplanned_peak_bytes=unplanned.peak_bytes,
+        unplanned_seconds=unplanned.seconds,
+        resident_bytes=source.resident_bytes,
+    )
 
 
 def title_of(source: Source, path: Path) -> str:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
 
-from planner.cli import chain_solutions, documents, solution_files, tables
+from planner.cli import tables
+from planner.cli.chain_solutions import (
+    SOLUTION_FORMAT as CHAIN_SOLUTION_FORMAT,
+    SOLUTION_VERSION as CHAIN_SOLUTION_VERSION,
+    chain_summary,
+    solved_chain,
+)
+from planner.cli.graph_solutions import (
+    SOLUTION_FORMAT as GRAPH_SOLUTION_FORMAT,
+    SOLUTION_VERSION as GRAPH_SOLUTION_VERSION,
+)
 from planner.cli.shell import check_folder, note, show, working
+from planner.cli.solution_summary import summary_from, summary_of_plan
+from planner.explain.figures import check_picture
 from planner.explain.measured_step import MeasuredStep, view_step
 from planner.explain.op_decision_table import plan_ops_report
-from planner.explain.pareto_plot import check_picture
 from planner.explain.peak import Peak, predicted_peak
-from planner.explain.peak_report import peak_rows, peak_shown, peak_table
-from planner.explain.timeline import Timeline, beside_seconds_of, predicted_timelines, timeline_table
+from planner.explain.peak_report import alive_report, peak_rows, peak_table
+from planner.explain.timeline import Timeline, predicted_timelines, seconds_outside_chain_of, timeline_table
 from planner.explain.timeline_plot import ExplainedPeak, draw_timeline
 from planner.plans.plan import FORMAT as PLAN_FORMAT, VERSION as PLAN_VERSION, Plan, chain_in
 from planner.units import format_bytes, format_seconds
@@ -24,12 +35,17 @@ from profiler.json_files import read_document, write_whole
 from profiler.records import FORMAT as PROFILE_FORMAT, VERSION as PROFILE_VERSION, Profile
 from profiler.workload.workload import Workload
 
-FORMATS = {PLAN_FORMAT: PLAN_VERSION, PROFILE_FORMAT: PROFILE_VERSION} | solution_files.FORMATS
+FORMATS = {
+    PLAN_FORMAT: PLAN_VERSION,
+    PROFILE_FORMAT: PROFILE_VERSION,
+    CHAIN_SOLUTION_FORMAT: CHAIN_SOLUTION_VERSION,
+    GRAPH_SOLUTION_FORMAT: GRAPH_SOLUTION_VERSION,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShowRequest:
-    """What to show beside the tables.
+    """What to show besides the tables.
 
     Attributes:
         ops: every op of a plan.
@@ -57,7 +73,7 @@ class ShowRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _ExplainedStep:
     """A planned step over time, and its peaks explained."""
 
     timelines: list[Timeline]
@@ -67,91 +83,90 @@ class _Step:
     title: str
 
 
-def run_show(file: Path, wanted: ShowRequest) -> None:
-    """Print a file, and draw, write and measure what is wanted.
+def run_show(file: Path, request: ShowRequest) -> None:
+    """Print a file, and draw, write and measure what is asked for.
 
     Raises:
-        ValueError: the file is not to be read, has nothing of what is wanted,
+        ValueError: the file is not to be read, has nothing of what is asked for,
             or the model is not the plan's.
     """
-    for path in wanted.outputs:
+    for path in request.outputs:
         check_folder(path)
-    if wanted.timeline is not None:
-        check_picture(wanted.timeline)
+    if request.timeline is not None:
+        check_picture(request.timeline)
     document = read_document(file, FORMATS)
-    kind = document["format"]
-    if kind == PLAN_FORMAT:
-        parts = _show_plan(Plan.load(file), str(file), wanted)
-    elif kind == chain_solutions.SOLUTION_FORMAT:
-        solution_files.check_solution(document, str(file))
-        parts = _show_chain(document, str(file), wanted)
+    file_format = document["format"]
+    if file_format == PLAN_FORMAT:
+        parts = _show_plan(Plan.load(file), str(file), request)
+    elif file_format == CHAIN_SOLUTION_FORMAT:
+        parts = _show_chain(document, str(file), request)
     else:
-        parts = _show_other(document, file, wanted)
+        parts = _show_other(document, str(file), request)
     show(*parts)
-    for path in wanted.outputs:
+    for path in request.outputs:
         if path is not None:
             note(f"written: {path} ({format_bytes(path.stat().st_size)})")
 
 
-def _show_other(document: Mapping[str, Any], file: Path, wanted: ShowRequest) -> list[RenderableType]:
+def _show_other(document: dict[str, Any], where: str, request: ShowRequest) -> list[RenderableType]:
     """Profiles and solutions of graphs: tables alone."""
-    if wanted.ops or wanted.step:
+    if request.ops or request.step:
         raise ValueError(
-            f"{file}: expected a plan to show ops, a timeline or a peak of, got a {document['format']}; "
+            f"{where}: expected a plan to show ops, a timeline or a peak of, got a {document['format']}; "
             "pass the plan that planner solve -o wrote"
         )
     if document["format"] == PROFILE_FORMAT:
-        return [tables.profile_report(Profile.load(file))]
-    solution_files.check_solution(document, str(file))
-    return [tables.graph_report(document)]
+        return [tables.profile_report(Profile.from_document(document, where))]
+    return [tables.solution_report(summary_from(document, where))]
 
 
-def _show_chain(document: Mapping[str, Any], where: str, wanted: ShowRequest) -> list[RenderableType]:
+def _show_chain(document: dict[str, Any], where: str, request: ShowRequest) -> list[RenderableType]:
     """A chain's solution: stages have no ops and no model."""
-    if wanted.ops or wanted.workload is not None:
+    summary = chain_summary(document, where)
+    if request.ops or request.workload is not None:
         raise ValueError(
             f"{where}: expected the plan of a model to show ops of or to measure, got the solution of a chain; "
             "solve a profile"
         )
-    parts: list[RenderableType] = [tables.plan_report(document)]
-    if "chain" not in document and not wanted.step:
+    parts = [tables.solution_report(summary)]
+    if "chain" not in document and not request.step:
         return parts
-    chain, schedule, link = chain_solutions.solved_chain(document, where)
-    timelines = predicted_timelines(chain, schedule, link=link)
-    step = _Step(
+    chain, schedule = solved_chain(document, where)
+    timelines = predicted_timelines(chain, schedule, link=summary.link)
+    step = _ExplainedStep(
         timelines=timelines,
         peaks=[predicted_peak(chain, schedule, timelines[1])],
         plan=None,
-        budget_bytes=document["budget_bytes"],
+        budget_bytes=summary.budget_bytes,
         title=f"{Path(where).stem}: a chain of {len(chain.stages)} stages",
     )
-    _write(step, wanted)
+    _write(step, request)
     return [*parts, "", *_peaks(step)]
 
 
-def _show_plan(plan: Plan, where: str, wanted: ShowRequest) -> list[RenderableType]:
-    parts: list[RenderableType] = [tables.plan_report(documents.plan_document(plan))]
+def _show_plan(plan: Plan, where: str, request: ShowRequest) -> list[RenderableType]:
+    parts: list[RenderableType] = [tables.solution_report(summary_of_plan(plan))]
     if plan.menus:
-        parts += ["", plan_ops_report(plan, every_op=wanted.ops)]
-    if plan.chain is None and not wanted.step:
+        parts += ["", plan_ops_report(plan, every_op=request.ops)]
+    if plan.chain is None and not request.step:
         note(f"{where} carries no chain (it is of an older release): its peak is not explained; solve again for that")
         return parts
     chain = chain_in(plan, where)
-    beside = beside_seconds_of(plan, chain)
-    timelines = predicted_timelines(chain, plan.schedule, link=plan.link, seconds_outside_chain=beside)
+    outside_seconds = seconds_outside_chain_of(plan, chain)
+    timelines = predicted_timelines(chain, plan.schedule, link=plan.link, seconds_outside_chain=outside_seconds)
     peaks = [predicted_peak(chain, plan.schedule, timelines[1], plan=plan)]
-    measured = _measured(plan, wanted.workload) if wanted.workload is not None else None
+    measured = _measured(plan, request.workload) if request.workload is not None else None
     if measured is not None:
         timelines += [measured.unplanned, measured.planned]
         peaks.append(measured.peak)
-    step = _Step(
+    step = _ExplainedStep(
         timelines=timelines,
         peaks=peaks,
         plan=plan,
         budget_bytes=plan.budget_bytes,
         title=f"{plan.model_class} on {plan.device} ({plan.precision})",
     )
-    _write(step, wanted)
+    _write(step, request)
     return [*parts, "", *_peaks(step), *_verdict(plan, measured)]
 
 
@@ -162,24 +177,24 @@ def _measured(plan: Plan, build: Callable[[], Workload]) -> MeasuredStep:
         return view_step(workload, plan)
 
 
-def _write(step: _Step, wanted: ShowRequest) -> None:
-    if wanted.csv is not None:
-        write_whole(wanted.csv, timeline_table(step.timelines).to_csv(index=False, float_format="%.9g"))
-    if wanted.peak_csv is not None:
-        write_whole(wanted.peak_csv, peak_table(step.peaks).to_csv(index=False))
-    if wanted.timeline is not None:
+def _write(step: _ExplainedStep, request: ShowRequest) -> None:
+    if request.csv is not None:
+        write_whole(request.csv, timeline_table(step.timelines).to_csv(index=False, float_format="%.9g"))
+    if request.peak_csv is not None:
+        write_whole(request.peak_csv, peak_table(step.peaks).to_csv(index=False))
+    if request.timeline is not None:
         explained = [ExplainedPeak(peak=peak, rows=peak_rows(peak, step.plan)) for peak in step.peaks]
         draw_timeline(
-            step.timelines, wanted.timeline, budget_bytes=step.budget_bytes, peaks=explained, title=step.title
+            step.timelines, request.timeline, budget_bytes=step.budget_bytes, peaks=explained, title=step.title
         )
 
 
-def _peaks(step: _Step) -> list[RenderableType]:
-    return [part for peak in step.peaks for part in (peak_shown(peak, step.plan), "")][:-1]
+def _peaks(step: _ExplainedStep) -> list[RenderableType]:
+    return [part for peak in step.peaks for part in (alive_report(peak, step.plan), "")][:-1]
 
 
 def _verdict(plan: Plan, measured: MeasuredStep | None) -> list[RenderableType]:
-    """Measured beside predicted."""
+    """Measured values, each with the predicted one."""
     if measured is None:
         return []
     planned, unplanned = measured.planned, measured.unplanned
@@ -187,11 +202,13 @@ def _verdict(plan: Plan, measured: MeasuredStep | None) -> list[RenderableType]:
         ("peak with the plan", planned.peak.peak_bytes, plan.predicted_peak_bytes),
         ("peak without it", unplanned.peak.peak_bytes, plan.unplanned_peak_bytes),
     ]
-    found = [(name, f"{_both(size)} measured, {_both(expected)} predicted") for name, size, expected in rows]
+    comparisons = [(name, f"{_both(size)} measured, {_both(expected)} predicted") for name, size, expected in rows]
     slowdown = planned.seconds / unplanned.seconds if unplanned.seconds else 1.0
     times = f"{slowdown:.2f} x the {format_seconds(unplanned.seconds)} without it"
-    found.append(("time with the plan", f"{format_seconds(planned.seconds)}: {times}, {plan.slowdown:.2f} x predicted"))
-    return ["", tables.facts(found)]
+    comparisons.append(
+        ("time with the plan", f"{format_seconds(planned.seconds)}: {times}, {plan.slowdown:.2f} x predicted")
+    )
+    return ["", tables.facts(comparisons)]
 
 
 def _both(size: int) -> str:

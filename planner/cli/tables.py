@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -10,8 +11,10 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from planner.cli.solution_summary import SolutionSummary
 from planner.explain.tables import facts, plain_table
 from planner.training.solver_comparison import ComparisonRow
+from planner.training.training import TrainingRun
 from planner.units import format_bytes, format_seconds
 from profiler.records import OpRecord, Profile, StageRecord
 
@@ -27,126 +30,132 @@ _NOTHING = "-"
 _NODES_SHOWN = 20  # of a graph: what fits a screen
 
 
-def plan_report(document: Mapping[str, Any]) -> RenderableType:
-    """A plan's document (``documents.plan_document``, or a chain's) as a table with its claims below it."""
-    stages = document["stages"]
-    used = [decision for decision in _MEANINGS if any(stage["decision"] == decision for stage in stages)]
+def solution_report(summary: SolutionSummary) -> RenderableType:
+    """What a solution does, and its claims below that: stages in a table; of a graph the nodes that run again."""
+    return _plan_report(summary) if summary.part == "stage" else _graph_report(summary)
+
+
+def _plan_report(summary: SolutionSummary) -> RenderableType:
+    used = [decision for decision in _MEANINGS if any(stage.decision == decision for stage in summary.stages)]
     legend = facts([("", _MEANINGS[decision]) for decision in used])
-    return Group(_plan_table(document), legend, "", facts(_claims(document)))
+    return Group(_plan_table(summary), legend, "", facts(_claims(summary)))
 
 
-def graph_report(document: Mapping[str, Any]) -> RenderableType:
-    """A graph's solution: its claims, and the nodes that run more than once, most seconds first."""
-    again = [node for node in document["stages"] if node["runs"] > 1]
-    claims = facts(_claims(document, "node"))
+def _graph_report(summary: SolutionSummary) -> RenderableType:
+    """The claims, and the nodes that run more than once, most seconds first."""
+    again = [node for node in summary.stages if node.runs > 1]
+    claims = facts(_claims(summary))
     if not again:
         return claims
-    shown = sorted(again, key=lambda node: -node["extra_seconds"])[:_NODES_SHOWN]
+    shown = sorted(again, key=lambda node: -node.extra_seconds)[:_NODES_SHOWN]
     table = plain_table(f"Run again: {len(shown)} of {len(again)}, dearest first", ["node"], ["runs", "extra time"])
     for node in shown:
-        table.add_row(escape(node["name"]), str(node["runs"]), _ms(node["extra_seconds"]))
+        table.add_row(escape(node.name), str(node.runs), _ms(node.extra_seconds))
     return Group(claims, "", table)
 
 
-def _plan_table(document: Mapping[str, Any]) -> Table:
-    model = document.get("model_class")
-    title = f"Plan of {model} on {document['device']} ({document['precision']})" if model else "Solution of a chain"
-    sends = any(stage.get("offloaded_bytes") for stage in document["stages"])
-    sent = ["sent to\nthe host"] if sends else []
+def _plan_table(summary: SolutionSummary) -> Table:
+    title = "Solution of a chain"
+    if summary.model_class:
+        title = f"Plan of {summary.model_class} on {summary.device} ({summary.precision})"
+    offloads = any(stage.offloaded_bytes for stage in summary.stages)
+    sent = ["sent to\nthe host"] if offloads else []
     table = plain_table(title, ["stage", "decision"], ["kept", *sent, "runs", "extra time"])
-    for stage in document["stages"]:
-        colour = _COLOURS[stage["decision"]]
+    for stage in summary.stages:
+        colour = _COLOURS[stage.decision]
         table.add_row(
-            escape(stage["name"]),
-            f"[{colour}]{stage['decision']}[/{colour}]",
-            _size(stage["kept_bytes"]),
-            *([_size(stage["offloaded_bytes"])] if sends else []),
-            str(stage["runs"]),
-            _ms(stage["extra_seconds"]) if stage["extra_seconds"] else _NOTHING,
-            style="dim" if stage["kind"] == "outside" else None,
+            escape(stage.name),
+            f"[{colour}]{stage.decision}[/{colour}]",
+            _size(stage.kept_bytes),
+            *([_size(stage.offloaded_bytes)] if offloads else []),
+            str(stage.runs),
+            _ms(stage.extra_seconds) if stage.extra_seconds else _NOTHING,
+            style="dim" if stage.kind == "outside" else None,
         )
     return table
 
 
-def _size(size_bytes: int) -> str:
+def _size(size_bytes: int | None) -> str:
     return format_bytes(size_bytes) if size_bytes else _NOTHING
 
 
-def _claims(document: Mapping[str, Any], part: str = "stage") -> list[tuple[str, str]]:
-    """What a plan promises; its parts are called stages, or nodes."""
-    peak, budget, whole = (document[f"{n}_bytes"] for n in ("predicted_peak", "budget", "unplanned_peak"))
-    held = "parameters, optimizer states, batch" if part == "stage" else "alive throughout"
-    solved = format_seconds(document["solve_seconds"])
+def _claims(summary: SolutionSummary) -> list[tuple[str, str]]:
+    """What a solution promises."""
+    peak_bytes, budget_bytes = summary.predicted_peak_bytes, summary.budget_bytes
+    unplanned_bytes = summary.unplanned_peak_bytes
+    share = _share(peak_bytes, unplanned_bytes)
+    resident = "parameters, optimizer states, batch" if summary.part == "stage" else "alive throughout"
     return [
-        ("predicted peak", f"{_both(peak)}: {_share(peak, whole)} of the unplanned {format_bytes(whole)}"),
-        ("budget", f"{_both(budget)}: {format_bytes(budget - peak)} to spare"),
-        *_headroom(document),
-        ("predicted time", _times(document)),
-        *_stated(document),
-        ("recomputed", _recomputed(document, part)),
-        *_offloaded(document),
-        ("solver", f"{document['solver']}, in {solved}"),
-        ("status", _status(document, _bounded(document, part))),
-        ("resident", f"{format_bytes(document['resident_bytes'])} ({held})"),
+        ("predicted peak", f"{_both(peak_bytes)}: {share} of the unplanned {format_bytes(unplanned_bytes)}"),
+        ("budget", f"{_both(budget_bytes)}: {format_bytes(budget_bytes - peak_bytes)} to spare"),
+        *_headroom(summary),
+        ("predicted time", _times(summary)),
+        *_stated(summary),
+        ("recomputed", _recomputed(summary)),
+        *_offloaded(summary),
+        ("solver", f"{summary.solver}, in {format_seconds(summary.solve_seconds)}"),
+        ("status", _status(summary)),
+        ("resident", f"{format_bytes(summary.resident_bytes)} ({resident})"),
     ]
 
 
-def _headroom(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _headroom(summary: SolutionSummary) -> list[tuple[str, str]]:
     """What of the budget is left to the allocator; no line where nothing is."""
-    held = document.get("headroom_bytes", 0)
-    return [("headroom", f"{_both(held)} of the budget, left to the allocator: no plan may use them")] if held else []
+    if not summary.headroom_bytes:
+        return []
+    return [("headroom", f"{_both(summary.headroom_bytes)} of the budget, left to the allocator: no plan may use them")]
 
 
-def _recomputed(document: Mapping[str, Any], part: str) -> str:
+def _recomputed(summary: SolutionSummary) -> str:
     """How much runs again: parts as a whole, ops inside others, and how many ops that comes to."""
-    again = [stage for stage in document["stages"] if stage["runs"] > 1]
-    inside = [stage for stage in document["stages"] if stage["runs"] == 1 and stage["decision"] == "selective"]
-    ops = _count(document.get("recomputed_ops", 0), "op")
+    part = summary.part
+    again = [stage for stage in summary.stages if stage.runs > 1]
+    inside = [stage for stage in summary.stages if stage.runs == 1 and stage.decision == "selective"]
+    ops = _count(summary.recomputed_ops or 0, "op")
     if not again:
         return f"{ops} inside {_count(len(inside), part)}" if inside else "nothing"
-    of_all = f" of {len(document['stages'])}" if part == "node" else ""
-    whole = f"{_count(sum(stage['runs'] - 1 for stage in again), 'extra run')} of {_count(len(again), part)}{of_all}"
+    of_all = f" of {len(summary.stages)}" if part == "node" else ""
+    whole = f"{_count(sum(stage.runs - 1 for stage in again), 'extra run')} of {_count(len(again), part)}{of_all}"
     if inside:
         return f"{whole}, and ops inside {_count(len(inside), f'other {part}')}; {ops} in all"
-    return f"{whole}, {ops}" if "recomputed_ops" in document else whole
+    return whole if summary.recomputed_ops is None else f"{whole}, {ops}"
 
 
-def _offloaded(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _offloaded(summary: SolutionSummary) -> list[tuple[str, str]]:
     """What goes to host memory, over which link, and how long the step waits for it."""
-    if document.get("no_offload"):
-        return [("offloaded", f"nothing: {escape(document['no_offload'])}")]
-    sent = sum(stage.get("offloaded_bytes", 0) for stage in document["stages"])
-    if not sent:
-        return [("offloaded", "nothing")] if document.get("link") else []
-    rates = [document["link"][f"to_{place}_bytes_per_second"] for place in ("host", "device")]
-    speed = " and ".join("unlimited" if rate is None else f"{rate / 1e9:.4g} GB/s" for rate in rates)
-    held = f"at most {format_bytes(document['host_bytes'])} on the host at once"
-    stalls = f"computation waits {format_seconds(document['stall_seconds'])}"
-    return [("offloaded", f"{format_bytes(sent)}, {held}; {stalls}"), ("link", f"to the host and back: {speed}")]
+    if summary.no_offload:
+        return [("offloaded", f"nothing: {escape(summary.no_offload)}")]
+    link, sent_bytes = summary.link, sum(stage.offloaded_bytes or 0 for stage in summary.stages)
+    if link is None:
+        return []
+    if not sent_bytes:
+        return [("offloaded", "nothing")]
+    rates = (link.to_host_bytes_per_second, link.to_device_bytes_per_second)
+    speed = " and ".join("unlimited" if rate == math.inf else f"{rate / 1e9:.4g} GB/s" for rate in rates)
+    held = f"at most {format_bytes(summary.host_bytes or 0)} on the host at once"
+    stalls = f"computation waits {format_seconds(summary.stall_seconds or 0.0)}"
+    return [("offloaded", f"{format_bytes(sent_bytes)}, {held}; {stalls}"), ("link", f"to the host and back: {speed}")]
 
 
-def _stated(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _stated(summary: SolutionSummary) -> list[tuple[str, str]]:
     """What was stated by hand, one line a rule."""
-    return [("" if number else "stated", escape(line)) for number, line in enumerate(document.get("stated", ()))]
+    return [("" if number else "stated", escape(line)) for number, line in enumerate(summary.stated or ())]
 
 
-def _bounded(document: Mapping[str, Any], part: str) -> str:
-    """What status and bound hold for."""
-    if part == "node":
-        return "schedule of this graph"
-    return "plan that does what is stated" if document.get("restricted") else "plan of these stages"
+def _times(summary: SolutionSummary) -> str:
+    planned, unplanned = format_seconds(summary.predicted_seconds), format_seconds(summary.unplanned_seconds)
+    return f"{planned}: {summary.slowdown:.2f} x the unplanned {unplanned}"
 
 
-def _times(document: Mapping[str, Any]) -> str:
-    planned, plain = document["predicted_seconds"], document["unplanned_seconds"]
-    return f"{format_seconds(planned)}: {document['slowdown']:.2f} x the unplanned {format_seconds(plain)}"
-
-
-def _status(document: Mapping[str, Any], what: str) -> str:
-    bound = f"no {what} within the budget takes less than {format_seconds(document['lower_bound_seconds'])}"
-    if document["status"] == "optimal":
+def _status(summary: SolutionSummary) -> str:
+    """How good it is, and among what."""
+    what = "plan that does what is stated" if summary.restricted else "plan of these stages"
+    if summary.part == "node":
+        what = "schedule of this graph"
+    bound = f"no {what} within the budget takes less than {format_seconds(summary.lower_bound_seconds)}"
+    if summary.status == "optimal":
         return f"optimal: no {what} within the budget is faster"
-    return f"{document['status']}: at most {_percent(document['gap'])} of the time could be saved; {bound}"
+    return f"{summary.status}: at most {_percent(summary.gap)} of the time could be saved; {bound}"
 
 
 def profile_report(profile: Profile) -> RenderableType:
@@ -277,48 +286,45 @@ def _comparison_cells(row: ComparisonRow, plain_seconds: float | None) -> list[s
     ]
 
 
-def training_report(document: Mapping[str, Any]) -> RenderableType:
-    """Losses of a planned training run, predicted beside measured."""
-    losses = ["not finite" if loss is None else f"{loss:.6g}" for loss in document["losses"]]
+def training_report(run: TrainingRun, allocator_advice: str = "") -> RenderableType:
+    """Losses of a planned training run, predicted beside measured, and what to do about the device's allocator."""
+    plan = run.plan
+    losses = [f"{loss:.6g}" if math.isfinite(loss) else "not finite" for loss in run.losses]
     shown = losses if len(losses) <= 8 else [*losses[:7], "...", losses[-1]]
-    measured, budget = document["measured_peak_bytes"], document["budget_bytes"]
-    verdict = "within the budget" if measured <= budget else "[red]above the budget[/red]"
-    slowdown = document["measured_seconds"] / document["unplanned_seconds"] if document["unplanned_seconds"] else 1.0
+    within = run.measured_peak_bytes <= plan.budget_bytes
+    verdict = "within the budget" if within else "[red]above the budget[/red]"
+    slowdown = run.measured_seconds / plan.unplanned_seconds if plan.unplanned_seconds else 1.0
+    measured = f"{format_seconds(run.measured_seconds)} a step, {slowdown:.2f} x the profile's unplanned step"
     return facts(
         [
             ("losses", ", ".join(shown)),
-            ("budget", _both(budget)),
-            ("predicted peak", _both(document["predicted_peak_bytes"])),
-            ("measured peak", f"{_both(measured)}: {verdict}"),
-            *_reserved(document),
-            *_retries(document),
-            ("predicted time", f"{format_seconds(document['predicted_seconds'])} a step"),
-            (
-                "measured time",
-                f"{format_seconds(document['measured_seconds'])} a step, {slowdown:.2f} x the profile's unplanned step",
-            ),
+            ("budget", _both(plan.budget_bytes)),
+            ("predicted peak", _both(plan.predicted_peak_bytes)),
+            ("measured peak", f"{_both(run.measured_peak_bytes)}: {verdict}"),
+            *_reserved(run),
+            *([("allocator", escape(allocator_advice))] if allocator_advice else []),
+            *_retries(run),
+            ("predicted time", f"{format_seconds(plan.predicted_seconds)} a step"),
+            ("measured time", measured),
         ]
     )
 
 
-def _reserved(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the allocator held of a CUDA device beside the tensors, and what to do about the allocator of any device."""
-    reserved, advice = document.get("reserved_bytes"), document.get("allocator_advice")
-    rows = [("allocator", escape(advice))] if advice else []
-    if reserved is None:
-        return rows
-    above = reserved - document["measured_peak_bytes"]
-    held = f"{_both(reserved)}: {_share(above, reserved)} of it no tensors; --headroom {above} covers it"
-    return [("reserved", held), *rows]
-
-
-def _retries(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    tried = document.get("retries", 0)
-    if not tried:
+def _reserved(run: TrainingRun) -> list[tuple[str, str]]:
+    """What the allocator held of a CUDA device beside the tensors."""
+    if run.reserved_bytes is None:
         return []
-    budget = document["budget_bytes"]
+    above_bytes = run.reserved_bytes - run.measured_peak_bytes
+    share = _share(above_bytes, run.reserved_bytes)
+    return [("reserved", f"{_both(run.reserved_bytes)}: {share} of it no tensors; --headroom {above_bytes} covers it")]
+
+
+def _retries(run: TrainingRun) -> list[tuple[str, str]]:
+    if not run.failures:
+        return []
+    budget = run.plan.budget_bytes
     return [
-        ("out of memory", f"{_count(tried, 'time')}; each time a smaller plan went on from there"),
+        ("out of memory", f"{_count(len(run.failures), 'time')}; each time a smaller plan went on from there"),
         ("", f"the last one: --save-plan FILE writes it, planner solve PROFILE --budget {budget} makes one like it"),
     ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from planner.cli import documents, tables
 from planner.cli.shell import check_folder, note, show, show_json, working
@@ -44,11 +43,11 @@ def run_train(
         raise
     if save_plan is not None:
         run.plan.save(save_plan)
-    document = _document(run)
+    advice = _allocator_advice(run)
     if as_json:
-        show_json(document)
+        show_json(documents.training_document(run, advice))
     else:
-        show(tables.training_report(document))
+        show(tables.training_report(run, advice))
     if save_plan is not None:
         note(f"written: {save_plan} ({format_bytes(save_plan.stat().st_size)})")
 
@@ -57,8 +56,7 @@ def _say(failure: FailureReport) -> None:
     note(f"out of memory: {failure_text(failure)}")
 
 
-def _document(run: TrainingRun) -> dict[str, Any]:
+def _allocator_advice(run: TrainingRun) -> str:
     expandable = run.reserved_bytes is not None and has_expandable_segments()
     advice = advice_on_allocator(run.measured_peak_bytes, run.reserved_bytes, expandable=expandable)
-    advice = advice or advice_on_malloc(run.measured_peak_bytes, run.faulted_bytes)
-    return {**documents.training_document(run), "allocator_advice": advice}
+    return advice or advice_on_malloc(run.measured_peak_bytes, run.faulted_bytes)

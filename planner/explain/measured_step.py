@@ -1,4 +1,4 @@
-"""A step as it is measured: its timelines without the plan and with it, and what is alive at the planned peak."""
+"""Measured steps: their timelines without a plan and with it, and what is alive at the planned step's peak."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from planner.explain.peak import KEPT, MADE_AGAIN, Part, Peak
+from planner.explain.peak import KEPT, MADE_AGAIN, Peak, PeakPart
 from planner.explain.timeline import PhaseName, Span, SpanKind, Timeline
 from planner.plans.lowering import lower_schedule
 from planner.plans.plan import Plan
@@ -104,8 +104,8 @@ class _Viewer:
         marks = [mark for mark, _ in metered]
         if any([mark for mark, _ in run] != marks for run in timed):
             raise ValueError(
-                f"measuring {self._plan.model_class}: expected a step that goes through its stages in the same way "
-                "every time, got another order; leave out what changes from step to step"
+                f"measuring {self._plan.model_class}: expected a step that goes through its stages in the same order "
+                "every time, got another one; leave out what changes from step to step"
             )
         seconds = [statistics.median(run[k][1].seconds for run in timed) for k in range(len(marks))]
         spans = tuple(self._places.spans(metered, seconds))
@@ -121,17 +121,17 @@ class Places:
     """
 
     def __init__(self, plan: Plan) -> None:
-        own = [k for k, stage in enumerate(plan.stages) if stage.kind == "stage"]
-        place = {k: i for i, k in enumerate(own)}
-        self.calls = [split_name(plan.stages[k].name) for k in own]
+        modules = [k for k, stage in enumerate(plan.stages) if stage.kind == "stage"]
+        place = {k: i for i, k in enumerate(modules)}
+        self.calls = [split_name(plan.stages[k].name) for k in modules]
         reruns = lower_schedule(plan.stages, plan.schedule).reruns
-        self.again = {place[k]: [place[r.stage] for r in found] for k, found in reruns.items() if k in place}
-        self._stages = [plan.stages[k].name for k in own]
-        self._outside = [self._outside_name(plan, own, i) for i in range(len(own) + 1)]
+        self.again = {place[k]: [place[r.stage] for r in segments] for k, segments in reruns.items() if k in place}
+        self._stages = [plan.stages[k].name for k in modules]
+        self._outside = [self._outside_name(plan, modules, i) for i in range(len(modules) + 1)]
 
-    def _outside_name(self, plan: Plan, own: Sequence[int], i: int) -> str:
+    def _outside_name(self, plan: Plan, modules: Sequence[int], i: int) -> str:
         """What lies before the i-th stage; where the plan knows nothing there, it belongs to the stage before."""
-        before = own[i] - 1 if i < len(own) else len(plan.stages) - 1
+        before = modules[i] - 1 if i < len(modules) else len(plan.stages) - 1
         return plan.stages[max(0, before)].name
 
     def stage(self, mark: Mark) -> str:
@@ -145,17 +145,17 @@ class Places:
         now = 0.0
         rows = [(mark, p, s) for (mark, p), s in zip(phases, seconds, strict=True) if mark.phase != "end"]
         for (phase, stage, action), group in itertools.groupby(rows, key=lambda row: self._what(row[0])):
-            own = list(group)
-            length = sum(spent for *_, spent in own)
+            stretch = list(group)
+            length = sum(spent for *_, spent in stretch)
             yield Span(
                 phase=phase,
                 stage=stage,
                 action=action,
                 start_seconds=now,
                 end_seconds=now + length,
-                before_bytes=own[0][1].start_bytes,
-                peak_bytes=max(part.peak_bytes for _, part, _ in own),
-                after_bytes=own[-1][1].end_bytes,
+                before_bytes=stretch[0][1].start_bytes,
+                peak_bytes=max(part.peak_bytes for _, part, _ in stretch),
+                after_bytes=stretch[-1][1].end_bytes,
             )
             now += length
 
@@ -165,16 +165,16 @@ class Places:
             return phase, stage, "optimizer"
         return phase, stage, "recompute" if mark.phase == "again" else phase
 
-    def peak(self, found: PeakSnapshot) -> Peak:
+    def peak(self, snapshot: PeakSnapshot) -> Peak:
         """The peak in the words of a plan; what no storage explains is a temporary of the op's kernel."""
-        phase, stage, action = self._what(found.mark)
-        at = f"{found.op} in {found.module}" if found.module else found.op
-        parts = [self._part(storage, found, phase) for storage in found.storages]
-        left = found.peak_bytes - found.explained_bytes
-        temporary = Part(what="temporaries of kernels", size_bytes=left, op=found.op, stage=stage, phase=phase)
+        phase, stage, action = self._what(snapshot.mark)
+        at = f"{snapshot.op} in {snapshot.module}" if snapshot.module else snapshot.op
+        parts = [self._part(storage, snapshot, phase) for storage in snapshot.storages]
+        left = snapshot.peak_bytes - snapshot.explained_bytes
+        temporary = PeakPart(what="temporaries of kernels", size_bytes=left, op=snapshot.op, stage=stage, phase=phase)
         return Peak(
             source="measured",
-            peak_bytes=found.peak_bytes,
+            peak_bytes=snapshot.peak_bytes,
             phase=phase,
             stage=stage,
             action=action,
@@ -182,12 +182,14 @@ class Places:
             parts=tuple(part for part in (*parts, temporary) if part.size_bytes),
         )
 
-    def _part(self, storage: LiveStorage, peak: PeakSnapshot, phase: PhaseName) -> Part:
+    def _part(self, storage: LiveStorage, snapshot: PeakSnapshot, phase: PhaseName) -> PeakPart:
         if storage.made_in is None:
-            return Part(what=_RESIDENT[storage.kind], size_bytes=storage.size_bytes, module=storage.module, tensors=1)
+            return PeakPart(
+                what=_RESIDENT[storage.kind], size_bytes=storage.size_bytes, module=storage.module, tensors=1
+            )
         stage = self.stage(storage.made_in)
-        return Part(
-            what=_why_alive(storage, storage.made_in, peak, phase),
+        return PeakPart(
+            what=_why_alive(storage, storage.made_in, snapshot, phase),
             size_bytes=storage.size_bytes,
             op=storage.op,
             module=_inside(storage.module, stage),
@@ -206,12 +208,12 @@ _RESIDENT: Mapping[str, str] = {
 }
 
 
-def _why_alive(storage: LiveStorage, mark: Mark, peak: PeakSnapshot, phase: PhaseName) -> str:
+def _why_alive(storage: LiveStorage, mark: Mark, snapshot: PeakSnapshot, phase: PhaseName) -> str:
     if storage.kind == "gradient":
         return "gradients of parameters"
     made_in = _phase_of(mark)
     if made_in == "forward":
-        return "made as its forward runs" if mark == peak.mark else KEPT
+        return "made as its forward runs" if mark == snapshot.mark else KEPT
     if storage.again:
         return MADE_AGAIN
     return "made by the optimizer's step" if made_in == "optimizer" else "made as its backward runs"

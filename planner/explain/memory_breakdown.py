@@ -1,4 +1,4 @@
-"""The memory map: where the bytes of an unplanned step go, model states against activations, piece by piece."""
+"""Where the bytes of an unplanned step go: model states, inputs, activations and temporaries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from planner.explain.peak import Part, predicted_peak
+from planner.explain.peak import PeakPart, predicted_peak
 from planner.explain.stage_groups import names_in_short
 from planner.explain.timeline import Timeline, predicted_timelines
 from planner.plans.cost_model import chain_of
@@ -44,7 +44,7 @@ class MemoryItem:
         what: what it is there for.
         size_bytes: may be negative where the replay counts too much elsewhere.
         stage: that made it; empty where no stage did.
-        stage_kind: stages of the same class in short.
+        stage_class: stages of the same class in short.
         op: kind of the op that made it, of activations.
     """
 
@@ -52,7 +52,7 @@ class MemoryItem:
     what: str
     size_bytes: int
     stage: str = ""
-    stage_kind: str = ""
+    stage_class: str = ""
     op: str = ""
 
 
@@ -63,82 +63,82 @@ class MemoryBreakdown:
     Attributes:
         moment: ``forward and backward`` (their highest), or ``optimizer's step`` (its highest).
         phase, stage: where in the step that is.
-        peak_bytes: what the pieces add up to.
-        pieces: each byte once.
+        peak_bytes: what the items add up to.
+        items: each byte once.
     """
 
     moment: str
     phase: str
     stage: str
     peak_bytes: int
-    pieces: tuple[MemoryItem, ...]
+    items: tuple[MemoryItem, ...]
 
     def of_group(self, group: MemoryGroup) -> int:
         """Bytes of a group."""
-        return sum(piece.size_bytes for piece in self.pieces if piece.group == group)
+        return sum(item.size_bytes for item in self.items if item.group == group)
 
     def by_what(self, group: MemoryGroup) -> dict[str, int]:
         """Bytes of a group by what they are there for, largest first."""
-        return _summed((piece.what, piece.size_bytes) for piece in self.pieces if piece.group == group)
+        return _summed((item.what, item.size_bytes) for item in self.items if item.group == group)
 
     def activations_by_stage(self) -> dict[str, int]:
         """Bytes of activations by the stage that made them, in the order of the step."""
-        found: dict[str, int] = {}
-        for piece in self._activations():
-            found[piece.stage] = found.get(piece.stage, 0) + piece.size_bytes
-        return found
+        bytes_by_name: dict[str, int] = {}
+        for item in self._activations():
+            bytes_by_name[item.stage] = bytes_by_name.get(item.stage, 0) + item.size_bytes
+        return bytes_by_name
 
-    def activations_by_stage_kind(self) -> dict[str, int]:
+    def activations_by_stage_class(self) -> dict[str, int]:
         """The same with stages of one class together, largest first."""
-        return _summed((piece.stage_kind, piece.size_bytes) for piece in self._activations())
+        return _summed((item.stage_class, item.size_bytes) for item in self._activations())
 
     def activations_by_op(self) -> dict[str, int]:
         """Bytes of activations by the kind of op that made them, largest first."""
-        return _summed((piece.op, piece.size_bytes) for piece in self._activations())
+        return _summed((item.op, item.size_bytes) for item in self._activations())
 
     def _activations(self) -> Iterator[MemoryItem]:
-        return (piece for piece in self.pieces if piece.group == "activations")
+        return (item for item in self.items if item.group == "activations")
 
 
 def _summed(pairs: Iterator[tuple[str, int]]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    bytes_by_name: dict[str, int] = {}
     for name, size in pairs:
-        found[name] = found.get(name, 0) + size
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        bytes_by_name[name] = bytes_by_name.get(name, 0) + size
+    return dict(sorted(bytes_by_name.items(), key=lambda item: -item[1]))
 
 
-def memory_maps(profile: Profile) -> tuple[MemoryBreakdown, ...]:
+def memory_breakdowns(profile: Profile) -> tuple[MemoryBreakdown, ...]:
     """Where the memory goes in a profiled step without a plan: at its highest moment, and at the other one.
 
     Returns:
         The highest moment of forward and backward and, with an optimizer, that of its step; the higher one first: its
-        pieces add up to the profile's unplanned peak.
+        items add up to the profile's unplanned peak.
     """
     chain = chain_of(profile)
     schedule = baselines.keep_all(chain)[0]
     problem = Problem(chain=chain, budget_bytes=replay(chain, schedule).peak_bytes)
     plan = plan_of(profile, problem, solve_chain(problem, solver="keep_all"))
     timeline = predicted_timelines(chain, schedule)[0]
-    found = [_of_step(chain, plan, timeline)]
+    breakdowns = [_of_step(chain, plan, timeline)]
     if profile.optimizer.peak_bytes:
-        found.append(_of_optimizer(profile))
-    return tuple(sorted(found, key=lambda own: -own.peak_bytes))
+        breakdowns.append(_of_optimizer(profile))
+    return tuple(sorted(breakdowns, key=lambda breakdown: -breakdown.peak_bytes))
 
 
 def _of_step(chain: Chain, plan: Plan, timeline: Timeline) -> MemoryBreakdown:
     spans = tuple(span for span in timeline.spans if span.phase != "optimizer")
     peak = predicted_peak(chain, plan.schedule, replace(timeline, spans=spans), plan=plan)
-    kinds = _stage_kinds(plan)
+    classes = _stage_classes(plan)
     return MemoryBreakdown(
         moment=STEP,
         phase=peak.phase,
         stage=peak.stage,
         peak_bytes=peak.peak_bytes,
-        pieces=tuple(_piece(part, kinds) for part in peak.parts),
+        items=tuple(_item(part, classes) for part in peak.parts),
     )
 
 
-def _piece(part: Part, kinds: dict[str, str]) -> MemoryItem:
+def _item(part: PeakPart, classes: dict[str, str]) -> MemoryItem:
     if part.what in _STATES:
         return MemoryItem(group="model states", what=_STATES[part.what], size_bytes=part.size_bytes)
     if part.what == "batch":
@@ -150,12 +150,12 @@ def _piece(part: Part, kinds: dict[str, str]) -> MemoryItem:
         what=part.what,
         size_bytes=part.size_bytes,
         stage=part.stage,
-        stage_kind=kinds.get(part.stage, part.stage),
+        stage_class=classes.get(part.stage, part.stage),
         op=kind_of(part.op) or _NOT_TOLD,
     )
 
 
-def _stage_kinds(plan: Plan) -> dict[str, str]:
+def _stage_classes(plan: Plan) -> dict[str, str]:
     """What stages of the same class are called together."""
     groups: dict[str, list[str]] = {}
     for stage in plan.stages:
@@ -177,7 +177,7 @@ def _of_optimizer(profile: Profile) -> MemoryBreakdown:
     }
     made_in_it = phase.peak_bytes - phase.start_bytes
     left_bytes = phase.start_bytes - resident.total - gradient_bytes
-    pieces = [
+    items = [
         *(MemoryItem(group="model states", what=what, size_bytes=size) for what, size in states.items()),
         MemoryItem(group="inputs", what="batch", size_bytes=resident.inputs),
         MemoryItem(group="temporaries", what="still there after backward", size_bytes=left_bytes),
@@ -188,5 +188,5 @@ def _of_optimizer(profile: Profile) -> MemoryBreakdown:
         phase="optimizer",
         stage="",
         peak_bytes=phase.peak_bytes,
-        pieces=tuple(piece for piece in pieces if piece.size_bytes),
+        items=tuple(item for item in items if item.size_bytes),
     )

@@ -1,4 +1,4 @@
-"""The ops of a plan as a person reads them: per kind of stage what is kept, recomputed or neither, and why."""
+"""A table of the ops in each group of stages: what is kept, recomputed or neither, and why."""
 
 from __future__ import annotations
 
@@ -9,115 +9,112 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from planner.explain.op_decisions import OpDecision, fates_of_ops, grouped_fates, held_bytes
-from planner.explain.stage_groups import StageKind, kinds_of_stages
+from planner.explain.op_decisions import OpDecision, OpOutcome, always_live_tensors, decisions_of_ops, grouped_decisions
+from planner.explain.stage_groups import StageGroup, groups_of_stages
 from planner.plans.plan import Plan
 from planner.units import format_bytes, format_seconds
 
-SHOWN = 5  # rows each of what is recomputed and of what is kept
-KINDS_SHOWN = 3  # with a table, those that free most; the others in a line
-_COLOURS = {"recomputed": "yellow", "kept": "green", "not needed": "dim", "view": "dim"}
+ROWS_SHOWN = 5  # each of what is recomputed and of what is kept
+TABLES_SHOWN = 3  # of the groups that free most; the others in a line
+_COLOURS: dict[OpOutcome, str] = {"recomputed": "yellow", "kept": "green", "not needed": "dim", "view": "dim"}
 
 
 def plan_ops_report(plan: Plan, *, every_op: bool = False) -> RenderableType:
-    """Every kind of stage of a plan with what happens to its ops.
+    """Every group of a plan's stages with what happens to its ops.
 
     Args:
         plan: with the menus of its profile; of stages without one only the decision is said.
-        every_op: all ops of all kinds one by one; else, for kinds in which
+        every_op: all ops of all groups one by one; else, for groups in which
             some ops run again, the largest ones, alike ones together.
     """
-    kinds = kinds_of_stages(plan)
-    ranked = sorted(kinds, key=lambda kind: -(kind.chosen.freed_bytes * len(kind.members) if kind.chosen else 0))
-    tabled = {kind.members for kind in ranked[:KINDS_SHOWN]}
+    groups = groups_of_stages(plan)
+    ranked = sorted(groups, key=lambda group: -(group.chosen.freed_bytes * len(group.members) if group.chosen else 0))
+    with_table = {group.members for group in ranked[:TABLES_SHOWN]}
     parts: list[RenderableType] = ["[bold]Ops, per kind of stage[/bold]"]
-    for kind in kinds:
-        parts += _kind_report(plan, kind, every_op, table=kind.members in tabled)
+    for group in groups:
+        parts += _group_report(plan, group, every_op, table=group.members in with_table)
     return Group(*parts)
 
 
-def _kind_report(plan: Plan, kind: StageKind, every_op: bool, *, table: bool) -> Iterator[RenderableType]:
-    yield f"\n[bold]{escape(kind.title)}[/bold], {kind.decision}: {escape(_decision(plan, kind))}"
-    if kind.menu is None:
+def _group_report(plan: Plan, group: StageGroup, every_op: bool, *, table: bool) -> Iterator[RenderableType]:
+    yield f"\n[bold]{escape(group.title)}[/bold], {group.decision}: {escape(_stage_decision(plan, group))}"
+    if group.menu is None:
         return
     if every_op:
-        yield _table([(str(fate.ordinals[0]), fate) for fate in fates_of_ops(kind)], "op")
-        yield _held(kind)
-    elif kind.decision == "selective" and table:
-        yield from _largest(kind)
-    elif kind.decision == "selective":
-        again = [fate for fate in grouped_fates(kind) if fate.fate == "recomputed"]
-        yield f"recomputed: {escape(', '.join(_short(fate) for fate in again))}"
+        yield _table([(str(op.ordinals[0]), op) for op in decisions_of_ops(group)], "op")
+        yield _always_live(group)
+    elif group.decision == "selective" and table:
+        yield from _largest(group)
+    elif group.decision == "selective":
+        recomputed = [_in_short(ops) for ops in grouped_decisions(group) if ops.outcome == "recomputed"]
+        yield f"recomputed: {escape(', '.join(recomputed))}"
 
 
-def _decision(plan: Plan, kind: StageKind) -> str:
-    """What happens to the stages of a kind, per stage: bytes and seconds."""
-    stage = plan.stages[kind.members[0]]
-    each = " each" if len(kind.members) > 1 else ""
-    cost = f"costs {format_seconds(stage.extra_seconds) if stage.extra_seconds else 'no time to speak of'}{each}"
-    saved = kind.menu.ops.saved_bytes if kind.menu is not None else 0
-    if kind.decision == "keep":
-        return f"{format_bytes(stage.kept_bytes)}{each}" if stage.kept_bytes else "nothing of its own"
-    if kind.decision == "selective" and kind.chosen is not None and kind.menu is not None:
-        freed = f"frees {format_bytes(kind.chosen.freed_bytes)} of {format_bytes(saved)}"
-        return f"{len(kind.chosen.rerun)} of {len(kind.menu.ops.ops)} ops run again: {freed}, {cost}"
-    freed = f"frees {format_bytes(saved)}, " if saved else ""
+def _stage_decision(plan: Plan, group: StageGroup) -> str:
+    """What happens to the stages of a group, per stage: bytes and seconds."""
+    stage = plan.stages[group.members[0]]
+    per_stage = " each" if len(group.members) > 1 else ""
+    cost = f"costs {format_seconds(stage.extra_seconds) if stage.extra_seconds else 'no time to speak of'}{per_stage}"
+    saved_bytes = group.menu.ops.saved_bytes if group.menu is not None else 0
+    if group.decision == "keep":
+        return f"{format_bytes(stage.kept_bytes)}{per_stage}" if stage.kept_bytes else "nothing of its own"
+    if group.decision == "selective" and group.chosen is not None and group.menu is not None:
+        freed = f"frees {format_bytes(group.chosen.freed_bytes)} of {format_bytes(saved_bytes)}"
+        return f"{len(group.chosen.rerun)} of {len(group.menu.ops.ops)} ops run again: {freed}, {cost}"
+    freed = f"frees {format_bytes(saved_bytes)}, " if saved_bytes else ""
     inside = f"; from its last run on all but {stage.option}" if stage.option else ""
-    return f"runs {kind.runs} times: {freed}{cost}{inside}"
+    return f"runs {group.runs} times: {freed}{cost}{inside}"
 
 
-def _largest(kind: StageKind) -> Iterator[RenderableType]:
-    fates = grouped_fates(kind)
-    shown = [fate for part in ("recomputed", "kept") for fate in _first(fates, part)]
-    yield _table([(_times(fate), fate) for fate in shown], "")
-    rest = [fate for fate in fates if fate not in shown]
-    said = [_rest([fate for fate in rest if fate.fate == part], part) for part in ("recomputed", "kept", "not needed")]
-    if any(said):
-        yield f"beside these: {', '.join(text for text in said if text)}"
-    yield _held(kind)
+def _largest(group: StageGroup) -> Iterator[RenderableType]:
+    decisions = grouped_decisions(group)
+    shown = [
+        *[ops for ops in decisions if ops.outcome == "recomputed"][:ROWS_SHOWN],
+        *[ops for ops in decisions if ops.outcome == "kept" and ops.size_bytes][:ROWS_SHOWN],
+    ]
+    yield _table([(_count_of(ops), ops) for ops in shown], "")
+    rest = [ops for ops in decisions if ops not in shown]
+    outcomes = dict.fromkeys(ops.outcome for ops in rest)
+    if rest:
+        yield f"beside these: {', '.join(_together([ops for ops in rest if ops.outcome == o], o) for o in outcomes)}"
+    yield _always_live(group)
 
 
-def _held(kind: StageKind) -> str:
-    count, size = held_bytes(kind)
-    return f"held anyway: {_count(count, 'tensor')} from outside (inputs, parameters), {format_bytes(size)}"
+def _always_live(group: StageGroup) -> str:
+    count, size_bytes = always_live_tensors(group)
+    return f"held anyway: {_plural(count, 'tensor')} from outside (inputs, parameters), {format_bytes(size_bytes)}"
 
 
-def _short(fate: OpDecision) -> str:
-    size = f" {format_bytes(fate.size_bytes)}" if fate.size_bytes else ""
-    return f"{_times(fate)} {fate.op}{size}".strip()
+def _in_short(ops: OpDecision) -> str:
+    size = f" {format_bytes(ops.size_bytes)}" if ops.size_bytes else ""
+    return f"{_count_of(ops)} {ops.op}{size}".strip()
 
 
-def _first(fates: Sequence[OpDecision], part: str) -> list[OpDecision]:
-    return [fate for fate in fates if fate.fate == part and (fate.size_bytes or part != "kept")][:SHOWN]
+def _count_of(ops: OpDecision) -> str:
+    return f"{len(ops.ordinals)} x" if len(ops.ordinals) > 1 else ""
 
 
-def _times(fate: OpDecision) -> str:
-    return f"{len(fate.ordinals)} x" if len(fate.ordinals) > 1 else ""
+def _together(decisions: Sequence[OpDecision], outcome: str) -> str:
+    """Ops of one outcome in a few words."""
+    count = _plural(sum(len(ops.ordinals) for ops in decisions), "op")
+    size_bytes, seconds = sum(ops.size_bytes for ops in decisions), sum(ops.seconds for ops in decisions)
+    return f"{count} {outcome} ({f'{format_bytes(size_bytes)}, ' if size_bytes else ''}{format_seconds(seconds)})"
 
 
-def _rest(fates: Sequence[OpDecision], part: str) -> str:
-    if not fates:
-        return ""
-    count = _count(sum(len(fate.ordinals) for fate in fates), "op")
-    size, seconds = sum(fate.size_bytes for fate in fates), sum(fate.seconds for fate in fates)
-    return f"{count} {part} ({f'{format_bytes(size)}, ' if size else ''}{format_seconds(seconds)})"
-
-
-def _count(number: int, what: str) -> str:
+def _plural(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _table(rows: Sequence[tuple[str, OpDecision]], first: str) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column(first, justify="right", no_wrap=True)
-    for name in ("op", "module", "fate"):
+    for name in ("op", "module", "decision"):
         table.add_column(name, overflow="fold")
     for name in ("bytes", "time"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
-    for number, fate in rows:
-        size = format_bytes(fate.size_bytes) if fate.size_bytes else "-"
-        colour = _COLOURS[fate.fate]
-        said = f"[{colour}]{fate.fate}[/{colour}]"
-        table.add_row(number, escape(fate.op), escape(fate.module), said, size, format_seconds(fate.seconds), fate.why)
+    for number, ops in rows:
+        size = format_bytes(ops.size_bytes) if ops.size_bytes else "-"
+        decision = f"[{_COLOURS[ops.outcome]}]{ops.outcome}[/]"
+        table.add_row(number, escape(ops.op), escape(ops.module), decision, size, format_seconds(ops.seconds), ops.why)
     return table

@@ -1,18 +1,17 @@
-"""Op fates: which ops of a kind of stages are kept, recomputed, or neither, and why in bytes and seconds."""
+"""Which ops of a group of stages are kept, recomputed, or neither, and why in bytes and seconds."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.explain.stage_groups import StageKind
+from planner.explain.stage_groups import StageGroup
 from planner.units import format_seconds
 from profiler.op_graph import ChoiceError, StageOps, is_allocation
 from profiler.records import MenuRecord, OptionRecord
 
-Decision = Literal["recomputed", "kept", "not needed", "view"]
+OpOutcome = Literal["recomputed", "kept", "not needed", "view"]
 _SMALL = 10  # what an op frees is no reason to run it again where an op that reads it frees so many times more
 
 
@@ -24,7 +23,7 @@ class OpDecision:
         ordinals: their positions in the stage.
         op: their kind.
         module: that called them, relative to the stage.
-        fate: ``recomputed``: they run again in backward; ``kept``: what they
+        outcome: ``recomputed``: they run again in backward; ``kept``: what they
             make stays until backward; ``not needed``: backward does not need
             it; ``view``: they make nothing of their own.
         size_bytes: kept: what stays; recomputed: what need not stay.
@@ -35,47 +34,44 @@ class OpDecision:
     ordinals: tuple[int, ...]
     op: str
     module: str
-    fate: Decision
+    outcome: OpOutcome
     size_bytes: int
     seconds: float
     why: str
 
 
-def fates_of_ops(kind: StageKind) -> list[OpDecision]:
-    """Every op of a kind of stages on its own, in order; none where the ops are not known."""
-    if kind.menu is None:
+def decisions_of_ops(group: StageGroup) -> list[OpDecision]:
+    """Every op of a group of stages on its own, in order; none where the ops are not known."""
+    if group.menu is None:
         return []
-    stage = _Stage(kind, kind.menu)
-    return [stage.fate_of([ordinal]) for ordinal in range(len(kind.menu.ops.ops))]
+    decided = _DecidedOps(group, group.menu)
+    return [decided.decision_of([ordinal]) for ordinal in range(len(group.menu.ops.ops))]
 
 
-def grouped_fates(kind: StageKind) -> list[OpDecision]:
-    """Ops of the same kind, module and fate together; views left out; first those that run again, largest first."""
-    if kind.menu is None:
+def grouped_decisions(group: StageGroup) -> list[OpDecision]:
+    """Ops of the same kind, module and outcome together; views left out; first what runs again, largest first."""
+    if group.menu is None:
         return []
-    stage, ops = _Stage(kind, kind.menu), kind.menu.ops.ops
-    groups: dict[tuple[str, str, str], list[int]] = {}
-    for ordinal, op in enumerate(ops):
-        groups.setdefault((stage.what(ordinal), op.kind, op.module), []).append(ordinal)
-    found = [stage.fate_of(ordinals) for ordinals in groups.values()]
-    order: tuple[Decision, ...] = ("recomputed", "kept", "not needed")
-    return sorted(
-        (fate for fate in found if fate.fate in order),
-        key=lambda fate: (order.index(fate.fate), -fate.size_bytes, -fate.seconds),
-    )
+    decided = _DecidedOps(group, group.menu)
+    alike: dict[tuple[OpOutcome, str, str], list[int]] = {}
+    for ordinal, op in enumerate(group.menu.ops.ops):
+        alike.setdefault((decided.outcome(ordinal), op.kind, op.module), []).append(ordinal)
+    order: tuple[OpOutcome, ...] = ("recomputed", "kept", "not needed")
+    decisions = [decided.decision_of(ordinals) for (outcome, *_), ordinals in alike.items() if outcome in order]
+    return sorted(decisions, key=lambda each: (order.index(each.outcome), -each.size_bytes, -each.seconds))
 
 
 def makers(ops: StageOps) -> dict[int, int]:
-    """The op to name for each storage that is made in a stage: where one only makes room, the one that fills it."""
-    found = {number: ordinal for ordinal, op in enumerate(ops.ops) for number in op.allocates}
+    """The op to name for each storage that is made in a stage: where one only allocates it, the one that fills it."""
+    maker_of = {number: ordinal for ordinal, op in enumerate(ops.ops) for number in op.allocates}
     for ordinal, op in enumerate(ops.ops):
         for number in op.writes:
-            if number in found and is_allocation(ops.ops[found[number]].op):
-                found[number] = ordinal
-    return found
+            if number in maker_of and is_allocation(ops.ops[maker_of[number]].op):
+                maker_of[number] = ordinal
+    return maker_of
 
 
-def kept_by(ops: StageOps, option: OptionRecord) -> list[int]:
+def storages_kept_by(ops: StageOps, option: OptionRecord) -> list[int]:
     """Storages that really stay until backward under an option.
 
     What an op that runs again writes last is made again, also where it need
@@ -86,17 +82,17 @@ def kept_by(ops: StageOps, option: OptionRecord) -> list[int]:
     return [n for n in kept if writers.get((n, ops.storages[n].versions), -1) not in again]
 
 
-def held_bytes(kind: StageKind) -> tuple[int, int]:
-    """Tensors from outside of the stage that its backward reads and that are alive anyway, and their bytes."""
-    storages = kind.menu.ops.storages if kind.menu is not None else ()
-    held = [storage.size_bytes for storage in storages if storage.always_live and storage.saved]
-    return len(held), sum(held)
+def always_live_tensors(group: StageGroup) -> tuple[int, int]:
+    """Tensors from outside of the stage that its backward reads and that are alive anyway: how many, and bytes."""
+    storages = group.menu.ops.storages if group.menu is not None else ()
+    sizes = [storage.size_bytes for storage in storages if storage.always_live and storage.saved]
+    return len(sizes), sum(sizes)
 
 
-class _Stage:
-    """The ops of a kind of stages under their decision."""
+class _DecidedOps:
+    """The ops of a group of stages under its decision."""
 
-    def __init__(self, kind: StageKind, menu: MenuRecord) -> None:
+    def __init__(self, group: StageGroup, menu: MenuRecord) -> None:
         self._ops: StageOps = menu.ops
         self._storages = menu.ops.storages
         self._made: dict[int, list[int]] = {ordinal: [] for ordinal in range(len(menu.ops.ops))}
@@ -106,21 +102,22 @@ class _Stage:
         self._values = _values(menu.ops)
         saved = [n for n, storage in enumerate(self._storages) if storage.saved and storage.op >= 0]
         self._kept: set[int] = set()
-        if kind.decision in ("recompute", "segment"):
+        if group.decision in ("recompute", "segment"):
             self._rerun = frozenset(range(self._end_of(saved)))
-        elif kind.chosen is None:
+        elif group.chosen is None:
             self._rerun = frozenset[int]()
             self._kept = set(saved)
         else:
-            self._rerun = frozenset(kind.chosen.rerun)
-            self._kept = set(kept_by(menu.ops, kind.chosen))
+            self._rerun = frozenset(group.chosen.rerun)
+            self._kept = set(storages_kept_by(menu.ops, group.chosen))
 
     def _end_of(self, saved: Sequence[int]) -> int:
         """A stage that runs again as a whole stops behind the op that makes its last saved tensor."""
         writers = self._ops.writers()
         return 1 + max((writers[n, self._storages[n].versions] for n in saved), default=-1)
 
-    def what(self, ordinal: int) -> Decision:
+    def outcome(self, ordinal: int) -> OpOutcome:
+        """What happens to one op."""
         op = self._ops.ops[ordinal]
         touched = {*self._made[ordinal], *op.writes}
         if not touched:
@@ -129,12 +126,12 @@ class _Stage:
             return "recomputed"
         return "kept" if self._kept & touched else "not needed"
 
-    def fate_of(self, ordinals: Sequence[int]) -> OpDecision:
-        """The fate of ops that share one."""
+    def decision_of(self, ordinals: Sequence[int]) -> OpDecision:
+        """The decision on ops that have the same outcome."""
         first = self._ops.ops[ordinals[0]]
-        fate = self.what(ordinals[0])
+        outcome = self.outcome(ordinals[0])
         made = {n for ordinal in ordinals for n in self._made[ordinal]}
-        if fate == "recomputed":
+        if outcome == "recomputed":
             counted = {n for n in made if self._storages[n].saved}
         else:
             counted = made & self._kept
@@ -144,16 +141,16 @@ class _Stage:
             ordinals=tuple(ordinals),
             op=first.kind,
             module=first.module,
-            fate=fate,
+            outcome=outcome,
             size_bytes=size,
             seconds=seconds,
-            why=self._why(ordinals, fate, counted, size, seconds),
+            why=self._why(ordinals, outcome, counted, size, seconds),
         )
 
-    def _why(self, ordinals: Sequence[int], fate: Decision, counted: set[int], size: int, seconds: float) -> str:
-        if fate == "recomputed":
+    def _why(self, ordinals: Sequence[int], outcome: OpOutcome, counted: set[int], size: int, seconds: float) -> str:
+        if outcome == "recomputed":
             return self._why_again(ordinals, size, seconds)
-        if fate == "kept":
+        if outcome == "kept":
             return self._why_kept(ordinals, counted, size)
         made = [self._storages[n] for ordinal in ordinals for n in self._made[ordinal]]
         return "the stage's output" if any(storage.returned for storage in made) else ""
@@ -161,7 +158,7 @@ class _Stage:
     def _why_again(self, ordinals: Sequence[int], size: int, seconds: float) -> str:
         """What running again is worth: by its own bytes, or because an op that is worth more reads the result."""
         reader = next(self._readers_again(ordinals), None)
-        if size and (reader is None or _SMALL * size >= self._dropped(reader)):
+        if size and (reader is None or _SMALL * size >= self._dropped_bytes(reader)):
             return _rate(seconds, size)
         if reader is not None:
             return f"runs again to reach op {reader} ({self._ops.ops[reader].kind})"
@@ -171,10 +168,10 @@ class _Stage:
     def _readers_again(self, ordinals: Sequence[int]) -> Iterator[int]:
         """Ops that run again and read what these make, those worth most first."""
         values = [value for ordinal in ordinals for value in self._values[ordinal]]
-        found = {k for value in values for k in self._readers.get(value, ()) if k in self._rerun} - {*ordinals}
-        return iter(sorted(found, key=lambda k: (-self._dropped(k), k)))
+        readers = {k for value in values for k in self._readers.get(value, ()) if k in self._rerun} - {*ordinals}
+        return iter(sorted(readers, key=lambda k: (-self._dropped_bytes(k), k)))
 
-    def _dropped(self, ordinal: int) -> int:
+    def _dropped_bytes(self, ordinal: int) -> int:
         """Bytes of what an op makes that are saved and not kept."""
         made = [self._storages[n] for n in self._made[ordinal] if n not in self._kept]
         return sum(storage.size_bytes for storage in made if storage.saved)
@@ -190,13 +187,13 @@ class _Stage:
         try:
             again = self._ops.rerun(self._kept - kept, self._rerun) - self._rerun
         except ChoiceError:
-            return f"must not run again: {self._fixed(ordinals, kept)}"
+            return f"must not run again: {self._why_fixed(ordinals, kept)}"
         seconds = sum(self._ops.ops[k].seconds for k in again)
         more = len(again) - len(ordinals)
         others = f", with {more} op{'s' if more > 1 else ''} before it" if more > 0 else ""
         return f"{_rate(seconds, size)} to make again{others}"
 
-    def _fixed(self, ordinals: Sequence[int], dropped: set[int]) -> str:
+    def _why_fixed(self, ordinals: Sequence[int], dropped: set[int]) -> str:
         """Why what these make cannot be made again: the reason of theirs, or of an op before them."""
         writers, waiting, seen = self._ops.writers(), list(ordinals), set(ordinals)
         while waiting:
@@ -223,16 +220,16 @@ def _rate(seconds: float, size_bytes: int) -> str:
 
 def _readers(ops: StageOps) -> dict[tuple[int, int], list[int]]:
     """Per value, the ops that read it, in order."""
-    reads = itertools.chain.from_iterable(((value, k) for value in op.reads) for k, op in enumerate(ops.ops))
-    found: dict[tuple[int, int], list[int]] = {}
-    for value, ordinal in reads:
-        found.setdefault(value, []).append(ordinal)
-    return found
+    readers: dict[tuple[int, int], list[int]] = {}
+    for ordinal, op in enumerate(ops.ops):
+        for value in op.reads:
+            readers.setdefault(value, []).append(ordinal)
+    return readers
 
 
 def _values(ops: StageOps) -> dict[int, list[tuple[int, int]]]:
     """Per op, the values that it makes: of new storages the first version, of changed ones a later one."""
-    found: dict[int, list[tuple[int, int]]] = {ordinal: [] for ordinal in range(len(ops.ops))}
+    values: dict[int, list[tuple[int, int]]] = {ordinal: [] for ordinal in range(len(ops.ops))}
     for value, ordinal in ops.writers().items():
-        found[ordinal].append(value)
-    return found
+        values[ordinal].append(value)
+    return values

@@ -1,4 +1,4 @@
-"""State formulas: how many bytes an optimizer holds from step to step, and within one, by the code that it runs.
+"""Formulas of optimizer states and of casts: bytes from the shapes and types of the parameters alone.
 
 The usual counting, in bytes for each of P parameters (weights + gradients + what the optimizer holds):
 
@@ -16,107 +16,83 @@ gradients and states are those of float32, and casts of weights are added while 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from planner.explain.optimizer_steps import (
-    Room,
-    Settings,
-    Step,
-    Variant,
-    Weight,
-    adafactor_for_loop,
-    adafactor_foreach,
-    adam_for_loop,
-    adam_foreach,
-    adam_fused,
-    sgd_for_loop,
-    sgd_foreach,
-    sgd_fused,
-    transformers_adafactor,
-)
-from profiler.measurement.model_states import product_scratch_bytes
-from profiler.workload.precision import type_name
 from profiler.workload.storages import CUDA_BLOCK_BYTES
 
 _BLOCK = 256  # elements that share a scale in bitsandbytes' 8-bit optimizers (Optimizer2State.init_state)
 _QUANTILES = 256 * 4  # bytes of each of the two maps from 8 bits to float32 that all weights share there
-States = dict[str, int]
+GroupSettings = dict[str, Any]  # of one parameter group, as the optimizer has them
+BytesByState = dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerBytes:
-    """What an optimizer needs by formula.
+class Weight:
+    """A parameter as far as its optimizer is concerned.
 
     Attributes:
-        state_bytes: its states by name.
-        temporary_bytes: the most that its step holds beside gradients and states; None where it is not known.
-        variant: how it runs.
+        shape: of the parameter, and of its gradient.
+        item_bytes: of one element.
+        block_bytes: allocations are multiples of this: 1 on the CPU, 512 on CUDA.
     """
 
-    state_bytes: tuple[tuple[str, int], ...]
-    temporary_bytes: int | None
-    variant: str
+    shape: tuple[int, ...]
+    item_bytes: int = 4
+    block_bytes: int = 1
+
+    @property
+    def count(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """What the device's allocator counts for it."""
+        return self.bytes_of(self.shape)
+
+    def bytes_of(self, shape: Sequence[int], item_bytes: int | None = None) -> int:
+        """What the allocator counts for a tensor of ``shape`` on its device, of its own type or another."""
+        size = math.prod(shape) * (item_bytes or self.item_bytes)
+        return -(-size // self.block_bytes) * self.block_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Formula:
-    """One optimizer: its states for one weight, and its step in each variant.
-
-    ``shared``: states that are there once. ``multiplies``: its step has matrix products of half-precision factors.
-    """
-
-    states: Callable[[Weight, Settings, Variant], States]
-    steps: dict[str, Step]
-    groups_in_one_call: bool = False
-    multiplies: bool = False
-    shared: Callable[[Sequence[Weight], Settings], States] | None = None
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> OptimizerBytes | None:
-    """What an optimizer holds and needs, from the shapes and types of its parameters alone.
+def state_bytes_of(optimizer: torch.optim.Optimizer) -> BytesByState | None:
+    """What an optimizer keeps from step to step, by name, from the shapes and types of its parameters alone.
 
     Returns:
         None for one that is not known, or in a mode that is not: it has to be measured.
     """
     groups = []
     for group in optimizer.param_groups:
-        weights = [p for p in group["params"] if p.requires_grad]
-        if any(w.layout is not torch.strided or w.is_complex() for w in weights):
+        parameters = [p for p in group["params"] if p.requires_grad]
+        if any(p.layout is not torch.strided or p.is_complex() for p in parameters):
             return None
-        groups.append(([weight_of(p) for p in weights], {k: v for k, v in group.items() if k != "params"}))
+        groups.append(([weight_of(p) for p in parameters], {k: v for k, v in group.items() if k != "params"}))
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    return bytes_by_name(name, groups)
+    return state_bytes_by_name(name, groups)
 
 
-def bytes_by_name(name: str, groups: Sequence[tuple[Sequence[Weight], Settings]]) -> OptimizerBytes | None:
+def state_bytes_by_name(name: str, groups: Sequence[tuple[Sequence[Weight], GroupSettings]]) -> BytesByState | None:
     """The same for an optimizer that need not be there: its full name, and weights with settings for each group."""
     formula = _KNOWN.get(name)
     if formula is None or any(_is_unknown_mode(settings) for _, settings in groups):
         return None
-    states: States = {}
-    temporaries: list[int] = []
-    room, variants = Room(), []
-    for weights, settings in groups:
-        variant = _variant(formula, weights, settings)
-        variants.append(variant)
-        found = [formula.states(weight, settings, variant) for weight in weights]
-        for each in [*found, formula.shared(weights, settings) if formula.shared else {}]:
-            for key, size in each.items():
-                states[key] = states.get(key, 0) + size
-        if variant in formula.steps:
-            room = room if formula.groups_in_one_call else Room()
-            formula.steps[variant](room, _with_products(weights) if formula.multiplies else weights, settings)
-            temporaries.append(room.most_bytes)
-    known = len(temporaries) == len(groups)
-    return OptimizerBytes(
-        state_bytes=tuple((key, size) for key, size in states.items() if size),
-        temporary_bytes=max(temporaries, default=0) if known else None,
-        variant=" and ".join(dict.fromkeys(variants)),
-    )
+    states = _added([formula(weights, settings) for weights, settings in groups])
+    return {state: size for state, size in states.items() if size}
+
+
+def _added(several: Sequence[BytesByState]) -> BytesByState:
+    added: BytesByState = {}
+    for states in several:
+        for name, size in states.items():
+            added[name] = added.get(name, 0) + size
+    return added
 
 
 def weight_of(parameter: torch.Tensor) -> Weight:
@@ -124,19 +100,8 @@ def weight_of(parameter: torch.Tensor) -> Weight:
     return Weight(
         shape=tuple(parameter.shape),
         item_bytes=parameter.element_size(),
-        kind=type_name(parameter.dtype),
         block_bytes=CUDA_BLOCK_BYTES if parameter.device.type == "cuda" else 1,
     )
-
-
-def _with_products(weights: Sequence[Weight]) -> list[Weight]:
-    """With the scratch of half-precision products on the CPU: what oneDNN takes there depends on the processor."""
-    return [
-        replace(w, product_bytes=product_scratch_bytes(w.shape, getattr(torch, w.kind)))
-        if w.block_bytes == 1 and w.item_bytes < 4 and len(w.shape) > 1
-        else w
-        for w in weights
-    ]
 
 
 def cast_bytes(model: nn.Module, autocast: torch.dtype | None) -> int:
@@ -146,12 +111,12 @@ def cast_bytes(model: nn.Module, autocast: torch.dtype | None) -> int:
     """
     if autocast is None:
         return 0
-    found: dict[int, Weight] = {}
+    cast: dict[int, Weight] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False) if _casts(module) else ():
             if parameter.dtype == torch.float32 and parameter.requires_grad:
-                found[parameter.untyped_storage()._cdata] = weight_of(parameter)
-    return sum(weight.bytes_of(weight.shape, autocast.itemsize) for weight in found.values())
+                cast[parameter.untyped_storage()._cdata] = weight_of(parameter)
+    return sum(weight.bytes_of(weight.shape, autocast.itemsize) for weight in cast.values())
 
 
 def _casts(module: nn.Module) -> bool:
@@ -160,59 +125,49 @@ def _casts(module: nn.Module) -> bool:
     return isinstance(module, kinds) or name == "transformers.pytorch_utils.Conv1D"
 
 
-def _is_unknown_mode(settings: Settings) -> bool:
+def _is_unknown_mode(settings: GroupSettings) -> bool:
     """What the formulas have not been written for."""
     modes = any(settings.get(name) for name in ("capturable", "differentiable"))
     return modes or any(isinstance(value, torch.Tensor) for value in settings.values())
 
 
-def _variant(formula: _Formula, weights: Sequence[Weight], settings: Settings) -> Variant:
-    """How torch runs it: as asked for, else foreach where all weights are on CUDA and it is not Adafactor."""
-    if settings.get("fused"):
-        return "fused"
-    if settings.get("foreach") is not None:
-        return "foreach" if settings["foreach"] else "for-loop"
-    on_cuda = bool(weights) and all(weight.block_bytes > 1 for weight in weights)
-    return "foreach" if on_cuda and formula in (_SGD, _ADAM) else "for-loop"
-
-
-def _sgd_states(weight: Weight, settings: Settings, _: Variant) -> States:
+def _sgd_states(weight: Weight, settings: GroupSettings) -> BytesByState:
     return {"momentum_buffer": weight.size_bytes} if settings["momentum"] else {}
 
 
-def _adam_states(weight: Weight, settings: Settings, variant: Variant) -> States:
-    found = {"step": _step_bytes(weight, variant), "exp_avg": weight.size_bytes, "exp_avg_sq": weight.size_bytes}
+def _adam_states(weight: Weight, settings: GroupSettings) -> BytesByState:
+    moments = {"exp_avg": weight.size_bytes, "exp_avg_sq": weight.size_bytes}
     if settings.get("amsgrad"):
-        found["max_exp_avg_sq"] = weight.size_bytes
-    return found
+        moments["max_exp_avg_sq"] = weight.size_bytes
+    return {"step": _step_bytes(weight, settings), **moments}
 
 
-def _step_bytes(weight: Weight, variant: Variant) -> int:
+def _step_bytes(weight: Weight, settings: GroupSettings) -> int:
     """The number of steps is a float32 tensor, on the host but for fused variants."""
-    return weight.bytes_of((), 4) if variant == "fused" or weight.block_bytes == 1 else 0
+    return weight.bytes_of((), 4) if settings.get("fused") or weight.block_bytes == 1 else 0
 
 
-def _adafactor_states(weight: Weight, _: Settings, variant: Variant) -> States:
+def _adafactor_states(weight: Weight, settings: GroupSettings) -> BytesByState:
     shape = weight.shape
-    step = {"step": _step_bytes(weight, variant)}
+    step = {"step": _step_bytes(weight, settings)}
     if len(shape) <= 1:
         return {**step, "variance": weight.size_bytes}
     rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
     return {**step, "row_var": weight.bytes_of(rows), "col_var": weight.bytes_of(columns)}
 
 
-def _transformers_adafactor_states(weight: Weight, settings: Settings, _: Variant) -> States:
+def _transformers_adafactor_states(weight: Weight, settings: GroupSettings) -> BytesByState:
     shape = weight.shape
-    found = {"RMS": weight.bytes_of((), 4)}
+    states = {"RMS": weight.bytes_of((), 4)}
     if settings["beta1"] is not None:
-        found["exp_avg"] = weight.bytes_of(shape, 4)
+        states["exp_avg"] = weight.bytes_of(shape, 4)
     if len(shape) <= 1:
-        return {**found, "exp_avg_sq": weight.bytes_of(shape, 4)}
+        return {**states, "exp_avg_sq": weight.bytes_of(shape, 4)}
     rows, columns = shape[:-1], (*shape[:-2], shape[-1])
-    return {**found, "exp_avg_sq_row": weight.bytes_of(rows, 4), "exp_avg_sq_col": weight.bytes_of(columns, 4)}
+    return {**states, "exp_avg_sq_row": weight.bytes_of(rows, 4), "exp_avg_sq_col": weight.bytes_of(columns, 4)}
 
 
-def _adam_8bit_states(weight: Weight, settings: Settings, _: Variant) -> States:
+def _adam_8bit_states(weight: Weight, settings: GroupSettings) -> BytesByState:
     """Two moments of 8 bits with a scale for each block; small weights have them in float32."""
     if not _in_8bit(weight, settings):
         return {"state1": weight.bytes_of(weight.shape, 4), "state2": weight.bytes_of(weight.shape, 4)}
@@ -220,33 +175,31 @@ def _adam_8bit_states(weight: Weight, settings: Settings, _: Variant) -> States:
     return {"state1": moment, "state2": moment, "absmax1": scales, "absmax2": scales}
 
 
-def _adam_8bit_maps(weights: Sequence[Weight], settings: Settings) -> States:
-    needed = any(_in_8bit(weight, settings) for weight in weights)
-    return {"qmap1": _QUANTILES, "qmap2": _QUANTILES} if needed else {}
-
-
-def _in_8bit(weight: Weight, settings: Settings) -> bool:
+def _in_8bit(weight: Weight, settings: GroupSettings) -> bool:
     return weight.count >= settings.get("min_8bit_size", 4096)
 
 
-_SGD = _Formula(states=_sgd_states, steps={"for-loop": sgd_for_loop, "foreach": sgd_foreach, "fused": sgd_fused})
-_ADAM = _Formula(states=_adam_states, steps={"for-loop": adam_for_loop, "foreach": adam_foreach, "fused": adam_fused})
-_ADAFACTOR = _Formula(
-    states=_adafactor_states,
-    steps={"for-loop": adafactor_for_loop, "foreach": adafactor_foreach},
-    multiplies=True,
-)
-_TRANSFORMERS_ADAFACTOR = _Formula(
-    states=_transformers_adafactor_states, steps={"for-loop": transformers_adafactor}, groups_in_one_call=True
-)
-# What its kernels need beside is not known.
-_ADAM_8BIT = _Formula(states=_adam_8bit_states, steps={}, shared=_adam_8bit_maps)
-_KNOWN: dict[str, _Formula] = {
-    "torch.optim.sgd.SGD": _SGD,
-    "torch.optim.adam.Adam": _ADAM,
-    "torch.optim.adamw.AdamW": _ADAM,
-    "torch.optim.Adafactor": _ADAFACTOR,
-    "transformers.optimization.Adafactor": _TRANSFORMERS_ADAFACTOR,
-    "bitsandbytes.optim.adam.Adam8bit": _ADAM_8BIT,
-    "bitsandbytes.optim.adamw.AdamW8bit": _ADAM_8BIT,
+def _adam_8bit_of_group(weights: Sequence[Weight], settings: GroupSettings) -> BytesByState:
+    """With the maps, which all weights in 8 bits share."""
+    mapped = any(_in_8bit(weight, settings) for weight in weights)
+    maps = {"qmap1": _QUANTILES, "qmap2": _QUANTILES} if mapped else {}
+    return _added([*(_adam_8bit_states(weight, settings) for weight in weights), maps])
+
+
+GroupFormula = Callable[[Sequence[Weight], GroupSettings], BytesByState]
+
+
+def _each(of_weight: Callable[[Weight, GroupSettings], BytesByState]) -> GroupFormula:
+    """The formula of a group in which each weight has states of its own."""
+    return lambda weights, settings: _added([of_weight(weight, settings) for weight in weights])
+
+
+_KNOWN: dict[str, GroupFormula] = {
+    "torch.optim.sgd.SGD": _each(_sgd_states),
+    "torch.optim.adam.Adam": _each(_adam_states),
+    "torch.optim.adamw.AdamW": _each(_adam_states),
+    "torch.optim.Adafactor": _each(_adafactor_states),
+    "transformers.optimization.Adafactor": _each(_transformers_adafactor_states),
+    "bitsandbytes.optim.adam.Adam8bit": _adam_8bit_of_group,
+    "bitsandbytes.optim.adamw.AdamW8bit": _adam_8bit_of_group,
 }

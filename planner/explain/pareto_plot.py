@@ -1,8 +1,7 @@
-"""The Pareto plot: memory against time, every solver's curve, the unplanned point and the lower bound."""
+"""Plots of peak memory against step time: a curve for each solver, the unplanned point and the lower bound."""
 
 from __future__ import annotations
 
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from profiler.json_files import write_whole
-
-FORMATS = (".png", ".svg", ".pdf")
+from planner.explain.figures import AxisUnits, check_picture, units_up_to, write_picture
 
 
-class _Style(NamedTuple):
+class _CurveStyle(NamedTuple):
     colour: str
     marker: str
     size: float
@@ -25,37 +22,27 @@ class _Style(NamedTuple):
 
 # Colours after Okabe and Ito: told apart with colour-blind eyes too. Hollow markers show what lies under them.
 _STYLES = {
-    "rotor": _Style("#0072B2", ".", 5, True),
-    "ilp": _Style("#D55E00", "v", 8, True),
-    "auto": _Style("#0072B2", "x", 8, True),
-    "offload_only": _Style("#D55E00", "D", 6, False),
-    "exhaustive": _Style("#F0E442", "P", 8, True),
-    "keep_all": _Style("#009E73", "s", 11, False),
-    "recompute_all": _Style("#CC79A7", "^", 10, True),
-    "chen_sqrt": _Style("#E69F00", "D", 8, True),
-    "chen_greedy": _Style("#8B4513", "o", 13, False),
-    "revolve": _Style("#56B4E9", "*", 8, True),
-    "demand": _Style("#009E73", "s", 9, False),
-    "lower_sets": _Style("#E69F00", "D", 6, True),
-    "hierarchy": _Style("#CC79A7", "^", 7, True),
-    "moments": _Style("#D55E00", "o", 6, False),
+    "rotor": _CurveStyle("#0072B2", ".", 5, True),
+    "ilp": _CurveStyle("#D55E00", "v", 8, True),
+    "auto": _CurveStyle("#0072B2", "x", 8, True),
+    "offload_only": _CurveStyle("#D55E00", "D", 6, False),
+    "exhaustive": _CurveStyle("#F0E442", "P", 8, True),
+    "keep_all": _CurveStyle("#009E73", "s", 11, False),
+    "recompute_all": _CurveStyle("#CC79A7", "^", 10, True),
+    "chen_sqrt": _CurveStyle("#E69F00", "D", 8, True),
+    "chen_greedy": _CurveStyle("#8B4513", "o", 13, False),
+    "revolve": _CurveStyle("#56B4E9", "*", 8, True),
+    "demand": _CurveStyle("#009E73", "s", 9, False),
+    "lower_sets": _CurveStyle("#E69F00", "D", 6, True),
+    "hierarchy": _CurveStyle("#CC79A7", "^", 7, True),
+    "moments": _CurveStyle("#D55E00", "o", 6, False),
 }
-_OTHER = _Style("#444444", "+", 8, True)
+_OTHER = _CurveStyle("#444444", "+", 8, True)
 
-_MEMORY = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 _TALLEST = 3.0  # times the fastest plan; the few slower ones at the smallest budgets would flatten all else
 
 
-class Units(NamedTuple):
-    """What the axes count bytes and seconds in."""
-
-    bytes_name: str
-    bytes_each: float
-    seconds_name: str
-    seconds_each: float
-
-
-class _Curve(NamedTuple):
+class _SolverCurve(NamedTuple):
     """One solver's points by rising memory, in the units of the axes."""
 
     memory: list[float]
@@ -74,28 +61,8 @@ def draw_pareto(frame: pd.DataFrame, path: str | Path, *, title: str = "", budge
     Raises:
         ValueError: another kind of file, a folder that is not there, or a table without a single plan.
     """
-    kind = check_picture(path)
-    figure = pareto_figure(frame, title=title, budget_bytes=budget_bytes)
-    content = BytesIO()
-    figure.savefig(content, format=kind)
-    write_whole(path, content.getvalue())
-
-
-def check_picture(path: str | Path) -> str:
-    """The format that a picture's file name asks for; ValueError for one that cannot be drawn."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in FORMATS:
-        raise ValueError(f"{path}: expected a picture's name ending in {', '.join(FORMATS)}, got {suffix!r}; rename it")
-    return suffix[1:]
-
-
-def memory_unit(largest_bytes: int) -> tuple[str, float]:
-    """Name and bytes of the unit for an axis that reaches so far: the largest of which that is four or more.
-
-    >>> memory_unit(5 * 2**30), memory_unit(3)
-    (('GiB', 1073741824.0), ('B', 1.0))
-    """
-    return next(((name, each) for name, each in _MEMORY if largest_bytes >= 4 * each), ("B", 1.0))
+    check_picture(path)
+    write_picture(pareto_figure(frame, title=title, budget_bytes=budget_bytes), path)
 
 
 def pareto_figure(frame: pd.DataFrame, *, title: str = "", budget_bytes: int | None = None) -> Figure:
@@ -126,23 +93,18 @@ def pareto_figure(frame: pd.DataFrame, *, title: str = "", budget_bytes: int | N
     return figure
 
 
-def units_up_to(largest_bytes: int, longest_seconds: float) -> Units:
-    """The units for axes that reach so far."""
-    return Units(*memory_unit(largest_bytes), *(("s", 1.0) if longest_seconds >= 10 else ("ms", 1e-3)))
-
-
-def _curves(frame: pd.DataFrame, units: Units) -> dict[str, _Curve]:
+def _curves(frame: pd.DataFrame, units: AxisUnits) -> dict[str, _SolverCurve]:
     """Points of every solver; the rows of ``lower_bound`` have a budget and no peak."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    points: dict[str, list[tuple[float, float]]] = {}
     columns = (list(frame[name]) for name in ("solver", "budget_bytes", "peak_bytes", "seconds"))
     for solver, budget, peak, seconds in zip(*columns, strict=True):
         memory = budget if solver == "lower_bound" else peak
-        found.setdefault(str(solver), []).append((memory / units.bytes_each, seconds / units.seconds_each))
-    ordered = {solver: sorted(points) for solver, points in found.items()}
-    return {solver: _Curve([x for x, _ in points], [y for _, y in points]) for solver, points in ordered.items()}
+        points.setdefault(str(solver), []).append((memory / units.bytes_each, seconds / units.seconds_each))
+    ordered = {solver: zip(*sorted(pairs), strict=True) for solver, pairs in points.items()}
+    return {solver: _SolverCurve(*map(list, coordinates)) for solver, coordinates in ordered.items()}
 
 
-def _set_limits(axes: Axes, curves: list[_Curve], bound: _Curve | None) -> None:
+def _set_limits(axes: Axes, curves: list[_SolverCurve], bound: _SolverCurve | None) -> None:
     memory = [x for curve in [*curves, *([bound] if bound else [])] for x in curve.memory]
     time = [y for curve in curves for y in curve.time]
     left, right = min(memory), max(memory)
@@ -153,7 +115,7 @@ def _set_limits(axes: Axes, curves: list[_Curve], bound: _Curve | None) -> None:
     axes.set_ylim(max(0.0, low - 0.08 * height), high + 0.12 * height)
 
 
-def _draw_infeasible(axes: Axes, curves: dict[str, _Curve], bound: _Curve | None) -> None:
+def _draw_infeasible(axes: Axes, curves: dict[str, _SolverCurve], bound: _SolverCurve | None) -> None:
     """Where no plan fits, and where one may but none is known: between the bound's first budget and the first plan."""
     smallest = min(curve.memory[0] for curve in curves.values())
     proven = smallest if bound is None else min(smallest, bound.memory[0])
@@ -163,7 +125,7 @@ def _draw_infeasible(axes: Axes, curves: dict[str, _Curve], bound: _Curve | None
     axes.axvline(smallest, color="#C03030", linewidth=0.8, alpha=0.6)
 
 
-def _draw_bound(axes: Axes, bound: _Curve) -> None:
+def _draw_bound(axes: Axes, bound: _SolverCurve) -> None:
     """Steps to the left: what is proven for a budget holds for every smaller one, up to the next proof."""
     axes.plot(
         *bound,
@@ -176,7 +138,7 @@ def _draw_bound(axes: Axes, bound: _Curve) -> None:
     )
 
 
-def _draw_solver(axes: Axes, solver: str, curve: _Curve) -> None:
+def _draw_solver(axes: Axes, solver: str, curve: _SolverCurve) -> None:
     style = _STYLES.get(solver, _OTHER)
     memory, time = curve
     marked = list(range(len(memory)))
@@ -199,7 +161,7 @@ def _draw_solver(axes: Axes, solver: str, curve: _Curve) -> None:
     )
 
 
-def _mark_beyond(axes: Axes, solver: str, curve: _Curve, unit: str) -> None:
+def _mark_beyond(axes: Axes, solver: str, curve: _SolverCurve, unit: str) -> None:
     """An arrow at the upper edge where a curve leaves the axes, with the time it comes from."""
     if max(curve.time) <= axes.get_ylim()[1]:
         return
@@ -231,7 +193,7 @@ def _scaled(factor: float) -> tuple[Any, Any]:
     return (lambda value: value * factor), (lambda value: value / factor)
 
 
-def _label(axes: Axes, title: str, units: Units) -> None:
+def _label(axes: Axes, title: str, units: AxisUnits) -> None:
     axes.set_xlabel(f"peak memory of a training step [{units.bytes_name}]")
     axes.set_ylabel(f"time of a training step [{units.seconds_name}]")
     axes.grid(alpha=0.25)

@@ -1,4 +1,4 @@
-"""The peak explained: what is alive at the highest moment of a step, and which op made it; as predicted."""
+"""The predicted peak of a step: what is alive then, and which op made it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planner.explain.op_decisions import kept_by, makers
+from planner.explain.op_decisions import makers, storages_kept_by
 from planner.explain.timeline import Span, Timeline
 from planner.plans.plan import Plan
 from profiler.op_graph import StageOps
@@ -22,7 +22,7 @@ CASTS = "casts of parameters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PeakPart:
     """Something that is alive at a peak.
 
     Attributes:
@@ -64,7 +64,7 @@ class Peak:
     action: str
     op: str = ""
     seconds: float | None = None
-    parts: tuple[Part, ...]
+    parts: tuple[PeakPart, ...]
 
 
 def predicted_peak(
@@ -101,9 +101,9 @@ def predicted_peak(
     )
 
 
-def _left(span: Span, parts: list[Part], what: str) -> Part:
+def _left(span: Span, parts: list[PeakPart], what: str) -> PeakPart:
     left = span.peak_bytes - sum(part.size_bytes for part in parts)
-    return Part(what=what, size_bytes=left, stage=span.stage, phase=span.phase)
+    return PeakPart(what=what, size_bytes=left, stage=span.stage, phase=span.phase)
 
 
 def _meanwhile(span: Span) -> str:
@@ -112,7 +112,7 @@ def _meanwhile(span: Span) -> str:
     return "made as its forward runs" if span.action == "forward" else "made as it runs again"
 
 
-def _resident(chain: Chain, plan: Plan | None) -> Iterator[Part]:
+def _resident(chain: Chain, plan: Plan | None) -> Iterator[PeakPart]:
     """What is there before the step; the chain's number counts."""
     nothing = ResidentBytes(parameters=0, buffers=0, optimizer=0, inputs=0)
     known = plan.resident if plan is not None and plan.resident is not None else nothing
@@ -126,17 +126,19 @@ def _resident(chain: Chain, plan: Plan | None) -> Iterator[Part]:
         "gradients from before": known.gradients,
     }
     for what, size in named.items():
-        yield Part(what=what, size_bytes=size)
-    yield Part(what="resident" if not known.total else "other resident", size_bytes=chain.resident_bytes - known.total)
+        yield PeakPart(what=what, size_bytes=size)
+    yield PeakPart(
+        what="resident" if not known.total else "other resident", size_bytes=chain.resident_bytes - known.total
+    )
 
 
-def _all_gradients(chain: Chain) -> list[Part]:
+def _all_gradients(chain: Chain) -> list[PeakPart]:
     return [_gradients(chain, k) for k in range(len(chain.stages))]
 
 
-def _gradients(chain: Chain, k: int) -> Part:
+def _gradients(chain: Chain, k: int) -> PeakPart:
     stage = chain.stages[k]
-    return Part(
+    return PeakPart(
         what="gradients of parameters", size_bytes=stage.parameter_gradient_bytes, stage=stage.name, phase="backward"
     )
 
@@ -169,26 +171,26 @@ class _Explained:
             self._away[k] += option.offload_units[unit]
             self._gone.setdefault(k, set()).add(number)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[PeakPart]:
         alive = self._alive
-        found = [*_resident(self._chain, self._plan), *(part for k in alive.kept for part in self._kept(k))]
-        found += [self._output(k, size) for k, size in self._outputs.items()]
-        found += [self._of(LEFT, k, self._stages[k].residue_bytes) for k in alive.residues]
-        found += [self._shared(number) for number in alive.shared]
-        found += [_gradients(self._chain, k) for k in alive.gradients]
+        parts = [*_resident(self._chain, self._plan), *(part for k in alive.kept for part in self._kept(k))]
+        parts += [self._output(k, size) for k, size in self._outputs.items()]
+        parts += [self._of(LEFT, k, self._stages[k].residue_bytes) for k in alive.residues]
+        parts += [self._shared(number) for number in alive.shared]
+        parts += [_gradients(self._chain, k) for k in alive.gradients]
         if alive.incoming is not None:
             size = self._stages[alive.incoming].gradient_bytes
-            found.append(self._of("gradients of activations", alive.incoming, size, "backward"))
-        return found
+            parts.append(self._of("gradients of activations", alive.incoming, size, "backward"))
+        return parts
 
-    def _of(self, what: str, k: int, size_bytes: int, phase: str = "forward") -> Part:
-        return Part(what=what, size_bytes=size_bytes, stage=self._stages[k].name, phase=phase)
+    def _of(self, what: str, k: int, size_bytes: int, phase: str = "forward") -> PeakPart:
+        return PeakPart(what=what, size_bytes=size_bytes, stage=self._stages[k].name, phase=phase)
 
-    def _kept(self, k: int) -> Iterator[Part]:
+    def _kept(self, k: int) -> Iterator[PeakPart]:
         """What a stage keeps, storage by storage; what that leaves over or falls short by comes last."""
         option, menu = self._alive.kept[k], self._menu(k)
         left = option.kept_bytes + (0 if k in self._alive.boundaries else option.kept_output_bytes) - self._away[k]
-        number = next(i for i, each in enumerate(self._stages[k].options) if each is option)
+        number = next(i for i, other in enumerate(self._stages[k].options) if other is option)
         for part in () if menu is None else self._stored(k, menu, number, left):
             left -= part.size_bytes
             yield part
@@ -198,14 +200,14 @@ class _Explained:
             left += given
         yield self._of(KEPT if menu is None else "kept, not told apart", k, left)
 
-    def _stored(self, k: int, menu: MenuRecord, option: int, left: int) -> Iterator[Part]:
+    def _stored(self, k: int, menu: MenuRecord, option: int, left: int) -> Iterator[PeakPart]:
         """The storages that a stage keeps, and those of its output that are held for longer than the next stage does.
 
         What it returns is mostly counted as its output, or as held by several
         stages: it is named here as far as there are bytes left for it.
         """
         kept = MADE_AGAIN if k in self._again else KEPT
-        for what, storages in ((kept, _kept_storages(menu, option)), (OUTPUTS, _outputs_beside(menu, option))):
+        for what, storages in ((kept, _kept_storages(menu, option)), (OUTPUTS, _outputs_not_kept(menu, option))):
             for number in storages:
                 entry = menu.ops.storages[number]
                 if number in self._gone.get(k, ()):
@@ -214,14 +216,14 @@ class _Explained:
                     left -= entry.size_bytes
                     yield self._made(what, k, menu.ops, number)
 
-    def _output(self, k: int, size_bytes: int) -> Part:
+    def _output(self, k: int, size_bytes: int) -> PeakPart:
         menu = self._menu(k)
         made = [] if menu is None else [n for n, s in enumerate(menu.ops.storages) if s.returned and s.op >= 0]
         if menu is None or len(made) != 1:
             return self._of(OUTPUTS, k, size_bytes)
         return replace(self._made(OUTPUTS, k, menu.ops, made[0]), size_bytes=size_bytes)
 
-    def _made(self, what: str, k: int, ops: StageOps, storage: int) -> Part:
+    def _made(self, what: str, k: int, ops: StageOps, storage: int) -> PeakPart:
         entry = ops.storages[storage]
         phase = "backward" if what == MADE_AGAIN else "forward"
         part = replace(self._of(what, k, entry.size_bytes, phase), tensors=1)
@@ -230,7 +232,7 @@ class _Explained:
         maker = ops.ops[makers(ops)[storage]]
         return replace(part, op=maker.op, module=maker.module)
 
-    def _shared(self, number: int) -> Part:
+    def _shared(self, number: int) -> PeakPart:
         tensor = self._chain.shared[number]
         if not tensor.readers and not tensor.linked_readers:
             return self._of(CASTS, tensor.born, tensor.size_bytes)
@@ -245,7 +247,7 @@ def _kept_storages(menu: MenuRecord, option: int) -> list[int]:
     """Storages that an option keeps itself, those that the stage returns last."""
     storages = menu.ops.storages
     if option:
-        chosen = kept_by(menu.ops, menu.options[option - 1])
+        chosen = storages_kept_by(menu.ops, menu.options[option - 1])
         kept = [n for n in chosen if storages[n].op >= 0 or not storages[n].dies_after_stage]
     else:
         kept = [
@@ -254,7 +256,7 @@ def _kept_storages(menu: MenuRecord, option: int) -> list[int]:
     return sorted(kept, key=lambda n: storages[n].returned)
 
 
-def _outputs_beside(menu: MenuRecord, option: int) -> list[int]:
+def _outputs_not_kept(menu: MenuRecord, option: int) -> list[int]:
     """Storages that the stage returns and the option does not keep."""
     kept = set(_kept_storages(menu, option))
     return [n for n, s in enumerate(menu.ops.storages) if s.returned and s.op >= 0 and n not in kept]

@@ -1,4 +1,4 @@
-"""The explained peak as people and programs read it: alike parts together as a table, and every part as CSV rows."""
+"""Tables of what is alive at a peak: alike parts together for people, every part as a CSV row for programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from planner.explain.peak import Part, Peak
+from planner.explain.peak import Peak, PeakPart
 from planner.explain.stage_groups import common_path, in_one_series, names_in_short
 from planner.plans.plan import Plan
 from planner.units import format_bytes
@@ -43,10 +43,10 @@ def peak_rows(peak: Peak, plan: Plan | None = None) -> list[PeakRow]:
     stages = () if plan is None else plan.stages
     classes = {stage.name: stage.module_class for stage in stages if stage.kind == "stage"}
     order = {stage.name: k for k, stage in enumerate(stages)}
-    groups: dict[tuple[str, str, str, str], list[Part]] = {}
+    groups: dict[tuple[str, str, str, str], list[PeakPart]] = {}
     for part in sorted(peak.parts, key=lambda part: order.get(part.stage, 0)):
-        alike = "" if part.what in _EVERY_STAGE or plan is None else classes.get(part.stage, part.stage)
-        groups.setdefault((part.what, _kind(part), part.phase, alike), []).append(part)
+        module_class = "" if part.what in _EVERY_STAGE or plan is None else classes.get(part.stage, part.stage)
+        groups.setdefault((part.what, _kind(part), part.phase, module_class), []).append(part)
     path = path_of(plan)
     return sorted((_row(key[1], parts, path, key[3]) for key, parts in groups.items()), key=lambda row: -row.size_bytes)
 
@@ -56,11 +56,11 @@ def path_of(plan: Plan | None) -> str:
     return "" if plan is None else common_path([stage.name for stage in plan.stages if stage.kind == "stage"])
 
 
-def _kind(part: Part) -> str:
+def _kind(part: PeakPart) -> str:
     return "" if part.what in _EVERY_STAGE else kind_of(part.op)
 
 
-def _row(op: str, parts: Sequence[Part], path: str, module_class: str) -> PeakRow:
+def _row(op: str, parts: Sequence[PeakPart], path: str, module_class: str) -> PeakRow:
     stages = list(dict.fromkeys(part.stage for part in parts if part.stage))
     where = names_in_short(stages).replace(path, "") if stages else ""
     if module_class and len(stages) > 1 and not in_one_series(stages):
@@ -76,7 +76,7 @@ def _row(op: str, parts: Sequence[Part], path: str, module_class: str) -> PeakRo
     )
 
 
-def peak_shown(peak: Peak, plan: Plan | None = None, *, limit: int = ROWS_SHOWN) -> RenderableType:
+def alive_report(peak: Peak, plan: Plan | None = None, *, limit: int = ROWS_SHOWN) -> RenderableType:
     """What is alive at the peak, largest first; ``limit`` rows, or all for 0."""
     rows = peak_rows(peak, plan)
     shown = rows[: limit or None]

@@ -1,4 +1,4 @@
-"""Kinds of stages: those of a plan that are alike and are treated alike, and how their names are said in short."""
+"""Groups of stages with the same ops and the same decision, and short names for several stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")  # what stands before and behind the 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageKind:
+class StageGroup:
     """Stages that have the same ops and the same decision.
 
     Attributes:
@@ -45,15 +45,15 @@ class StageKind:
         return names_in_short(self.names)
 
 
-def kinds_of_stages(plan: Plan) -> tuple[StageKind, ...]:
-    """The kinds of a plan's stages in the order in which they first come; outside parts left out."""
+def groups_of_stages(plan: Plan) -> tuple[StageGroup, ...]:
+    """The groups of a plan's stages, in the order of their first ones; parts outside of stages left out."""
     options = options_of(plan)
-    found: dict[tuple[int, str, int, int], list[int]] = {}
+    groups: dict[tuple[int, str, int, int], list[int]] = {}
     for k, stage in enumerate(plan.stages):
         if stage.kind == "stage":
             alone = -2 - k if stage.menu < 0 else stage.menu
-            found.setdefault((alone, stage.decision, options.get(k, 0), stage.runs), []).append(k)
-    return tuple(_kind(plan, members, options) for members in found.values())
+            groups.setdefault((alone, stage.decision, options.get(k, 0), stage.runs), []).append(k)
+    return tuple(_group(plan, members, options) for members in groups.values())
 
 
 def options_of(plan: Plan) -> dict[int, int]:
@@ -62,9 +62,9 @@ def options_of(plan: Plan) -> dict[int, int]:
     return {a.stage: a.option for a in actions if a.kind in ("forward", "recompute") and a.option is not None}
 
 
-def _kind(plan: Plan, members: Sequence[int], options: dict[int, int]) -> StageKind:
+def _group(plan: Plan, members: Sequence[int], options: dict[int, int]) -> StageGroup:
     first = plan.stages[members[0]]
-    return StageKind(
+    return StageGroup(
         members=tuple(members),
         names=tuple(plan.stages[k].name for k in members),
         decision=first.decision,
@@ -102,11 +102,11 @@ def in_one_series(names: Sequence[str]) -> bool:
     >>> in_one_series(["h.0.mlp", "h.3.mlp"]), in_one_series(["h.0.mlp", "ln_f"])
     (True, False)
     """
-    return len({_around(name) for name in names}) == 1
+    return len({_number_cut_out(name) for name in names}) == 1
 
 
 def common_path(names: Sequence[str]) -> str:
-    """The modules around all of these, with the last dot; empty where there are none.
+    """The modules that contain all of these, with the last dot; empty where there are none.
 
     A number alone says too little: the module that it counts in stays with it.
 
@@ -123,7 +123,7 @@ def common_path(names: Sequence[str]) -> str:
     return "".join(f"{part}." for part in common)
 
 
-def _around(name: str) -> tuple[str, str]:
+def _number_cut_out(name: str) -> tuple[str, str]:
     """What stands before and behind the last number in a name."""
     match = _NUMBERED.fullmatch(name)
     return (name, "") if match is None else (match[1], match[3])
@@ -131,11 +131,11 @@ def _around(name: str) -> tuple[str, str]:
 
 def _ranges(names: Sequence[str]) -> list[str]:
     """Neighbouring numbers as one; what stands before and behind the numbers is the same for all."""
-    before, behind = _around(names[0])
+    before, behind = _number_cut_out(names[0])
     numbers = [int(name[len(before) : len(name) - len(behind)]) for name in names]
-    found = []
+    ranges: list[str] = []
     for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         values = [value for _, value in run]
         text = f"{values[0]}{behind}" if len(values) == 1 else f"{values[0]} to {values[-1]}{behind}"
-        found.append(text if found else before + text)
-    return found
+        ranges.append(text if ranges else before + text)
+    return ranges

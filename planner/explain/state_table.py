@@ -1,4 +1,4 @@
-"""The table of model states: what each part of them takes, measured and by formula side by side."""
+"""Bytes of each part of the model states (parameters, gradients, optimizer), measured and by formula."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from torch import Tensor, nn
 
-from planner.explain.optimizer_formulas import OptimizerBytes, cast_bytes, optimizer_bytes, weight_of
-from planner.explain.optimizer_steps import with_unscaling
+from planner.explain.optimizer_formulas import cast_bytes, state_bytes_of, weight_of
 from planner.explain.tables import facts, plain_table
 from planner.units import format_bytes
 from profiler.measurement.model_states import MeasuredStates, measure_states
@@ -84,7 +83,7 @@ class ModelStates:
 
 
 def model_states(workload: Workload) -> ModelStates:
-    """Measure a workload's model states, and put what formulas say beside them.
+    """Measure a workload's model states, and work out what formulas say they are.
 
     Runs two whole steps and a forward, and leaves the workload as it was found.
 
@@ -108,45 +107,27 @@ def model_states(workload: Workload) -> ModelStates:
 
 def _weights(workload: Workload, measured: MeasuredStates) -> Iterator[StateRow]:
     """Parameters and their gradients."""
-    own, others = _distinct(workload.model.parameters()), _beside(workload)
-    yield _of(PARAMETERS, measured.parameter_bytes, own)
+    parameters, others = _distinct(workload.model.parameters()), _other_parameters(workload)
+    yield _of(PARAMETERS, measured.parameter_bytes, parameters)
     if others or measured.other_parameter_bytes:
         yield _of(OTHERS, measured.other_parameter_bytes, others)
     copies = {id(p) for p in _copies(workload)}  # Their gradients are made in the optimizer's step.
-    trained = [p for p in [*own, *others] if p.requires_grad and id(p) not in copies]
+    trained = [p for p in [*parameters, *others] if p.requires_grad and id(p) not in copies]
     yield _of(GRADIENTS, measured.steady.gradient_bytes, trained)
 
 
 def _optimizer(workload: Workload, measured: MeasuredStates) -> Iterator[StateRow]:
-    """The optimizer's states by name, and what its step holds beside them."""
+    """The optimizer's states by name, and what its step holds besides."""
     if workload.optimizer is None:
         return
-    known = optimizer_bytes(workload.optimizer)
-    formula = {} if known is None else dict(known.state_bytes)
-    states = dict(measured.state_bytes)
-    for name in dict.fromkeys([*states, *formula]):
-        how = _UNKNOWN if known is None else "from the parameters' shapes"
-        size = None if known is None else formula.get(name, 0)
-        yield StateRow(part=f"{STATES}: {name}", measured_bytes=states.get(name, 0), formula_bytes=size, how=how)
-    yield _temporaries(workload, measured, known)
-
-
-def _temporaries(workload: Workload, measured: MeasuredStates, known: OptimizerBytes | None) -> StateRow:
-    """What is alive beside gradients and states in the optimizer's step."""
-    size, how = None, _UNKNOWN
-    if _copies(workload):
-        how = "measured: what carries values to its copies is not known"
-    elif workload.clip_norm is not None:
-        how = "measured: clipping has no formula"
-    elif known is not None and known.temporary_bytes is not None:
-        size, how = known.temporary_bytes, f"{known.variant}: its code, line by line"
-        if workload.scaler is not None and workload.scaler.is_enabled():
-            size = with_unscaling(weight_of(_scale(workload)), size)
-            if "fused" in known.variant:
-                size, how = None, "measured: unscaling in a fused step has no formula"
-    return StateRow(
-        part=TEMPORARIES, measured_bytes=measured.steady.temporary_bytes, formula_bytes=size, how=how, held=False
-    )
+    formula, states = state_bytes_of(workload.optimizer), dict(measured.state_bytes)
+    how = _UNKNOWN if formula is None else "from the parameters' shapes"
+    names = dict.fromkeys(states) | dict.fromkeys(formula or {})
+    for name in names:
+        size_bytes = None if formula is None else formula.get(name, 0)
+        yield StateRow(part=f"{STATES}: {name}", measured_bytes=states.get(name, 0), formula_bytes=size_bytes, how=how)
+    temporary_bytes = measured.steady.temporary_bytes
+    yield StateRow(part=TEMPORARIES, measured_bytes=temporary_bytes, formula_bytes=None, how="measured", held=False)
 
 
 def _precision(workload: Workload, measured: MeasuredStates) -> Iterator[StateRow]:
@@ -181,17 +162,17 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _beside(workload: Workload) -> list[Tensor]:
+def _other_parameters(workload: Workload) -> list[Tensor]:
     """Parameters that are not the model's."""
-    own = {id(parameter) for parameter in workload.model.parameters()}
-    return [p for p in _distinct(workload.parameters_beside()) if id(p) not in own]
+    of_model = {id(parameter) for parameter in workload.model.parameters()}
+    return [p for p in _distinct(workload.parameters_beside()) if id(p) not in of_model]
 
 
 def _copies(workload: Workload) -> list[Tensor]:
     """Those of them that are not the loss's either: the optimizer's own, say master copies."""
     loss = workload.loss
     of_loss = {id(p) for p in loss.parameters()} if isinstance(loss, nn.Module) else set()
-    return [p for p in _beside(workload) if id(p) not in of_loss]
+    return [p for p in _other_parameters(workload) if id(p) not in of_loss]
 
 
 _NOTHING = "-"
@@ -214,11 +195,11 @@ def _cells(row: StateRow) -> list[str]:
 
 def _sums(states: ModelStates) -> list[tuple[str, str]]:
     count = states.parameter_count
-    each = f"{states.held_bytes / count:.2f} bytes for each of {count:,} parameters" if count else "no parameters"
+    mean = f"{states.held_bytes / count:.2f} bytes for each of {count:,} parameters" if count else "no parameters"
     first = states.first_peak_bytes
     begins = [] if first is None else [("first step", f"peak {format_bytes(first)}: states are made in it")]
     return [
-        ("together", f"{format_bytes(states.held_bytes)}: {each}, without those that come and go"),
+        ("together", f"{format_bytes(states.held_bytes)}: {mean}, without those that come and go"),
         *begins,
         ("later steps", f"peak {format_bytes(states.peak_bytes)}, in the {states.peak_phase} phase"),
     ]

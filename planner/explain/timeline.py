@@ -1,4 +1,4 @@
-"""Timelines: the bytes alive over one training step, action by action, as a plan predicts them or as measured."""
+"""Timelines: the bytes alive over one training step, action by action, predicted or measured."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One step, from its first forward to the end of the optimizer's step, and the copies beside it."""
+    """One step, from its first forward to the end of the optimizer's step, and the copies to and from host memory."""
 
     source: Literal["predicted", "measured"]
     planned: bool
@@ -66,11 +66,11 @@ class Timeline:
 
     def phases(self) -> list[tuple[PhaseName, float, float]]:
         """Each phase with its first and last second."""
-        found = []
-        for phase, spans in itertools.groupby(self.spans, key=lambda span: span.phase):
-            inside = list(spans)
-            found.append((phase, inside[0].start_seconds, inside[-1].end_seconds))
-        return found
+        phases = []
+        for phase, group in itertools.groupby(self.spans, key=lambda span: span.phase):
+            spans = list(group)
+            phases.append((phase, spans[0].start_seconds, spans[-1].end_seconds))
+        return phases
 
 
 def predicted_timelines(
@@ -92,7 +92,7 @@ def predicted_timelines(
     ]
 
 
-def beside_seconds_of(plan: Plan, chain: Chain) -> float:
+def seconds_outside_chain_of(plan: Plan, chain: Chain) -> float:
     """Seconds of a step that lie outside of forward and backward; noise may make the measured ones negative."""
     return max(0.0, plan.unplanned_seconds - chain.unplanned_seconds)
 

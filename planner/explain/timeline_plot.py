@@ -1,11 +1,10 @@
-"""The timeline's picture: bytes alive over a step without the plan and with it, phases, budget, the peak explained."""
+"""Plots of the bytes alive over a step without a plan and with it, its phases, the budget and the peak's contents."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,12 +13,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from planner.explain.pareto_plot import Units, check_picture, units_up_to
+from planner.explain.figures import AxisUnits, check_picture, units_up_to, write_picture
 from planner.explain.peak import Peak
 from planner.explain.peak_report import PeakRow
 from planner.explain.timeline import PhaseName, Span, Timeline
 from planner.units import format_bytes
-from profiler.json_files import write_whole
 from profiler.op_graph import kind_of
 
 TOP_PARTS = 5
@@ -39,7 +37,7 @@ class ExplainedPeak:
     rows: Sequence[PeakRow]
 
 
-class _Curve(NamedTuple):
+class _TimelineCurve(NamedTuple):
     """A timeline in the units of the axes: start, peak and end of every action."""
 
     times: list[float]
@@ -66,10 +64,8 @@ def draw_timeline(
     Raises:
         ValueError: another kind of file, or a folder that is not there.
     """
-    kind = check_picture(path)
-    content = BytesIO()
-    timeline_figure(timelines, budget_bytes=budget_bytes, peaks=peaks, title=title).savefig(content, format=kind)
-    write_whole(path, content.getvalue())
+    check_picture(path)
+    write_picture(timeline_figure(timelines, budget_bytes=budget_bytes, peaks=peaks, title=title), path)
 
 
 def timeline_figure(
@@ -104,21 +100,21 @@ def timeline_figure(
     return figure
 
 
-def _units(timelines: Sequence[Timeline], budget_bytes: int) -> Units:
+def _units(timelines: Sequence[Timeline], budget_bytes: int) -> AxisUnits:
     largest = max([budget_bytes, *(timeline.peak.peak_bytes for timeline in timelines)])
     longest = max(timeline.seconds for timeline in timelines)
     return units_up_to(largest, longest)
 
 
-def _curve(timeline: Timeline, units: Units) -> _Curve:
+def _curve(timeline: Timeline, units: AxisUnits) -> _TimelineCurve:
     times, sizes = [], []
     for span in timeline.spans:
         times += [span.start_seconds, (span.start_seconds + span.end_seconds) / 2, span.end_seconds]
         sizes += [span.before_bytes, span.peak_bytes, span.after_bytes]
-    return _Curve([time / units.seconds_each for time in times], [size / units.bytes_each for size in sizes])
+    return _TimelineCurve([time / units.seconds_each for time in times], [size / units.bytes_each for size in sizes])
 
 
-def _draw_step(axes: Axes, timelines: Sequence[Timeline], units: Units, name: str) -> None:
+def _draw_step(axes: Axes, timelines: Sequence[Timeline], units: AxisUnits, name: str) -> None:
     """One step, predicted and perhaps measured: the curves, the phases behind them, and the peak."""
     for timeline in timelines:
         curve, colour = _curve(timeline, units), _LINES[timeline.source]
@@ -131,7 +127,7 @@ def _draw_step(axes: Axes, timelines: Sequence[Timeline], units: Units, name: st
     axes.grid(alpha=0.25)
 
 
-def _shade_phases(axes: Axes, timeline: Timeline, units: Units) -> None:
+def _shade_phases(axes: Axes, timeline: Timeline, units: AxisUnits) -> None:
     """The predicted phases behind the curves, the measured ones as a strip along the axis."""
     for phase, start, end in timeline.phases():
         left, right, colour = start / units.seconds_each, end / units.seconds_each, _PHASES[phase]
@@ -142,7 +138,7 @@ def _shade_phases(axes: Axes, timeline: Timeline, units: Units) -> None:
             axes.axvline(left, color=colour, linewidth=0.8, alpha=0.8)
 
 
-def _draw_outline(axes: Axes, timelines: Sequence[Timeline], units: Units) -> None:
+def _draw_outline(axes: Axes, timelines: Sequence[Timeline], units: AxisUnits) -> None:
     """The unplanned step behind the planned one, to compare."""
     for timeline in timelines:
         if timeline.source == "predicted":
@@ -150,7 +146,7 @@ def _draw_outline(axes: Axes, timelines: Sequence[Timeline], units: Units) -> No
             axes.plot(*curve, color="#888888", linewidth=0.9, linestyle="--", label="without the plan")
 
 
-def _mark_peaks(axes: Axes, timelines: Sequence[Timeline], units: Units) -> None:
+def _mark_peaks(axes: Axes, timelines: Sequence[Timeline], units: AxisUnits) -> None:
     said = []
     for timeline in timelines:
         span = timeline.peak
@@ -175,7 +171,7 @@ def _mark_peaks(axes: Axes, timelines: Sequence[Timeline], units: Units) -> None
     )
 
 
-def _set_limits(axes: Axes, timelines: Sequence[Timeline], budget_bytes: int, units: Units) -> None:
+def _set_limits(axes: Axes, timelines: Sequence[Timeline], budget_bytes: int, units: AxisUnits) -> None:
     highest = max([budget_bytes, *(timeline.peak.peak_bytes for timeline in timelines)]) / units.bytes_each
     longest = max(timeline.seconds for timeline in timelines) / units.seconds_each
     axes.set_ylim(0, highest * _HEADROOM or 1.0)
@@ -192,15 +188,15 @@ def _list_parts(axes: Axes, peaks: Sequence[ExplainedPeak]) -> None:
 def _words(explained: ExplainedPeak) -> list[str]:
     peak, rows = explained.peak, explained.rows
     action = "the optimizer's step" if peak.action == "optimizer" else f"the {peak.action} of {peak.stage}"
-    found = [f"Alive at the planned peak, {peak.source}:"]
-    found += _wrapped(f"{format_bytes(peak.peak_bytes)} in {action}{f', at {kind_of(peak.op)}' if peak.op else ''}")
+    lines = [f"Alive at the planned peak, {peak.source}:"]
+    lines += _wrapped(f"{format_bytes(peak.peak_bytes)} in {action}{f', at {kind_of(peak.op)}' if peak.op else ''}")
     for row in rows[:TOP_PARTS]:
         text = f"{format_bytes(row.size_bytes)}  {row.what}"
         text += f": {row.op}" if row.op else ""
         text += f", {row.where}" if row.where else ""
-        found += _wrapped(text, "• ", "   ")
+        lines += _wrapped(text, "• ", "   ")
     rest = sum(row.size_bytes for row in rows[TOP_PARTS:])
-    return [*found, f"• {format_bytes(rest)}  {len(rows) - TOP_PARTS} smaller parts"] if rest else found
+    return [*lines, f"• {format_bytes(rest)}  {len(rows) - TOP_PARTS} smaller parts"] if rest else lines
 
 
 def _wrapped(text: str, first: str = "", others: str = "") -> list[str]:

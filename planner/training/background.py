@@ -1,10 +1,11 @@
-"""Background: jobs that run one after another on a thread which is there only as long as there are any."""
+"""Jobs that run one after another on one thread, beside training."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 Job = Callable[[], None]
 
@@ -12,66 +13,51 @@ Job = Callable[[], None]
 class Background:
     """Runs jobs in the order they come. What a job raises goes to ``failed``, and the next job is run.
 
-    The thread ends with its last job, on ``close()``, and when the main
-    thread has ended: then the job under way is finished and no other begun.
+    When the main thread has ended the job under way is finished and no other begun: an executor finishes all that it
+    was given before the program ends, so it is given one job at a time.
     """
 
-    def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
-        self._name = name
+    def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
-        self._jobs: deque[Job] = deque()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._waiting: deque[Job] = deque()
+        self._running: Future[None] | None = None
         self._closed = False
+        self._changed = threading.Condition()
 
     def submit(self, job: Job) -> None:
         """Run a job later; none is taken after ``close()``."""
         with self._changed:
             if self._closed:
                 return
-            self._jobs.append(job)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=self._name)
-                self._thread.start()
+            self._waiting.append(job)
+            if self._running is None:
+                self._begin()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until there is no job left; whether that came in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._thread is None, timeout_seconds)
+            return self._changed.wait_for(lambda: self._running is None, timeout_seconds)
 
     def close(self) -> None:
-        """Drop the jobs that have not begun, and wait for the one that has."""
+        """Drop the jobs that have not begun, wait for the one that has, and end the thread."""
         with self._changed:
             self._closed = True
-            self._jobs.clear()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            self._waiting.clear()
+        self._executor.shutdown()
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                if not self._jobs or not threading.main_thread().is_alive():
-                    self._jobs.clear()
-                    self._thread = None
-                    self._changed.notify_all()
-                    return
-                job = self._jobs.popleft()
-            with _Caught(self._failed):
-                job()
+    def _begin(self) -> None:
+        self._running = self._executor.submit(self._waiting.popleft())
+        self._running.add_done_callback(self._done)
 
-
-class _Caught:
-    """Hands an exception on: there is no caller on a thread of its own who could."""
-
-    def __init__(self, failed: Callable[[Exception], None]) -> None:
-        self._failed = failed
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self._failed(error)
-        return True
+    def _done(self, job: Future[None]) -> None:
+        if (error := job.exception()) is not None:
+            self._failed(error)
+        with self._changed:
+            self._running = None
+            try:
+                if self._waiting:
+                    self._begin()
+            except RuntimeError:  # The program is ending: an executor takes nothing then.
+                self._waiting.clear()
+            self._changed.notify_all()

@@ -67,7 +67,7 @@ class PlanCache:
         self.headroom = headroom
         self.cache_size = cache_size
         self.solves = 0
-        self.background = Background("planner-plan-book", self._failed)
+        self.background = Background("planner-plans", self._failed)
         self._profiled: dict[Signature, Profile] = {}
         self._lines = lines_of({})
         self._leanest: Plan | None = None
@@ -89,7 +89,7 @@ class PlanCache:
         profiled = {**self._profiled, **profiles}
         lines = lines_of(profiled)
         for line in lines:
-            line.growth.at(line.growth.sizes[-1])
+            line.scaling.at(line.scaling.sizes[-1])
         largest = max(profiled.values(), key=lambda profile: profile.unplanned_peak_bytes)
         leanest = _leanest(largest)
         solved = {signature: self._solved(profile) for signature, profile in profiles.items()}
@@ -165,7 +165,7 @@ class PlanCache:
             return
         self._find(entry, lines, profiled)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         kind = type(error).__name__
         self._note(kind, f"expected a plan for every signature, got {kind}: {error}; some keep the plan they have")
 

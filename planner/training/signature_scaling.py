@@ -26,7 +26,7 @@ class SizeLine:
     """
 
     signatures: tuple[Signature, ...]
-    growth: ProfileScaling
+    scaling: ProfileScaling
 
     @property
     def axis(self) -> int:
@@ -37,7 +37,7 @@ class SizeLine:
     @property
     def is_checked(self) -> bool:
         """Whether the profiles at the smaller sizes foretell the bytes at the largest: line or parabola, it goes on."""
-        sizes, profiles = self.growth.sizes, self.growth.profiles
+        sizes, profiles = self.scaling.sizes, self.scaling.profiles
         if len(sizes) < 3:
             return False
         curved = len(sizes) > 3 and ProfileScaling(sizes=sizes[:-1], profiles=profiles[:-1]).bend > STRAIGHT
@@ -53,10 +53,10 @@ class SizeLine:
 
     def expect(self, size: int, basis: Basis) -> Expected:
         """What to plan the signature at a size with."""
-        ends = (self.growth.sizes[0], max(size, self.growth.sizes[-1]))
-        least, most = (self.growth.at(end).unplanned_peak_bytes for end in ends)
+        ends = (self.scaling.sizes[0], max(size, self.scaling.sizes[-1]))
+        least, most = (self.scaling.at(end).unplanned_peak_bytes for end in ends)
         spare_bytes = math.ceil(STRAIGHT * max(0, most - least))
-        return Expected(profile=self.growth.at(size), at=self.at(size), basis=basis, spare_bytes=spare_bytes)
+        return Expected(profile=self.scaling.at(size), at=self.at(size), basis=basis, spare_bytes=spare_bytes)
 
     def size_of(self, signature: Signature) -> int | None:
         """The size at which the line goes through a signature; None where it does not."""
@@ -104,7 +104,7 @@ class Expected:
         at: the signature itself, or one that covers it.
         basis: ``interpolated`` (between two profiled sizes), ``extrapolated`` (beyond them, where the fit was checked),
             or ``covered``: for a larger signature. Each tensor is no larger then than the plan counts with.
-        spare_bytes: by how much the fit may be off, by the share of growth that counts as none; 0 for a profile.
+        spare_bytes: by how much the fit may be off, by the share of scaling that counts as none; 0 for a profile.
     """
 
     profile: Profile
@@ -131,8 +131,8 @@ def _line(signatures: Sequence[Signature], profiled: Mapping[Signature, Profile]
     first, last = signatures[0].dims, signatures[-1].dims
     axis = next(k for k, (a, b) in enumerate(zip(first, last, strict=True)) if a != b)
     sizes = tuple(signature.dims[axis] for signature in signatures)
-    growth = ProfileScaling(sizes=sizes, profiles=tuple(profiled[signature] for signature in signatures))
-    return SizeLine(signatures=tuple(signatures), growth=growth)
+    scaling = ProfileScaling(sizes=sizes, profiles=tuple(profiled[signature] for signature in signatures))
+    return SizeLine(signatures=tuple(signatures), scaling=scaling)
 
 
 def expected(lines: Sequence[SizeLine], profiled: Mapping[Signature, Profile], signature: Signature) -> Expected | None:
@@ -146,7 +146,7 @@ def expected(lines: Sequence[SizeLine], profiled: Mapping[Signature, Profile], s
     own = [line for line in lines if line.signatures[0].kind == signature.kind]
     on = [(line, size) for line in own if (size := line.size_of(signature)) is not None]
     for line, size in on:
-        if line.growth.sizes[0] <= size <= line.growth.sizes[-1]:
+        if line.scaling.sizes[0] <= size <= line.scaling.sizes[-1]:
             return line.expect(size, "interpolated")
     for line, size in on:
         if size > 0 and line.is_checked:
@@ -154,6 +154,6 @@ def expected(lines: Sequence[SizeLine], profiled: Mapping[Signature, Profile], s
     covers = [Expected(profile=p, at=s, basis="covered") for s, p in profiled.items() if s.covers(signature)]
     for line in own:
         size = line.covering(signature)
-        if size is not None and (size <= line.growth.sizes[-1] or line.is_checked):
+        if size is not None and (size <= line.scaling.sizes[-1] or line.is_checked):
             covers.append(line.expect(size, "covered"))
     return min(covers, key=lambda cover: cover.profile.unplanned_peak_bytes, default=None)

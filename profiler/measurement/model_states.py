@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 import weakref
 from collections.abc import Callable
@@ -149,15 +148,6 @@ def _casts(workload: Workload) -> tuple[int, int]:
     kept_bytes = watch.alive_bytes()
     del loss
     return watch.most_bytes, kept_bytes
-
-
-@functools.cache
-def product_scratch_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes that the CPU's kernel asks for besides its result as it multiplies a column by a row to ``shape``."""
-    column, row = torch.ones((*shape[:-1], 1), dtype=dtype), torch.ones((*shape[:-2], 1, shape[-1]), dtype=dtype)
-    made: list[Tensor] = []
-    product = metered(memory_meter(column.device, 0), lambda: made.append(column @ row))
-    return product.peak_bytes - product.end_bytes
 
 
 class _CastWatch(TorchDispatchMode):

@@ -7,8 +7,8 @@ from io import StringIO
 from rich.console import Console, RenderableType
 
 
-def text_of(renderable: RenderableType) -> str:
-    """Printed on 100 columns."""
+def text_of(renderable: RenderableType, *, width: int = 100) -> str:
+    """Printed on so many columns."""
     stream = StringIO()
-    Console(file=stream, width=100).print(renderable)
+    Console(file=stream, width=width).print(renderable)
     return stream.getvalue()

@@ -16,9 +16,11 @@ from benchmarks.advise import measured
 from planner.capacity.advice import _notes
 from planner.capacity.advice_plot import advice_figure, draw_advice
 from planner.capacity.advice_report import document_of, foremost, report_of, shortened
-from planner.capacity.lever_search import Found, LeverSearch, _Form, _result_of_micro_batches
+from planner.capacity.available_levers import lever_options, result_of_micro_batches
+from planner.capacity.lever_search import SearchOutcome, enough, least_states_bytes
 from planner.capacity.levers import Combination, rank, worst
-from planner.capacity.workload_variants import PartLoss, WorkloadVariants
+from planner.capacity.variant_costs import StepVariant, too_slow
+from planner.capacity.workload_variants import MicroBatchLoss, WorkloadVariants
 from planner.cli.shell import show
 from planner.plans.offload_request import Offload
 from planner.plans.solving import quick_plan
@@ -41,7 +43,7 @@ def build(batch=64, layers=4, norm=False, optimizer="adamw"):
     return planner.Workload(model=model, inputs=inputs, loss=lambda y: y.square().mean(), optimizer=own)
 
 
-def forms(**settings):
+def variants(**settings):
     return WorkloadVariants(build, settings, "batch", None, True, None)
 
 
@@ -52,7 +54,7 @@ def tight():
 
 
 def test_every_prediction_is_what_a_real_step_takes(tight):
-    own = forms(batch=512)
+    own = variants(batch=512)
     kinds = set()
     for each in tight.combinations:
         if each.seconds is None or each.kinds in kinds:
@@ -85,7 +87,7 @@ def test_gradients_of_micro_batches_add_up_to_those_of_the_batch():
     whole, summed = build(), build()
     assert whole.loss is not None
     whole.loss(whole.model(inputs)).backward()
-    loss = PartLoss(summed.loss, 4)
+    loss = MicroBatchLoss(summed.loss, 4)
     for part in inputs.chunk(4):
         loss(summed.model(part)).backward()
     for a, b in zip(whole.model.parameters(), summed.model.parameters(), strict=True):
@@ -184,7 +186,7 @@ class Counting(nn.Module):
 def test_what_looks_at_the_whole_batch_or_changes_buffers_by_it_changes_results(module, result):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), module, nn.Linear(WIDTH, WIDTH))
     work = planner.Workload(model=model, inputs=torch.randn(8, WIDTH), loss=lambda y: y.square().mean())
-    assert _result_of_micro_batches(model, planner.profile(work, menus=False)) == result
+    assert result_of_micro_batches(model, planner.profile(work, menus=False)) == result
 
 
 def test_the_advised_plan_is_found_by_all_methods(monkeypatch):
@@ -199,7 +201,7 @@ def test_the_advised_plan_is_found_by_all_methods(monkeypatch):
         return replace(quick_plan(profile, budget_bytes, Offload(mode="never")), predicted_seconds=0.0)
 
     monkeypatch.setattr(planner.capacity.workload_variants, "profile", timed)
-    monkeypatch.setattr("planner.capacity.lever_search.solve", ideal)
+    monkeypatch.setattr("planner.capacity.variant_costs.solve", ideal)
     advice = planner.advise(build(batch=512), "55%", offload="never", menus=False)
     assert advice.exact is not None and advice.exact.plan is not None
     assert advice.exact.recipe == "recompute" and advice.exact.plan.predicted_seconds == 0.0
@@ -286,7 +288,7 @@ def test_where_states_are_too_large_three_that_fit_are_named_and_the_others_coun
     plain: Any = {"budget_bytes": 10, "seconds": 1.0, "peak_basis": "computed", "seconds_basis": "computed"}
     fitting = [Combination(peak_bytes=9, optimizer=name, result="other", **plain) for name in "abcde"]
     misses = Combination(peak_bytes=11, optimizer="f", result="other", **plain)
-    said = _notes(Found(levers=(), combinations=(*fitting, misses), notes=("more",)), 12, 10)
+    said = _notes(SearchOutcome(levers=(), combinations=(*fitting, misses), notes=("more",)), 12, 10)
     assert said == (
         "the model states alone (12 B) are 2 B above the budget: what fits is a, or b, or c, or one of 2 more",
         "more",
@@ -314,16 +316,16 @@ def test_the_command_refuses(wrong):
 
 
 def test_the_optimizer_steps_once_for_all_micro_batches():
-    profile = forms(batch=8).profile("", 1)
+    profile = variants(batch=8).profile("", 1)
     timed = replace(profile, unplanned_seconds=3.0, optimizer=replace(profile.optimizer, seconds=1.0))
-    assert _Form(precision="", parts=4, optimizer="", profile=timed).seconds == 4 * (3.0 - 1.0) + 1.0
+    assert StepVariant(precision="", micro_batches=4, optimizer="", profile=timed).seconds == 4 * (3.0 - 1.0) + 1.0
 
 
 def test_the_least_states_are_those_of_the_leanest_optimizer():
     """Two matrices with a bias each, and 4 bytes: factors of the matrices, all of the biases, and a step count each."""
-    search = LeverSearch(forms(batch=8, layers=1), 10**6, Offload(mode="never"))
+    options = lever_options(variants(batch=8, layers=1), 10**6, Offload(mode="never"))
     adafactor = 2 * 4 * ((WIDTH + WIDTH) + WIDTH + 2)
-    assert search._least_states() == 2 * (2 * 4 * (WIDTH * WIDTH + WIDTH)) + adafactor
+    assert least_states_bytes(options) == 2 * (2 * 4 * (WIDTH * WIDTH + WIDTH)) + adafactor
 
 
 def test_only_what_keeps_the_result_ends_the_search_for_it():
@@ -334,13 +336,13 @@ def test_only_what_keeps_the_result_ends_the_search_for_it():
         result = "other" if "optimizer" in levers else "rounding"
         return Combination(budget_bytes=10, peak_bytes=peak_bytes, seconds=seconds, result=result, **bases, **levers)
 
-    search = LeverSearch(forms(batch=8, layers=1), 10**6, Offload(mode="never"))
-    search._found = [of(12, 1.0), of(9, 1.0, optimizer="SGD with momentum"), of(11, 2.0, micro_batches=2)]
-    assert not search._enough("", 4)
-    assert search._too_slow(1.5, "other") and not search._too_slow(1.5, "rounding")
-    search._found.append(of(9, 3.0, micro_batches=4))
-    assert search._enough("", 8)
-    assert search._too_slow(3.5, "rounding") and not search._too_slow(2.5, "rounding")
+    options = lever_options(variants(batch=8, layers=1), 10**6, Offload(mode="never"))
+    known = [of(12, 1.0), of(9, 1.0, optimizer="SGD with momentum"), of(11, 2.0, micro_batches=2)]
+    assert not enough(options, known, "", 4)
+    assert too_slow(known, 1.5, "other") and not too_slow(known, 1.5, "rounding")
+    known.append(of(9, 3.0, micro_batches=4))
+    assert enough(options, known, "", 8)
+    assert too_slow(known, 3.5, "rounding") and not too_slow(known, 2.5, "rounding")
 
 
 def test_where_only_offloading_is_looked_at_nothing_runs_again():

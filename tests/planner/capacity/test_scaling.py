@@ -1,4 +1,4 @@
-"""Growth: hand-computed lines and parabolas, and profiles predicted at sizes that are then profiled for real."""
+"""Scaling of profiles: hand-computed lines and parabolas, and profiles predicted at sizes that are then profiled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build(size):
 
 
 @pytest.fixture(scope="module")
-def growth():
+def scaling():
     return scaling_over(build, SIZES, menus=True, progress=_quiet)
 
 
@@ -74,37 +74,37 @@ def test_seconds_never_fall():
     assert seconds_at((2, 4, 8), (4.0, 16.0, 64.0), 16, curved=True) == pytest.approx(256.0)
 
 
-def test_a_profile_is_predicted_as_it_is_measured(growth, real):
-    predicted = growth.at(9)
+def test_a_profile_is_predicted_as_it_is_measured(scaling, real):
+    predicted = scaling.at(9)
     assert predicted.fingerprint == real.fingerprint
     assert predicted.input_shapes == real.input_shapes
     assert predicted.resident == real.resident
-    assert growth.is_linear and not growth.notes()
+    assert scaling.is_linear and not scaling.notes()
     own, chain = chain_of(predicted), chain_of(real)
     assert replay(own, keep_all(own)[0]).peak_bytes == real.unplanned_peak_bytes
     bare = chain_of(predicted.stage_level())
     assert replay(bare, smallest_schedule(bare)).peak_bytes == replay(chain, smallest_schedule(chain)).peak_bytes
 
 
-def test_every_size_has_the_options_of_the_largest(growth):
-    counts = [[len(menu.options) for menu in profile.menus] for profile in growth.profiles]
+def test_every_size_has_the_options_of_the_largest(scaling):
+    counts = [[len(menu.options) for menu in profile.menus] for profile in scaling.profiles]
     assert sum(counts[-1]) > 0
-    predicted = growth.at(7)
+    predicted = scaling.at(7)
     assert sum(len(menu.options) for menu in predicted.menus) == sum(counts[-1])
 
 
-def test_options_are_the_same_whatever_they_are_called(growth):
-    first = growth.profiles[0]
+def test_options_are_the_same_whatever_they_are_called(scaling):
+    first = scaling.profiles[0]
     menus = tuple(
         replace(menu, options=tuple(replace(option, name=f"other {option.name}") for option in menu.options))
         for menu in first.menus
     )
-    renamed = replace(growth, profiles=(replace(first, menus=menus), *growth.profiles[1:]))
-    assert renamed.at(7) == growth.at(7)
+    renamed = replace(scaling, profiles=(replace(first, menus=menus), *scaling.profiles[1:]))
+    assert renamed.at(7) == scaling.at(7)
 
 
-def test_options_are_predicted_as_they_are_measured(growth):
-    predicted = ProfileScaling(sizes=SIZES[1:], profiles=growth.profiles[1:]).at(SIZES[0])
+def test_options_are_predicted_as_they_are_measured(scaling):
+    predicted = ProfileScaling(sizes=SIZES[1:], profiles=scaling.profiles[1:]).at(SIZES[0])
     found, measured = (
         {
             (record.name, option.rerun): (option.freed_bytes, option.forward_peak_bytes, option.backward_peak_bytes)
@@ -112,7 +112,7 @@ def test_options_are_predicted_as_they_are_measured(growth):
             if record.name.startswith("transformer.h.")  # not the embeddings' dropout, whose peak has a floor
             for option in profile.menus[record.menu].options
         }
-        for profile in (predicted, growth.profiles[0])
+        for profile in (predicted, scaling.profiles[0])
     )
     assert found and found == measured
 
@@ -122,16 +122,16 @@ def test_what_grows_as_a_square_is_said_to_and_predicted():
         model = torch.nn.Sequential(*[torch.nn.PReLU() for _ in range(3)])
         return planner.Workload(model=model, inputs=torch.randn(size, size), loss=lambda y: y.square().mean())
 
-    growth = scaling_over(wider, (40, 60, 80), menus=False, progress=_quiet)
-    assert not growth.is_linear and growth.bend > 0
-    assert any("faster than linearly" in note for note in growth.notes())
-    assert growth.at(200).unplanned_peak_bytes == planner.measure(wider(200), repeats=1).peak_bytes
+    scaling = scaling_over(wider, (40, 60, 80), menus=False, progress=_quiet)
+    assert not scaling.is_linear and scaling.bend > 0
+    assert any("faster than linearly" in note for note in scaling.notes())
+    assert scaling.at(200).unplanned_peak_bytes == planner.measure(wider(200), repeats=1).peak_bytes
 
 
 @pytest.mark.parametrize(
     ("held", "says"), [((100, 180, 220), "16.7% off"), ((100, 160, 220), ""), ((100, 140, 220), "16.7% off")]
 )
-def test_how_far_off_the_line_bytes_are_is_said_of_both_sides(growth, held, says):
+def test_how_far_off_the_line_bytes_are_is_said_of_both_sides(scaling, held, says):
     """The line from 100 to 220 is at 160 halfway; 20 are a sixth of the 120 that they grow by."""
 
     def holding(profile, size):
@@ -140,57 +140,59 @@ def test_how_far_off_the_line_bytes_are_is_said_of_both_sides(growth, held, says
             profile, stages=(*profile.stages[:-1], replace(last, forward=replace(last.forward, end_bytes=size)))
         )
 
-    bent = replace(growth, profiles=tuple(holding(p, size) for p, size in zip(growth.profiles, held, strict=True)))
+    bent = replace(scaling, profiles=tuple(holding(p, size) for p, size in zip(scaling.profiles, held, strict=True)))
     kind = "slower" if held[1] > 160 else "faster"
     assert bent.is_linear == (not says) == (not bent.notes())
     assert all(f"{kind} than linearly" in note and says in note for note in bent.notes())
 
 
-def test_two_sizes_are_a_line(growth):
-    pair = ProfileScaling(sizes=SIZES[1:], profiles=growth.profiles[1:])
+def test_two_sizes_are_a_line(scaling):
+    pair = ProfileScaling(sizes=SIZES[1:], profiles=scaling.profiles[1:])
     assert pair.bend == 0 and pair.is_linear and "two sizes cannot tell" in pair.notes()[0]
-    assert pair.at(9).unplanned_peak_bytes == growth.at(9).unplanned_peak_bytes
+    assert pair.at(9).unplanned_peak_bytes == scaling.at(9).unplanned_peak_bytes
 
 
-def test_profiles_of_other_stages_are_refused(growth):
-    short = replace(growth.profiles[0], stages=growth.profiles[0].stages[:-1])
-    with pytest.raises(IncompatibleProfiles, match="expected the same stages"):
-        replace(growth, profiles=(short, *growth.profiles[1:])).at(5)
-    other = replace(growth.profiles[0].stages[1], name="another")
-    stages = (growth.profiles[0].stages[0], other, *growth.profiles[0].stages[2:])
-    with pytest.raises(IncompatibleProfiles, match="another"):
-        replace(growth, profiles=(replace(growth.profiles[0], stages=stages), *growth.profiles[1:])).at(5)
+def test_profiles_of_other_stages_are_refused(scaling):
+    short = replace(scaling.profiles[0], stages=scaling.profiles[0].stages[:-1])
+    with pytest.raises(
+        IncompatibleProfiles, match=r"same stages.*got \d+, (\d+) and \1 stages from the smallest size to the largest"
+    ):
+        replace(scaling, profiles=(short, *scaling.profiles[1:])).at(5)
+    other = replace(scaling.profiles[0].stages[1], name="another")
+    stages = (scaling.profiles[0].stages[0], other, *scaling.profiles[0].stages[2:])
+    with pytest.raises(IncompatibleProfiles, match="got the name another, .* and .* from the smallest size"):
+        replace(scaling, profiles=(replace(scaling.profiles[0], stages=stages), *scaling.profiles[1:])).at(5)
 
 
-def test_one_size_or_falling_ones_are_refused(growth):
+def test_one_size_or_falling_ones_are_refused(scaling):
     for sizes in ((2,), (3, 2), (2, 2)):
-        with pytest.raises(ValueError, match="two or more rising sizes"):
-            ProfileScaling(sizes=sizes, profiles=growth.profiles[: len(sizes)])
+        with pytest.raises(ValueError, match="two or more rising ones"):
+            ProfileScaling(sizes=sizes, profiles=scaling.profiles[: len(sizes)])
 
 
-def test_a_stage_can_run_again_only_where_it_can_at_every_size_and_draws_random_numbers_where_it_does_at_any(growth):
-    first = growth.profiles[0]
+def test_a_stage_can_run_again_only_where_it_can_at_every_size_and_draws_random_numbers_where_it_does_at_any(scaling):
+    first = scaling.profiles[0]
     stages = tuple(replace(stage, recomputable=False, draws_random=True) for stage in first.stages)
-    changed = replace(growth, profiles=(replace(first, stages=stages), *growth.profiles[1:])).at(7)
+    changed = replace(scaling, profiles=(replace(first, stages=stages), *scaling.profiles[1:])).at(7)
     assert not any(stage.recomputable for stage in changed.stages)
     assert all(stage.draws_random for stage in changed.stages)
 
 
-def test_stages_that_run_other_ops_at_one_size_have_no_options(growth):
-    first = growth.profiles[0]
+def test_stages_that_run_other_ops_at_one_size_have_no_options(scaling):
+    first = scaling.profiles[0]
     other = replace(first.menus[0], ops=replace(first.menus[0].ops, modules=("another", *first.menus[0].ops.modules)))
     menus = (other, *first.menus[1:])
-    changed = replace(growth, profiles=(replace(first, menus=menus), *growth.profiles[1:])).at(7)
+    changed = replace(scaling, profiles=(replace(first, menus=menus), *scaling.profiles[1:])).at(7)
     for record, before in zip(changed.stages, first.stages, strict=True):
         assert (record.menu >= 0) == (before.menu > 0)
 
 
-def test_no_phase_is_foretold_to_peak_below_its_end(growth):
+def test_no_phase_is_predicted_to_peak_below_its_end(scaling):
     """Ends grow by 100 a size and peaks by 95: the lines cross, at 300 with four samples."""
     profiles = []
-    for profile, end_bytes, peak_bytes in zip(growth.profiles, (100, 200, 300), (110, 205, 300), strict=True):
+    for profile, end_bytes, peak_bytes in zip(scaling.profiles, (100, 200, 300), (110, 205, 300), strict=True):
         last = profile.stages[-1]
         forward = replace(last.forward, start_bytes=0, end_bytes=end_bytes, peak_bytes=peak_bytes)
         profiles.append(replace(profile, stages=(*profile.stages[:-1], replace(last, forward=forward))))
-    forward = replace(growth, profiles=tuple(profiles)).at(9).stages[-1].forward
+    forward = replace(scaling, profiles=tuple(profiles)).at(9).stages[-1].forward
     assert (forward.end_bytes, forward.peak_bytes) == (800, 800)

@@ -6,18 +6,18 @@ import itertools
 
 import pytest
 
-from planner.capacity.size_bisection import MOST, BisectionResult, bisect_size, largest
+from planner.capacity.size_bisection import MOST_STEPS, BisectionResult, bisect_size, largest_fitting
 
 
 @pytest.mark.parametrize("step", [1, 3, 16])
 def test_the_largest_is_found_wherever_it_is(step):
     for units, floor in itertools.product(range(40), range(0, 40, 7)):
         limit = max(units, floor) * step
-        assert largest(lambda size, limit=limit: size <= limit, floor=floor * step, step=step) == limit
+        assert largest_fitting(lambda size, limit=limit: size <= limit, floor=floor * step, step=step) == limit
 
 
 def test_what_always_fits_ends_at_the_most():
-    assert largest(lambda size: True, floor=0, step=2) >= MOST * 2 - 2
+    assert largest_fitting(lambda size: True, floor=0, step=2) >= MOST_STEPS * 2 - 2
 
 
 def test_every_limit_is_settled_from_every_guess():

@@ -39,14 +39,14 @@ def profiles(known):
 
 
 def search(profiles, monkeypatch) -> Any:
-    forecast = PredictedLimits(profiles, BUDGET, planner.Offload(mode="never"))
+    predicted = PredictedLimits(profiles, BUDGET, planner.Offload(mode="never"))
 
     def train(build, size, plan, *, repeats):
-        return Trial(size=size, peak_bytes=forecast.plan_at("none", size)[1], seconds=float(size), plan=plan)
+        return Trial(size=size, peak_bytes=predicted.plan_at("none", size)[1], seconds=float(size), plan=plan)
 
     monkeypatch.setattr("planner.capacity.measured_limits.run_trial", train)
-    footing = SearchStart(start=1, step=1, states_bytes=1, device=torch.device("cpu"))
-    return LimitSearch(build, "layers", footing, forecast, lambda what: None).run(())
+    start = SearchStart(smallest=1, step=1, states_bytes=1, device=torch.device("cpu"))
+    return LimitSearch(build, "layers", start, predicted, lambda what: None).run(())
 
 
 def test_a_size_is_profiled_once(profiles):

@@ -104,7 +104,7 @@ def test_nothing_found_and_nothing_ruled_out_is_no_proof(deep):
 def test_nothing_found_is_a_value_error_of_its_own():
     graph = training_graph(8)
     with pytest.raises(planner.NothingFound) as caught:
-        graph_solutions.solve_graph_document(graph, "5", solver="keep_all", time_limit_seconds=None, gap=None)
+        graph_solutions.solve_graph_problem(graph, "5", solver="keep_all", time_limit_seconds=None, gap=None)
     assert isinstance(caught.value, ValueError) and not isinstance(caught.value, planner.Infeasible)
     assert caught.value.budget_bytes == 5
 
@@ -176,14 +176,21 @@ def test_names_are_no_markup(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("gap", None), ("stages", [3]), ("stages", [{"name": "e"}]), ("solver", 1)]
+    ("field", "value", "said"),
+    [
+        ("gap", None, "got null at gap"),
+        ("stages", [3], "at stages[0]"),
+        ("stages", [{"name": "e"}], "field decision at stages[0]"),
+        ("solver", 1, "at solver"),
+        ("luck", 7, "got also luck"),
+    ],
 )
-def test_a_damaged_solution_is_not_shown(step, tmp_path, field, value):
+def test_a_damaged_solution_is_not_shown(step, tmp_path, field, value, said):
     done("solve", step, "--budget", "75%", "-o", tmp_path / "plan.json")
     plan = json.loads((tmp_path / "plan.json").read_text())
     (tmp_path / "plan.json").write_text(json.dumps({**plan, field: value}))
     message = refused("show", tmp_path / "plan.json")
-    assert "plan.json" in message and "solve again" in message
+    assert "plan.json: expected the fields of a solution" in message and said in message and "solve again" in message
 
 
 def test_pareto_of_a_graph_has_the_columns_curves_and_a_bound_below_them(step, tmp_path):

@@ -155,3 +155,14 @@ def test_another_model_another_batch_and_settings_without_a_model_are_refused(fi
     )
     assert "beside --measure" in refused("show", plan, "--set", "layers=8")
     assert "expected one of" in refused("show", plan, "--measure", "zoo:nothing")
+
+
+@pytest.mark.parametrize("field", ["kind", "kept_bytes", "runs"])
+def test_a_stage_of_a_chain_s_solution_lacks_nothing(tmp_path, field) -> None:
+    write_document(tmp_path / "chain.json", small_chain().to_dict())
+    done("solve", tmp_path / "chain.json", "--budget", "60%", "--solver", "rotor", "-o", tmp_path / "solution.json")
+    document = json.loads((tmp_path / "solution.json").read_text())
+    del document["stages"][1][field]
+    write_document(tmp_path / "solution.json", document)
+    message = refused("show", tmp_path / "solution.json")
+    assert "solution.json: expected" in message and field in message and "solve again" in message

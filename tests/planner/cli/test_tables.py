@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import pandas as pd
 import pytest
 
 from planner.cli import tables
+from planner.cli.solution_summary import SolutionSummary, StageSummary
 from planner.plans.pareto_curves import COLUMNS
+from planner.plans.plan import Plan
 from planner.training.solver_comparison import ComparisonRow
 from profiler.records import OpRecord, Phase, Profile, ResidentBytes, StageRecord
 from tests.support.printed_text import text_of
+from tests.support.training_runs import trained
 
 MIB = 2**20
 
@@ -20,34 +24,34 @@ def line_with(text: str, *words: str) -> str:
     return next(line for line in text.splitlines() if all(word in line for word in words))
 
 
-@pytest.fixture
-def plan_document():
-    stages = [
-        ("embed", "stage", "keep", 2 * MIB, 1, 0.0),
-        ("block[0].very.long.module.path", "stage", "recompute", 256 * 1024, 2, 0.00432),
-        ("block.1", "stage", "segment", 0, 3, 0.0125),
-        ("outside, after block.1", "outside", "keep", 0, 1, 0.0),
-    ]
-    names = ("name", "kind", "decision", "kept_bytes", "runs", "extra_seconds")
-    return {
-        "model_class": "Net", "device": "cpu", "precision": "float32", "solver": "rotor", "status": "feasible",
-        "budget_bytes": 90 * MIB, "predicted_peak_bytes": 80 * MIB, "unplanned_peak_bytes": 160 * MIB,
-        "predicted_seconds": 0.15, "unplanned_seconds": 0.1, "slowdown": 1.5, "lower_bound_seconds": 0.14,
-        "gap": 0.0667, "solve_seconds": 0.02, "recomputed_ops": 42, "resident_bytes": 30 * MIB,
-        "stages": [dict(zip(names, stage, strict=True)) for stage in stages],
-    }  # fmt: skip
+STAGE = StageSummary(name="embed", kind="stage", decision="keep", kept_bytes=2 * MIB, runs=1, extra_seconds=0.0)
+SUMMARY = SolutionSummary(
+    model_class="Net", device="cpu", precision="float32", solver="rotor", status="feasible",
+    budget_bytes=90 * MIB, predicted_peak_bytes=80 * MIB, unplanned_peak_bytes=160 * MIB,
+    predicted_seconds=0.15, unplanned_seconds=0.1, slowdown=1.5, lower_bound_seconds=0.14,
+    gap=0.0667, solve_seconds=0.02, recomputed_seconds=0.0293, recomputed_ops=42, resident_bytes=30 * MIB,
+    stages=(
+        STAGE,
+        replace(
+            STAGE, name="block[0].very.long.module.path", decision="recompute", kept_bytes=256 * 1024, runs=2,
+            extra_seconds=0.00432,
+        ),
+        replace(STAGE, name="block.1", decision="segment", kept_bytes=0, runs=3, extra_seconds=0.0125),
+        replace(STAGE, name="outside, after block.1", kind="outside", kept_bytes=0),
+    ),
+)  # fmt: skip
 
 
-def test_a_plan_shows_decision_bytes_runs_and_time_per_stage(plan_document):
-    text = text_of(tables.plan_report(plan_document))
+def test_a_plan_shows_decision_bytes_runs_and_time_per_stage():
+    text = text_of(tables.solution_report(SUMMARY))
     row = line_with(text, "block[0].very.long.module.path")
     assert row.split() == ["block[0].very.long.module.path", "recompute", "256", "KiB", "2", "4.32", "ms"]
     assert line_with(text, "block.1", "segment").split()[-3:] == ["3", "12.50", "ms"]
     assert line_with(text, "embed").split() == ["embed", "keep", "2.00", "MiB", "1", "-"]
 
 
-def test_a_plan_shows_its_claims(plan_document):
-    text = text_of(tables.plan_report(plan_document))
+def test_a_plan_shows_its_claims():
+    text = text_of(tables.solution_report(SUMMARY))
     assert "50% of the unplanned 160 MiB" in line_with(text, "predicted peak")
     assert "10.0 MiB to spare" in line_with(text, "budget")
     assert "1.50 x" in line_with(text, "predicted time")
@@ -70,36 +74,36 @@ def test_a_plan_shows_its_claims(plan_document):
         ),
     ],
 )
-def test_a_plan_tells_stages_that_run_again_from_ops_inside_others(plan_document, stages, ops, said):
-    own = [{**plan_document["stages"][0], "decision": decision, "runs": runs} for decision, runs in stages]
-    text = text_of(tables.plan_report({**plan_document, "stages": own, "recomputed_ops": ops}))
+def test_a_plan_tells_stages_that_run_again_from_ops_inside_others(stages, ops, said):
+    summaries = tuple(replace(STAGE, decision=decision, runs=runs) for decision, runs in stages)
+    text = text_of(tables.solution_report(replace(SUMMARY, stages=summaries, recomputed_ops=ops)))
     assert line_with(text, "recomputed").split(maxsplit=1)[1].strip() == said
 
 
-def test_an_optimal_plan_says_so(plan_document):
-    text = text_of(tables.plan_report({**plan_document, "status": "optimal", "gap": 0.0}))
+def test_an_optimal_plan_says_so():
+    text = text_of(tables.solution_report(replace(SUMMARY, status="optimal", gap=0.0)))
     assert "no plan of these stages within the budget is faster" in line_with(text, "status", "optimal")
 
 
-def test_a_solution_of_a_chain_needs_no_model(plan_document):
-    document = {
-        k: v for k, v in plan_document.items() if k not in ("model_class", "device", "precision", "recomputed_ops")
-    }
-    text = text_of(tables.plan_report(document))
+def test_a_solution_of_a_chain_needs_no_model():
+    summary = replace(SUMMARY, model_class=None, device=None, precision=None, recomputed_ops=None)
+    text = text_of(tables.solution_report(summary))
     assert "Solution of a chain" in text and "ops" not in line_with(text, "recomputed")
 
 
 def test_a_graph_shows_its_claims_and_the_nodes_that_cost_most():
-    names = ("name", "side", "decision", "runs", "extra_seconds")
-    again = [(f"again{k}", "forward", "recompute", 2, 0.001 * k) for k in range(1, 31)]
-    nodes = [*again, ("once", "backward", "keep", 1, 0.0)]
-    document = {
-        "solver": "moments", "status": "feasible", "budget_bytes": 90 * MIB, "predicted_peak_bytes": 80 * MIB,
-        "unplanned_peak_bytes": 160 * MIB, "predicted_seconds": 1.5, "unplanned_seconds": 1.0, "slowdown": 1.5,
-        "lower_bound_seconds": 1.4991, "gap": 0.0006, "solve_seconds": 0.02, "resident_bytes": 30 * MIB,
-        "stages": [dict(zip(names, node, strict=True)) for node in nodes],
-    }  # fmt: skip
-    text = text_of(tables.graph_report(document))
+    once = StageSummary(name="once", side="backward", decision="keep", runs=1, extra_seconds=0.0)
+    again = [
+        replace(once, name=f"again{k}", side="forward", decision="recompute", runs=2, extra_seconds=0.001 * k)
+        for k in range(1, 31)
+    ]
+    summary = SolutionSummary(
+        solver="moments", status="feasible", budget_bytes=90 * MIB, predicted_peak_bytes=80 * MIB,
+        unplanned_peak_bytes=160 * MIB, predicted_seconds=1.5, unplanned_seconds=1.0, slowdown=1.5,
+        lower_bound_seconds=1.4991, gap=0.0006, solve_seconds=0.02, resident_bytes=30 * MIB,
+        recomputed_seconds=0.465, stages=(*again, once),
+    )  # fmt: skip
+    text = text_of(tables.solution_report(summary))
     assert "feasible: at most 0.06% of the time could be saved" in line_with(text, "status")
     assert "no schedule of this graph within the budget takes less than 1.50 s" in " ".join(text.split())
     assert "30 extra runs of 30 nodes of 31" in line_with(text, "recomputed")
@@ -207,11 +211,8 @@ def test_a_comparison_has_what_was_reserved_where_an_allocator_says_so():
     assert line_with(text, "keep_all", "infeasible").split()[2:] == ["-"] * 6
 
 
-def test_training_says_whether_the_peak_kept_to_the_budget():
-    document = {
-        "losses": [1.5, None], "budget_bytes": 100, "predicted_peak_bytes": 90, "measured_peak_bytes": 95,
-        "predicted_seconds": 0.01, "measured_seconds": 0.012, "unplanned_seconds": 0.008,
-    }  # fmt: skip
-    text = text_of(tables.training_report(document))
+def test_training_says_whether_the_peak_kept_to_the_budget(files):
+    run = trained(Plan.load(files / "plan.json"), losses=(1.5, float("nan")))
+    text = text_of(tables.training_report(run))
     assert "1.5, not finite" in text and "within the budget" in text and "1.50 x" in text
-    assert "above the budget" in text_of(tables.training_report({**document, "measured_peak_bytes": 101}))
+    assert "above the budget" in text_of(tables.training_report(replace(run, measured_peak_bytes=101)))

@@ -143,5 +143,5 @@ def test_a_step_that_takes_other_ways_is_refused() -> None:
     work = Workload(model=Wandering(), inputs=torch.randn(16, 32), loss=lambda y: y.sum())
     plan = planner.solve(planner.profile(work, stages=["blocks.*"], menus=False), "100%")
     work.model.wanders = True  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="in the same way every time"):
+    with pytest.raises(ValueError, match="in the same order every time"):
         view_step(work, plan)

@@ -1,4 +1,4 @@
-"""Where the memory goes: pieces that add up to the peak exactly, and states that follow from the parameters."""
+"""Where the memory goes: items that add up to the peak exactly, and states that follow from the parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 import planner
 from planner import zoo
-from planner.explain.memory_breakdown import GROUPS, OPTIMIZER, STEP, memory_maps
+from planner.explain.memory_breakdown import GROUPS, OPTIMIZER, STEP, memory_breakdowns
 from profiler.records import Phase, states_bytes
 
 WIDTH, LAYERS, ROWS = 32, 3, 64
@@ -34,7 +34,7 @@ def workload(*, accumulate=False, optimizer: Make | None = torch.optim.AdamW, ro
 
 
 def by_moment(profile):
-    return {own.moment: own for own in memory_maps(profile)}
+    return {breakdown.moment: breakdown for breakdown in memory_breakdowns(profile)}
 
 
 @pytest.mark.parametrize(
@@ -49,17 +49,17 @@ def by_moment(profile):
     ],
     ids=["gpt2", "resnet50", "mlp", "without an optimizer", "accumulating", "states above activations"],
 )
-def test_pieces_add_up_to_the_unplanned_peak(build):
+def test_items_add_up_to_the_unplanned_peak(build):
     profile = planner.profile(build(), menus=False)
-    maps = memory_maps(profile)
-    assert maps[0].peak_bytes == profile.unplanned_peak_bytes
-    for own in maps:
-        assert sum(piece.size_bytes for piece in own.pieces) == own.peak_bytes
-        assert sum(own.of_group(group) for group in GROUPS) == own.peak_bytes
-        whole = own.of_group("activations")
-        assert sum(own.activations_by_stage().values()) == whole
-        assert sum(own.activations_by_stage_kind().values()) == whole
-        assert sum(own.activations_by_op().values()) == whole
+    breakdowns = memory_breakdowns(profile)
+    assert breakdowns[0].peak_bytes == profile.unplanned_peak_bytes
+    for breakdown in breakdowns:
+        assert sum(item.size_bytes for item in breakdown.items) == breakdown.peak_bytes
+        assert sum(breakdown.of_group(group) for group in GROUPS) == breakdown.peak_bytes
+        whole = breakdown.of_group("activations")
+        assert sum(breakdown.activations_by_stage().values()) == whole
+        assert sum(breakdown.activations_by_stage_class().values()) == whole
+        assert sum(breakdown.activations_by_op().values()) == whole
 
 
 def test_states_follow_from_the_parameters():
@@ -81,10 +81,10 @@ def test_what_the_optimizers_step_makes_is_what_it_adds_to_its_start():
     profile = replace(profile, resident=replace(profile.resident, scaler=8))
     start_bytes = profile.optimizer.start_bytes + 8
     step = Phase(start_bytes=start_bytes, peak_bytes=start_bytes + 1000, end_bytes=start_bytes + 600, seconds=1.0)
-    found = by_moment(replace(profile, optimizer=step))[OPTIMIZER]
-    assert found.by_what("temporaries")["made by the optimizer's step"] == 1000
-    assert found.by_what("model states")["loss scale"] == 8
-    assert sum(piece.size_bytes for piece in found.pieces) == found.peak_bytes == start_bytes + 1000
+    breakdown = by_moment(replace(profile, optimizer=step))[OPTIMIZER]
+    assert breakdown.by_what("temporaries")["made by the optimizer's step"] == 1000
+    assert breakdown.by_what("model states")["loss scale"] == 8
+    assert sum(item.size_bytes for item in breakdown.items) == breakdown.peak_bytes == start_bytes + 1000
 
 
 def test_gradients_of_before_are_states():
@@ -100,15 +100,15 @@ def test_without_an_optimizer_there_is_one_moment():
 
 
 def test_the_higher_moment_comes_first():
-    few = memory_maps(planner.profile(workload(rows=1), menus=False))
-    many = memory_maps(planner.profile(workload(rows=1024), menus=False))
+    few = memory_breakdowns(planner.profile(workload(rows=1), menus=False))
+    many = memory_breakdowns(planner.profile(workload(rows=1024), menus=False))
     assert (few[0].moment, many[0].moment) == (OPTIMIZER, STEP)
     assert few[0].of_group("activations") == 0
 
 
 def test_blocks_tell_activations_by_op(blocks):
-    own = by_moment(blocks)[STEP]
-    ops = own.activations_by_op()
+    breakdown = by_moment(blocks)[STEP]
+    ops = breakdown.activations_by_op()
     assert ops["addmm"] > 0 and ops["tanh"] > 0
     assert list(ops.values()) == sorted(ops.values(), reverse=True)
-    assert "transformer.h.0 to 2 (3 stages)" in own.activations_by_stage_kind()
+    assert "transformer.h.0 to 2 (3 stages)" in breakdown.activations_by_stage_class()

@@ -1,4 +1,4 @@
-"""Ops of a plan: every fate and its reason on a stage written by hand, and names in short."""
+"""Ops of a plan: every outcome and its reason on a stage written by hand, and names in short."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ import pytest
 
 import planner
 from planner.explain.op_decision_table import plan_ops_report
-from planner.explain.op_decisions import fates_of_ops, grouped_fates, held_bytes, kept_by, makers
-from planner.explain.stage_groups import StageKind, common_path, kinds_of_stages, names_in_short
+from planner.explain.op_decisions import (
+    always_live_tensors,
+    decisions_of_ops,
+    grouped_decisions,
+    makers,
+    storages_kept_by,
+)
+from planner.explain.stage_groups import StageGroup, common_path, groups_of_stages, names_in_short
 from planner.plans.plan import StageDecision
 from profiler.op_graph import StageOp, StageOps, StageStorage
 from profiler.records import MenuRecord, OptionRecord
@@ -53,18 +59,18 @@ OPS = StageOps(
 )
 
 
-def kind(decision: StageDecision, kept: tuple[int, ...] = (), rerun: tuple[int, ...] = ()) -> StageKind:
+def kind(decision: StageDecision, kept: tuple[int, ...] = (), rerun: tuple[int, ...] = ()) -> StageGroup:
     option = OptionRecord(
         name="some", kept=kept, rerun=rerun, forward_seconds=0.0, backward_seconds=0.0,
         freed_bytes=0, forward_peak_bytes=0, backward_peak_bytes=0,
     )  # fmt: skip
     menu = MenuRecord(ops=OPS, options=(option,))
     number = 1 if decision == "selective" else 0
-    return StageKind(members=(0,), names=("block",), decision=decision, option=number, menu=menu, runs=1)
+    return StageGroup(members=(0,), names=("block",), decision=decision, option=number, menu=menu, runs=1)
 
 
-def said(found: StageKind) -> list[tuple[str, int, str]]:
-    return [(fate.fate, fate.size_bytes, fate.why) for fate in fates_of_ops(found)]
+def said(group: StageGroup) -> list[tuple[str, int, str]]:
+    return [(op.outcome, op.size_bytes, op.why) for op in decisions_of_ops(group)]
 
 
 def test_a_stage_of_which_a_part_runs_again() -> None:
@@ -101,21 +107,21 @@ def test_an_op_behind_one_that_must_not_run_again_says_so() -> None:
 
 def test_a_stage_that_keeps_everything_says_what_it_would_take_to_make_it_again() -> None:
     found = said(kind("keep"))
-    assert [fate for fate, _, _ in found] == ["kept", "view", "kept", "kept", "view", "kept", "not needed"]
+    assert [outcome for outcome, _, _ in found] == ["kept", "view", "kept", "kept", "view", "kept", "not needed"]
     assert found[3] == ("kept", MIB, "4.00 ms a MiB to make again")
     assert sum(size for _, size, _ in found) == OPS.saved_bytes
 
 
 def test_a_stage_that_runs_again_as_a_whole_runs_up_to_its_last_saved_tensor() -> None:
     found = said(kind("recompute"))
-    assert [fate for fate, _, _ in found] == [
+    assert [outcome for outcome, _, _ in found] == [
         "recomputed", "view", "recomputed", "recomputed", "view", "recomputed", "not needed",
     ]  # fmt: skip
 
 
 def test_ops_are_named_with_what_fills_the_room_they_make() -> None:
     assert makers(OPS)[5] == 5
-    assert held_bytes(kind("keep")) == (2, 5 * MIB)
+    assert always_live_tensors(kind("keep")) == (2, 5 * MIB)
 
 
 def test_what_stays_is_read_in_backward_and_not_written_by_an_op_that_runs_again() -> None:
@@ -136,15 +142,15 @@ def test_what_stays_is_read_in_backward_and_not_written_by_an_op_that_runs_again
         ),
     )
     option = replace(kind("selective").menu.options[0], kept=(0, 1, 2, 4), rerun=(0,))  # type: ignore[union-attr]
-    assert kept_by(norms, option) == [0, 2]
-    assert kept_by(norms, replace(option, rerun=(0, 1))) == [2]
+    assert storages_kept_by(norms, option) == [0, 2]
+    assert storages_kept_by(norms, replace(option, rerun=(0, 1))) == [2]
 
 
 def test_alike_ops_come_together_those_that_run_again_first() -> None:
     twice = replace(OPS, ops=tuple(replace(each, op="aten.gelu.default", module="act") for each in OPS.ops))
     menu = replace(kind("selective", (2, 5), (2, 3)).menu, ops=twice)  # type: ignore[type-var]
-    found = grouped_fates(replace(kind("selective"), menu=menu))
-    assert [(fate.fate, fate.ordinals) for fate in found] == [
+    found = grouped_decisions(replace(kind("selective"), menu=menu))
+    assert [(ops.outcome, ops.ordinals) for ops in found] == [
         ("recomputed", (2, 3)), ("kept", (0, 4, 5)), ("not needed", (6,)),
     ]  # fmt: skip
     assert found[0].size_bytes == 5 * MIB
@@ -157,7 +163,7 @@ def plan(blocks: planner.Profile) -> planner.Plan:
 
 
 def test_every_kind_of_stage_is_said_once(plan: planner.Plan) -> None:
-    kinds = kinds_of_stages(plan)
+    kinds = groups_of_stages(plan)
     members = sorted(k for found in kinds for k in found.members)
     assert members == [k for k, stage in enumerate(plan.stages) if stage.kind == "stage"]
     text = text_of(plan_ops_report(plan))
@@ -167,8 +173,8 @@ def test_every_kind_of_stage_is_said_once(plan: planner.Plan) -> None:
 
 
 def test_every_op_is_listed_on_request(plan: planner.Plan) -> None:
-    kinds = [found for found in kinds_of_stages(plan) if found.menu is not None]
-    text = text_of(plan_ops_report(plan, every_op=True))
+    kinds = [found for found in groups_of_stages(plan) if found.menu is not None]
+    text = text_of(plan_ops_report(plan, every_op=True), width=200)  # a wrapped "895 µs each" would count as a row
     assert text.count("held anyway") == len(kinds)
     assert all(text.count("_safe_softmax") >= 1 for _ in kinds)
     rows = sum(line.split()[0].isdigit() for line in text.splitlines() if line.split())

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import planner
-from planner.explain.timeline import COLUMNS, Timeline, beside_seconds_of, predicted_timelines, timeline_table
+from planner.explain.timeline import COLUMNS, Timeline, predicted_timelines, seconds_outside_chain_of, timeline_table
 from planner.plans.plan import chain_in
 from solvers import Action, Schedule
 from tests.support.small_chain import DROPPED, small_chain, two_stages
@@ -65,11 +65,13 @@ def plan(files) -> planner.Plan:
 
 def test_the_predicted_timelines_say_what_the_plan_claims(plan: planner.Plan) -> None:
     chain = chain_in(plan)
-    unplanned, planned = predicted_timelines(chain, plan.schedule, seconds_outside_chain=beside_seconds_of(plan, chain))
+    unplanned, planned = predicted_timelines(
+        chain, plan.schedule, seconds_outside_chain=seconds_outside_chain_of(plan, chain)
+    )
     assert planned.peak.peak_bytes == plan.predicted_peak_bytes
     assert unplanned.peak.peak_bytes == plan.unplanned_peak_bytes
-    beside = plan.unplanned_seconds - chain.unplanned_seconds
-    assert planned.seconds == pytest.approx(plan.predicted_seconds + max(0.0, -beside))
+    outside_seconds = plan.unplanned_seconds - chain.unplanned_seconds
+    assert planned.seconds == pytest.approx(plan.predicted_seconds + max(0.0, -outside_seconds))
 
 
 def test_time_goes_on_without_gaps_and_phases_come_in_order(plan: planner.Plan) -> None:

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from planner.cli import tables
+from planner.plans.plan import Plan
 from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
 from profiler.measurement import step_measurement
 from profiler.measurement.step_measurement import measure
 from profiler.workload.workload import Workload
 from tests.support.printed_text import text_of
+from tests.support.training_runs import trained
 
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MIB = 2**20
@@ -43,15 +45,11 @@ def test_nothing_is_said_where_the_allocator_named_is_not_to_be_had(monkeypatch)
     assert advice_on_malloc(100, 1000) == ""
 
 
-def test_training_prints_it():
-    document = {
-        "losses": [1.5], "budget_bytes": 100, "predicted_peak_bytes": 90, "measured_peak_bytes": 95,
-        "predicted_seconds": 0.01, "measured_seconds": 0.012, "unplanned_seconds": 0.008,
-        "allocator_advice": "each step gets much anew",
-    }  # fmt: skip
-    lines = text_of(tables.training_report(document)).splitlines()
+def test_training_prints_it(files):
+    run = trained(Plan.load(files / "plan.json"))
+    lines = text_of(tables.training_report(run, "each step gets much anew")).splitlines()
     assert any("allocator" in line and "each step gets much anew" in line for line in lines)
-    silent = text_of(tables.training_report({**document, "allocator_advice": ""}))
+    silent = text_of(tables.training_report(run))
     assert "allocator" not in silent and "reserved" not in silent
 
 

@@ -160,7 +160,7 @@ def test_remove_restores_the_model_and_ends_the_thread():
         step(model, count)
     handle.remove()
     handle.remove()
-    assert not [thread for thread in threading.enumerate() if thread.name == "planner-plan-book"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("planner-plans")]
     assert planner.handle_of(model) is None
     assert not any("forward" in vars(module) for module in model.modules())
     with pytest.raises(ValueError, match="removed"):
