@@ -35,8 +35,12 @@ if TYPE_CHECKING:
     from planner.training.checkpointing import auto_checkpoint as auto_checkpoint
     from planner.training.dynamic_shapes import DynamicHandle as DynamicHandle
     from planner.training.input_signatures import Signature as Signature
-    from planner.training.oom_report import FailureReport as FailureReport, OutOfMemory as OutOfMemory
-    from planner.training.training import TrainingRun as TrainingRun, train_planned as train_planned
+    from planner.training.oom_report import FailureReport as FailureReport
+    from planner.training.training import (
+        OutOfMemory as OutOfMemory,
+        TrainingRun as TrainingRun,
+        train_planned as train_planned,
+    )
     from profiler.measurement.step_measurement import Measurement as Measurement, measure as measure
     from profiler.recomputation.functions import recompute as recompute
     from profiler.records import Profile as Profile
@@ -61,8 +65,8 @@ _NAMES = {
     "planner.training.checkpointing": "auto_checkpoint",
     "planner.training.dynamic_shapes": "DynamicHandle",
     "planner.training.input_signatures": "Signature",
-    "planner.training.oom_report": "FailureReport OutOfMemory",
-    "planner.training.training": "TrainingRun train_planned",
+    "planner.training.oom_report": "FailureReport",
+    "planner.training.training": "OutOfMemory TrainingRun train_planned",
     "profiler.measurement.step_measurement": "Measurement measure",
     "profiler.recomputation.functions": "recompute",
     "profiler.records": "Profile",

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.capacity.advice import Advice, advise
-from planner.capacity.advice_plot import draw_advice
-from planner.capacity.advice_report import document_of, report_of
 from planner.cli.options import (
     AsJson,
     BudgetText,
@@ -26,8 +23,10 @@ from planner.cli.options import (
 from planner.cli.shell import NO_PLAN, check_folder, note, show, show_json, working
 from planner.explain.figures import check_picture
 from planner.plans.offload_request import Offload
-from planner.targets import parse_settings
 from planner.units import format_bytes
+
+if TYPE_CHECKING:
+    from planner.capacity.advice import Advice
 
 
 def advise_command(
@@ -51,6 +50,9 @@ def advise_command(
     Mixed precision, Adafactor or SGD in place of the optimizer, micro-batches, recompute and offload, alone and
     combined: peaks and times as measured, computed or solved for, and the fastest combination that fits.
     """
+    from planner.capacity.advice import advise
+    from planner.targets import parse_settings
+
     check_folder(output)
     if output is not None:
         check_picture(output)
@@ -70,6 +72,9 @@ def advise_command(
 
 def _tell(advice: Advice, output: Path | None, *, as_json: bool) -> None:
     """Draw and print; ends with exit code 3 where nothing fits."""
+    from planner.capacity.advice_plot import draw_advice
+    from planner.capacity.advice_report import document_of, report_of
+
     if output is not None:
         draw_advice(advice, output)
     if as_json:

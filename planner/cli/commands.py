@@ -1,4 +1,8 @@
-"""The command line: profile, solve, pareto, train, compare, max-batch, advise, show and demo."""
+"""The command line: profile, solve, pareto, train, compare, max-batch, advise, show and demo.
+
+What loads torch, pandas or matplotlib is imported by the commands that need it, so that help and work on files start
+at once.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,14 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner import Infeasible, NoBatch, Plan, Rules, Workload
+from planner import Infeasible, NoBatch, Plan, Rules
 from planner.capacity.batch_report import batch_document, limits_report, no_batch_document
-from planner.capacity.batch_search import max_batch
 from planner.cli import documents, problem_solving, tables
 from planner.cli.advise import advise_command
-from planner.cli.demo import run_demo
 from planner.cli.options import (
     AsJson,
     BudgetText,
@@ -36,19 +38,17 @@ from planner.cli.options import (
 )
 from planner.cli.shell import ManyValues, PlannerGroup, check_folder, note, show, show_json, working
 from planner.cli.show_file import ShowRequest, run_show
-from planner.cli.train import run_train
 from planner.explain.figures import check_picture
-from planner.explain.pareto_plot import draw_pareto
-from planner.explain.state_table import model_states, states_report
 from planner.plans import pareto_curves, problem_files
 from planner.plans.offload_request import Offload
-from planner.plans.profiling import profile
-from planner.plans.solving import NoPlan
-from planner.targets import load_target, on_device, parse_settings
-from planner.training.solver_comparison import ILP_SECONDS, ComparisonRow, compare_solvers
+from planner.plans.solving import COMPARE_SECONDS, NoPlan
 from planner.units import format_bytes, parse_bytes
 from profiler.json_files import write_document, write_whole
 from solvers.graph.registry import DEFAULT_GAP, DEFAULT_SECONDS, LARGE_NODES, LARGE_SECONDS
+
+if TYPE_CHECKING:
+    from planner import Workload
+    from planner.training.solver_comparison import ComparisonRow
 
 app = typer.Typer(
     cls=PlannerGroup,
@@ -80,6 +80,8 @@ def profile_command(
     output: Out = None,
 ) -> None:
     """Measure one training step: what each stage costs in bytes and seconds."""
+    from planner.plans.profiling import profile
+
     check_folder(output)
     stated = None if rules is None else Rules.load(rules)  # refused before anything is measured
     with working() as progress:
@@ -89,6 +91,8 @@ def profile_command(
         measured.save(output)
     show(tables.profile_report(measured))
     if states:
+        from planner.explain.state_table import model_states, states_report
+
         show("", states_report(model_states(workload)))
     if ops:
         show("", tables.ops_report(measured.op_records, limit=ops_limit))
@@ -198,6 +202,8 @@ def pareto_command(
     if csv is not None:
         write_whole(csv, frame.to_csv(index=False))
     if output is not None:
+        from planner.explain.pareto_plot import draw_pareto
+
         draw_pareto(frame, output, title=title)
     show(tables.frontier_report(frame, title))
     _say_written(csv, output)
@@ -221,6 +227,8 @@ def train_command(
     as_json: AsJson = False,
 ) -> None:
     """Train under a plan and hold what it predicts against what is measured."""
+    from planner.cli.train import run_train
+
     run_train(
         Plan.load(plan),
         lambda: _workload(target, settings, device),
@@ -237,10 +245,13 @@ def compare_command(
     budget: BudgetText,
     settings: Settings = None,
     device: Device = None,
-    time_limit: Annotated[float, typer.Option(help="Seconds for ilp and auto.")] = ILP_SECONDS,
+    time_limit: Annotated[float, typer.Option(help="Seconds for ilp and auto.")] = COMPARE_SECONDS,
     as_json: AsJson = False,
 ) -> None:
     """Apply every solver's plan for one budget in turn: predicted and measured peaks and times side by side."""
+    from planner.plans.profiling import profile
+    from planner.training.solver_comparison import compare_solvers
+
     if not budget.strip().endswith("%"):
         parse_bytes(budget)  # refused before anything is measured
     with working() as progress:
@@ -275,6 +286,9 @@ def max_batch_command(
 
     Profiles a few sizes, predicts how bytes and seconds grow, and confirms the limits by real steps.
     """
+    from planner.capacity.batch_search import max_batch
+    from planner.targets import parse_settings
+
     offload_request = offload_wish(no_offload, link_gbps, devices_per_link, host_memory) or Offload()
     try:
         with working() as progress:
@@ -331,10 +345,14 @@ app.command("advise", cls=ManyValues)(advise_command)
 @app.command("demo")
 def demo_command() -> None:
     """Profile, plan and train a GPT-2 on the CPU, and draw its Pareto curve to ./planner-demo/pareto.png."""
+    from planner.cli.demo import run_demo
+
     run_demo()
 
 
 def _workload(target: str, settings: list[str] | None, device: str | None) -> Workload:
+    from planner.targets import load_target, on_device, parse_settings
+
     return on_device(load_target(target, parse_settings(settings or [])), device)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.plans.plan import Plan
 from planner.plans.solving import NoPlan
-from planner.training.oom_report import OutOfMemory, failure_document
-from planner.training.solver_comparison import ComparisonRow
-from planner.training.training import TrainingRun
+from planner.training.oom_report import failure_document
 from profiler.records import Profile
+
+if TYPE_CHECKING:
+    from planner.training.solver_comparison import ComparisonRow
+    from planner.training.training import OutOfMemory, TrainingRun
 
 _UNKNOWN_WITHOUT_PLAN = ("predicted_peak_bytes", "predicted_seconds", "gap", "recomputed_seconds")
 

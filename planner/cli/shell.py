@@ -16,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperCommand, TyperGroup
 
 from planner.plans.solving import NoPlan
-from planner.training.oom_report import OutOfMemory
 
 WRONG_INPUT = 2
 NO_PLAN = 3
@@ -36,9 +35,6 @@ class PlannerGroup(TyperGroup):
         except NoPlan as refusal:
             typer.echo(f"{refusal.status}: {refusal}", err=True)
             raise typer.Exit(NO_PLAN) from refusal
-        except OutOfMemory as failure:
-            typer.echo(f"out of memory: {failure}", err=True)
-            raise typer.Exit(NO_PLAN) from failure
         except ValueError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(WRONG_INPUT) from error

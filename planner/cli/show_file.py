@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
@@ -23,17 +23,18 @@ from planner.cli.graph_solutions import (
 from planner.cli.shell import check_folder, note, show, working
 from planner.cli.solution_summary import summary_from, summary_of_plan
 from planner.explain.figures import check_picture
-from planner.explain.measured_step import MeasuredStep, view_step
 from planner.explain.op_decision_table import plan_ops_report
 from planner.explain.peak import Peak, predicted_peak
 from planner.explain.peak_report import alive_report, peak_rows, peak_table
 from planner.explain.timeline import Timeline, predicted_timelines, seconds_outside_chain_of, timeline_table
-from planner.explain.timeline_plot import ExplainedPeak, draw_timeline
 from planner.plans.plan import FORMAT as PLAN_FORMAT, VERSION as PLAN_VERSION, Plan, chain_in
 from planner.units import format_bytes, format_seconds
 from profiler.json_files import read_document, write_whole
 from profiler.records import FORMAT as PROFILE_FORMAT, VERSION as PROFILE_VERSION, Profile
-from profiler.workload.workload import Workload
+
+if TYPE_CHECKING:
+    from planner.explain.measured_step import MeasuredStep
+    from profiler.workload.workload import Workload
 
 FORMATS = {
     PLAN_FORMAT: PLAN_VERSION,
@@ -171,6 +172,8 @@ def _show_plan(plan: Plan, where: str, request: ShowRequest) -> list[RenderableT
 
 
 def _measured(plan: Plan, build: Callable[[], Workload]) -> MeasuredStep:
+    from planner.explain.measured_step import view_step
+
     with working() as progress:
         workload = build()
         progress("measure steps", 0, 1)
@@ -183,6 +186,8 @@ def _write(step: _ExplainedStep, request: ShowRequest) -> None:
     if request.peak_csv is not None:
         write_whole(request.peak_csv, peak_table(step.peaks).to_csv(index=False))
     if request.timeline is not None:
+        from planner.explain.timeline_plot import ExplainedPeak, draw_timeline
+
         explained = [ExplainedPeak(peak=peak, rows=peak_rows(peak, step.plan)) for peak in step.peaks]
         draw_timeline(
             step.timelines, request.timeline, budget_bytes=step.budget_bytes, peaks=explained, title=step.title

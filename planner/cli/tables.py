@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
 from planner.cli.solution_summary import SolutionSummary
 from planner.explain.tables import facts, plain_table
-from planner.training.solver_comparison import ComparisonRow
-from planner.training.training import TrainingRun
 from planner.units import format_bytes, format_seconds
 from profiler.records import OpRecord, Profile, StageRecord
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from planner.training.solver_comparison import ComparisonRow
+    from planner.training.training import TrainingRun
 
 _COLOURS = {"keep": "green", "selective": "cyan", "offload": "blue", "recompute": "yellow", "segment": "magenta"}
 _MEANINGS = {

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import typer
+
 from planner.cli import documents, tables
-from planner.cli.shell import check_folder, note, show, show_json, working
+from planner.cli.shell import NO_PLAN, check_folder, note, show, show_json, working
 from planner.plans.plan import Plan
 from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
-from planner.training.oom_report import FailureReport, OutOfMemory, failure_text
-from planner.training.training import TrainingRun, train_planned
+from planner.training.oom_report import FailureReport, failure_text
+from planner.training.training import OutOfMemory, TrainingRun, train_planned
 from planner.units import format_bytes
 from profiler.measurement.device_memory import has_expandable_segments
 from profiler.workload.workload import Workload
@@ -28,7 +30,7 @@ def run_train(
     """Train and print; write the plan that training ended with to ``save_plan``.
 
     Raises:
-        OutOfMemory: memory ran out for good; its document is printed before.
+        typer.Exit: memory ran out for good, which has been said.
         ValueError: as ``train_planned``.
     """
     check_folder(save_plan)
@@ -40,7 +42,8 @@ def run_train(
     except OutOfMemory as failure:
         if as_json:
             show_json(documents.lost_training_document(plan, failure))
-        raise
+        note(f"out of memory: {failure}")
+        raise typer.Exit(NO_PLAN) from failure
     if save_plan is not None:
         run.plan.save(save_plan)
     advice = _allocator_advice(run)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import pandas as pd
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -16,6 +16,9 @@ from planner.explain.stage_groups import common_path, in_one_series, names_in_sh
 from planner.plans.plan import Plan
 from planner.units import format_bytes
 from profiler.op_graph import kind_of
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 COLUMNS = ("series", "what", "op", "module", "stage", "phase", "tensors", "bytes")
 ROWS_SHOWN = 12
@@ -112,6 +115,8 @@ def peak_table(peaks: Iterable[Peak]) -> pd.DataFrame:
     it was made), ``tensors`` (0 where not known), ``bytes``. The bytes of a
     series add up to its peak.
     """
+    import pandas as pd
+
     rows = [
         (peak.source, p.what, p.op, p.module, p.stage, p.phase, p.tensors, p.size_bytes)
         for peak in peaks

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-import pandas as pd
+from typing import TYPE_CHECKING, Literal
 
 from planner.plans.plan import Plan
 from solvers import Chain, Schedule, replay
@@ -15,6 +13,9 @@ from solvers.chain import baselines
 from solvers.problem.chain_simulator import ReplayedAction
 from solvers.problem.copy_engines import Copy
 from solvers.problem.link import Link
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PhaseName = Literal["forward", "backward", "optimizer"]
 SpanKind = Literal["forward", "recompute", "backward", "free", "offload", "release", "prefetch", "optimizer"]
@@ -154,6 +155,8 @@ def timeline_table(timelines: Iterable[Timeline]) -> pd.DataFrame:
     ``start_seconds`` and ``seconds`` (since the step began, at the action's
     start and end), ``bytes_before``, ``bytes_peak``, ``bytes_after``.
     """
+    import pandas as pd
+
     rows = [_row(timeline.series, span) for timeline in timelines for span in timeline.spans]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 

@@ -21,6 +21,7 @@ from solvers.problem.solution import AnySchedule
 OFFLOAD_ONLY = "offload_only"
 # So little leaves out the integer program for short chains, which proves the best plan and hardly ever betters it.
 SEARCH_SECONDS = 1e-3
+COMPARE_SECONDS = 10.0  # for ilp and for auto, where all solvers are compared
 NO_LINK = "no link is known: run on a device that has one, or give its speed with --link-gbps"
 _FEWER_STATES = (
     "raise the budget, or take another optimizer or precision (planner advise compares them), or a smaller model"

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from planner.explain.timeline import PhaseName, SpanKind
 from planner.units import format_bytes
@@ -88,20 +85,6 @@ class FailureReport:
     predicted_peak_bytes: int
     next_budget_bytes: int | None = None
     why_not: str = ""
-
-
-class OutOfMemory(torch.OutOfMemoryError):
-    """Training under a plan ran out of memory and was not, or not again, retried.
-
-    Attributes:
-        reports: of each failure, the last one last.
-        losses: of the training steps before.
-    """
-
-    def __init__(self, reports: Sequence[FailureReport], losses: Sequence[float]) -> None:
-        self.reports = tuple(reports)
-        self.losses = tuple(losses)
-        super().__init__(failure_text(self.reports[-1]))
 
 
 def allocation_in(message: str) -> int | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.plans.plan import Plan
-from planner.plans.solving import Infeasible, solve
+from planner.plans.solving import COMPARE_SECONDS, Infeasible, solve
 from planner.runtime.applier import apply
 from profiler.measurement.meter import metered, time_meter
 from profiler.measurement.step_measurement import Measurement, measure
@@ -23,7 +23,6 @@ Progress = Callable[[str, int, int], None]
 
 SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "rotor")
 ILP_STAGES = 16  # what ilp mostly proves within its limit; a longer chain would make everybody wait for it
-ILP_SECONDS = 10.0
 ROUNDS = 5  # timed steps per row; the rows take turns, so a slow moment of the machine hits them all
 
 
@@ -52,7 +51,7 @@ def compare_solvers(
     profile: Profile,
     budget_bytes: int,
     *,
-    time_limit_seconds: float = ILP_SECONDS,
+    time_limit_seconds: float = COMPARE_SECONDS,
     progress: Progress | None = None,
 ) -> list[ComparisonRow]:
     """Plan with every solver, apply each plan, and measure peaks and (in turns) seconds.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from planner.runtime.plan_checks import check_device, check_inputs
 from planner.runtime.step_trial import ran_out
 from planner.training.oom_diagnosis import report_of, stop_of
 from planner.training.oom_recovery import StepRollback, smaller_plan, wanted_bytes
-from planner.training.oom_report import FailureReport, OutOfMemory, Stop
+from planner.training.oom_report import FailureReport, Stop, failure_text
 from profiler.measurement.step_measurement import Measurement, measure
 from profiler.workload.workload import Workload
 
@@ -43,6 +43,20 @@ class TrainingRun:
     reserved_bytes: int | None = None
     faulted_bytes: int | None = None
     failures: tuple[FailureReport, ...] = ()
+
+
+class OutOfMemory(torch.OutOfMemoryError):
+    """Training under a plan ran out of memory and was not, or not again, retried.
+
+    Attributes:
+        reports: of each failure, the last one last.
+        losses: of the training steps before.
+    """
+
+    def __init__(self, reports: Sequence[FailureReport], losses: Sequence[float]) -> None:
+        self.reports = tuple(reports)
+        self.losses = tuple(losses)
+        super().__init__(failure_text(self.reports[-1]))
 
 
 def train_planned(

@@ -15,8 +15,8 @@ from planner.explain.timeline import PhaseName, Span, Timeline, predicted_timeli
 from planner.training import oom_recovery
 from planner.training.oom_diagnosis import _beside, _predicted_at
 from planner.training.oom_recovery import StepRollback, smaller_plan
-from planner.training.oom_report import ActionMemory, FailureReport, OutOfMemory, allocation_in, failure_text
-from planner.training.training import train_planned
+from planner.training.oom_report import ActionMemory, FailureReport, allocation_in, failure_text
+from planner.training.training import OutOfMemory, train_planned
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 from tests.support.small_device import Limit

@@ -1,0 +1,81 @@
+"""The command line starts quickly: help and all work on files load no torch, and help nothing that draws."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from solvers.problem.examples import training_graph
+from tests.support.small_chain import small_chain
+
+RUN = """
+import sys
+from planner.cli import main
+
+try:
+    main()
+except SystemExit as end:
+    print(end.code, *sorted({"torch", "pandas", "matplotlib"} & set(sys.modules)), file=sys.stderr)
+"""
+COMMANDS = ("profile", "solve", "pareto", "train", "compare", "max-batch", "advise", "show", "demo")
+
+
+@pytest.fixture(scope="module")
+def problems(files, tmp_path_factory):
+    """A profile and a plan, and chain and graph problems with their solutions."""
+    folder = tmp_path_factory.mktemp("problems")
+    for name in ("profile.json", "plan.json"):
+        (folder / name).write_bytes((files / name).read_bytes())
+    for name, problem in (("chain", small_chain()), ("graph", training_graph(4))):
+        (folder / f"{name}.json").write_text(json.dumps(problem.to_dict()))
+        ended("solve", f"{name}.json", "--budget", "90%", "-o", f"{name}-solution.json", folder=folder)
+    return folder
+
+
+def ended(*args, folder):
+    """The exit code of a command, and which of the large libraries it loaded."""
+    done = subprocess.run([sys.executable, "-c", RUN, *args], cwd=folder, capture_output=True, text=True)
+    assert done.stderr.strip(), done.stdout
+    code, *loaded = done.stderr.splitlines()[-1].split()
+    return int(code), loaded
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_loads_none_of_the_large_libraries(command, tmp_path):
+    assert ended(*[command][: bool(command)], "--help", folder=tmp_path) == (0, [])
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("solve", "profile.json", "--budget", "85%"),
+        ("solve", "profile.json", "--budget", "85%", "--json"),
+        ("solve", "chain.json", "--budget", "90%"),
+        ("solve", "graph.json", "--budget", "90%"),
+        ("show", "profile.json"),
+        ("show", "plan.json"),
+        ("show", "chain-solution.json"),
+        ("show", "graph-solution.json"),
+    ],
+)
+def test_planning_from_files_and_showing_them_loads_none_either(args, problems):
+    assert ended(*args, folder=problems)[1] == []
+
+
+def test_a_refusal_loads_none_either(problems):
+    assert ended("solve", "profile.json", "--budget", "1", folder=problems) == (3, [])
+    assert ended("show", "nothing.json", folder=problems) == (2, [])
+
+
+@pytest.mark.parametrize("name", ["profile.json", "chain.json", "graph.json"])
+def test_curves_are_drawn_without_torch(name, problems):
+    code, loaded = ended("pareto", name, "-o", "curve.png", "--time-limit", "2", folder=problems)
+    assert (code, loaded) == (0, ["matplotlib", "pandas"])
+
+
+def test_a_timeline_is_drawn_without_torch(problems):
+    code, loaded = ended("show", "plan.json", "--timeline", "step.png", folder=problems)
+    assert (code, loaded) == (0, ["matplotlib", "pandas"])
