@@ -22,7 +22,7 @@ class SizeLine:
 
     Attributes:
         signatures: two or more, each covered by the next.
-        growth: of their profiles, over the first dimension that varies.
+        scaling: of their profiles, over the first dimension that varies.
     """
 
     signatures: tuple[Signature, ...]

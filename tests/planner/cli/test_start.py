@@ -73,9 +73,9 @@ def test_a_refusal_loads_none_either(problems):
 @pytest.mark.parametrize("name", ["profile.json", "chain.json", "graph.json"])
 def test_curves_are_drawn_without_torch(name, problems):
     code, loaded = ended("pareto", name, "-o", "curve.png", "--time-limit", "2", folder=problems)
-    assert (code, loaded) == (0, ["matplotlib", "pandas"])
+    assert (code, "torch" in loaded, "matplotlib" in loaded) == (0, False, True)
 
 
 def test_a_timeline_is_drawn_without_torch(problems):
     code, loaded = ended("show", "plan.json", "--timeline", "step.png", folder=problems)
-    assert (code, loaded) == (0, ["matplotlib", "pandas"])
+    assert (code, "torch" in loaded, "matplotlib" in loaded) == (0, False, True)
