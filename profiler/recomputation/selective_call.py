@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.recomputation.dispatch_watch import RecordingMode
 from profiler.recomputation.module_rerun import CallState, detached
 from profiler.recomputation.op_tape import OpTape, RecomputedTensor
+from profiler.recomputation.recording_mode import RecordingMode
 from profiler.recomputation.saved_tensors import RecordedInput, SavedTensor, TensorStandIn, unpack
 from profiler.recomputation.selection import Selection
 from profiler.workload.compiled_forwards import leave_uncompiled

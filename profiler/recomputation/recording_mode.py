@@ -15,7 +15,10 @@ from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of
 from profiler.recomputation.op_tape import OpTape
 from profiler.recomputation.selection import ModuleSwitch, Selection
+from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import replace_forward, reset_forward
+
+leave_uncompiled(__name__)
 
 _NO_CONTEXT = nullcontext()
 
