@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from profiler.workload.steps import ProfileError as ProfileError
     from profiler.workload.workload import Workload as Workload
 
-_HOME = {
-    "Measurement": "profiler.measurement.step_measurement",
-    "Profile": "profiler.records",
-    "ProfileError": "profiler.workload.steps",
-    "Workload": "profiler.workload.workload",
-    "measure": "profiler.measurement.step_measurement",
-    "profile": "profiler.measurement.profiling",
-    "recompute": "profiler.recomputation.functions",
+_NAMES = {
+    "profiler.measurement.profiling": "profile",
+    "profiler.measurement.step_measurement": "Measurement measure",
+    "profiler.recomputation.functions": "recompute",
+    "profiler.records": "Profile",
+    "profiler.workload.steps": "ProfileError",
+    "profiler.workload.workload": "Workload",
 }
-__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
