@@ -16,7 +16,7 @@ from profiler.measurement.meter import Mark, memory_meter, metered, metered_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import ProfileError, checked_step, resident_bytes_of
-from profiler.workload.storages import allocated_bytes, distinct_bytes
+from profiler.workload.storages import allocated_bytes, distinct_bytes, storage_key
 from profiler.workload.workload import StepPhase, Workload, optimizer_tensors, varied
 
 
@@ -124,17 +124,10 @@ def _by_name(workload: Workload) -> tuple[tuple[str, int], ...]:
     names: dict[str, list[Tensor]] = {}
     seen: set[int] = set()
     for _, name, tensor in optimizer_tensors(workload.optimizer):
-        if tensor.device.type == workload.device.type and _new(tensor, seen):
+        if tensor.device.type == workload.device.type and storage_key(tensor) not in seen:
+            seen.add(storage_key(tensor))
             names.setdefault(name, []).append(tensor)
     return tuple((name, distinct_bytes(tensors)) for name, tensors in names.items())
-
-
-def _new(tensor: Tensor, seen: set[int]) -> bool:
-    key = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-    if key in seen:
-        return False
-    seen.add(key)
-    return True
 
 
 def _casts(workload: Workload) -> tuple[int, int]:
@@ -156,20 +149,17 @@ class _CastWatch(TorchDispatchMode):
     def __init__(self, parameters: list[Tensor]) -> None:
         super().__init__()
         self.most_bytes = 0
-        self._parameters = {p.untyped_storage()._cdata for p in parameters if p.layout is torch.strided}
+        self._parameters = {storage_key(p) for p in parameters if p.layout is torch.strided}
         self._casts: list[tuple[Callable[[], Any], int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and self._is_parameter(args[0]):
+        if func is torch.ops.aten._to_copy.default and storage_key(args[0]) in self._parameters:
             storage = output.untyped_storage()
             self._casts.append((weakref.ref(storage), allocated_bytes(storage)))
             del storage
             self.most_bytes = max(self.most_bytes, self.alive_bytes())
         return output
-
-    def _is_parameter(self, tensor: Tensor) -> bool:
-        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._parameters
 
     def alive_bytes(self) -> int:
         """Of the casts that are still alive."""

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
 from profiler.recomputation.op_tape import OpTape, RecomputedTensor
 from profiler.recomputation.saved_tensors import SavedTensor, TensorStandIn, geometry_of, unpack
+from profiler.workload.storages import storage_key
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -122,17 +123,17 @@ class _RerunnableOps(TorchDispatchMode):
         if not _may_run_again(func, args, kwargs, given):
             self.tape.keep_written(func, args, kwargs)
             return func(*args, **kwargs)
-        self._read.update(_storage(tensor) for tensor in given if self.tape.recomputed_storage_of(tensor) is None)
+        self._read.update(storage_key(tensor) for tensor in given if self.tape.recomputed_storage_of(tensor) is None)
         self._ordinal += 1
         return self.tape.run(self._ordinal, func, args, kwargs)
 
     def _before_writing(self, func: Any, args: Any, kwargs: Any) -> None:
         """What was recorded cannot run again once an op changes what it reads from outside: it is kept instead."""
         traits = traits_of(func)
-        if not traits.changes_in_place:
+        if not traits.written:
             return
         outside = [t for t in traits.writes(args, kwargs) if self.tape.recomputed_storage_of(t) is None]
-        if any(_storage(tensor) in self._read for tensor in outside):
+        if any(storage_key(tensor) in self._read for tensor in outside):
             self.tape.fill_all()
             self.tape.end_recording()
             self.tape = OpTape()
@@ -171,17 +172,12 @@ def _may_run_again(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bo
     return all(type(tensor) in _PLAIN and tensor.layout is torch.strided for tensor in given)
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
 def _packing_by(hooks: _Hooks) -> Callable[[Tensor], TensorStandIn]:
     """Has the saved-tensor hooks outside of a call pack tensors, each once."""
     packed: dict[Any, _PackedTensor] = {}
 
     def holder_of(tensor: Tensor) -> _PackedTensor:
-        strided = tensor.layout is torch.strided
-        key = (tensor.untyped_storage()._cdata, geometry_of(tensor)) if strided else id(tensor)
+        key = (storage_key(tensor), geometry_of(tensor) if tensor.layout is torch.strided else None)
         if key not in packed:
             packed[key] = _PackedTensor(hooks, tensor)
         return packed[key]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiler.op_graph import is_allocation
 from profiler.workload.tensor_trees import tensors_in
 
 # Their first argument gives shape and kind only; its contents are not read.
@@ -19,11 +20,6 @@ _SHAPE_ONLY = frozenset(
         *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
         *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
     )
-)
-# They make storage that holds nothing yet.
-_BLANK = frozenset(
-    f"aten::{name}"
-    for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 )
 # In-place ops that do not need what was there before; a part may be left as it was.
 _FILLING = frozenset(
@@ -44,9 +40,7 @@ class OpTraits:
     """What is known of an op without running it.
 
     Attributes:
-        changes_in_place: it changes any of its arguments.
-        written: positions of arguments that it changes in place, and their names.
-        written_names: the same by name, for those given by keyword.
+        written: positions and names of the arguments that it changes in place.
         random: it draws random numbers.
         shape_only: of its first argument only the shape and kind matter.
         statistics: positions of running statistics (a BatchNorm); empty for other ops.
@@ -58,23 +52,20 @@ class OpTraits:
         not_rerunnable_reason: why it must not run again; empty where nothing in its schema speaks against it.
     """
 
-    changes_in_place: bool
-    written: tuple[int, ...]
-    written_names: tuple[str, ...]
-    random: bool
-    shape_only: bool
-    statistics: tuple[int, ...]
-    training: int
-    blank: bool
-    fills: bool
-    state: int
-    aliases: bool
-    not_rerunnable_reason: str
+    written: tuple[tuple[int, str], ...] = ()
+    random: bool = False
+    shape_only: bool = False
+    statistics: tuple[int, ...] = ()
+    training: int = -1
+    blank: bool = False
+    fills: bool = False
+    state: int = -1
+    aliases: bool = False
+    not_rerunnable_reason: str = ""
 
     def writes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors that a call changes in place, as far as its schema says."""
-        places = [args[i] for i in self.written if i < len(args)] + [kwargs.get(name) for name in self.written_names]
-        return tensors_in(places)
+        return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in self.written])
 
     def renews_statistics(self, args: tuple[Any, ...]) -> bool:
         """Whether a call updates running statistics without reading them."""
@@ -83,20 +74,7 @@ class OpTraits:
         )
 
 
-_UNKNOWN = OpTraits(
-    changes_in_place=False,
-    written=(),
-    written_names=(),
-    random=False,
-    shape_only=False,
-    statistics=(),
-    training=-1,
-    blank=False,
-    fills=False,
-    state=-1,
-    aliases=False,
-    not_rerunnable_reason="it is no plain op",
-)
+_UNKNOWN = OpTraits(not_rerunnable_reason="it is no plain op")
 
 
 @functools.cache
@@ -112,14 +90,12 @@ def traits_of(op: Any) -> OpTraits:
     functional = schema.name.endswith("_functional")  # These return the new statistics and change nothing.
     statistics = () if functional else tuple(names.index(name) for name in _STATISTICS if name in names)
     return OpTraits(
-        changes_in_place=any(i not in statistics for i in written),
-        written=tuple(i for i in written if i not in statistics),
-        written_names=tuple(names[i] for i in written if i not in statistics),
+        written=tuple((i, names[i]) for i in written if i not in statistics),
         random=torch.Tag.nondeterministic_seeded in op.tags,
         shape_only=schema.name in _SHAPE_ONLY,
         statistics=statistics,
         training=next((names.index(n) for n in ("training", "train", "is_training") if n in names), -1),
-        blank=schema.name in _BLANK,
+        blank=op.namespace == "aten" and is_allocation(str(op)),
         fills=schema.name in _FILLING or any(argument.is_out for argument in schema.arguments),
         state=names.index("dropout_state") if "dropout_state" in names else -1,
         aliases=any(result.alias_info is not None for result in schema.returns),

@@ -264,7 +264,7 @@ class OpTape:
     def run(self, ordinal: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and record it."""
         traits = traits_of(op)
-        written = traits.writes(args, kwargs) if traits.changes_in_place else ()
+        written = traits.writes(args, kwargs) if traits.written else ()
         if any(self.recomputed_storage_of(tensor) is None for tensor in written):
             self.keep_written(op, args, kwargs)
             return op(*args, **kwargs)  # It changes what is kept, and must not do so twice.

@@ -170,7 +170,7 @@ def _module_at(stage: nn.Module, name: str) -> nn.Module | None:
 def _overloads(names: tuple[str, ...]) -> tuple[tuple[Any, ...], frozenset[int]]:
     """The ops of these names, and which of them change something in place."""
     ops = tuple(_overload(name) for name in names)
-    return ops, frozenset(k for k, op in enumerate(ops) if op is None or traits_of(op).changes_in_place)
+    return ops, frozenset(k for k, op in enumerate(ops) if op is None or traits_of(op).written)
 
 
 def _overload(name: str) -> Any:

@@ -18,6 +18,11 @@ def allocated_bytes(storage: torch.UntypedStorage) -> int:
     return -(-size // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES if storage.device.type == "cuda" else size
 
 
+def storage_key(tensor: Tensor) -> int:
+    """The same for tensors over one storage, as long as it lives; a tensor without one (a sparse one) is its own."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
 class StorageTable:
     """Numbers every storage it meets; a number is never given twice, also when memory is used again."""
 
@@ -51,8 +56,7 @@ def distinct_bytes(tensors: Iterable[Tensor]) -> int:
     seen: dict[int, int] = {}
     for tensor in tensors:
         if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            seen[storage._cdata] = allocated_bytes(storage)
+            seen[storage_key(tensor)] = allocated_bytes(tensor.untyped_storage())
         else:
-            seen[id(tensor)] = tensor.element_size() * tensor._nnz()
+            seen[storage_key(tensor)] = tensor.element_size() * tensor._nnz()
     return sum(seen.values())

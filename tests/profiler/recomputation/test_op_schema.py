@@ -28,7 +28,7 @@ X, Y = torch.ones(2), torch.zeros(2)
 def test_what_a_call_changes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]) -> None:
     traits = traits_of(op)
     assert [id(tensor) for tensor in traits.writes(args, kwargs)] == [id(tensor) for tensor in written]
-    assert traits.changes_in_place == bool(written)
+    assert bool(traits.written) == bool(written)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_traits(trait: str, those: list[Any], others: list[Any]) -> None:
 def test_running_statistics_are_renewed_in_training_alone() -> None:
     given = (torch.ones(4, 2), X, Y, torch.zeros(2), torch.ones(2))
     norm = traits_of(aten.native_batch_norm.default)
-    assert norm.statistics == (3, 4) and not norm.changes_in_place
+    assert norm.statistics == (3, 4) and not norm.written
     assert norm.renews_statistics((*given, True, 0.1, 1e-5))
     assert not norm.renews_statistics((*given, False, 0.1, 1e-5))
     assert not norm.renews_statistics(given)
@@ -79,7 +79,7 @@ def test_why_a_call_must_not_run_again() -> None:
 
 def test_what_is_no_plain_op_must_not_run_again() -> None:
     traits = traits_of(torch.ops.higher_order.cond)
-    assert traits.not_rerunnable_reason == "it is no plain op" and not traits.changes_in_place
+    assert traits.not_rerunnable_reason == "it is no plain op" and not traits.written
     assert traits.writes((X,), {}) == [] and not traits.renews_statistics((X,))
 
 
