@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from profiler.recomputation.saved_tensors import (
 )
 
 
+@dataclass(slots=True, eq=False)
 class RecomputedStorage:
     """A storage that an op on the tape makes: gone after forward, made again in backward.
 
@@ -37,28 +39,22 @@ class RecomputedStorage:
     Attributes:
         original: the storage that the forward made.
         first_version: torch's own count of changes in place when it was new.
+        writers, readers: ordinals of the ops, for each version.
         version: how often ops on the tape have changed it since.
-        writers, readers: of each version.
         placeholders: what stands in the graph for tensors over its last version: as for any saved tensor, what is
             written to the storage later counts.
         pending_reads: how many ops that read it have not run again yet.
         tensor: one over the storage that was made again, while such ops need it.
     """
 
-    __slots__ = (
-        *("first_version", "original", "pending_reads", "placeholders"),
-        *("readers", "tensor", "version", "writers"),
-    )
-
-    def __init__(self, original: weakref.ref[Any], first_version: int, writer: int) -> None:
-        self.original = original
-        self.first_version = first_version
-        self.version = 0
-        self.writers = [writer]
-        self.readers: list[list[int]] = [[]]
-        self.placeholders: list[weakref.ref[RecomputedTensor]] = []
-        self.pending_reads = 0
-        self.tensor: Tensor | None = None
+    original: weakref.ref[Any]
+    first_version: int
+    writers: list[int]
+    version: int = 0
+    readers: list[list[int]] = field(default_factory=lambda: [[]])
+    placeholders: list[weakref.ref[RecomputedTensor]] = field(default_factory=list)
+    pending_reads: int = 0
+    tensor: Tensor | None = None
 
     def note_write(self, writer: int) -> None:
         """An op on the tape changes it in place."""
@@ -161,26 +157,21 @@ class _ShapeOnly:
 _STAND_INS = (_RecomputedView, RecordedInput, _ShapeOnly)
 
 
+@dataclass(slots=True, eq=False)
 class RecordedOp:
     """One op that may run again, with its arguments."""
 
-    __slots__ = (
-        *("allocates", "args", "done", "grad_enabled", "kwargs", "op"),
-        *("ordinal", "random_state", "reads", "traits", "writes"),
-    )
-
-    def __init__(self, ordinal: int, op: Any, traits: OpTraits) -> None:
-        self.ordinal = ordinal
-        self.op = op
-        self.traits = traits
-        self.args: Any = ()
-        self.kwargs: Any = {}
-        self.reads: list[tuple[RecomputedStorage, int]] = []
-        self.allocates: list[tuple[int, RecomputedStorage]] = []
-        self.writes: list[tuple[RecomputedStorage, int]] = []
-        self.random_state: Any = None
-        self.grad_enabled = torch.is_grad_enabled()  # Some kernels make more where it is.
-        self.done = False
+    ordinal: int
+    op: Any
+    traits: OpTraits
+    args: Any = ()
+    kwargs: Any = field(default_factory=dict)
+    reads: list[tuple[RecomputedStorage, int]] = field(default_factory=list)
+    allocates: list[tuple[int, RecomputedStorage]] = field(default_factory=list)
+    writes: list[tuple[RecomputedStorage, int]] = field(default_factory=list)
+    random_state: Any = None
+    grad_enabled: bool = field(default_factory=torch.is_grad_enabled)  # Some kernels make more where it is.
+    done: bool = False
 
 
 class OpTape:
@@ -300,7 +291,7 @@ class OpTape:
             if key in given:
                 continue
             given.add(key)
-            recomputed = self._made[key] = RecomputedStorage(weakref.ref(storage), version_of(tensor), record.ordinal)
+            recomputed = self._made[key] = RecomputedStorage(weakref.ref(storage), version_of(tensor), [record.ordinal])
             record.allocates.append((leaf, recomputed))
 
     def _encoded(self, args: tuple[Any, ...], record: RecordedOp, given: set[int]) -> list[Any]:
