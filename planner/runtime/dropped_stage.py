@@ -14,7 +14,7 @@ from planner.runtime.kept_runs import KeptRuns
 from planner.runtime.offloaded_tensors import OffloadedStorage
 from planner.runtime.plan_checks import warn_once
 from planner.runtime.stage_input import StageInput, links_between
-from profiler.recomputation.module_rerun import CallState, CallTraits, rerun_dropping, rerun_until_saved
+from profiler.recomputation.module_rerun import CallState, rerun_dropping, rerun_until_saved
 from profiler.recomputation.saved_tensors import TensorStandIn, unpack
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.tensor_trees import device_of, tensors_in
@@ -99,10 +99,10 @@ class DroppedStage:
 
     def run_first(self, args: Any, kwargs: Any) -> Any:
         """The first forward: autograd gets placeholders in place of what it saves."""
-        # Whether it draws is not asked of the profile: a dropout's rate may have been changed since.
-        traits = CallTraits(draws_random=True, mutated_buffers=self.stage.mutated_buffers)
         self._parameters = [(parameter, parameter._version) for parameter in self._module.parameters()]
-        self._state = CallState(self._module, traits, device_of((args, kwargs)))
+        # Whether it draws is not asked of the profile: a dropout's rate may have been changed since.
+        device, buffers = device_of((args, kwargs)), self.stage.mutated_buffers
+        self._state = CallState(self._module, device, draws_random=True, mutated_buffers=buffers)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             return self._forward(*args, **kwargs)
 

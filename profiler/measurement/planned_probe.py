@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, stage_place
-from profiler.measurement.stage_marks import MarkedStep, StageCall
-from profiler.workload.forward_patches import Forward, ForwardPatches
+from profiler.measurement.stage_marks import MarkedStep, StepProbe
 from profiler.workload.workload import StepPhase, Workload
 
 
-class PlannedProbe:
+class PlannedProbe(StepProbe):
     """Runs steps of a workload with a mark wherever a stage, a second run of one, or a phase begins and ends.
 
     Use as a context manager, and apply the plan inside of it: a plan runs again what it found when it was applied,
@@ -34,54 +32,26 @@ class PlannedProbe:
         stages: Sequence[tuple[str, int]],
         again: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        self._workload = workload
-        self._names = dict.fromkeys(name for name, _ in stages)
-        self._positions: dict[StageCall, int] = {call: k for k, call in enumerate(stages)}
-        self._again = again or {}
-        self._patches = ForwardPatches(compile_safe=False)
-        self._step: _MarkedPlannedStep | None = None
-
-    def __enter__(self) -> PlannedProbe:
-        for name in self._names:
-            module = self._workload.model.get_submodule(name)
-            self._patches.wrap(module, lambda forward, n=name: self._marked(forward, n))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._patches.remove()
+        modules: dict[Hashable, nn.Module] = {name: workload.model.get_submodule(name) for name, _ in stages}
+        super().__init__(workload, modules, {call: k for k, call in enumerate(stages)}, compile_safe=False)
+        self.again = again or {}
 
     def step(self, meter: Meter) -> MarkedPhases:
         """One step under a meter: forward, backward, optimizer; what lay between its marks."""
-        self._step = step = _MarkedPlannedStep(self._workload, meter, self._positions, self._again)
-        try:
-            step.run()
-        finally:
-            self._step = None
-        return step.phases
-
-    def _marked(self, forward: Forward, name: str) -> Forward:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return forward(*args, **kwargs) if self._step is None else self._step.run_call(name, forward, args, kwargs)
-
-        return run
+        return self.ran(_MarkedPlannedStep(self, meter)).phases
 
 
 class _MarkedPlannedStep(MarkedStep):
     """The marks of one step in which stages run again."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        meter: Meter,
-        positions: Mapping[StageCall, int],
-        again: Mapping[int, Sequence[int]],
-    ) -> None:
-        super().__init__(workload, meter, positions)
-        self._modules = {position: module for (module, _), position in positions.items()}
+    def __init__(self, probe: PlannedProbe, meter: Meter) -> None:
+        super().__init__(probe, meter)
+        self._modules = {position: module for (module, _), position in probe.positions.items()}
         self._in_backward = False
         self._interrupted = self._now
         # Each with the stage whose backward it runs again for, which may only be about to begin then.
-        self._expected = [(k, position) for k in sorted(again, reverse=True) for position in again[k]]
+        again = sorted(probe.again.items(), reverse=True)
+        self._expected = [(k, position) for k, positions in again for position in positions]
 
     def _begin(self, phase: StepPhase, loss: Tensor | None) -> None:
         super()._begin(phase, loss)

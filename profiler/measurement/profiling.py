@@ -10,10 +10,9 @@ from profiler.measurement.link_bandwidth import measure_link
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, memory_meter, time_meter
 from profiler.measurement.option_steps import OptionSteps
 from profiler.measurement.stage_options import OptionGroup, ProposeChoices, grouped, steps_for
-from profiler.measurement.stage_probe import DroppingForward, StageProbe
+from profiler.measurement.stage_probe import StageProbe
 from profiler.measurement.stage_reruns import RerunTimes, rerun_stages
 from profiler.op_graph import Choice, ChoiceError, StageOps
-from profiler.recomputation.module_rerun import CallTraits
 from profiler.records import MenuRecord, Profile
 from profiler.trace.compiled_trace import trace_compiled
 from profiler.trace.partition import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
@@ -125,7 +124,8 @@ class _Measuring:
             memory = by_mark(saving.phases)
             groups = grouped(uncompiled_trace, uncompiled_stages, alike(uncompiled_stages), memory, propose, state)
             self._report.runs += steps_for(groups)
-            dropping = self._dropping_forward("memory, nothing kept", probe, stages, self._memory_meter())
+            self._begin("memory, nothing kept")
+            dropping = probe.dropping_forward(self._memory_meter(), hold_all=False)
             dropped_seconds, reruns = self._time_dropping(probe, stages)
             steps = [self._step("time", lambda: probe.step(time_meter(self._device))) for _ in range(PLAIN_STEPS)]
             menus = self._measure_menus(probe, groups, memory, propose)
@@ -177,12 +177,6 @@ class _Measuring:
         trace, calls = trace_compiled(self._workload, trace, [stage.call for stage in stages])
         return trace, stages_of(trace, calls)
 
-    def _dropping_forward(
-        self, what: str, probe: StageProbe, stages: Sequence[ChosenStage], meter: Meter, *, hold_all: bool = False
-    ) -> DroppingForward:
-        self._begin(what)
-        return probe.dropping_forward(meter, [_traits(stage) for stage in stages], hold_all=hold_all)
-
     def _time_dropping(
         self, probe: StageProbe, stages: Sequence[ChosenStage]
     ) -> tuple[dict[Mark, float], list[RerunTimes]]:
@@ -190,8 +184,8 @@ class _Measuring:
         runs: list[MarkedPhases] = []
         reruns: list[RerunTimes] = []
         for _ in range(DROPPING_FORWARDS):
-            meter = time_meter(self._device)
-            timed = self._dropping_forward("time, nothing kept", probe, stages, meter, hold_all=True)
+            self._begin("time, nothing kept")
+            timed = probe.dropping_forward(time_meter(self._device), hold_all=True)
             runs.append(timed.phases)
             reruns = reruns or rerun_stages(timed.first_runs, alike(stages), self._device, compiled=self._compiled)
         return typical_seconds(runs), reruns
@@ -206,7 +200,3 @@ class _Measuring:
 
 def _nothing(_: StageOps) -> list[Choice]:
     return []
-
-
-def _traits(stage: ChosenStage) -> CallTraits:
-    return CallTraits(draws_random=stage.call.draws_random, mutated_buffers=stage.call.mutated_buffers)

@@ -2,40 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping
+from typing import Any, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, metered_step, outside_place, stage_place
 from profiler.workload.autograd_nodes import graph_nodes, next_node
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.forward_patches import Forward
+from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.workload import StepPhase, Workload
 
 leave_uncompiled(__name__)
 
 StageCall = tuple[Hashable, int]
+AnyStep = TypeVar("AnyStep", bound="MarkedStep")
+
+
+class StepProbe:
+    """Runs marked steps of a workload; inside of it, as a context manager, stages' forwards go through the step.
+
+    Args:
+        workload: the training step.
+        modules: those whose forwards are patched, each by what ``positions`` calls it.
+        positions: the number of each stage, by its module and how many calls of it come before.
+        compile_safe: as for ``ForwardPatches``.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        modules: Mapping[Hashable, nn.Module],
+        positions: Mapping[StageCall, int],
+        *,
+        compile_safe: bool,
+    ) -> None:
+        self.workload = workload
+        self.positions = positions
+        self._modules = modules
+        self._patches = ForwardPatches(compile_safe=compile_safe)
+        self._step: MarkedStep | None = None
+
+    def __enter__(self) -> Self:
+        for name, module in self._modules.items():
+            self._patches.wrap(module, lambda forward, n=name: self._marked(forward, n))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.remove()
+
+    def _marked(self, forward: Forward, module: Hashable) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            step = self._step
+            return forward(*args, **kwargs) if step is None else step.run_call(module, forward, args, kwargs)
+
+        return run
+
+    def ran(self, step: AnyStep) -> AnyStep:
+        """A step of this probe, once it has run."""
+        self._step = step
+        try:
+            step.run()
+        finally:
+            self._step = None
+        return step
 
 
 class MarkedStep:
     """One step under a meter, with a mark wherever a stage, what runs outside of stages, or a phase begins.
 
     Args:
-        workload: whose step it is; its stages' forwards are patched to go through ``run_call``.
+        probe: whose step it is.
         meter: seconds or memory.
-        positions: the number of each stage, by its module and how many calls of it come before.
 
     Attributes:
         phases: what lay between the marks, once the step is over.
     """
 
-    def __init__(self, workload: Workload, meter: Meter, positions: Mapping[StageCall, int]) -> None:
+    def __init__(self, probe: StepProbe, meter: Meter) -> None:
         self.phases: MarkedPhases = []
-        self._workload = workload
+        self._workload, self._positions = probe.workload, probe.positions
         self._meter = meter
-        self._positions = positions
         self._calls: dict[Hashable, int] = {}
         self._in_stage = False
         self._now = Mark("forward", outside_place(0))
@@ -111,14 +159,10 @@ class MarkedStep:
             if place is not None and (place not in highest or highest[place][0] < number):
                 highest[place] = (number, node)
         for place, (_, node) in highest.items():
-            node.register_prehook(_calling(self.enter_backward, place))
+            node.register_prehook(lambda _, place=place: self.enter_backward(place))
 
     def _place_of(self, number: int) -> Place | None:
         for place, end in self._node_ends:
             if number < end:
                 return place
         return None  # AccumulateGrad: its number stands above all others.
-
-
-def _calling(enter: Callable[[Place], None], place: Place) -> Callable[[Any], None]:
-    return lambda _: enter(place)

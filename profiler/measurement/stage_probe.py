@@ -3,99 +3,61 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from profiler.measurement.meter import Mark, MarkedPhases, Meter
-from profiler.measurement.stage_marks import MarkedStep, StageCall
-from profiler.recomputation.module_rerun import CallState, CallTraits, detached
+from profiler.measurement.stage_marks import MarkedStep, StageCall, StepProbe
+from profiler.recomputation.module_rerun import CallState, detached
 from profiler.recomputation.recompute_checks import CheckedCall
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall
 from profiler.trace.partition import ChosenStage
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.forward_patches import Forward, ForwardPatches
+from profiler.workload.forward_patches import Forward
 from profiler.workload.tensor_trees import device_of, map_tensors, tensors_in
 from profiler.workload.workload import Workload
 
 leave_uncompiled(__name__)
 
 StageTensor = tuple[int, int]  # a stage, and which of the tensors that go into it, or come out of it
-AnyStep = TypeVar("AnyStep", bound=MarkedStep)
 
 
-class StageProbe:
+class StageProbe(StepProbe):
     """Patches the chosen stages of a workload's model and runs steps under a meter.
 
     Use as a context manager; on leaving, the model's forwards are its own again.
     """
 
     def __init__(self, workload: Workload, stages: Sequence[ChosenStage]) -> None:
-        self._workload = workload
-        self._stages = stages
-        self._patches = ForwardPatches()
-        self._positions: dict[StageCall, int] = {(id(s.call.module), s.call.index): k for k, s in enumerate(stages)}
-        self._step: MarkedStep | None = None
-
-    def __enter__(self) -> StageProbe:
-        for module in {id(s.call.module): s.call.module for s in self._stages}.values():
-            self._patches.wrap(module, lambda forward, m=module: self._marked(forward, m))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._patches.remove()
-
-    def _marked(self, forward: Forward, module: nn.Module) -> Forward:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            step = self._step
-            return forward(*args, **kwargs) if step is None else step.run_call(id(module), forward, args, kwargs)
-
-        return run
-
-    def _ran(self, step: AnyStep) -> AnyStep:
-        self._step = step
-        try:
-            step.run()
-        finally:
-            self._step = None
-        return step
+        modules: dict[Hashable, nn.Module] = {id(stage.call.module): stage.call.module for stage in stages}
+        positions: dict[StageCall, int] = {
+            (id(stage.call.module), stage.call.index): k for k, stage in enumerate(stages)
+        }
+        super().__init__(workload, modules, positions, compile_safe=True)
+        self.stages = stages
 
     def step(self, meter: Meter) -> MarkedPhases:
         """One plain step: forward, backward, optimizer."""
-        return self._ran(MarkedStep(self._workload, meter, self._positions)).phases
+        return self.ran(MarkedStep(self, meter)).phases
 
     def saving_step(self, meter: Meter) -> SavingStep:
         """One plain step with a mark at every tensor that is saved inside a stage."""
-        return self._ran(SavingStep(self._workload, meter, self._positions))
+        return self.ran(SavingStep(self, meter))
 
     def selective_step(
         self, meter: Meter, selections: Mapping[int, Selection], *, check: bool = False
     ) -> SelectiveStep:
-        """One step in which stages keep only a choice of what they save.
+        """One step in which stages keep only a choice of what they save."""
+        return self.ran(SelectiveStep(self, meter, selections, check=check))
 
-        Args:
-            meter: seconds or memory.
-            selections: by the stage's number.
-            check: hold what they make again against what they made first.
-        """
-        return self._ran(SelectiveStep(self._workload, meter, self._positions, self._stages, selections, check=check))
-
-    def dropping_forward(self, meter: Meter, traits: Sequence[CallTraits], *, hold_all: bool) -> DroppingForward:
-        """One forward in which no stage keeps anything, and no backward.
-
-        Args:
-            meter: seconds or memory.
-            traits: of each stage.
-            hold_all: hold every stage's input and output (to rerun it); else only
-                inputs that are no output of the stage before, as a plan would.
-        """
-        return self._ran(
-            DroppingForward(self._workload, meter, self._positions, self._stages, traits, hold_all=hold_all)
-        )
+    def dropping_forward(self, meter: Meter, *, hold_all: bool) -> DroppingForward:
+        """One forward in which no stage keeps anything, and no backward."""
+        return self.ran(DroppingForward(self, meter, hold_all=hold_all))
 
 
 class SavingStep(MarkedStep):
@@ -106,8 +68,8 @@ class SavingStep(MarkedStep):
         output_deaths: the same for their output tensors.
     """
 
-    def __init__(self, workload: Workload, meter: Meter, positions: Mapping[StageCall, int]) -> None:
-        super().__init__(workload, meter, positions)
+    def __init__(self, probe: StageProbe, meter: Meter) -> None:
+        super().__init__(probe, meter)
         self.input_deaths: dict[StageTensor, Mark] = {}
         self.output_deaths: dict[StageTensor, Mark] = {}
         self._inputs: dict[StageTensor, weakref.ref[Any]] = {}
@@ -146,25 +108,21 @@ def _storages(position: int, tree: Any) -> dict[StageTensor, weakref.ref[Any]]:
 class SelectiveStep(MarkedStep):
     """A step in which stages keep only a choice of what they save.
 
+    Args:
+        probe, meter: as for ``MarkedStep``.
+        selections: by the stage's number.
+        check: hold what stages make again against what they made first.
+
     Attributes:
         diverged_stages: those that ran other ops than their selection expects.
         wrong_ops: of stages that were checked, ordinals of the ops that did not give the same again.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        meter: Meter,
-        positions: Mapping[StageCall, int],
-        stages: Sequence[ChosenStage],
-        selections: Mapping[int, Selection],
-        *,
-        check: bool,
-    ) -> None:
-        super().__init__(workload, meter, positions)
+    def __init__(self, probe: StageProbe, meter: Meter, selections: Mapping[int, Selection], *, check: bool) -> None:
+        super().__init__(probe, meter)
         self.diverged_stages: set[int] = set()
         self.wrong_ops: dict[int, set[int]] = {}
-        self._stages = stages
+        self._stages = probe.stages
         self._selections = selections
         self._check = check
         self._checked: dict[int, CheckedCall] = {}
@@ -178,17 +136,14 @@ class SelectiveStep(MarkedStep):
     def run_stage(self, position: int, forward: Forward, args: Any, kwargs: Any) -> Any:
         if position not in self._selections:
             return forward(*args, **kwargs)
-        call = self._call(self._stages[position].call.module, position)
+        module, selection = self._stages[position].call.module, self._selections[position]
+        call = CheckedCall(module, selection) if self._check else SelectiveCall(module, selection)
+        if isinstance(call, CheckedCall):
+            self._checked[position] = call
         output = call.run(forward, args, kwargs)
         if call.diverged is not None:
             self.diverged_stages.add(position)
         return output
-
-    def _call(self, module: nn.Module, position: int) -> SelectiveCall:
-        if not self._check:
-            return SelectiveCall(module, self._selections[position])
-        self._checked[position] = call = CheckedCall(module, self._selections[position])
-        return call
 
 
 @dataclass(slots=True, kw_only=True)
@@ -210,26 +165,21 @@ class FirstRun:
 class DroppingForward(MarkedStep):
     """A forward in which no stage keeps anything.
 
+    Args:
+        probe, meter: as for ``MarkedStep``.
+        hold_all: hold every stage's input and output (to rerun it); else only inputs that are no output of the stage
+            before, as a plan would.
+
     Attributes:
         first_runs: each stage's call, where all of them are held.
         freed: for each stage, whether the boundary before it was freed once nothing held it.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        meter: Meter,
-        positions: Mapping[StageCall, int],
-        stages: Sequence[ChosenStage],
-        traits: Sequence[CallTraits],
-        *,
-        hold_all: bool,
-    ) -> None:
-        super().__init__(workload, meter, positions)
+    def __init__(self, probe: StageProbe, meter: Meter, *, hold_all: bool) -> None:
+        super().__init__(probe, meter)
         self.first_runs: list[FirstRun] = []
-        self.freed = [True] * len(stages)
-        self._stages = stages
-        self._traits = traits
+        self.freed = [True] * len(probe.stages)
+        self._stages = probe.stages
         self._hold_all = hold_all
         self._held: list[Any] = []
         self._linked: list[tuple[int, weakref.ref[Any]]] = []  # storages of the boundary before the last stage
@@ -260,7 +210,8 @@ class DroppingForward(MarkedStep):
             return tensor.detach() if call.goes_backward else None
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            state = CallState(call.module, self._traits[position], device_of((args, kwargs)))
+            device, buffers = device_of((args, kwargs)), call.mutated_buffers
+            state = CallState(call.module, device, draws_random=call.draws_random, mutated_buffers=buffers)
             self._hold_inputs(position, args, kwargs)
             if not self._hold_all:
                 return forward(*args, **kwargs)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,38 +29,33 @@ class RerunError(RuntimeError):
     """A second run did not do what the first one did."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallTraits:
-    """What a call changes besides its output, as the profile saw it.
-
-    Attributes:
-        draws_random: it advanced a random generator.
-        mutated_buffers: names (relative to the module) of buffers it changed.
-    """
-
-    draws_random: bool = False
-    mutated_buffers: tuple[str, ...] = ()
-
-
 class CallState:
     """What a call depends on besides its arguments, captured before its first run: autocast, random state, buffers.
 
     Random states and buffers are copied to host memory, outside the device's budget.
+
+    Args:
+        module: whose call it is.
+        device: of its arguments.
+        draws_random: it advances a random generator.
+        mutated_buffers: names (relative to the module) of buffers that it changes.
     """
 
     __slots__ = ("_autocast", "_buffers", "_cpu_random", "_cuda_random", "_device", "_module")
 
-    def __init__(self, module: nn.Module, traits: CallTraits, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, *, draws_random: bool, mutated_buffers: tuple[str, ...] = ()
+    ) -> None:
         self._module = module
         self._device = device
         self._autocast = _autocast_state(device)
         self._cpu_random: Any = None
         self._cuda_random: Tensor | None = None
-        if traits.draws_random:
+        if draws_random:
             self._cpu_random = torch.get_rng_state().numpy().copy()
             if device.type == "cuda":
                 self._cuda_random = torch.cuda.get_rng_state(device)
-        names = (*traits.mutated_buffers, *_norm_buffers(module))
+        names = (*mutated_buffers, *_norm_buffers(module))
         self._buffers = {name: _value_before(module, name) for name in dict.fromkeys(names)}
 
     @contextmanager
@@ -281,11 +275,7 @@ def _with_autocast(state: tuple[_Autocast, bool]) -> Iterator[None]:
     if not any(on or torch.is_autocast_enabled(kind) for kind, on, _ in kinds):
         yield  # Nothing to change; entering the contexts would cost time on small stages.
         return
-    contexts = [torch.autocast(kind, enabled=on, dtype=dtype, cache_enabled=cache) for kind, on, dtype in kinds]
-    for context in contexts:
-        context.__enter__()
-    try:
+    with ExitStack() as contexts:
+        for kind, on, dtype in kinds:
+            contexts.enter_context(torch.autocast(kind, enabled=on, dtype=dtype, cache_enabled=cache))
         yield
-    finally:
-        for context in reversed(contexts):
-            context.__exit__(None, None, None)

@@ -39,10 +39,10 @@ class CountOps(TorchDispatchMode):
 
 
 def muted(call: Any) -> Any:
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         before, CountOps.muted = CountOps.muted, True
         try:
-            return call(*args)
+            return call(*args, **kwargs)
         finally:
             CountOps.muted = before
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.recomputation.module_rerun import CallState, CallTraits, detached, rerun_keeping, rerun_until_saved
+from profiler.recomputation.module_rerun import CallState, detached, rerun_keeping, rerun_until_saved
 
 WIDTH = 8
 
@@ -59,7 +59,7 @@ def test_under_autocast_a_second_run_casts_as_often_as_the_first(leaf: bool) -> 
     saved: list[Tensor] = []
     first, second = _Ops(), _Ops()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        state = CallState(stage, CallTraits(), torch.device("cpu"))
+        state = CallState(stage, torch.device("cpu"), draws_random=False)
         with first, torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: x):
             stage(x)
     (again,) = detached([x])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.op_graph import StageOps
-from profiler.recomputation.module_rerun import CallState, CallTraits
+from profiler.recomputation.module_rerun import CallState
 from profiler.recomputation.op_tape import RecomputedTensor
 from profiler.recomputation.selection import ModuleSwitch, Selection, _nearest_parent, _switches
 from profiler.recomputation.selective_call import SelectiveCall, rerun_selecting
@@ -257,7 +257,7 @@ def test_hooks_of_the_model_see_what_they_saw() -> None:
 def test_a_call_that_runs_again_as_a_whole_is_recorded_as_well(flow: StageOps) -> None:
     stage, inputs = BLOCK.make()
     torch.manual_seed(5)
-    state = CallState(stage, CallTraits(draws_random=True), torch.device("cpu"))
+    state = CallState(stage, torch.device("cpu"), draws_random=True)
     given = inner(inputs)
     expected = stage(*given)
     selection = Selection.of(flow, {GELU, MUL})
