@@ -208,25 +208,21 @@ class _Assembly:
 
     def _born(self, number: int) -> int:
         position = next((i for i, op in enumerate(self._measured.trace.ops) if number in op.storages), -1)
-        return self._at(lambda call: call.first_op <= position < call.end_op, lambda call: position < call.first_op)
+        return self._at(position, lambda call: (call.first_op, call.end_op))
 
     def _savers(self, number: int) -> set[int]:
         return {
-            self._at(
-                lambda call, p=position: call.first_save <= p < call.end_save,
-                lambda call, p=position: p < call.first_save,
-            )
+            self._at(position, lambda call: (call.first_save, call.end_save))
             for position, save in enumerate(self._measured.trace.saves)
             if save.storage == number
         }
 
-    def _at(self, inside: Callable[[Call], bool], before: Callable[[Call], bool]) -> int:
-        """Position of the record for the stage that something is inside of, or that it comes outside before."""
+    def _at(self, position: int, span: Callable[[Call], tuple[int, int]]) -> int:
+        """Number of the record for the stage in whose span a position lies, or that it comes outside before."""
         for k, stage in enumerate(self._measured.stages):
-            if inside(stage.call):
-                return self._index[stage_place(k)]
-            if before(stage.call):
-                return max(0, self._index[outside_place(k)])
+            first, end = span(stage.call)
+            if position < end:
+                return self._index[outside_place(k) if position < first else stage_place(k)]
         return len(self._records) - 1
 
     def _phases(self, place: Place) -> tuple[Phase, Phase, Phase]:
@@ -290,25 +286,23 @@ class _Assembly:
         m, call = self._measured, self._measured.stages[k].call
         total_bytes, always_alive = m.trace.storages.total_bytes, m.trace.always_alive
         saves = m.trace.saves[call.first_save : call.end_save]
-        saved = {save.storage for save in saves if save.storage is not None} - always_alive
+        saved = m.trace.saved(call.first_save, call.end_save)
         boundary = m.stages[k + 1].boundary_storages if k + 1 < len(m.stages) and m.freed[k + 1] else frozenset()
-        inputs = {leaf.storage for leaf in call.inputs if leaf.storage is not None}
-        outputs = {leaf.storage for leaf in call.outputs if leaf.storage is not None}
         return replace(
             record,
             recompute_ops=saves[-1].op - call.first_op if saves else 0,
-            output_bytes=total_bytes(outputs - inputs - always_alive),
+            output_bytes=total_bytes(call.output_storages - call.input_storages - always_alive),
             boundary_bytes=total_bytes(boundary),
             kept_output_bytes=total_bytes(boundary & saved),
             lasting_output_bytes=total_bytes(self._lasting(k, boundary)),
-            kept_bytes=total_bytes(saved - inputs),
+            kept_bytes=total_bytes(saved - call.input_storages),
             saved_tensors=len(saves),
         )
 
     def _lasting(self, k: int, boundary: frozenset[int]) -> set[int]:
         """Storages of the output besides the boundary that are alive when the stage's backward begins."""
         m = self._measured
-        passed = {leaf.storage for stage in m.stages for leaf in stage.call.inputs} | boundary | m.trace.always_alive
+        passed = boundary.union(m.trace.always_alive, *(stage.call.input_storages for stage in m.stages))
         gone = {leaf for (j, leaf), mark in m.output_deaths.items() if j == k and _before_backward(k, mark)}
         outputs = enumerate(m.stages[k].call.outputs)
         return {t.storage for leaf, t in outputs if leaf not in gone and t.storage is not None} - passed

@@ -50,8 +50,8 @@ def _with_stage_storages(trace: Trace, calls: Iterable[Call]) -> list[Op]:
     ops = list(trace.ops)
     known = set(trace.always_alive)
     for call in calls:
-        for leaves, position in ((call.inputs, call.first_op - 1), (call.outputs, call.end_op - 1)):
-            new = {leaf.storage for leaf in leaves if leaf.storage is not None} - known
+        for storages, position in ((call.input_storages, call.first_op - 1), (call.output_storages, call.end_op - 1)):
+            new = storages - known
             if new and position >= 0:
                 ops[position] = replace(ops[position], storages=(*ops[position].storages, *sorted(new)))
             known |= new

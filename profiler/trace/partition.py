@@ -54,17 +54,9 @@ def choose_stages(trace: Trace, patterns: Sequence[StagePattern] | None = None) 
     Raises:
         StagesError: a pattern matches no module that ran.
     """
-    if patterns is None:
-        chosen = _best_cut(trace)
-    else:
-        chosen = _matching(trace, patterns)
+    chosen = _best_cut(trace) if patterns is None else _matching(trace, patterns)
     calls = sorted(chosen, key=lambda i: trace.calls[i].first_node)
-    return _linked(trace, [trace.calls[i] for i in calls])
-
-
-def stages_of(trace: Trace, calls: Sequence[Call]) -> tuple[ChosenStage, ...]:
-    """Calls of a trace, in forward order, as stages."""
-    return _linked(trace, list(calls))
+    return stages_of(trace, [trace.calls[i] for i in calls])
 
 
 def why_not_recomputable(call: Call) -> str:
@@ -91,23 +83,11 @@ def _usable(call: Call) -> bool:
     return call.parent >= 0 and _has_backward(call) and not why_not_recomputable(call)
 
 
-def _saved(trace: Trace, first: int, end: int) -> set[int]:
-    return {s.storage for s in trace.saves[first:end] if s.storage is not None} - trace.always_alive
-
-
-def _input_storages(call: Call) -> set[int]:
-    return {leaf.storage for leaf in call.inputs if leaf.storage is not None}
-
-
-def _output_storages(call: Call) -> set[int]:
-    return {leaf.storage for leaf in call.outputs if leaf.storage is not None}
-
-
 def _best_cut(trace: Trace) -> list[int]:
     """Minimise the memory that recomputation can reach (see ``_memory_of``), preferring coarse cuts."""
     children = _children(trace.calls)
     weights = [
-        trace.storages.total_bytes(_saved(trace, c.first_save, c.end_save) - _input_storages(c)) for c in trace.calls
+        trace.storages.total_bytes(trace.saved(c.first_save, c.end_save) - c.input_storages) for c in trace.calls
     ]
     cuts = []
     for largest in sorted({weights[i] for i, call in enumerate(trace.calls) if _usable(call)}):
@@ -153,9 +133,9 @@ def _has_skips(calls: Sequence[Call]) -> bool:
     """Whether a call reads what one further back than the call before it returned."""
     earlier: set[int] = set()
     for before, call in itertools.pairwise(calls):
-        if earlier & _input_storages(call) - _output_storages(before):
+        if earlier & call.input_storages - before.output_storages:
             return True
-        earlier |= _output_storages(before)
+        earlier |= before.output_storages
     return False
 
 
@@ -188,7 +168,7 @@ def _memory_of(trace: Trace, cut: list[int], weights: Sequence[int]) -> int:
     inner: set[int] = set()
     reduced = 0
     for run in _runs(trace, cut):
-        links = [_input_storages(trace.calls[i]) & _output_storages(trace.calls[j]) for j, i in itertools.pairwise(run)]
+        links = [trace.calls[i].input_storages & trace.calls[j].output_storages for j, i in itertools.pairwise(run)]
         sizes = [trace.storages.total_bytes(link - trace.always_alive) for link in links]
         kept = math.ceil(math.sqrt(len(run))) * max(sizes, default=0)
         if kept < sum(sizes):
@@ -203,9 +183,9 @@ def _outside(trace: Trace, cut: list[int]) -> set[int]:
     outside: set[int] = set()
     position = 0
     for call in (trace.calls[index] for index in cut):
-        outside |= _saved(trace, position, call.first_save) | (_input_storages(call) - trace.always_alive)
+        outside |= trace.saved(position, call.first_save) | (call.input_storages - trace.always_alive)
         position = call.end_save
-    return outside | _saved(trace, position, len(trace.saves))
+    return outside | trace.saved(position, len(trace.saves))
 
 
 def _runs(trace: Trace, cut: list[int]) -> list[list[int]]:
@@ -246,7 +226,8 @@ def _no_match(trace: Trace, pattern: StagePattern) -> str:
     return f"stages: expected a module name, glob pattern or class that ran, got {text!r}; nearest: {', '.join(near)}"
 
 
-def _linked(trace: Trace, calls: list[Call]) -> tuple[ChosenStage, ...]:
+def stages_of(trace: Trace, calls: Sequence[Call]) -> tuple[ChosenStage, ...]:
+    """Calls of a trace, in forward order, as stages."""
     stages = [
         ChosenStage(name=call.name if call.index == 0 else f"{call.name}#{call.index}", call=call) for call in calls
     ]
@@ -266,12 +247,10 @@ def _nothing_between(before: Call, after: Call) -> bool:
     return before.end_node == after.first_node and before.end_save == after.first_save
 
 
-def _exclusive(trace: Trace, calls: list[Call], k: int, links: tuple[tuple[int, int], ...]) -> frozenset[int]:
+def _exclusive(trace: Trace, calls: Sequence[Call], k: int, links: tuple[tuple[int, int], ...]) -> frozenset[int]:
     """Storages of a link that nothing but the stages on both sides needs."""
     linked = {number for i, _ in links if (number := calls[k].inputs[i].storage) is not None}
-    needed_elsewhere = set().union(*(_input_storages(call) for j, call in enumerate(calls) if j != k))
-    return frozenset(linked - trace.always_alive - needed_elsewhere - _saved_elsewhere(trace, calls[k - 1], calls[k]))
-
-
-def _saved_elsewhere(trace: Trace, before: Call, after: Call) -> set[int]:
-    return _saved(trace, 0, before.first_save) | _saved(trace, after.end_save, len(trace.saves))
+    needed_elsewhere = set().union(*(call.input_storages for j, call in enumerate(calls) if j != k))
+    before, after = calls[k - 1], calls[k]
+    saved_elsewhere = trace.saved(0, before.first_save) | trace.saved(after.end_save, len(trace.saves))
+    return frozenset(linked - trace.always_alive - needed_elsewhere - saved_elsewhere)

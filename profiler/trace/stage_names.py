@@ -23,7 +23,7 @@ def with_names(trace: Trace, stages: Sequence[ChosenStage], flows: Sequence[Stag
 
 def names_outside(trace: Trace, stages: Sequence[ChosenStage]) -> tuple[str, ...]:
     """Names of the modules that ran, but as a part of no stage, and with no stage as a part of them."""
-    chosen = {_position(trace, stage.call) for stage in stages}
+    chosen = {trace.calls.index(stage.call) for stage in stages}
     covering = {position for k in chosen for position in trace.ancestors(k)}
     outside = [
         call.name
@@ -33,13 +33,9 @@ def names_outside(trace: Trace, stages: Sequence[ChosenStage]) -> tuple[str, ...
     return tuple(dict.fromkeys(outside))
 
 
-def _position(trace: Trace, call: Call) -> int:
-    return next(position for position, other in enumerate(trace.calls) if other is call)
-
-
 def parents_of(trace: Trace, call: Call) -> tuple[NamedModule, ...]:
     """Names and classes of the modules whose call one is a part of, the model first."""
-    parents = [trace.calls[k] for k in trace.ancestors(_position(trace, call))]
+    parents = [trace.calls[k] for k in trace.ancestors(trace.calls.index(call))]
     return tuple((parent.name, type(parent.module).__name__) for parent in reversed(parents))
 
 
@@ -60,7 +56,7 @@ def calls_inside(trace: Trace, call: Call) -> dict[int, str]:
     names = {
         id(module): plain_name(name) for name, module in call.module.named_modules() if unwrapped(module) is module
     }
-    position = _position(trace, call)
+    position = trace.calls.index(call)
     name_of = {position: ""}
     for k in range(position + 1, len(trace.calls)):
         inner = trace.calls[k]

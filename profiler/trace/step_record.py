@@ -22,7 +22,7 @@ class Leaf:
     requires_grad: bool
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Call:
     """One call of one module. Positions count ops and saved tensors of the forward, in order.
 
@@ -55,6 +55,14 @@ class Call:
     opaque: str = ""
     side_effect: str = ""
     goes_backward: bool = False
+
+    @property
+    def input_storages(self) -> set[int]:
+        return {leaf.storage for leaf in self.inputs if leaf.storage is not None}
+
+    @property
+    def output_storages(self) -> set[int]:
+        return {leaf.storage for leaf in self.outputs if leaf.storage is not None}
 
 
 @dataclass(slots=True)
@@ -126,6 +134,10 @@ class Trace:
     always_alive: set[int] = field(default_factory=set)
     casts: set[int] = field(default_factory=set)
     versions: dict[int, int] = field(default_factory=dict)
+
+    def saved(self, first: int, end: int) -> set[int]:
+        """Storages under ``saves[first:end]``, but for those that are always alive."""
+        return {save.storage for save in self.saves[first:end] if save.storage is not None} - self.always_alive
 
     def ancestors(self, position: int) -> Iterator[int]:
         """Positions of the calls that the call at ``position`` is a part of, the innermost first."""
