@@ -40,7 +40,7 @@ class LiveStorage:
     """
 
     kind: StorageOrigin
-    size_bytes: int
+    size_bytes: int = 0
     op: str = ""
     module: str = ""
     made_in: Mark | None = None
@@ -116,7 +116,7 @@ class LiveTensorTracker:
         log = _StorageLog(self._workload.device)
         log.add_resident(self._workload)
         step = _LoggingMeter(log, self._meter, lambda: self._modules[-1] if self._modules else None)
-        with _LoggingMode(step):
+        with step:
             self._probe.step(step)
         for name, parameter in self._workload.model.named_parameters():
             if parameter.grad is not None:
@@ -147,19 +147,19 @@ class _StorageLog:
     def add_resident(self, workload: Workload) -> None:
         model = workload.model
         for name, parameter in model.named_parameters():
-            self.add([parameter], LiveStorage(kind="parameter", size_bytes=0, module=name))
+            self.add([parameter], LiveStorage(kind="parameter", module=name))
             if parameter.grad is not None:
-                self.add([parameter.grad], LiveStorage(kind="gradient", size_bytes=0, module=name))
+                self.add([parameter.grad], LiveStorage(kind="gradient", module=name))
         for name, buffer in model.named_buffers():
-            self.add([buffer], LiveStorage(kind="buffer", size_bytes=0, module=name))
+            self.add([buffer], LiveStorage(kind="buffer", module=name))
         others = list(workload.parameters_beside())
-        self.add(others, LiveStorage(kind="parameter", size_bytes=0))  # Those of the model are known by name already.
-        self.add((p.grad for p in others if p.grad is not None), LiveStorage(kind="gradient", size_bytes=0))
-        self.add(scaler_tensors(workload.scaler), LiveStorage(kind="optimizer state", size_bytes=0))
+        self.add(others, LiveStorage(kind="parameter"))  # Those of the model are known by name already.
+        self.add((p.grad for p in others if p.grad is not None), LiveStorage(kind="gradient"))
+        self.add(scaler_tensors(workload.scaler), LiveStorage(kind="optimizer state"))
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for owner, _, tensor in optimizer_tensors(workload.optimizer):
-            self.add([tensor], LiveStorage(kind="optimizer state", size_bytes=0, module=names.get(id(owner), "")))
-        self.add(tensors_in(workload.inputs), LiveStorage(kind="batch", size_bytes=0))
+            self.add([tensor], LiveStorage(kind="optimizer state", module=names.get(id(owner), "")))
+        self.add(tensors_in(workload.inputs), LiveStorage(kind="batch"))
 
     def add(self, tensors: Iterable[Tensor], made: LiveStorage) -> None:
         """Log storages that are new, and those whose size has changed."""
@@ -168,7 +168,7 @@ class _StorageLog:
                 continue
             storage = tensor.untyped_storage()
             size = allocated_bytes(storage)
-            number = self._number(storage)
+            number = self._number(tensor)
             if number is None:
                 number = len(self.storages)
                 self._know(storage, number)
@@ -182,24 +182,25 @@ class _StorageLog:
     def fill(self, tensors: Iterable[Tensor], op: str) -> None:
         """An op has changed these in place: where they were only allocated, it is their maker."""
         for tensor in tensors:
-            number = self._number(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+            number = self._number(tensor)
             if number is not None and number >= 0 and is_allocation(self.storages[number].op):
                 self.storages[number] = replace(self.storages[number], op=op)
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """What goes into an op without having been made by one is not the step's own."""
         for tensor in tensors:
-            if tensor.layout is torch.strided and self._number(storage := tensor.untyped_storage()) is None:
-                self._know(storage, -1)
+            if tensor.layout is torch.strided and self._number(tensor) is None:
+                self._know(tensor.untyped_storage(), -1)
 
     def name_gradient(self, gradient: Tensor, parameter: str) -> None:
-        number = self._number(gradient.untyped_storage()) if gradient.layout is torch.strided else None
+        number = self._number(gradient)
         if number is not None and number >= 0:
             self.storages[number] = replace(self.storages[number], kind="gradient", module=parameter)
 
-    def _number(self, storage: Any) -> int | None:
-        number_and_reference = self._known.get(id(storage))
-        return None if number_and_reference is None else number_and_reference[0]
+    def _number(self, tensor: Tensor) -> int | None:
+        """Of its storage; None where that is not known, or where it has none (sparse tensors)."""
+        known = self._known.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
+        return None if known is None else known[0]
 
     def _know(self, storage: Any, number: int) -> None:
         """Give a storage its number until it dies; -1 where that is no event of the step."""
@@ -213,10 +214,11 @@ class _StorageLog:
         self._known[key] = (number, weakref.ref(storage, died))
 
 
-class _LoggingMeter:
-    """The meter that the marks see: passes them on, and adds one before every op."""
+class _LoggingMeter(TorchDispatchMode):
+    """The meter that the marks see, and a mode: passes marks on, and adds one before every op."""
 
     def __init__(self, log: _StorageLog, meter: Meter, module: Callable[[], str | None]) -> None:
+        super().__init__()
         self._log = log
         self._meter = meter
         self._module = module
@@ -244,19 +246,20 @@ class _LoggingMeter:
         self._phases = self._meter.stop()
         return self._phases
 
-    def run(self, op: Any, args: Any, kwargs: Any) -> Any:
-        logged = _LoggedMark(self._now, len(self._log.events), str(op), self._module_now())
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        logged = _LoggedMark(self._now, len(self._log.events), str(func), self._module_now())
         self._log.ignore(tensors_in((args, kwargs)))
         self._add(logged)
-        output = op(*args, **kwargs)
+        output = func(*args, **kwargs)
         again = RERUN_DEPTH.get() > 0 or logged.mark.phase == "again"
-        made = LiveStorage(
-            kind="made in step", size_bytes=0, op=logged.op, module=logged.module, made_in=logged.mark, again=again
-        )
+        made = LiveStorage(kind="made in step", op=logged.op, module=logged.module, made_in=logged.mark, again=again)
         before = len(self._log.events)
         self._log.add(tensors_in(output), made)
         logged.made = self._log.events[before:]
-        self._log.fill(traits_of(op).writes(args, kwargs), logged.op)
+        self._log.fill(traits_of(func).writes(args, kwargs), logged.op)
         return output
 
     def _module_now(self) -> str:
@@ -279,14 +282,3 @@ class _LoggingMeter:
             module=logged.module,
             storages=tuple(replace(self._log.storages[n], size_bytes=size) for n, size in alive.items() if size),
         )
-
-
-class _LoggingMode(TorchDispatchMode):
-    def __init__(self, step: _LoggingMeter) -> None:
-        super().__init__()
-        self._step = step
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._step.run(func, args, kwargs or {})

@@ -31,11 +31,11 @@ def trace_step(workload: Workload) -> Trace:
     """
     recorder = StepRecorder(workload)
     modules = [(plain_name(n), m) for n, m in workload.model.named_modules() if unwrapped(m) is m]
-    return recorder.record_step(workload, modules, recorder.mode)
+    return recorder.record_step(workload, modules, recorder)
 
 
-class StepRecorder:
-    """Records the calls, the saved tensors and, in its ``mode``, the ops of one step.
+class StepRecorder(TorchDispatchMode):
+    """Records the calls, the saved tensors and, where it is entered as a mode, the ops of one step.
 
     Args:
         workload: whose step it is.
@@ -43,21 +43,19 @@ class StepRecorder:
     """
 
     def __init__(self, workload: Workload, storages: StorageTable | None = None) -> None:
+        super().__init__()
         self.trace = Trace(storages=storages or StorageTable())
         self.side: Literal["forward", "backward"] = "forward"
-        self.mode = _OpRecordingMode(self)
         self.paused = False
         self._open: list[int] = []
         self._counts: dict[int, int] = {}
         self._alive: list[Tensor] = []
         self._versions: dict[int, int] = {}
-        table = self.trace.storages
-        persistent = [*workload.model.parameters(), *workload.model.buffers(), *tensors_in(workload.inputs)]
-        self.trace.always_alive = table.numbers(persistent)
+        self._persistent = [*workload.model.parameters(), *workload.model.buffers()]
+        self.trace.always_alive = self.trace.storages.numbers([*self._persistent, *tensors_in(workload.inputs)])
         self._device = workload.device
         self._autocast = workload.autocast
         self._castable = {id(p) for p in workload.model.parameters() if p.requires_grad and p.dtype is torch.float32}
-        self._persistent = [*workload.model.parameters(), *workload.model.buffers()]
 
     @property
     def module(self) -> str:
@@ -71,7 +69,7 @@ class StepRecorder:
         Args:
             workload: whose step it is.
             modules: with their names; their calls are recorded.
-            mode: the recorder's own, or a null context where the step shows no ops.
+            mode: the recorder, or a null context where the step shows no ops.
         """
         patches = ForwardPatches()
         try:
@@ -106,6 +104,19 @@ class StepRecorder:
 
         return run
 
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        known = self.trace.storages.numbers(tensors_in((args, kwargs)))
+        access = self.access(func, args, kwargs)
+        seconds, output = _timed(lambda: func(*args, **kwargs), self._device)
+        self.record(str(func), seconds, tensors_in(output), known, access)
+        self.note_cast(func, args, output)
+        return output
+
     @contextmanager
     def _not_recording(self) -> Iterator[None]:
         """Our own tensor work is no op of the model."""
@@ -137,8 +148,8 @@ class StepRecorder:
         call.end_op, call.end_save = len(self.trace.ops), len(self.trace.saves)
         call.end_node = next_node()
         call.outputs = [self._leaf(t) for t in tensors_in(output)]
-        call.mutates_input = changes.inputs_changed()
-        call.draws_random = changes.random_advanced()
+        call.mutates_input = _were_changed(changes.inputs)
+        call.draws_random = changes.random.torch_differs()
         call.mutated_buffers = changes.changed_buffers()
         call.opaque = call.opaque or opaque_holder(changes.arguments) or opaque_holder(output)
         call.side_effect = changes.side_effect()
@@ -229,26 +240,6 @@ class StepRecorder:
         return trace
 
 
-class _OpRecordingMode(TorchDispatchMode):
-    def __init__(self, recorder: StepRecorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        recorder = self._recorder
-        kwargs = kwargs or {}
-        if recorder.paused:
-            return func(*args, **kwargs)
-        known = recorder.trace.storages.numbers(tensors_in((args, kwargs)))
-        access = recorder.access(func, args, kwargs)
-        seconds, output = _timed(lambda: func(*args, **kwargs), recorder._device)
-        recorder.record(str(func), seconds, tensors_in(output), known, access)
-        recorder.note_cast(func, args, output)
-        return output
-
-
 def _timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     if device.type != "cuda":
         begin = time.perf_counter()
@@ -268,17 +259,11 @@ class _CallChanges:
     def __init__(self, module: nn.Module, arguments: Any, persistent: list[Tensor]) -> None:
         self._module = module
         self.arguments = arguments
-        self._inputs = [(tensor, tensor._version) for tensor in tensors_in(arguments)]
-        self._random = RandomState.capture()
+        self.inputs = [(tensor, tensor._version) for tensor in tensors_in(arguments)]
+        self.random = RandomState.capture()
         self._buffers = {name: (b, b.clone()) for name, b in module.named_buffers()}
         of_module = {id(buffer) for buffer, _ in self._buffers.values()}
         self._others = [(tensor, tensor._version) for tensor in persistent if id(tensor) not in of_module]
-
-    def inputs_changed(self) -> bool:
-        return any(tensor._version != version for tensor, version in self._inputs)
-
-    def random_advanced(self) -> bool:
-        return self._random.torch_differs()
 
     def changed_buffers(self) -> tuple[str, ...]:
         now = dict(self._module.named_buffers())
@@ -289,8 +274,12 @@ class _CallChanges:
         )
 
     def side_effect(self) -> str:
-        if any(tensor._version != version for tensor, version in self._others):
+        if _were_changed(self._others):
             return "it changes a parameter, or a buffer of another module"
-        if self._random.host_differs():
+        if self.random.host_differs():
             return "it draws from Python's or numpy's random generator"
         return ""
+
+
+def _were_changed(tensors: list[tuple[Tensor, int]]) -> bool:
+    return any(tensor._version != version for tensor, version in tensors)
