@@ -22,7 +22,6 @@ FORMAT = "planner-profile"
 VERSION = 1
 # Attributes that files of version 1 call otherwise.
 KEYS = {**OP_GRAPH_KEYS, "parents": "around"}
-OP_COLUMNS = ("side", "place", "module", "op", "seconds", "output_bytes", "kept")
 
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -199,7 +198,9 @@ class ResidentBytes:
 
 
 class OpRecord(NamedTuple):
-    """One aten op: where it ran, how long, the bytes of new storage it returned, and whether backward keeps them."""
+    """One aten op: where it ran (``place``: a stage, or outside), how long, the bytes of new storage it returned
+    (0 of views and in-place ops), and whether backward keeps them.
+    """
 
     side: Literal["forward", "backward"]
     place: str
@@ -280,15 +281,10 @@ class Profile:
 
     @property
     def ops(self) -> pd.DataFrame:
-        """Every aten op of forward and backward in order.
-
-        Columns: ``side``, ``place`` (stage or outside), ``module``, ``op``, ``seconds``,
-        ``output_bytes`` (new storage only: views and in-place ops have 0),
-        ``kept`` (its output is kept for backward).
-        """
+        """Every aten op of forward and backward in order; columns as the fields of ``OpRecord``."""
         import pandas as pd
 
-        return pd.DataFrame(self.op_records, columns=list(OP_COLUMNS))
+        return pd.DataFrame(self.op_records, columns=OpRecord._fields)
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -143,16 +143,7 @@ def _menu(group: OptionGroup, costs: Sequence[ChoiceCost], reason: str) -> MenuR
 
 
 def _option(choice: Choice, cost: ChoiceCost) -> OptionRecord:
-    return OptionRecord(
-        name=choice.name,
-        kept=choice.kept,
-        rerun=tuple(sorted(choice.rerun)),
-        forward_seconds=cost.forward_seconds,
-        backward_seconds=cost.backward_seconds,
-        freed_bytes=cost.freed_bytes,
-        forward_peak_bytes=cost.forward_peak_bytes,
-        backward_peak_bytes=cost.backward_peak_bytes,
-    )
+    return OptionRecord(name=choice.name, kept=choice.kept, rerun=tuple(sorted(choice.rerun)), **asdict(cost))
 
 
 def _rank(option: OptionRecord, menu: MenuRecord) -> tuple[float, int, int, int]:

@@ -141,7 +141,7 @@ class Workload:
             on_phase: called at the begin of each phase: of ``forward`` once gradients are cleared, of ``backward``,
                 of ``optimizer`` (also where there is none), and of ``end``, when only the loss is left.
         """
-        begin = on_phase or _ignore
+        begin = on_phase or (lambda phase, loss: None)
         self.zero_grad()
         begin("forward", None)
         loss = self.forward()
@@ -207,10 +207,6 @@ class Workload:
                 "pass loss=, a callable on the model's output, or labels in the inputs"
             )
         return loss
-
-
-def _ignore(phase: StepPhase, loss: Tensor | None) -> None:
-    """Nobody wants to know of the phases."""
 
 
 def scaler_tensors(scaler: torch.amp.GradScaler | None) -> list[Tensor]:
