@@ -46,17 +46,19 @@ def captured(workload: Workload) -> Callable[[], None]:
     """Remember everything, in host memory, and set gradients aside; the returned function puts it back."""
     modules = [workload.model, *([workload.loss] if isinstance(workload.loss, nn.Module) else [])]
     loose = [] if workload.optimizer is None else [p for g in workload.optimizer.param_groups for p in g["params"]]
-    model = _ModelState(modules, [*loose, *tensors_in(workload.inputs)])
-    optimizer = _OptimizerState(workload.optimizer) if workload.optimizer is not None else None
-    scaler = _ScalerState(workload.scaler) if workload.scaler is not None else None
-    randomness = RandomState.capture()
+    restores = [_model_restore(modules, [*loose, *tensors_in(workload.inputs)])]
+    if workload.optimizer is not None:
+        restores.append(_optimizer_restore(workload.optimizer))
+    if workload.scaler is not None:
+        attributes = vars(workload.scaler)
+        scaler = Snapshot(attributes)
+        restores.append(lambda: scaler.put_back(attributes))
+    restores.append(RandomState.capture().restore)
 
     def restore() -> None:
-        model.restore()
-        for state in (optimizer, scaler):
-            if state is not None:
-                state.restore()
-        randomness.restore()
+        with torch.no_grad():
+            for put_back in restores:
+                put_back()
 
     return restore
 
@@ -93,73 +95,53 @@ class RandomState:
         random.setstate(self._python)
 
 
-class _ModelState:
-    """Values and gradients of the modules' parameters and of other tensors, buffers, train/eval flags, attributes."""
+def _model_restore(modules: list[nn.Module], others: list[Tensor]) -> Callable[[], None]:
+    """For values and gradients of modules' parameters and of other tensors, buffers, train/eval flags, attributes."""
+    tensors = {id(t): t for t in [*(p for m in modules for p in m.parameters()), *others]}
+    parameters = [(t, _host_copy(t), t.grad if t.is_leaf else None) for t in tensors.values()]
+    inside = [module for root in modules for module in root.modules()]
+    buffers = [
+        (module, name, buffer, None if buffer is None else _host_copy(buffer))
+        for module in inside
+        for name, buffer in module._buffers.items()
+    ]
+    training = [(module, module.training) for module in inside]
+    attributes = attributes_of(inside)
+    for parameter, _, _ in parameters:
+        if parameter.is_leaf:
+            parameter.grad = None
 
-    def __init__(self, modules: list[nn.Module], others: list[Tensor]) -> None:
-        tensors = {id(t): t for t in [*(p for m in modules for p in m.parameters()), *others]}
-        self._parameters = [(t, _host_copy(t), t.grad if t.is_leaf else None) for t in tensors.values()]
-        inside = [module for root in modules for module in root.modules()]
-        self._buffers = [
-            (module, name, buffer, None if buffer is None else _host_copy(buffer))
-            for module in inside
-            for name, buffer in module._buffers.items()
-        ]
-        self._training = [(module, module.training) for module in inside]
-        self._attributes = attributes_of(inside)
-        for parameter, _, _ in self._parameters:
+    def restore() -> None:
+        for parameter, value, gradient in parameters:
+            put_values(parameter, value)
             if parameter.is_leaf:
-                parameter.grad = None
+                parameter.grad = gradient
+        for module, name, buffer, value in buffers:
+            if buffer is not None and value is not None:
+                put_values(buffer, value)
+            module._buffers[name] = buffer
+        attributes.restore()
+        for module, was_training in training:
+            module.training = was_training
 
-    def restore(self) -> None:
-        with torch.no_grad():
-            for parameter, value, gradient in self._parameters:
-                put_values(parameter, value)
-                if parameter.is_leaf:
-                    parameter.grad = gradient
-            for module, name, buffer, value in self._buffers:
-                if buffer is not None and value is not None:
-                    put_values(buffer, value)
-                module._buffers[name] = buffer
-            self._attributes.restore()
-        for module, training in self._training:
-            module.training = training
+    return restore
 
 
-class _OptimizerState:
-    """States, settings of the groups, and counters that an optimizer keeps on itself."""
+def _optimizer_restore(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """For states, settings of the groups, and counters that an optimizer keeps on itself."""
+    state = Snapshot(optimizer.state, most_items=math.inf)
+    attributes = Attributes([optimizer], ("state", "param_groups", "defaults"))
+    groups = [
+        {name: Snapshot(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._state = Snapshot(optimizer.state, most_items=math.inf)
-        self._attributes = Attributes([optimizer], ("state", "param_groups", "defaults"))
-        self._groups = [
-            {name: Snapshot(value) for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        ]
+    def restore() -> None:
+        state.put_back(optimizer.state)
+        attributes.restore()
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update({name: value.put_back(group.get(name)) for name, value in values.items()})
 
-    def restore(self) -> None:
-        with torch.no_grad():
-            self._state.put_back(self._optimizer.state)
-            self._attributes.restore()
-            for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
-                group.update({name: value.put_back(group.get(name)) for name, value in values.items()})
-
-
-class _ScalerState:
-    """The scale, how many steps it has stood, and what the scaler knows of a step under way."""
-
-    def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        self._scaler = scaler
-        self._values = dict(vars(scaler))
-        self._copies = {name: _host_copy(v) for name, v in self._values.items() if isinstance(v, Tensor)}
-        self._under_way = {name: copy.copy(v) for name, v in self._values.items() if isinstance(v, dict)}
-
-    def restore(self) -> None:
-        with torch.no_grad():
-            for name, value in self._copies.items():
-                put_values(self._values[name], value)
-        vars(self._scaler).update({**self._values, **self._under_way})
+    return restore
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
@@ -243,7 +225,7 @@ def _is_copied(tensor: Tensor) -> bool:
 
 def _tensor(value: Tensor, *, copied: bool) -> Callable[[Any], Any]:
     reference, device, wants = weakref.ref(value), value.device, value.is_leaf and value.requires_grad
-    values = value.detach().to("cpu", copy=True) if copied else None
+    values = _host_copy(value) if copied else None
 
     def back(_: Any) -> Any:
         tensor = reference()
