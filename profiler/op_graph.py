@@ -234,13 +234,7 @@ class Choice:
 
     @classmethod
     def of(cls, ops: StageOps, kept: Iterable[int], name: str = "", forced: Collection[int] = ()) -> Choice:
-        """The choice to keep these storages; named after what runs again.
-
-        Args:
-            ops: of the stage.
-            kept: numbers of storages.
-            name: what a person calls it.
-            forced: ordinals of ops that may run again even if they must not.
+        """The choice to keep these storages of a stage, named after what runs again; ``forced`` as for ``rerun``.
 
         Raises:
             ChoiceError: an op that must not run again would have to.

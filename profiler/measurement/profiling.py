@@ -12,7 +12,7 @@ from profiler.measurement.option_steps import OptionSteps
 from profiler.measurement.stage_options import OptionGroup, ProposeChoices, grouped, steps_for
 from profiler.measurement.stage_probe import StageProbe
 from profiler.measurement.stage_reruns import RerunTimes, rerun_stages
-from profiler.op_graph import Choice, ChoiceError, StageOps
+from profiler.op_graph import ChoiceError
 from profiler.records import MenuRecord, Profile
 from profiler.trace.compiled_trace import trace_compiled
 from profiler.trace.partition import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
@@ -76,7 +76,7 @@ def profile(
         resident = resident_bytes_of(workload)
         try:
             measuring = _Measuring(workload, resident.total, randomness, report)
-            measured = measuring.measure(stages, propose or _nothing, state)
+            measured = measuring.measure(stages, propose or (lambda ops: ()), state)
         except (StagesError, ChoiceError):
             raise
         except Exception as error:
@@ -118,7 +118,9 @@ class _Measuring:
         """Everything that a profile is made of."""
         uncompiled_trace, uncompiled_stages = trace, stages = self._trace(patterns)
         if self._compiled:
-            trace, stages = self._trace_compiled(trace, stages)
+            self._begin("trace, compiled")
+            trace, calls = trace_compiled(self._workload, trace, [stage.call for stage in stages])
+            stages = stages_of(trace, calls)
         with StageProbe(self._workload, stages) as probe:
             saving = self._step("memory", lambda: probe.saving_step(self._memory_meter()))
             memory = by_mark(saving.phases)
@@ -172,11 +174,6 @@ class _Measuring:
             )
         return trace, choose_stages(trace, patterns)
 
-    def _trace_compiled(self, trace: Trace, stages: Sequence[ChosenStage]) -> tuple[Trace, tuple[ChosenStage, ...]]:
-        self._begin("trace, compiled")
-        trace, calls = trace_compiled(self._workload, trace, [stage.call for stage in stages])
-        return trace, stages_of(trace, calls)
-
     def _time_dropping(
         self, probe: StageProbe, stages: Sequence[ChosenStage]
     ) -> tuple[dict[Mark, float], list[RerunTimes]]:
@@ -196,7 +193,3 @@ class _Measuring:
         steps = OptionSteps(probe, memory, self._device, self._resident_bytes, self._randomness, self._report)
         steps.check(groups, propose)
         return steps.measure(groups)
-
-
-def _nothing(_: StageOps) -> list[Choice]:
-    return []

@@ -35,22 +35,16 @@ def rerun_stages(
         device: of the model.
         compiled: whether the model is compiled, or something in it.
     """
-    times_of: dict[int, RerunTimes] = {}
-    doubtful: set[int] = set()
+    first_of: dict[int, RerunTimes] = {}
     reruns = []
     for first, kind in zip(first_runs, kinds, strict=True):
         if first.input_changed():
             reruns.append(RerunTimes(failure="its input is changed in place afterwards"))
-            continue
-        if kind in times_of and kind not in doubtful:
-            reruns.append(times_of[kind])
-            continue
-        rerun = _rerun(first, device, compiled=compiled)
-        if rerun.failure:
-            doubtful.add(kind)
+        elif kind in first_of and not first_of[kind].failure:
+            reruns.append(first_of[kind])
         else:
-            times_of[kind] = rerun
-        reruns.append(rerun)
+            reruns.append(_rerun(first, device, compiled=compiled))
+            first_of.setdefault(kind, reruns[-1])
     return reruns
 
 

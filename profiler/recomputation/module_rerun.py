@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from profiler.workload.tensor_trees import map_tensors
 
 leave_uncompiled(__name__)
 
+Packed = TypeVar("Packed")
 # How deep what runs now is a second run inside another one; 0 in a first run.
 RERUN_DEPTH: ContextVar[int] = ContextVar("RERUN_DEPTH", default=0)
 
@@ -92,7 +93,7 @@ def rerun_keeping(call: Callable[..., Any], state: CallState, args: Any, kwargs:
 
     with state.reinstated(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _not_to_be_unpacked):
         output = detached(call(*args, **kwargs))
-    return _emptied(saved), output
+    return emptied(saved), output
 
 
 def rerun_until_saved(
@@ -117,14 +118,14 @@ def rerun_until_saved(
             with torch.autograd.graph.saved_tensors_hooks(pack, _not_to_be_unpacked):
                 call(*args, **kwargs)
         except _AllSaved:
-            return _emptied(saved)
+            return emptied(saved)
     raise RerunError(
         f"expected {expected} tensors saved for backward as in the first run, got {len(saved)}; "
         "the call depends on something that changed in between (a cache, a counter, other inputs)"
     )
 
 
-def _emptied(saved: list[Tensor]) -> list[Tensor]:
+def emptied(saved: list[Packed]) -> list[Packed]:
     """Empty the hook's own list: a node that outlives the rerun (a tensor stored somewhere) keeps the hook alive."""
     taken = list(saved)
     saved.clear()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.recomputation.module_rerun import CallState, detached
+from profiler.recomputation.module_rerun import CallState, detached, emptied
 from profiler.recomputation.op_tape import OpTape, RecomputedTensor
 from profiler.recomputation.recording_mode import RecordingMode
 from profiler.recomputation.saved_tensors import RecordedInput, SavedTensor, TensorStandIn, unpack
@@ -58,9 +58,7 @@ class SelectiveCall:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             output = detached(self._run(call, args, kwargs, None))
-        taken = list(saved)
-        saved.clear()  # A node that outlives the rerun (a tensor stored somewhere) keeps the hook alive.
-        return taken, output
+        return emptied(saved), output
 
     def _run(self, call: Callable[..., Any], args: Any, kwargs: Any, hooks: Any) -> Any:
         with self._mode.switching(hooks):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from profiler.op_graph import StageOp, StageOps, StageStorage
 from profiler.trace.partition import ChosenStage
@@ -86,29 +87,22 @@ class _Reader:
 
     def _outside(self, storage: int, version: int) -> int:
         """A storage that was there before the stage; its versions count from what it finds."""
-        self._base[storage] = version
         self._final[len(self._storages)] = self._trace.versions.get(storage, 0) - version
         held = storage in self._trace.always_alive or storage in self._saved
         exclusive = storage in self._stage.boundary_storages
-        return self._add(
-            storage, StageStorage(size_bytes=self._bytes(storage), op=-1, always_live=held, dies_after_stage=exclusive)
-        )
+        return self._add(storage, version, op=-1, always_live=held, dies_after_stage=exclusive)
 
     def _made(self, storage: int, ordinal: int, output: int) -> int:
-        self._base[storage] = 0
         held = storage in self._trace.casts and storage in self._saved
-        size_bytes = self._bytes(storage)
-        return self._add(storage, StageStorage(size_bytes=size_bytes, op=ordinal, output=output, always_live=held))
+        return self._add(storage, 0, op=ordinal, output=output, always_live=held)
 
-    def _add(self, storage: int, entry: StageStorage) -> int:
+    def _add(self, storage: int, version: int, **fields: Any) -> int:
+        self._base[storage] = version
         self._local[storage] = len(self._storages)
         saved_in = tuple(sorted(self._saved.get(storage, ())))
-        saved, returned = bool(saved_in), storage in self._returned
-        self._storages.append(replace(entry, saved=saved, saved_in=saved_in, returned=returned))
+        fields |= {"saved": bool(saved_in), "saved_in": saved_in, "returned": storage in self._returned}
+        self._storages.append(StageStorage(size_bytes=self._trace.storages.bytes_of[storage], **fields))
         return len(self._storages) - 1
-
-    def _bytes(self, storage: int) -> int:
-        return self._trace.storages.bytes_of[storage]
 
     def _checked(self, ops: list[StageOp]) -> list[StageOp]:
         """Ops that change, or read before it is changed, what comes from outside must not run again.
