@@ -146,7 +146,7 @@ class SelectiveStep(MarkedStep):
         return output
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class FirstRun:
     """One stage call as it ran without keeping anything: with what it was given and returned, and would have saved."""
 
@@ -218,15 +218,8 @@ class DroppingForward(MarkedStep):
             arguments = detached((args, kwargs))  # Before: the call may add to a list.
             versions = [tensor._version for tensor in tensors_in(arguments)]
             output = forward(*args, **kwargs)
-            first_run = FirstRun(
-                call=forward,
-                state=state,
-                arguments=arguments,
-                output=map_tensors(lambda tensor: tensor.detach().clone(), output),  # It may be changed later.
-                versions=versions,
-                saved=saved,
-            )
-            self.first_runs.append(first_run)
+            copies = map_tensors(lambda tensor: tensor.detach().clone(), output)  # It may be changed later.
+            self.first_runs.append(FirstRun(forward, state, arguments, copies, versions, saved))
             return output
 
     def _hold_inputs(self, position: int, args: Any, kwargs: Any) -> None:

@@ -79,7 +79,9 @@ class _RecomputedCall:
         """Run it and return what it returns."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack), self._recorder:
             output = function(*args, **kwargs)
-        tape, kept = self._recorder.end_call(), self._kept
+        tape, kept = self._recorder.tape, self._kept
+        tape.end_recording()
+        tape.forget_unneeded()
         self._kept = []  # Nodes of the graph hold this call by its hooks, and must not hold tensors by it.
         if self._outer_hooks is not None:
             holder_of = _packing_by(self._outer_hooks)
@@ -120,7 +122,8 @@ class _RerunnableOps(TorchDispatchMode):
             return func(*args, **kwargs)
         given = _tensors((*args, *kwargs.values()))
         self._before_writing(func, args, kwargs)
-        if not _may_run_again(func, args, kwargs, given):
+        plain = all(type(tensor) in _PLAIN and tensor.layout is torch.strided for tensor in given)
+        if not plain or why_not_rerunnable(traits_of(func), args, kwargs):
             self.tape.keep_written(func, args, kwargs)
             return func(*args, **kwargs)
         self._read.update(storage_key(tensor) for tensor in given if self.tape.recomputed_storage_of(tensor) is None)
@@ -148,12 +151,6 @@ class _RerunnableOps(TorchDispatchMode):
         finally:
             self._paused = False
 
-    def end_call(self) -> OpTape:
-        """The call is over; its tape."""
-        self.tape.end_recording()
-        self.tape.forget_unneeded()
-        return self.tape
-
 
 def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
     """The tensors among an op's arguments; every op waits for this."""
@@ -164,12 +161,6 @@ def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
         elif isinstance(value, (list, tuple)):
             tensors += _tensors(tuple(value))
     return tensors
-
-
-def _may_run_again(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:
-    if why_not_rerunnable(traits_of(func), args, kwargs):
-        return False
-    return all(type(tensor) in _PLAIN and tensor.layout is torch.strided for tensor in given)
 
 
 def _packing_by(hooks: _Hooks) -> Callable[[Tensor], TensorStandIn]:

@@ -111,7 +111,19 @@ class _Reader:
         """
         unseen = self._filled_unseen(ops)
         renewed = {self._local[storage] for storage in self._renewed if storage in self._local}
-        return [_fixed_if(op, self._final, renewed, unseen) for op in ops]
+
+        def reason(op: StageOp) -> str:
+            if op.not_rerunnable_reason:
+                return op.not_rerunnable_reason
+            if unseen.intersection(op.allocates):
+                return "what it makes is filled by something that is no op"
+            if self._final.keys() & set(op.writes):
+                return "it changes what comes from outside of the stage"
+            if any(number in renewed or version != self._final.get(number, version) for number, version in op.reads):
+                return "it reads what is changed afterwards"
+            return ""
+
+        return [replace(op, not_rerunnable_reason=reason(op)) for op in ops]
 
     def _filled_unseen(self, ops: list[StageOp]) -> set[int]:
         """Storages that hold nothing when they are made, and are read or saved all the same."""
@@ -132,23 +144,3 @@ def _innermost(spans: Sequence[tuple[int, int, str]]) -> list[str]:
     for start, stop, inner in spans[1:]:
         names[start - first : stop - first] = [inner] * (stop - start)
     return names
-
-
-def _fixed_if(op: StageOp, final: dict[int, int], renewed: set[int], unseen: set[int]) -> StageOp:
-    """The op, with why it must not run again.
-
-    Args:
-        op: as traced.
-        final: last versions of storages that come from outside.
-        renewed: those that kernels change without counting it.
-        unseen: storages that something other than an op has filled.
-    """
-    if op.not_rerunnable_reason:
-        return op
-    if unseen.intersection(op.allocates):
-        return replace(op, not_rerunnable_reason="what it makes is filled by something that is no op")
-    if final.keys() & set(op.writes):
-        return replace(op, not_rerunnable_reason="it changes what comes from outside of the stage")
-    if any(number in renewed or version != final.get(number, version) for number, version in op.reads):
-        return replace(op, not_rerunnable_reason="it reads what is changed afterwards")
-    return op

@@ -29,7 +29,9 @@ def region_of(module: nn.Module) -> Region:
         kinds = _OF_KIND.setdefault(type(module), {})
         kind = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
         if kind not in kinds:
-            kinds[kind] = _copy_of_region(f"{type(module).__name__}_{len(kinds)}")
+            # A name of its own too: Dynamo knows by file, line and name which sizes have varied.
+            name = f"{type(module).__name__}_{len(kinds)}"
+            kinds[kind] = types.FunctionType(_region.__code__.replace(co_name=name), _region.__globals__, name)
         region = _OF_MODULE[module] = kinds[kind]
     return region
 
@@ -53,8 +55,3 @@ def compiled_region(region: Region) -> Region:
 
 def _region(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return forward(*args, **kwargs)
-
-
-def _copy_of_region(name: str) -> Region:
-    # The name too: Dynamo knows by file, line and name which sizes have varied.
-    return types.FunctionType(_region.__code__.replace(co_name=name), _region.__globals__, name)
