@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from profiler.measurement.meter import Mark, MarkedPhases, Place, outside_place, stage_place
+from profiler.measurement.meter import Mark, MarkedPhases, Place
 from profiler.measurement.stage_probe import StageTensor
 from profiler.measurement.stage_reruns import RerunTimes
 from profiler.records import MenuRecord, OpRecord, Phase, Profile, ResidentBytes, SharedRecord, StageRecord
@@ -134,10 +134,10 @@ class _Assembly:
     def records(self) -> tuple[StageRecord, ...]:
         for k in range(len(self._measured.stages) + 1):
             self._add_outside(k)
-            self._index[outside_place(k)] = len(self._records) - 1
+            self._index[Place("outside", k)] = len(self._records) - 1
             if k < len(self._measured.stages):
                 self._records.append(self._stage(k))
-                self._index[stage_place(k)] = len(self._records) - 1
+                self._index[Place("stage", k)] = len(self._records) - 1
         return tuple(self._records)
 
     def shared(self) -> tuple[SharedRecord, ...]:
@@ -178,7 +178,7 @@ class _Assembly:
         """Records of the stages whose ops read a storage."""
         ops = self._measured.trace.ops
         return {
-            self._index[stage_place(k)]
+            self._index[Place("stage", k)]
             for k, stage in enumerate(self._measured.stages)
             if any(number == read for op in ops[stage.call.first_op : stage.call.end_op] for read, _ in op.access.reads)
         }
@@ -186,8 +186,8 @@ class _Assembly:
     def _shared(self, number: int, leaves: list[tuple[int, int]]) -> SharedRecord:
         stages, trace = self._measured.stages, self._measured.trace
         linked = {(k, leaf) for k, leaf in leaves if leaf in {i for i, _ in stages[k].links}}
-        readers = {self._index[stage_place(k)] for k, leaf in leaves if (k, leaf) not in linked}
-        linked_readers = {self._index[stage_place(k)] for k, _ in linked} - readers
+        readers = {self._index[Place("stage", k)] for k, leaf in leaves if (k, leaf) not in linked}
+        linked_readers = {self._index[Place("stage", k)] for k, _ in linked} - readers
         phase, death = self._death(leaves)
         return SharedRecord(
             size_bytes=trace.storages.bytes_of[number],
@@ -222,7 +222,7 @@ class _Assembly:
         for k, stage in enumerate(self._measured.stages):
             first, end = span(stage.call)
             if position < end:
-                return self._index[outside_place(k) if position < first else stage_place(k)]
+                return self._index[Place("outside", k) if position < first else Place("stage", k)]
         return len(self._records) - 1
 
     def _phases(self, place: Place) -> tuple[Phase, Phase, Phase]:
@@ -240,11 +240,11 @@ class _Assembly:
         if mark.place is None or mark.place.kind != "stage":
             return seconds.get(mark, 0.0)
         like = [k for k, number in enumerate(self._alike) if number == self._alike[mark.place.index]]
-        return statistics.median(seconds.get(Mark(mark.phase, stage_place(k)), 0.0) for k in like)
+        return statistics.median(seconds.get(Mark(mark.phase, Place("stage", k)), 0.0) for k in like)
 
     def _add_outside(self, k: int) -> None:
-        forward, backward, dropped = self._phases(outside_place(k))
-        if self._records and Mark("backward", outside_place(k)) not in self._measured.memory:
+        forward, backward, dropped = self._phases(Place("outside", k))
+        if self._records and Mark("backward", Place("outside", k)) not in self._measured.memory:
             last = self._records[-1]  # Nothing but Python letting go of tensors: part of the stage before.
             self._records[-1] = replace(
                 last, forward=_extended(last.forward, forward), dropped=_extended(last.dropped, dropped)
@@ -258,7 +258,7 @@ class _Assembly:
         )
 
     def _stage(self, k: int) -> StageRecord:
-        m, stage, place = self._measured, self._measured.stages[k], stage_place(k)
+        m, stage, place = self._measured, self._measured.stages[k], Place("stage", k)
         forward, backward, dropped = self._phases(place)
         rerun, reason = m.reruns[k], self._reason(k, m.reruns[k])
         marks = m.memory.get(Mark("forward", place), [])
@@ -311,7 +311,7 @@ class _Assembly:
         seen = why_not_recomputable(self._measured.stages[k].call)
         if seen:
             return seen
-        if Mark("backward", stage_place(k)) not in self._measured.memory:
+        if Mark("backward", Place("stage", k)) not in self._measured.memory:
             return "it has no backward"
         return rerun.failure
 

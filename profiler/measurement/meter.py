@@ -29,16 +29,6 @@ class Place:
     index: int
 
 
-def stage_place(index: int) -> Place:
-    """The stage of that index."""
-    return Place("stage", index)
-
-
-def outside_place(index: int) -> Place:
-    """What runs between the stage of that index and the one before it."""
-    return Place("outside", index)
-
-
 @dataclass(frozen=True, slots=True)
 class Mark:
     """What begins at a moment of a step.

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, stage_place
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place
 from profiler.measurement.stage_marks import MarkedStep, StepProbe
 from profiler.workload.workload import StepPhase, Workload
 
@@ -84,7 +84,7 @@ class _MarkedPlannedStep(MarkedStep):
             super().enter(position)
             return
         self._interrupted = self._now
-        self.mark(Mark("again", stage_place(position)))
+        self.mark(Mark("again", Place("stage", position)))
 
     def leave(self, position: int) -> None:
         if self._in_backward:

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, metered_step, outside_place, stage_place
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, metered_step
 from profiler.workload.autograd_nodes import graph_nodes, next_node
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import Forward, ForwardPatches
@@ -86,7 +86,7 @@ class MarkedStep:
         self._meter = meter
         self._calls: dict[Hashable, int] = {}
         self._in_stage = False
-        self._now = Mark("forward", outside_place(0))
+        self._now = Mark("forward", Place("outside", 0))
         self._node_ends: list[tuple[Place, int]] = []  # each place with the number of the first node after it
 
     def run(self) -> None:
@@ -96,7 +96,7 @@ class MarkedStep:
     def _begin(self, phase: StepPhase, loss: Tensor | None) -> None:
         if phase == "backward":
             assert loss is not None
-            self._node_ends.append((outside_place(len(self._positions)), next_node()))
+            self._node_ends.append((Place("outside", len(self._positions)), next_node()))
             self._mark_backward_of(loss)
             self.mark(Mark("loss"))  # What backward allocates first belongs to no forward.
         elif phase == "end" or self._workload.optimizer is not None:
@@ -130,8 +130,8 @@ class MarkedStep:
 
     def enter(self, position: int) -> None:
         """A stage's forward begins."""
-        self._node_ends.append((outside_place(position), next_node()))
-        self.mark(Mark("forward", stage_place(position)))
+        self._node_ends.append((Place("outside", position), next_node()))
+        self.mark(Mark("forward", Place("stage", position)))
 
     def run_stage(self, position: int, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run the stage's own forward."""
@@ -139,8 +139,8 @@ class MarkedStep:
 
     def leave(self, position: int) -> None:
         """A stage's forward is over."""
-        self._node_ends.append((stage_place(position), next_node()))
-        self.mark(Mark("forward", outside_place(position + 1)))
+        self._node_ends.append((Place("stage", position), next_node()))
+        self.mark(Mark("forward", Place("outside", position + 1)))
 
     def enter_backward(self, place: Place) -> None:
         """The backward of a place begins."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from profiler.measurement.meter import Mark, stage_place
+from profiler.measurement.meter import Mark, Place
 from profiler.measurement.robust_times import Sample, steady_seconds
 from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.recomputation.selection import Selection
@@ -264,7 +264,7 @@ class Costs:
 
 def _marks_of(stage: int) -> tuple[Mark, Mark]:
     """Where a stage's forward and its backward begin."""
-    return Mark("forward", stage_place(stage)), Mark("backward", stage_place(stage))
+    return Mark("forward", Place("stage", stage)), Mark("backward", Place("stage", stage))
 
 
 def _growth(phases: Sequence[Phase]) -> int:

@@ -12,7 +12,7 @@ from planner.explain.measured_step import MeasuredStep, Places, view_step
 from planner.explain.peak_report import peak_rows
 from planner.explain.timeline import Timeline, predicted_timelines
 from planner.plans.plan import chain_in
-from profiler.measurement.meter import Mark, outside_place, stage_place
+from profiler.measurement.meter import Mark, Place
 from profiler.records import Phase
 from profiler.workload.workload import Workload
 from tests.support.command_line import SMALL
@@ -70,9 +70,9 @@ def test_what_the_plan_knows_as_one_action_is_one_span(plan: planner.Plan) -> No
     """What runs between two stages that are linked belongs to the stage before."""
     places = Places(plan)
     phases = [
-        (Mark("forward", stage_place(0)), Phase(start_bytes=1, peak_bytes=5, end_bytes=2)),
-        (Mark("forward", outside_place(1)), Phase(start_bytes=2, peak_bytes=7, end_bytes=3)),
-        (Mark("forward", stage_place(1)), Phase(start_bytes=3, peak_bytes=4, end_bytes=4)),
+        (Mark("forward", Place("stage", 0)), Phase(start_bytes=1, peak_bytes=5, end_bytes=2)),
+        (Mark("forward", Place("outside", 1)), Phase(start_bytes=2, peak_bytes=7, end_bytes=3)),
+        (Mark("forward", Place("stage", 1)), Phase(start_bytes=3, peak_bytes=4, end_bytes=4)),
         (Mark("end"), Phase(start_bytes=4, peak_bytes=9, end_bytes=4)),
     ]
     first, second = places.spans(phases, [1.0, 0.5, 2.0, 0.1])

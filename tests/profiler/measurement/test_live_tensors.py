@@ -13,7 +13,7 @@ import planner
 from planner import zoo
 from planner.runtime.applier import split_name
 from profiler.measurement.live_tensors import LiveTensorTracker, PeakSnapshot
-from profiler.measurement.meter import Mark, memory_meter, outside_place, stage_place
+from profiler.measurement.meter import Mark, Place, memory_meter
 from profiler.measurement.planned_probe import PlannedProbe
 from profiler.workload.snapshot import preserved
 from profiler.workload.steps import first_step, resident_bytes_of
@@ -57,7 +57,7 @@ def test_a_peak_worked_out_by_hand() -> None:
     assert sizes["made in step", "aten.cat.default"] == 2 * mib
     assert sizes["made in step", "aten.mul.Tensor"] == 2 * mib
     assert found.explained_bytes == 5 * mib + 4 * 4
-    assert (found.op, found.mark) == ("aten.sum.dim_IntList", Mark("backward", outside_place(0)))
+    assert (found.op, found.mark) == ("aten.sum.dim_IntList", Mark("backward", Place("outside", 0)))
     assert found.before_bytes == found.explained_bytes - 4
 
 
@@ -66,8 +66,8 @@ def test_gradients_are_named_after_their_parameters() -> None:
     work = Workload(model=model, inputs=torch.ones(2, 64), loss=lambda y: y.sum())
     found = peak_of(work, stages=["0", "1"])
     gradients = {s.module: (s.size_bytes, s.op, s.made_in) for s in found.storages if s.kind == "gradient"}
-    assert gradients["1.weight"] == (256 * 8 * 4, "aten.mm.default", Mark("backward", stage_place(1)))
-    assert gradients["0.weight"] == (256 * 64 * 4, "aten.mm.default", Mark("backward", stage_place(0)))
+    assert gradients["1.weight"] == (256 * 8 * 4, "aten.mm.default", Mark("backward", Place("stage", 1)))
+    assert gradients["0.weight"] == (256 * 64 * 4, "aten.mm.default", Mark("backward", Place("stage", 0)))
 
 
 class Masked(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import planner
 from planner.plans.lowering import lower_schedule
 from planner.runtime.applier import split_name
-from profiler.measurement.meter import Mark, memory_meter, stage_place
+from profiler.measurement.meter import Mark, Place, memory_meter
 from profiler.measurement.planned_probe import PlannedProbe
 from profiler.workload.snapshot import preserved
 from profiler.workload.steps import first_step, resident_bytes_of
@@ -54,8 +54,8 @@ def test_an_unplanned_step_goes_through_every_stage_forth_and_back() -> None:
     stages = sum(stage.kind == "stage" for stage in plan.stages)
     of_stages = [mark for mark in marks if mark.place is not None and mark.place.kind == "stage"]
     assert of_stages == [
-        *(Mark("forward", stage_place(k)) for k in range(stages)),
-        *(Mark("backward", stage_place(k)) for k in reversed(range(stages))),
+        *(Mark("forward", Place("stage", k)) for k in range(stages)),
+        *(Mark("backward", Place("stage", k)) for k in reversed(range(stages))),
     ]
     assert marks[-2:] == [Mark("optimizer"), Mark("end")]
 
@@ -87,7 +87,7 @@ def test_calls_of_one_module_are_told_apart() -> None:
     plan = smallest_plan(work, stages=["block"])
     marks, _ = marks_of(work, plan, planned=True)
     places = [k for k, stage in enumerate(plan.stages) if stage.kind == "stage"]
-    runs = [marks.count(Mark("again", stage_place(i))) for i in range(4)]
+    runs = [marks.count(Mark("again", Place("stage", i))) for i in range(4)]
     assert runs == [plan.stages[k].runs - 1 for k in places]
     assert sum(runs) > 0
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from profiler.measurement import stage_options
-from profiler.measurement.meter import Mark, stage_place
+from profiler.measurement.meter import Mark, Place
 from profiler.measurement.option_steps import OptionSteps, _beaten, _menu
 from profiler.measurement.stage_options import (
     KEEP,
@@ -63,7 +63,7 @@ BACKWARD: Direction = "backward"
 
 
 def marked(phase: Direction, stage: int, **values: Any) -> tuple[Mark, list[Phase]]:
-    return Mark(phase, stage_place(stage)), [Phase(**values)]
+    return Mark(phase, Place("stage", stage)), [Phase(**values)]
 
 
 # Which stages share a menu -----------------------------------------------------------
@@ -152,11 +152,11 @@ def test_bytes_are_those_that_the_plain_stage_keeps_more() -> None:
     costs.add_memory(
         {0: (0, 0)},
         {
-            Mark(FORWARD, stage_place(0)): [
+            Mark(FORWARD, Place("stage", 0)): [
                 Phase(start_bytes=200, peak_bytes=230, end_bytes=210),
                 Phase(start_bytes=210, peak_bytes=270, end_bytes=220),
             ],
-            Mark(BACKWARD, stage_place(0)): [Phase(start_bytes=220, peak_bytes=300, end_bytes=200)],
+            Mark(BACKWARD, Place("stage", 0)): [Phase(start_bytes=220, peak_bytes=300, end_bytes=200)],
         },
     )
     assert costs.finish() == [
