@@ -106,13 +106,10 @@ class _CpuMemoryMeter:
 
 def _cumulated(events: list[Any], marks: list[Mark], resident_bytes: int) -> MarkedPhases:
     """Cumulate the ``[memory]`` events of the CPU allocator between marks, in time order."""
-    timed = sorted(
-        ((event.start_ns(), event) for event in events if _is_wanted(event)),
-        key=lambda pair: pair[0],
-    )
+    timed = sorted(filter(_is_wanted, events), key=lambda event: event.start_ns())
     phases: MarkedPhases = []
     mark, start, peak, live = None, resident_bytes, resident_bytes, resident_bytes
-    for _, event in timed:
+    for event in timed:
         name = event.name()
         if name == "[memory]":
             live += event.nbytes()
@@ -173,45 +170,44 @@ class _CudaMemoryMeter:
 class _CpuTimeMeter:
     def __init__(self) -> None:
         self._marks: list[Mark] = []
-        self._seconds: list[float] = []
+        self._moments: list[Any] = []
 
     def start(self, mark: Mark) -> None:
         self.mark(mark)
 
     def mark(self, mark: Mark) -> None:
         self._marks.append(mark)
-        self._seconds.append(time.perf_counter())
+        self._moments.append(self._now())
 
     def stop(self) -> MarkedPhases:
-        self._seconds.append(time.perf_counter())
-        lengths = (end - begin for begin, end in itertools.pairwise(self._seconds))
+        self._moments.append(self._now())
+        lengths = itertools.starmap(self._seconds, itertools.pairwise(self._moments))
         return [(mark, Phase(seconds=seconds)) for mark, seconds in zip(self._marks, lengths, strict=True)]
 
+    def _now(self) -> Any:
+        return time.perf_counter()
 
-class _CudaTimeMeter:
+    def _seconds(self, begin: Any, end: Any) -> float:
+        return end - begin
+
+
+class _CudaTimeMeter(_CpuTimeMeter):
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
-        self._marks: list[Mark] = []
-        self._events: list[torch.cuda.Event] = []
 
     def start(self, mark: Mark) -> None:
         torch.cuda.synchronize(self._device)
-        self.mark(mark)
+        super().start(mark)
 
-    def mark(self, mark: Mark) -> None:
-        self._marks.append(mark)
-        self._record()
-
-    def _record(self) -> None:
+    def _now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
-        self._events.append(event)
+        return event
 
-    def stop(self) -> MarkedPhases:
-        self._record()
+    def _seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         torch.cuda.synchronize(self._device)
-        lengths = (begin.elapsed_time(end) / 1000.0 for begin, end in itertools.pairwise(self._events))
-        return [(mark, Phase(seconds=seconds)) for mark, seconds in zip(self._marks, lengths, strict=True)]
+        return begin.elapsed_time(end) / 1000.0
 
 
 def metered(meter: Meter, run: Callable[[], Any]) -> Phase:
