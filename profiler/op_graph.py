@@ -250,8 +250,7 @@ class Choice:
         Raises:
             ChoiceError: one of the ops must not run again.
         """
-        dropped = set(ordinals)
-        return cls.of(ops, _kept_without(ops, dropped), name, forced)
+        return cls.of(ops, _kept_without(ops, set(ordinals)), name, forced)
 
 
 def _kept_without(ops: StageOps, dropped: set[int]) -> set[int]:

@@ -296,8 +296,7 @@ class Profile:
         """Read a profile.
 
         Raises:
-            ValueError: the file is missing, truncated, of another format or
-                version, holds NaN, or lacks a field.
+            ValueError: the file is missing, truncated, of another format or version, holds NaN, or lacks a field.
         """
         return cls.from_document(read_document(path, {FORMAT: VERSION}), str(path))
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-import torch
-
 from profiler.measurement.assembly import PhasesOfMark, by_mark
 from profiler.measurement.meter import MarkedPhases, Meter, memory_meter, time_meter
 from profiler.measurement.stage_options import (
@@ -43,14 +41,13 @@ class OptionSteps:
         self,
         probe: StageProbe,
         plain: PhasesOfMark,
-        device: torch.device,
         resident_bytes: int,
         randomness: RandomState,
         report: Callable[[str], None],
     ) -> None:
         self._probe = probe
         self._plain = plain
-        self._device = device
+        self._device = probe.workload.device
         self._resident_bytes = resident_bytes
         self._randomness = randomness
         self._report = report

@@ -27,10 +27,7 @@ class PlannedProbe(StepProbe):
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        stages: Sequence[tuple[str, int]],
-        again: Mapping[int, Sequence[int]] | None = None,
+        self, workload: Workload, stages: Sequence[tuple[str, int]], again: Mapping[int, Sequence[int]] | None = None
     ) -> None:
         modules: dict[Hashable, nn.Module] = {name: workload.model.get_submodule(name) for name, _ in stages}
         super().__init__(workload, modules, {call: k for k, call in enumerate(stages)}, compile_safe=False)

@@ -190,6 +190,6 @@ class _Measuring:
     def _measure_menus(
         self, probe: StageProbe, groups: Sequence[OptionGroup], memory: PhasesOfMark, propose: ProposeChoices
     ) -> list[MenuRecord]:
-        steps = OptionSteps(probe, memory, self._device, self._resident_bytes, self._randomness, self._report)
+        steps = OptionSteps(probe, memory, self._resident_bytes, self._randomness, self._report)
         steps.check(groups, propose)
         return steps.measure(groups)

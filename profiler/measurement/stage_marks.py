@@ -109,9 +109,7 @@ class MarkedStep:
 
     def run_call(self, module: Hashable, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run a call of a module, between marks where it is a stage's."""
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        position = self.position_of(module)
+        position = self.position_of(module) if torch.is_grad_enabled() else None
         if position is None:
             return forward(*args, **kwargs)
         self._in_stage = True

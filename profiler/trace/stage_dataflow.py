@@ -54,15 +54,13 @@ class _Reader:
         ops = [self._op(ordinal, op) for ordinal, op in enumerate(self._trace.ops[call.first_op : call.end_op])]
         for storage in sorted(s for s in self._saved if s is not None and s not in self._local):
             self._outside(storage, 0)  # Saved without an op of the stage having touched it.
+        saves = [save.storage for save in self._trace.saves[call.first_save : call.end_save]]
         return StageOps(
             ops=tuple(self._checked(ops)),
             storages=tuple(self._storages),
             modules=modules_inside(self._trace, call),
-            saves=tuple(self._save(save.storage) for save in self._trace.saves[call.first_save : call.end_save]),
+            saves=tuple(-1 if s is None or s in self._trace.always_alive else self._local[s] for s in saves),
         )
-
-    def _save(self, storage: int | None) -> int:
-        return -1 if storage is None or storage in self._trace.always_alive else self._local[storage]
 
     def _op(self, ordinal: int, op: Op) -> StageOp:
         access = op.access

@@ -37,8 +37,7 @@ class StorageTable:
         storage = tensor.untyped_storage()
         number = self._numbers.get(storage)
         if number is None:
-            number = len(self.bytes_of)
-            self._numbers[storage] = number
+            number = self._numbers[storage] = len(self.bytes_of)
             self.bytes_of[number] = allocated_bytes(storage)
         return number
 

@@ -323,7 +323,7 @@ class FailingProbe(StageProbe):
 
 
 def checking(error: Exception) -> OptionSteps:
-    return OptionSteps(FailingProbe(error), {}, torch.device("cpu"), 0, RandomState.capture(), lambda _: None)
+    return OptionSteps(FailingProbe(error), {}, 0, RandomState.capture(), lambda _: None)
 
 
 def test_choices_that_torch_refuses_to_check_together_are_left_to_the_measurement() -> None:
