@@ -18,7 +18,7 @@ from planner.cli.options import (
     NoOffload,
     Settings,
     TargetArgument,
-    offload_wish,
+    offload_from,
 )
 from planner.cli.shell import NO_PLAN, check_folder, note, show, show_json, working
 from planner.explain.figures import check_picture
@@ -63,7 +63,7 @@ def advise_command(
             settings=parse_settings(settings or []),
             batch_key=batch_key,
             device=device,
-            offload=offload_wish(no_offload, link_gbps, devices_per_link, host_memory) or Offload(),
+            offload=offload_from(no_offload, link_gbps, devices_per_link, host_memory) or Offload(),
             menus=not no_menus,
             progress=progress,
         )

@@ -34,7 +34,7 @@ from planner.cli.options import (
     Settings,
     SolverName,
     TargetArgument,
-    offload_wish,
+    offload_from,
 )
 from planner.cli.shell import ManyValues, PlannerGroup, check_folder, note, show, show_json, working
 from planner.cli.show_file import ShowRequest, run_show
@@ -80,10 +80,10 @@ def profile_command(
     output: Out = None,
 ) -> None:
     """Measure one training step: what each stage costs in bytes and seconds."""
-    from planner.plans.profiling import profile
-
     check_folder(output)
     stated = None if rules is None else Rules.load(rules)  # refused before anything is measured
+    from planner.plans.profiling import profile
+
     with working() as progress:
         workload = _workload(target, settings, device)
         measured = profile(workload, stages=stages or None, menus=not no_menus, rules=stated, progress=progress)
@@ -139,7 +139,7 @@ def solve_command(
     """
     check_folder(output)
     stated = None if rules is None else Rules.load(rules)
-    offload_request = offload_wish(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
+    offload_request = offload_from(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
     source = problem_files.read_source(file)
     if no_menus:
         source = problem_solving.stage_level(source, stated)
@@ -191,7 +191,7 @@ def pareto_command(
     check_folder(csv)
     if output is not None:
         check_picture(output)
-    offload_request = offload_wish(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
+    offload_request = offload_from(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
     source = problem_files.read_source(file)
     with contextlib.redirect_stdout(sys.stderr):
         frame = pareto_curves.pareto(source, time_limit_seconds=time_limit, offload=offload_request or Offload())
@@ -289,10 +289,10 @@ def max_batch_command(
     from planner.capacity.batch_search import max_batch
     from planner.targets import parse_settings
 
-    offload_request = offload_wish(no_offload, link_gbps, devices_per_link, host_memory) or Offload()
+    offload_request = offload_from(no_offload, link_gbps, devices_per_link, host_memory) or Offload()
     try:
         with working() as progress:
-            found = max_batch(
+            limits = max_batch(
                 target,
                 budget,
                 vary=vary,
@@ -309,9 +309,9 @@ def max_batch_command(
             show_json(no_batch_document(refusal))
         raise
     if as_json:
-        show_json(batch_document(found))
+        show_json(batch_document(limits))
     else:
-        show(limits_report(found))
+        show(limits_report(limits))
 
 
 @app.command("show", cls=ManyValues)

@@ -50,7 +50,7 @@ HostMemoryOption = Annotated[
 Out = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
 
 
-def offload_wish(
+def offload_from(
     no_offload: bool,
     link_gbps: float | None,
     devices_per_link: int | None,

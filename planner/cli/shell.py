@@ -53,10 +53,10 @@ def with_number(args: Sequence[str], option: str, number: int) -> list[str]:
     >>> with_number(["--retry", "--steps", "3"], "--retry", 2), with_number(["--retry", "5"], "--retry", 2)
     (['--retry', '2', '--steps', '3'], ['--retry', '5'])
     """
-    found: list[str] = []
+    spelled: list[str] = []
     for text, after in zip(args, [*args[1:], ""], strict=True):
-        found += [text, str(number)] if text == option and not after.lstrip("-").isdigit() else [text]
-    return found
+        spelled += [text, str(number)] if text == option and not after.lstrip("-").isdigit() else [text]
+    return spelled
 
 
 def spread(args: Sequence[str]) -> list[str]:
@@ -68,18 +68,18 @@ def spread(args: Sequence[str]) -> list[str]:
     ['zoo:mlp', '--set', 'a=1', '--set', 'b=2', '--stages', 'h.*', '--stages', 'ln', 'zoo:mlp', '-o', 'x']
     """
     continues = {"--set": lambda text: "=" in text, "--stages": lambda text: ":" not in text}
-    found: list[str] = []
+    spelled: list[str] = []
     option, first = "", False  # the option whose values come, and whether its own value is still due
     for text in args:
         if option and not first and not text.startswith("-") and continues[option](text):
-            found += [option, text]
+            spelled += [option, text]
             continue
-        found.append(text)
+        spelled.append(text)
         if first:
             first = False
         else:
             option, first = (text, True) if text in continues else ("", False)
-    return found
+    return spelled
 
 
 def check_folder(path: Path | None) -> None:

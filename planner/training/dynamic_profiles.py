@@ -58,14 +58,16 @@ def profiles_of(
         ProfileError: a step fails.
         StagesError: a stage did not run on another batch.
     """
-    found = dict(known)
+    measured = dict(known)
     for workload in sorted(workloads, key=_elements, reverse=True):
         signature = reader.of_batch(workload.inputs)
-        alike = next((own for s, own in found.items() if s.kind == signature.kind), None)
-        if signature in found:
+        alike = next((p for s, p in measured.items() if s.kind == signature.kind), None)
+        if signature in measured:
             continue
-        found[signature] = profile(workload, stages=stages) if alike is None else _profile_like(alike, workload, stages)
-    return {signature: own for signature, own in found.items() if signature not in known}
+        measured[signature] = (
+            profile(workload, stages=stages) if alike is None else _profile_like(alike, workload, stages)
+        )
+    return {signature: p for signature, p in measured.items() if signature not in known}
 
 
 def _profile_like(alike: Profile, workload: Workload, stages: Sequence[StagePattern] | None) -> Profile:

@@ -1,4 +1,4 @@
-"""Shapes that change: a handle that picks, at every forward, the plan of the batch's signature."""
+"""Plans for shapes that change: a handle that picks, at every forward, the plan of the batch's signature."""
 
 from __future__ import annotations
 

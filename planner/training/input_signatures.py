@@ -1,4 +1,4 @@
-"""Signatures: what of a model's call decides which plan fits it."""
+"""The signature of a model's call: the names, types and shapes of its arguments, by which plans are chosen."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class SignatureReader:
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
         """The signature of a call with these arguments."""
         names = [*self._names[: len(args)], *(f"*{k}" for k in range(len(self._names), len(args)))]
-        found: list[tuple[tuple[str, str, int], Sequence[int]]] = []
+        entries: list[tuple[tuple[str, str, int], Sequence[int]]] = []
         for name, value in sorted({**dict(zip(names, args, strict=True)), **kwargs}.items()):
-            _read(name, value, found)
-        return Signature(tuple(entry for entry, _ in found), tuple(d for _, shape in found for d in shape))
+            _read(name, value, entries)
+        return Signature(tuple(entry for entry, _ in entries), tuple(d for _, shape in entries for d in shape))
 
     def of_batch(self, inputs: Any) -> Signature:
         """The signature of the call that a workload makes with these inputs."""
@@ -63,19 +63,19 @@ class SignatureReader:
         return self(inputs, {}) if isinstance(inputs, (tuple, list)) else self((inputs,), {})
 
 
-def _read(path: str, value: Any, found: list[tuple[tuple[str, str, int], Sequence[int]]]) -> None:
+def _read(path: str, value: Any, entries: list[tuple[tuple[str, str, int], Sequence[int]]]) -> None:
     if isinstance(value, Tensor):
         kind = type_name(value.dtype) + (" with gradient" if value.requires_grad else "")
-        found.append(((path, kind, value.dim()), tuple(value.shape)))
+        entries.append(((path, kind, value.dim()), tuple(value.shape)))
     elif isinstance(value, (bool, int, str)):
-        found.append(((path, repr(value), _PLAIN), ()))
+        entries.append(((path, repr(value), _PLAIN), ()))
     elif isinstance(value, Mapping):
         for key, item in sorted(value.items(), key=lambda pair: str(pair[0])):
-            _read(f"{path}.{key}", item, found)
+            _read(f"{path}.{key}", item, entries)
     elif isinstance(value, (tuple, list)):
         for number, item in enumerate(value):
-            _read(f"{path}.{number}", item, found)
+            _read(f"{path}.{number}", item, entries)
     elif value is not None and not isinstance(value, float):
-        found.append(((path, type(value).__name__, _PLAIN), ()))
+        entries.append(((path, type(value).__name__, _PLAIN), ()))
         for number, tensor in enumerate(tensors_in(value)):
-            _read(f"{path}.{number}", tensor, found)
+            _read(f"{path}.{number}", tensor, entries)

@@ -160,6 +160,6 @@ def _numbered(spans: list[Span]) -> Iterator[tuple[tuple[object, ...], Span]]:
     """The spans with what they are, and how many of the same come before; stretches of one action are one."""
     seen: Counter[tuple[object, ...]] = Counter()
     for what, group in itertools.groupby(spans, key=lambda span: (span.phase, span.stage, span.action)):
-        own = list(group)
-        yield (*what, seen[what]), max(own, key=lambda span: span.peak_bytes)
+        stretch = list(group)
+        yield (*what, seen[what]), max(stretch, key=lambda span: span.peak_bytes)
         seen[what] += 1

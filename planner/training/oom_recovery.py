@@ -1,4 +1,4 @@
-"""Recovery: a workload put back to before a step that failed, and the plan to try next."""
+"""A workload put back to before a step that failed, and the plan to try next."""
 
 from __future__ import annotations
 

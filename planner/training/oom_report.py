@@ -93,10 +93,10 @@ def allocation_in(message: str) -> int | None:
     >>> allocation_in("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ..."), allocation_in("no")
     (1610612736, None)
     """
-    if found := _CUDA.search(message):
-        return int(float(found[1]) * _UNITS[found[2]])
-    found = _CPU.search(message)
-    return int(found[1]) if found else None
+    if match := _CUDA.search(message):
+        return int(float(match[1]) * _UNITS[match[2]])
+    match = _CPU.search(message)
+    return int(match[1]) if match else None
 
 
 def failure_text(report: FailureReport) -> str:

@@ -1,4 +1,4 @@
-"""The plan book: one plan per signature, a safe one at once and a fitting one as soon as it has been solved."""
+"""A cache of plans by signature: a safe plan at once, and a fitting one as soon as it has been solved."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class PlanCache:
         What other signatures have without a profile around them is forgotten: they get a new plan when they come again.
 
         Raises:
-            Unlike: the profiles of one kind do not have the same stages.
+            IncompatibleProfiles: the profiles of one kind do not have the same stages.
         """
         profiled = {**self._profiled, **profiles}
         lines = lines_of(profiled)
@@ -112,7 +112,7 @@ class PlanCache:
             if entry is None:
                 entry = self._entries[signature] = self._new(signature)
                 self._evict()
-                self.background.submit(lambda: self._settle(entry))
+                self.background.submit(lambda: self._plan_entry(entry))
             self._entries.move_to_end(signature)
             entry.count += 1
             return entry
@@ -156,22 +156,22 @@ class PlanCache:
 
     # On the other thread ---------------------------------------------------------
 
-    def _settle(self, entry: Entry) -> None:
+    def _plan_entry(self, entry: Entry) -> None:
         """Find the plan of a new signature, unless it is forgotten by now."""
         with self._lock:
             lines, profiled = self._lines, self._profiled
             wanted = self._entries.get(entry.signature) is entry
         if not wanted:
             return
-        self._find(entry, lines, profiled)
+        self._fill(entry, lines, profiled)
 
     def _failed(self, error: BaseException) -> None:
         kind = type(error).__name__
         self._note(kind, f"expected a plan for every signature, got {kind}: {error}; some keep the plan they have")
 
-    def _find(self, entry: Entry, lines: Sequence[SizeLine], profiled: Mapping[Signature, Profile]) -> None:
-        found = expected(lines, profiled, entry.signature)
-        if found is None:
+    def _fill(self, entry: Entry, lines: Sequence[SizeLine], profiled: Mapping[Signature, Profile]) -> None:
+        expectation = expected(lines, profiled, entry.signature)
+        if expectation is None:
             if entry.promised:
                 return
             self._note(
@@ -182,13 +182,13 @@ class PlanCache:
             )
             return
         with self._lock:
-            there = self._entries.get(found.at)
-        if there is not None and there is not entry and there.status in ("profiled", "interpolated"):
-            plan, refusal = there.plan, there.refusal
+            known = self._entries.get(expectation.at)
+        if known is not None and known is not entry and known.status in ("profiled", "interpolated"):
+            plan, refusal = known.plan, known.refusal
         else:
-            plan, refusal = self._solved(found.profile, found.spare_bytes)
+            plan, refusal = self._solved(expectation.profile, expectation.spare_bytes)
         with self._lock:
-            entry.plan, entry.status = plan, found.basis
+            entry.plan, entry.status = plan, expectation.basis
             entry.refusal, entry.promised = refusal, refusal is None
 
     def _solved(self, profile: Profile, spare_bytes: int = 0) -> tuple[Plan, NoPlan | None]:

@@ -1,4 +1,4 @@
-"""Size lines: profiled signatures on a line, and the profile to expect of a signature that was never profiled."""
+"""Profiles of signatures that were never profiled, expected from profiled ones that differ from them in one size."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SizeLine:
         if len(sizes) < 3:
             return False
         curved = len(sizes) > 3 and ProfileScaling(sizes=sizes[:-1], profiles=profiles[:-1]).bend > STRAIGHT
-        return all(_foretold(sizes, values, curved=curved) for values in _totals(profiles))
+        return all(_extrapolated(sizes, values, curved=curved) for values in _totals(profiles))
 
     def at(self, size: int) -> Signature:
         """The signature at a size; dimensions between two whole numbers are rounded up."""
@@ -90,7 +90,7 @@ def _totals(profiles: Sequence[Profile]) -> list[list[int]]:
     return [held, [profile.unplanned_peak_bytes for profile in profiles]]
 
 
-def _foretold(sizes: Sequence[int], values: Sequence[int], *, curved: bool) -> bool:
+def _extrapolated(sizes: Sequence[int], values: Sequence[int], *, curved: bool) -> bool:
     expected = whole_at(sizes[:-1], values[:-1], sizes[-1], curved=curved)
     return abs(expected - values[-1]) <= STRAIGHT * abs(values[-1] - values[0])
 
@@ -115,16 +115,16 @@ class Expected:
 
 def lines_of(profiled: Mapping[Signature, Profile]) -> tuple[SizeLine, ...]:
     """Every line through two or more profiled signatures, those through the most first."""
-    found: dict[frozenset[Signature], SizeLine] = {}
+    lines: dict[frozenset[Signature], SizeLine] = {}
     for one, other in combinations(profiled, 2):
         pair = sorted((one, other), key=lambda signature: signature.dims)
         if not pair[1].covers(pair[0]):
             continue
         line = _line(pair, profiled)
         on = [s for s in profiled if s.kind == one.kind and line.size_of(s) is not None]
-        if frozenset(on) not in found:
-            found[frozenset(on)] = _line(sorted(on, key=lambda signature: signature.dims), profiled)
-    return tuple(sorted(found.values(), key=lambda line: -len(line.signatures)))
+        if frozenset(on) not in lines:
+            lines[frozenset(on)] = _line(sorted(on, key=lambda signature: signature.dims), profiled)
+    return tuple(sorted(lines.values(), key=lambda line: -len(line.signatures)))
 
 
 def _line(signatures: Sequence[Signature], profiled: Mapping[Signature, Profile]) -> SizeLine:
@@ -141,10 +141,10 @@ def expected(lines: Sequence[SizeLine], profiled: Mapping[Signature, Profile], s
     Below the smallest size and above the largest a line counts only where it was checked.
 
     Raises:
-        Unlike: the profiles do not have the same stages.
+        IncompatibleProfiles: the profiles do not have the same stages.
     """
-    own = [line for line in lines if line.signatures[0].kind == signature.kind]
-    on = [(line, size) for line in own if (size := line.size_of(signature)) is not None]
+    alike = [line for line in lines if line.signatures[0].kind == signature.kind]
+    on = [(line, size) for line in alike if (size := line.size_of(signature)) is not None]
     for line, size in on:
         if line.scaling.sizes[0] <= size <= line.scaling.sizes[-1]:
             return line.expect(size, "interpolated")
@@ -152,7 +152,7 @@ def expected(lines: Sequence[SizeLine], profiled: Mapping[Signature, Profile], s
         if size > 0 and line.is_checked:
             return line.expect(size, "extrapolated")
     covers = [Expected(profile=p, at=s, basis="covered") for s, p in profiled.items() if s.covers(signature)]
-    for line in own:
+    for line in alike:
         size = line.covering(signature)
         if size is not None and (size <= line.scaling.sizes[-1] or line.is_checked):
             covers.append(line.expect(size, "covered"))

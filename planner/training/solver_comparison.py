@@ -1,4 +1,4 @@
-"""Comparison: every solver's plan for one budget applied to the model in turn, predicted beside measured."""
+"""Every solver's plan for one budget applied to the model in turn, predicted beside measured."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from planner.plans.plan import Plan
 from planner.plans.solving import COMPARE_SECONDS, Infeasible, solve
 from planner.runtime.applier import apply
 from profiler.measurement.meter import metered, time_meter
+from profiler.measurement.profiling import Progress
 from profiler.measurement.step_measurement import Measurement, measure
 from profiler.records import Profile
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import first_step
 from profiler.workload.workload import Workload
-
-Progress = Callable[[str, int, int], None]
 
 SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "rotor")
 ILP_STAGES = 16  # what ilp mostly proves within its limit; a longer chain would make everybody wait for it
@@ -117,7 +116,7 @@ def seconds_in_turns(
                 workload.zero_grad()
                 with _planned(workload, plan):
                     times[name].append(metered(time_meter(workload.device), workload.step).seconds)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def _row(
