@@ -44,7 +44,7 @@ lint: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
-# What is no more than a few seconds a test: the inner loop, under two minutes on two cores.
+# Tests that take no more than a second with all their cases: the inner loop, under two minutes on two cores.
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m "not slow"
 

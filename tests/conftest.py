@@ -14,6 +14,10 @@ import planner
 from planner import zoo
 from tests.support.command_line import SMALL, TARGETS, done
 
+SLOW_FOLDERS = {
+    "system",
+    "benchmarks",
+}  # of real models; elsewhere slow tests are marked one by one
 THREADS = 2  # the same on every machine: reductions split over threads, so the last bits of a sum depend on it
 
 
@@ -22,6 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if SLOW_FOLDERS & {folder.name for folder in item.path.parents}:
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False here")

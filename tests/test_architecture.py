@@ -309,6 +309,7 @@ RULES: tuple[Callable[[Path], Iterator[str]], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_repository_keeps(rule):
     assert list(rule(ROOT)) == []

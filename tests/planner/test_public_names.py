@@ -30,12 +30,14 @@ def test_type_checkers_see_the_same_names():
     assert seen == planner._HOME
 
 
+@pytest.mark.slow
 def test_importing_the_planner_loads_no_torch_until_it_is_needed():
     loaded = "sorted({'torch', 'pandas', 'matplotlib'} & set(sys.modules))"
     assert run(f"import sys, planner; print({loaded})") == "[]"
     assert "torch" in run(f"import sys, planner; planner.Workload; print({loaded})")
 
 
+@pytest.mark.slow
 def test_the_zoo_is_there_and_what_is_not_is_said():
     assert run("import planner; print('gpt2' in planner.zoo.names())") == "True"
     with pytest.raises(AttributeError, match="module 'planner' has no attribute 'nothing'"):

@@ -49,6 +49,7 @@ class TestEveryModel:
         assert all(p.grad is not None and p.grad.isfinite().all() for p in workload.model.parameters())
         assert any(not torch.equal(p, q) for p, q in zip(before, workload.model.parameters(), strict=True))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("precision", ["amp-bf16", "amp-fp16", "bf16"])
     def test_trains_in_every_precision(self, name, precision):
         workload = small(name, precision=precision)
@@ -60,6 +61,7 @@ class TestEveryModel:
         assert {p.dtype for p in workload.model.parameters()} == {kind}
         assert all(p.grad is not None and p.grad.isfinite().all() for p in workload.model.parameters())
 
+    @pytest.mark.slow
     def test_the_seed_fixes_weights_batch_and_step(self, name):
         one, two, other = small(name, seed=3), small(name, seed=3), small(name, seed=4)
         assert step(one) == step(two)

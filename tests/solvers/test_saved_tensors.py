@@ -190,6 +190,7 @@ def random_problem(seed: int, unit_bytes: int) -> SavedSetProblem:
     return SavedSetProblem(steps=tuple(steps), storages=tuple(storages))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit_bytes", [1, 4096, 10**9])
 @pytest.mark.parametrize("seed", range(16))
 def test_no_set_of_storages_is_cheaper_at_any_limit(seed: int, unit_bytes: int) -> None:

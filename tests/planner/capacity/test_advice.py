@@ -53,6 +53,7 @@ def tight():
     return planner.advise(build, "55%", settings={"batch": 512}, offload=Offload(link_gbps=1), menus=False)
 
 
+@pytest.mark.slow
 def test_every_prediction_is_what_a_real_step_takes(tight):
     own = variants(batch=512)
     kinds = set()
@@ -94,6 +95,7 @@ def test_gradients_of_micro_batches_add_up_to_those_of_the_batch():
         torch.testing.assert_close(a.grad, b.grad)
 
 
+@pytest.mark.slow
 def test_states_alone_above_the_budget():
     states = 16 * sum(p.numel() for p in build().model.parameters())
     advice = planner.advise(build, int(0.8 * states), settings={"batch": 8}, menus=False)
@@ -127,6 +129,7 @@ def test_what_fits_is_left_alone(monkeypatch):
     assert advice.exact is not None and not advice.exact.kinds and advice.exact.plan is None
 
 
+@pytest.mark.slow
 def test_a_step_that_the_device_has_no_room_for(tight, monkeypatch):
     """What it would take follows from smaller batches, and equals what it takes where there is room."""
     measure = planner.capacity.workload_variants.profile
@@ -151,6 +154,7 @@ def fail():
     raise ProfileError("no room") from MemoryError()
 
 
+@pytest.mark.slow
 def test_batch_norm_sees_micro_batches():
     advice = planner.advise(build, "60%", settings={"batch": 64, "norm": True}, menus=False)
     assert {each.result for each in advice.combinations if each.micro_batches > 1} == {"other"}
@@ -224,6 +228,7 @@ def test_levers_that_do_not_apply_say_why():
     assert reasons(planner.advise(half, "90%", menus=False))["autocast bfloat16"] == "the parameters are bfloat16"
 
 
+@pytest.mark.slow
 def test_targets_without_a_batch_argument():
     found = reasons(planner.advise(lambda rows=32: build(rows), "90%", menus=False))
     assert "no workload with batch=16" in found["micro-batches"]
@@ -298,6 +303,7 @@ def test_where_states_are_too_large_three_that_fit_are_named_and_the_others_coun
 SMALL = ["--set", "layers=4", "hidden=32", "batch=256"]
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     result = done("advise", "zoo:mlp", *SMALL, "--budget", "80%", "--no-menus", "--json", "-o", tmp_path / "a.svg")
     assert json.loads(result.stdout)["fits"] and (tmp_path / "a.svg").stat().st_size

@@ -42,6 +42,7 @@ def found(budget):
     return search(build, budget, offload=planner.Offload(link_gbps=50))
 
 
+@pytest.mark.slow
 def test_the_unplanned_limit_is_the_true_one(found, budget):
     assert found.none.size == found.none.predicted_size == LIMIT
     assert found.none.peak_bytes == unplanned_peak(LIMIT) <= budget < unplanned_peak(LIMIT + STEP)
@@ -73,6 +74,7 @@ def test_throughput_is_of_the_batch(found):
     )
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_counts_as_not_fitting(budget):
     def small(batch):
         if batch > 4 * STEP:
@@ -84,6 +86,7 @@ def test_running_out_of_memory_counts_as_not_fitting(budget):
     assert found.none.confirmed and found.none.next_fails
 
 
+@pytest.mark.slow
 def test_no_step_is_run_where_the_device_has_no_room(budget, monkeypatch):
     ran = []
 
@@ -108,6 +111,7 @@ def test_on_a_cpu_there_is_room_for_what_the_host_may_still_hold(monkeypatch):
     assert has_room(cpu, 3000, 2000) and not has_room(cpu, 3000, 2001)  # the peak, and the copy by which it is undone
 
 
+@pytest.mark.slow
 def test_states_alone_above_the_budget_are_named():
     states = measured_states_bytes(build(STEP))
     parameters = sum(p.numel() * 4 for p in build(STEP).model.parameters())
@@ -124,6 +128,7 @@ def test_states_alone_above_the_budget_are_named():
     assert plan.predicted_peak_bytes <= refusal.minimum_budget_bytes
 
 
+@pytest.mark.slow
 def test_a_length_counts_by_its_samples_times_its_size():
     def wider(width):
         if width % 4:
@@ -140,6 +145,7 @@ def test_a_length_counts_by_its_samples_times_its_size():
     assert found.none.throughput == pytest.approx(40 * found.none.samples_per_second)
 
 
+@pytest.mark.slow
 def test_sizes_that_the_target_refuses_are_left_out():
     def picture(image, channels=3):
         if image % 16:
@@ -171,6 +177,7 @@ def plain(layers, batch, take=lambda size: True):
     return planner.Workload(model=Plain(), inputs=torch.randn(batch, 100), loss=lambda y: y.square().mean())
 
 
+@pytest.mark.slow
 def test_models_of_other_stages_are_profiled_size_by_size():
     peak = planner.measure(plain(5, 32), repeats=1).peak_bytes
     found = search(lambda layers: plain(layers, 32), peak, vary="layers", step=1)
@@ -181,6 +188,7 @@ def test_models_of_other_stages_are_profiled_size_by_size():
     assert any(note.startswith("models of other sizes have other stages (") and why in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_a_third_size_is_profiled_where_the_smallest_differs():
     """Two sizes would not tell that the bytes grow as a square."""
 
@@ -195,6 +203,7 @@ def test_a_third_size_is_profiled_where_the_smallest_differs():
     assert found.none.size == found.none.predicted_size == 70
 
 
+@pytest.mark.slow
 def test_a_size_that_only_the_forward_refuses_ends_the_search_and_is_named():
     budget = planner.measure(plain(3, 64), repeats=1).peak_bytes
     found = search(lambda batch: plain(3, batch, lambda size: size <= 40), budget, step=8)
@@ -202,17 +211,20 @@ def test_a_size_that_only_the_forward_refuses_ends_the_search_and_is_named():
     assert "batch=48 is refused" in found.none.reason and "index out of range" in found.none.reason
 
 
+@pytest.mark.slow
 def test_a_step_between_sizes_that_only_the_forward_knows_of_is_found():
     budget = planner.measure(plain(3, 64), repeats=1).peak_bytes
     found = search(lambda batch: plain(3, batch, lambda size: size % 16 == 0), budget, step=8)
     assert (found.step, found.none.size) == (16, 64)
 
 
+@pytest.mark.slow
 def test_a_target_that_takes_no_double_of_the_step_is_told_of_the_step():
     with pytest.raises(ValueError, match=r"batch=2 and its doubles.*--step"):
         search(lambda batch: plain(3, batch, lambda size: size % 3 == 0), 10**6, step=2)
 
 
+@pytest.mark.slow
 def test_a_device_that_holds_few_samples_is_profiled_below_them(monkeypatch):
     """Unplanned steps of more than two samples run out of memory, which also ends the profile at them."""
     real = planner.capacity.size_profiles.profile
@@ -232,6 +244,7 @@ def test_a_device_that_holds_few_samples_is_profiled_below_them(monkeypatch):
     assert found.recompute.confirmed
 
 
+@pytest.mark.slow
 def test_refusals_say_what_would_fit():
     smallest = build(STEP)
     with pytest.raises(planner.NoBatch) as refused_with:
@@ -256,6 +269,7 @@ def _stepped(workload):
     return [value for state in workload.optimizer.state.values() for value in state.values()]
 
 
+@pytest.mark.slow
 def test_the_command_says_what_the_contract_wants():
     pairs = [f"{key}={value}" for key, value in SETTINGS.items()]
     result = done(
@@ -283,6 +297,7 @@ def test_a_budget_for_nothing_ends_with_exit_code_3():
     assert "states alone" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "says"),
     [
@@ -351,6 +366,7 @@ def build_repeated(repeats):
     return planner.Workload(model=model, inputs=inputs, optimizer=torch.optim.AdamW(model.parameters()))
 
 
+@pytest.mark.slow
 def test_growth_below_the_peak_of_the_optimizers_step_is_growth():
     peaks = [planner.measure(build_repeated(repeats), repeats=1).peak_bytes for repeats in (1, 4, 60, 61)]
     assert peaks[0] == peaks[1] < peaks[2] < peaks[3]
@@ -358,6 +374,7 @@ def test_growth_below_the_peak_of_the_optimizers_step_is_growth():
     assert found.none.size == 60 and abs((found.none.predicted_size or 0) - 60) <= 1
 
 
+@pytest.mark.slow
 def test_sizes_far_above_those_that_the_target_takes_cost_no_tries():
     def table(batch):
         if batch > 20:

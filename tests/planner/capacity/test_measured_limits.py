@@ -48,6 +48,7 @@ def search(scaling, monkeypatch, peak, seconds=lambda size: 1.0, step=STEP) -> A
     return LimitSearch(build, "batch", start, predicted, lambda what: None).run(())
 
 
+@pytest.mark.slow
 def test_right_predictions_need_no_correction(scaling, monkeypatch):
     found = search(scaling, monkeypatch, lambda plan, expected: expected)
     assert found.recompute.size == found.recompute.predicted_size
@@ -55,6 +56,7 @@ def test_right_predictions_need_no_correction(scaling, monkeypatch):
     assert not any("off its prediction" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_a_wrong_guess_is_corrected(scaling, monkeypatch):
     right = search(scaling, monkeypatch, lambda plan, expected: expected)
     guesses = {"none": STEP, "recompute": 3 * right.recompute.size}
@@ -98,6 +100,7 @@ def test_where_no_plan_holds_what_it_promises_the_unplanned_limit_stands(scaling
     assert found.recompute.predicted_size > found.none.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("larger_bytes", "planned_seconds", "relative"),
     [

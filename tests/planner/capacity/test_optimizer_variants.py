@@ -32,6 +32,7 @@ def reasons(work):
     return {each.lever.name: each.lever.reason for each in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_the_computed_profile_is_the_measured_one(clip_norm):
     work = varied(workload(), clip_norm=clip_norm)

@@ -74,6 +74,7 @@ def test_seconds_never_fall():
     assert seconds_at((2, 4, 8), (4.0, 16.0, 64.0), 16, curved=True) == pytest.approx(256.0)
 
 
+@pytest.mark.slow
 def test_a_profile_is_predicted_as_it_is_measured(scaling, real):
     predicted = scaling.at(9)
     assert predicted.fingerprint == real.fingerprint

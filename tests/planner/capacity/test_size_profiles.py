@@ -54,6 +54,7 @@ def test_a_size_is_profiled_once(profiles):
     assert profiles.sizes == (1, 2, 3) and len(profiles.profiles) == 3
 
 
+@pytest.mark.slow
 def test_the_largest_size_within_the_most_profiles_is_the_limit(profiles, monkeypatch):
     monkeypatch.setattr(size_profiles, "MOST_PROFILES", 4)
     found = search(profiles, monkeypatch)  # 1 and 2 are known; doubling asks for 1, 3, 7 and 15

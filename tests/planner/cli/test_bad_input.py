@@ -152,6 +152,7 @@ def test_a_model_that_fails_while_training_is_refused(files, monkeypatch):
     assert "training step 1" in message and "out of luck" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "words"),
     [

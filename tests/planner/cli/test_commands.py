@@ -43,6 +43,7 @@ def test_profile_takes_several_stage_patterns_after_one_option(files):
     assert stages == ["4", "5"]
 
 
+@pytest.mark.slow
 def test_profile_ops_prints_the_largest_first_and_all_on_request(files):
     limited = done("profile", "zoo:mlp", *SMALL, "--ops", "--ops-limit", "5").stdout
     everything = done("profile", "zoo:mlp", *SMALL, "--ops", "--ops-limit", "0").stdout
@@ -77,6 +78,7 @@ def test_show_prints_a_profile_too(files):
     assert profile.fingerprint in done("show", files / "profile.json").stdout
 
 
+@pytest.mark.slow
 def test_profile_without_menus_measures_whole_stages_only(tmp_path):
     settings = ["--set", "layers=2", "batch=2", "hidden=32", "seq=32", "vocab=100"]
     for flags, measured in (((), True), (("--no-menus",), False)):
@@ -84,6 +86,7 @@ def test_profile_without_menus_measures_whole_stages_only(tmp_path):
         assert any(menu.options for menu in planner.Profile.load(tmp_path / "profile.json").menus) is measured
 
 
+@pytest.mark.slow
 def test_solve_without_menus_plans_with_whole_stages_only(blocks, tmp_path):
     blocks.save(tmp_path / "profile.json")
     for flags, given in (((), True), (("--no-menus",), False)):
@@ -197,6 +200,7 @@ def test_train_says_null_for_a_loss_that_is_no_number(files, tmp_path):
     assert json.loads(result.stdout)["losses"] == [None]
 
 
+@pytest.mark.slow
 def test_compare_has_a_row_per_solver_and_the_unplanned_one(files):
     document = json.loads(
         done("compare", "zoo:mlp", "--set", "layers=6", "--set", "batch=512", "--budget", "85%", "--json").stdout
@@ -222,6 +226,7 @@ def test_compare_exits_3_where_no_solver_fits(files):
     assert "infeasible: " in result.stderr
 
 
+@pytest.mark.slow
 def test_the_demo_goes_the_whole_way(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     demo.run_demo(build=lambda: zoo.build("mlp", layers=8, hidden=32, batch=1024))
@@ -235,6 +240,7 @@ def test_the_demo_refuses_a_plan_that_changes_the_losses(tmp_path, monkeypatch):
         demo._check_same(plain, plain._replace(losses=(1.5,)))
 
 
+@pytest.mark.slow
 def test_stdout_holds_one_document_even_where_the_target_prints(files):
     command = [
         sys.executable,

@@ -193,6 +193,7 @@ def test_a_damaged_solution_is_not_shown(step, tmp_path, field, value, said):
     assert "plan.json: expected the fields of a solution" in message and said in message and "solve again" in message
 
 
+@pytest.mark.slow
 def test_pareto_of_a_graph_has_the_columns_curves_and_a_bound_below_them(step, tmp_path):
     done("pareto", step, "-o", tmp_path / "curve.png", "--csv", tmp_path / "curve.csv", "--time-limit", "4")
     frame = pd.read_csv(tmp_path / "curve.csv")

@@ -14,6 +14,7 @@ TINY = {"layers": 8, "hidden": 16, "batch": 1024}
 SETTINGS = ["--set", *(f"{key}={value}" for key, value in TINY.items())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "optimizer"),
     [("amp-bf16", "adamw"), ("amp-fp16", "momentum"), ("bf16", "adam"), ("float32", "adafactor")],
@@ -29,6 +30,7 @@ def test_training_under_a_plan_in_every_precision(precision: str, optimizer: str
     assert document["losses"] == [workload.step() for _ in range(3)]
 
 
+@pytest.mark.slow
 def test_a_plan_is_not_trained_in_another_precision(tmp_path: Path) -> None:
     profile, plan = tmp_path / "profile.json", tmp_path / "plan.json"
     done("profile", "zoo:mlp", *SETTINGS, "precision=amp-bf16", "--no-menus", "-o", profile)
@@ -38,6 +40,7 @@ def test_a_plan_is_not_trained_in_another_precision(tmp_path: Path) -> None:
     assert "bfloat16" in result.stderr and "profile" in result.stderr
 
 
+@pytest.mark.slow
 def test_compare_measures_every_row_in_the_workloads_own_precision(tmp_path: Path) -> None:
     own = [*SETTINGS, "precision=amp-fp16"]
     document = json.loads(done("compare", "zoo:mlp", *own, "--budget", "85%", "--json").stdout)

@@ -68,6 +68,7 @@ def folder(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 def test_the_whole_way(folder):
     profile, plan = folder / "rules.profile.json", folder / "plan.json"
     document = json.loads(done("solve", profile, "--rules", folder / "rules.toml", "-o", plan, "--json").stdout)

@@ -82,6 +82,7 @@ def test_the_predicted_timeline_is_drawn_from_the_plan_alone(files, plan, tmp_pa
     assert sums_of(outputs["p.csv"]) == {"predicted": plan.predicted_peak_bytes}
 
 
+@pytest.mark.slow
 def test_the_measured_timelines_come_beside_the_predicted_ones(files, plan, tmp_path) -> None:
     result = done(
         "show", files / "plan.json", "--csv", tmp_path / "t.csv", "--peak-csv", tmp_path / "p.csv",

@@ -43,11 +43,13 @@ def ended(*args, folder):
     return int(code), loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_loads_none_of_the_large_libraries(command, tmp_path):
     assert ended(*[command][: bool(command)], "--help", folder=tmp_path) == (0, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args",
     [
@@ -65,17 +67,20 @@ def test_planning_from_files_and_showing_them_loads_none_either(args, problems):
     assert ended(*args, folder=problems)[1] == []
 
 
+@pytest.mark.slow
 def test_a_refusal_loads_none_either(problems):
     assert ended("solve", "profile.json", "--budget", "1", folder=problems) == (3, [])
     assert ended("show", "nothing.json", folder=problems) == (2, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["profile.json", "chain.json", "graph.json"])
 def test_curves_are_drawn_without_torch(name, problems):
     code, loaded = ended("pareto", name, "-o", "curve.png", "--time-limit", "2", folder=problems)
     assert (code, "torch" in loaded, "matplotlib" in loaded) == (0, False, True)
 
 
+@pytest.mark.slow
 def test_a_timeline_is_drawn_without_torch(problems):
     code, loaded = ended("show", "plan.json", "--timeline", "step.png", folder=problems)
     assert (code, "torch" in loaded, "matplotlib" in loaded) == (0, False, True)

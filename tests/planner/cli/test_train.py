@@ -36,6 +36,7 @@ def train(files: Path, limit_bytes: float, *args: str | Path):
         return run(*TRAIN, "--plan", files / "plan.json", *args)
 
 
+@pytest.mark.slow
 def test_a_program_reads_each_failure_and_the_same_losses(files, needed, tmp_path):
     peak_bytes, losses = needed
     result = train(files, 0.8 * peak_bytes, "--retry", "5", "--json", "--save-plan", tmp_path / "smaller.json")
@@ -61,6 +62,7 @@ def test_a_program_reads_each_failure_and_the_same_losses(files, needed, tmp_pat
     assert (again["retries"], again["losses"]) == (0, losses)
 
 
+@pytest.mark.slow
 def test_a_person_reads_where_it_was_and_what_comes_next(files, needed):
     result = train(files, 0.8 * needed[0], "--retry")
     assert result.exit_code == 0
@@ -86,6 +88,7 @@ def test_without_retry_it_ends_with_3_and_says_what_to_do(files, needed, tmp_pat
     assert planner.Plan.load(tmp_path / "next.json").predicted_peak_bytes < failure["predicted_peak_bytes"]
 
 
+@pytest.mark.slow
 def test_a_device_that_no_plan_fits_ends_with_3_after_the_smallest(files, needed):
     result = train(files, 0.3 * needed[0], "--retry", "9", "--json")
     assert result.exit_code == 3

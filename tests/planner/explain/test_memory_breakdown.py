@@ -37,6 +37,7 @@ def by_moment(profile):
     return {breakdown.moment: breakdown for breakdown in memory_breakdowns(profile)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build",
     [

@@ -114,6 +114,7 @@ def test_a_single_point_can_be_drawn():
     assert axes.get_xlim()[0] < 10 < axes.get_xlim()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "start"), [("p.png", b"\x89PNG"), ("p.svg", b"<?xml"), ("p.pdf", b"%PDF")])
 def test_the_picture_is_written_in_the_format_of_its_name(tmp_path, name, start):
     draw_pareto(frame_of(*ROWS), tmp_path / name)

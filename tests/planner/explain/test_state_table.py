@@ -77,6 +77,7 @@ def transformers_adafactor(parameters: Iterable[Tensor], **settings: Any) -> tor
     return pytest.importorskip("transformers.optimization").Adafactor(parameters, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
 @pytest.mark.parametrize(
     ("kind", "settings"), [*CASES, (transformers_adafactor, {}), (transformers_adafactor, {"beta1": 0.9})]
@@ -103,6 +104,7 @@ def held_per_parameter(states: ModelStates) -> float:
     return (states.held_bytes - counts) / states.parameter_count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "precision", "expected"),
     [
@@ -178,6 +180,7 @@ def test_casts_of_parameters_are_counted_once_and_without_frozen_ones() -> None:
     assert cast_bytes(model, None) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert", "resnet50"])
 def test_casts_of_real_models(name: str) -> None:
     sizes = {"resnet50": {"image": 32, "batch": 2}}.get(name, {"layers": 1, "batch": 1, "hidden": 32, "seq": 16})

@@ -159,6 +159,7 @@ def test_offload_alone_recomputes_nothing(blocks: Profile) -> None:
         planner.solve(blocks, "75%", solver="rotor", offload=replace(FAST, mode="only"))
 
 
+@pytest.mark.slow
 def test_the_host_s_limit_is_kept(blocks: Profile, plan: planner.Plan) -> None:
     for limit in (plan.host_bytes, plan.host_bytes // 2, SMALLEST_OFFLOAD_UNIT_BYTES * 2):
         tight = planner.solve(blocks, "75%", offload=replace(FAST, host_memory=limit))
@@ -193,6 +194,7 @@ def test_copies_stand_beside_the_computation(blocks: Profile) -> None:
 # The command line ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_flags_say_what_may_travel(file: Path) -> None:
     solve = ("solve", file, "--budget", "75%", "--json")
     document = json.loads(done(*solve, "--link-gbps", "100", "--devices-per-link", "2").stdout)
@@ -206,6 +208,7 @@ def test_flags_say_what_may_travel(file: Path) -> None:
     assert "speed is 0" in json.loads(zero.stdout)["no_offload"] and "speed is 0" in zero.stderr
 
 
+@pytest.mark.slow
 def test_the_report_says_it_in_words(file: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     text = done("solve", file, "--budget", "75%", "--link-gbps", "100", "-o", plan).output
@@ -215,6 +218,7 @@ def test_the_report_says_it_in_words(file: Path, tmp_path: Path) -> None:
     assert picture.stat().st_size > 0 and ",prefetch," in table.read_text()
 
 
+@pytest.mark.slow
 def test_curves_over_a_link_stand_beside_those_that_recompute(file: Path, tmp_path: Path) -> None:
     table, picture = tmp_path / "p.csv", tmp_path / "p.png"
     done("pareto", file, "--link-gbps", "100", "--csv", table, "-o", picture)

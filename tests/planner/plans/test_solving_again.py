@@ -14,6 +14,7 @@ def alike(plan: planner.Plan) -> planner.Plan:
     return replace(plan, solve_seconds=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
 @pytest.mark.parametrize("linked", [False, True])
 def test_it_gives_what_the_profile_gives(blocks, tmp_path, share, linked):

@@ -29,6 +29,7 @@ def smallest_plan(work: Workload, **settings: Any) -> planner.Plan:
     return planner.solve(profile, caught.value.minimum_budget_bytes, solver="rotor")
 
 
+@pytest.mark.slow
 def test_a_model_with_other_names_is_refused() -> None:
     plan = smallest_plan(workload("plain"))
     other = nn.Sequential(Residual(), Residual())
@@ -36,6 +37,7 @@ def test_a_model_with_other_names_is_refused() -> None:
         planner.apply(other, plan)
 
 
+@pytest.mark.slow
 def test_a_model_with_other_shapes_is_refused() -> None:
     plan = smallest_plan(workload("plain"))
     model = Stack([Residual() for _ in range(6)])
@@ -53,6 +55,7 @@ def test_two_plans_at_once_are_refused() -> None:
     planner.apply(work.model, plan).remove()
 
 
+@pytest.mark.slow
 def test_a_plan_that_keeps_everything_patches_nothing() -> None:
     work = workload("plain")
     profile = planner.profile(work)
@@ -60,6 +63,7 @@ def test_a_plan_that_keeps_everything_patches_nothing() -> None:
         assert all("forward" not in module.__dict__ for module in work.model.modules())
 
 
+@pytest.mark.slow
 def test_another_batch_size_still_computes_the_same_with_a_warning() -> None:
     plan = smallest_plan(workload("batchnorm"))
     expected, work = workload("batchnorm", batch=32), workload("batchnorm", batch=32)
@@ -68,6 +72,7 @@ def test_another_batch_size_still_computes_the_same_with_a_warning() -> None:
         assert [work.step() for _ in range(2)] == losses
 
 
+@pytest.mark.slow
 def test_the_same_plan_fits_another_model_of_the_same_kind() -> None:
     plan = smallest_plan(workload("dropout"))
     torch.manual_seed(5)
@@ -76,6 +81,7 @@ def test_the_same_plan_fits_another_model_of_the_same_kind() -> None:
         model(torch.randn(64, WIDTH)).sum().backward()
 
 
+@pytest.mark.slow
 def test_plans_survive_their_file_and_refuse_spoilt_ones(tmp_path: Any) -> None:
     plan = smallest_plan(workload("skip"))
     path = tmp_path / "plan.json"
@@ -93,6 +99,7 @@ def test_plans_survive_their_file_and_refuse_spoilt_ones(tmp_path: Any) -> None:
             planner.Plan.load(path)
 
 
+@pytest.mark.slow
 def test_a_schedule_that_reruns_what_is_outside_is_refused() -> None:
     work = workload("plain")
     profile = planner.profile(work, stages=["blocks.*"])
@@ -107,6 +114,7 @@ def test_a_schedule_that_reruns_what_is_outside_is_refused() -> None:
         planner.apply(work.model, spoilt)
 
 
+@pytest.mark.slow
 def test_a_nested_segment_lowered_by_hand() -> None:
     # Linked stages a, b, c: drop all with only the input of a held; before the backward of c run a and b again,
     # holding the inputs of both b and a, then c; before that of b run b; before that of a run a.
@@ -136,6 +144,7 @@ def test_a_nested_segment_lowered_by_hand() -> None:
     assert lowered.reruns[a] == (Rerun(a, "until_saved", False),)
 
 
+@pytest.mark.slow
 def test_auto_checkpoint_does_it_in_one_call() -> None:
     work = workload("dropout")
     profile = planner.profile(work)
@@ -151,6 +160,7 @@ def test_auto_checkpoint_does_it_in_one_call() -> None:
     handle.remove()
 
 
+@pytest.mark.slow
 def test_infeasible_says_the_smallest_budget_and_what_forces_it() -> None:
     profile = planner.profile(workload("plain"))
     with pytest.raises(planner.Infeasible) as caught:
@@ -162,6 +172,7 @@ def test_infeasible_says_the_smallest_budget_and_what_forces_it() -> None:
     assert "blocks." in error.reason or "optimizer" in error.reason
 
 
+@pytest.mark.slow
 def test_a_smaller_budget_never_gives_a_larger_peak_nor_a_faster_step() -> None:
     profile = planner.profile(workload("skip"))
     plans = []
@@ -176,6 +187,7 @@ def test_a_smaller_budget_never_gives_a_larger_peak_nor_a_faster_step() -> None:
     assert all(plan.lower_bound_seconds <= plan.predicted_seconds for plan in plans)
 
 
+@pytest.mark.slow
 def test_a_deep_copy_of_a_planned_model_runs_its_own_weights() -> None:
     work = workload("plain")
     plan = smallest_plan(work)
@@ -189,6 +201,7 @@ def test_a_deep_copy_of_a_planned_model_runs_its_own_weights() -> None:
     assert torch.count_nonzero(work.model(work.inputs)) > 0
 
 
+@pytest.mark.slow
 def test_a_deep_copy_of_a_planned_model_keeps_a_forward_that_somebody_else_put_in() -> None:
     work = workload("plain")
     outer = work.model
@@ -209,6 +222,7 @@ def _doubled(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return 2 * type(model).forward(model, x)
 
 
+@pytest.mark.slow
 def test_a_planned_model_goes_when_it_is_dropped() -> None:
     work = workload("plain")
     plan = smallest_plan(work)
@@ -219,6 +233,7 @@ def test_a_planned_model_goes_when_it_is_dropped() -> None:
     assert model() is None
 
 
+@pytest.mark.slow
 def test_a_planned_model_is_not_profiled_nor_planned_again() -> None:
     work = workload("plain")
     plan = smallest_plan(work)
@@ -241,6 +256,7 @@ def test_parameters_changed_between_forward_and_backward_are_refused() -> None:
             loss.backward()
 
 
+@pytest.mark.slow
 def test_a_dropout_rate_and_a_norms_mode_changed_after_profiling_stay_exact() -> None:
     for name, before in [("dropout", nn.Dropout), ("batchnorm", nn.BatchNorm1d)]:
 

@@ -72,6 +72,7 @@ def glibc_with_small_pages() -> bool:
     return own and LARGE_PAGES.exists() and "[madvise]" in LARGE_PAGES.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not glibc_with_small_pages(), reason="the allocator or the pages are others")
 def test_tensors_above_what_glibc_keeps_come_anew_in_every_step():
     measured = measure(wide(40 * MIB // 4096), repeats=1)  # 40 MiB before and after the activation

@@ -19,6 +19,7 @@ from planner.training import plan_cache
 from tests.support.dynamic_layers import held_back, layers, planned, release, rows, same, state, step
 
 
+@pytest.mark.slow
 def test_each_new_signature_is_solved_for_once_and_counted(monkeypatch):
     model, handle = planned()
     assert handle.solves == 2
@@ -48,6 +49,7 @@ def test_one_profile_covers_what_is_smaller_without_solving():
     handle.remove()
 
 
+@pytest.mark.slow
 def test_beyond_what_is_known_it_says_so_once_and_runs_with_the_leanest_plan_until_profiled():
     model, handle = planned(sizes=(64, 256))
     with pytest.warns(RuntimeWarning, match="profile_now") as caught:
@@ -70,6 +72,7 @@ def test_beyond_what_is_known_it_says_so_once_and_runs_with_the_leanest_plan_unt
     handle.remove()
 
 
+@pytest.mark.slow
 def test_what_is_covered_by_a_size_of_which_nothing_is_promised_has_no_promise_either():
     model, handle = planned(sizes=(64, 256))
     with pytest.warns(RuntimeWarning, match="profile_now"):
@@ -80,6 +83,7 @@ def test_what_is_covered_by_a_size_of_which_nothing_is_promised_has_no_promise_e
     handle.remove()
 
 
+@pytest.mark.slow
 def test_every_plan_leaves_the_headroom_and_what_its_fit_may_be_off_by():
     model, handle = planned(sizes=(64, 256), budget="90%", headroom=1000)
     step(model, 128)
@@ -91,6 +95,7 @@ def test_every_plan_leaves_the_headroom_and_what_its_fit_may_be_off_by():
     handle.remove()
 
 
+@pytest.mark.slow
 def test_no_plan_for_a_size_warns_with_the_smallest_budget_or_raises():
     # Sizes on a line are extrapolated; at some size no plan fits any more.
     for strict in (False, True):
@@ -111,6 +116,7 @@ def test_no_plan_for_a_size_warns_with_the_smallest_budget_or_raises():
         handle.remove()
 
 
+@pytest.mark.slow
 def test_a_thousand_lengths_take_no_more_than_the_cache():
     model, handle = planned(cache_size=5)
     held = held_back(handle)
@@ -125,6 +131,7 @@ def test_a_thousand_lengths_take_no_more_than_the_cache():
     handle.remove()
 
 
+@pytest.mark.slow
 def test_an_error_on_the_thread_is_said_once_and_leaves_the_safe_plan(monkeypatch):
     model, handle = planned()
 
@@ -142,6 +149,7 @@ def test_an_error_on_the_thread_is_said_once_and_leaves_the_safe_plan(monkeypatc
     handle.remove()
 
 
+@pytest.mark.slow
 def test_eval_and_no_grad_calls_are_as_without_a_plan():
     model, handle = planned()
     plain = copy.deepcopy(model)
@@ -154,6 +162,7 @@ def test_eval_and_no_grad_calls_are_as_without_a_plan():
     handle.remove()
 
 
+@pytest.mark.slow
 def test_remove_restores_the_model_and_ends_the_thread():
     model, handle = planned()
     for count in range(100, 130):
@@ -169,6 +178,7 @@ def test_remove_restores_the_model_and_ends_the_thread():
         step(model, 256)
 
 
+@pytest.mark.slow
 def test_the_model_goes_although_nobody_removed_its_plans():
     model, handle = planned()
     step(model, 100)
@@ -179,6 +189,7 @@ def test_the_model_goes_although_nobody_removed_its_plans():
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_no_thread_holds_up_the_end_of_the_program():
     code = (
         "import torch, planner\n"
@@ -192,6 +203,7 @@ def test_no_thread_holds_up_the_end_of_the_program():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_what_cannot_change_its_shapes_is_refused():
     with pytest.raises(ValueError, match="uncompiled"):
         planner.auto_checkpoint(torch.compile(layers()), rows(8), budget="90%", dynamic=True)  # type: ignore[arg-type]

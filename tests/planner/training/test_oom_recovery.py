@@ -69,6 +69,7 @@ def expected():
     return [work.step() for _ in range(STEPS)], state_of(work)
 
 
+@pytest.mark.slow
 def test_a_smaller_device_gets_a_smaller_plan_and_the_same_losses(plan, expected):
     with Limit(2**60) as roomy:
         train_planned(workload(), plan, steps=1)
@@ -127,6 +128,7 @@ class Bomb:
         self.go_off("optimizer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
 @pytest.mark.parametrize("kind", ["plain", "scaler", "accumulate"])
 def test_a_failure_in_any_phase_loses_nothing(plan, phase, kind, monkeypatch):
@@ -144,6 +146,7 @@ def test_a_failure_in_any_phase_loses_nothing(plan, phase, kind, monkeypatch):
     assert same(state_of(work), state_of(calm))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_without_retry_the_step_is_undone_and_the_failure_raised(plan, phase, monkeypatch):
     calm, work = workload(), workload()
@@ -161,6 +164,7 @@ def test_without_retry_the_step_is_undone_and_the_failure_raised(plan, phase, mo
     assert found[0] == calm.step() and same(found[1], state_of(calm))
 
 
+@pytest.mark.slow
 def test_half_an_update_without_a_copy_is_said_and_not_retried(plan, monkeypatch):
     work = workload()
     Bomb(work, "optimizer", monkeypatch)
@@ -322,6 +326,7 @@ def counting() -> Workload:
     return Workload(model=model, inputs=inputs, loss=lambda y: y.square().mean(), optimizer=optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
 def test_what_modules_keep_on_themselves_is_undone_too(phase, monkeypatch):
     calm = counting()
@@ -332,6 +337,7 @@ def test_what_modules_keep_on_themselves_is_undone_too(phase, monkeypatch):
     assert list(train_planned(work, plan, steps=STEPS, retries=1).losses) == losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retries", [0, 1])
 def test_memory_that_runs_out_before_forward_undoes_nothing_and_loses_nothing(plan, retries, monkeypatch):
     calm = workload()

@@ -107,6 +107,7 @@ def test_what_a_kernel_needs_for_itself_is_left_over() -> None:
     assert found.peak_bytes - found.explained_bytes >= 64 * WIDTH * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "dropout", "batchnorm", "skip", "in_place", "frozen", "tuple"])
 def test_the_storages_are_those_that_the_allocator_counts(name: str) -> None:
     work = workload(name)
@@ -116,6 +117,7 @@ def test_the_storages_are_those_that_the_allocator_counts(name: str) -> None:
     assert all("forward" not in module.__dict__ for module in work.model.modules())
 
 
+@pytest.mark.slow
 def test_a_plan_s_second_runs_are_told_from_gradients() -> None:
     work = zoo.build("gpt2", layers=3, batch=4, hidden=64, vocab=200)
     rules = [planner.Rule(modules="transformer.h.*.mlp.act"), planner.Rule(modules="transformer.h.1")]

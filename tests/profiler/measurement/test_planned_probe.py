@@ -60,6 +60,7 @@ def test_an_unplanned_step_goes_through_every_stage_forth_and_back() -> None:
     assert marks[-2:] == [Mark("optimizer"), Mark("end")]
 
 
+@pytest.mark.slow
 def test_a_planned_step_marks_every_second_run() -> None:
     work = workload("sequential")
     plan = smallest_plan(work)
@@ -115,6 +116,7 @@ def test_marks_are_no_ops_of_a_stage_of_which_a_part_runs_again() -> None:
     assert not any(mark.phase == "again" for mark in marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["skip", "frozen"])
 def test_marks_change_neither_the_peak_nor_the_model(name: str) -> None:
     work = workload(name)

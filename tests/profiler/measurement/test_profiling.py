@@ -35,6 +35,7 @@ def same(left: Any, right: Any) -> bool:
     return left == right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_profiling_and_measuring_leave_the_model_as_it_was(name: str) -> None:
     work = workload(name)
@@ -63,6 +64,7 @@ class Stumbles(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", range(7))
 def test_a_failing_forward_leaves_the_model_as_it_was(after: int) -> None:
     torch.manual_seed(0)
@@ -76,6 +78,7 @@ def test_a_failing_forward_leaves_the_model_as_it_was(after: int) -> None:
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "dropout", "skip"])
 def test_the_peak_is_that_of_torchs_own_tracker(name: str) -> None:
     work = workload(name)
@@ -110,6 +113,7 @@ def names_of(work: Workload, **settings: Any) -> list[str]:
     return [stage.name for stage in planner.profile(work, **settings).stages if stage.kind == "stage"]
 
 
+@pytest.mark.slow
 def test_stages_are_the_blocks_of_the_zoo_models() -> None:
     small = {"layers": 4, "hidden": 32, "heads": 2, "batch": 2}
     assert {f"transformer.h.{i}" for i in range(4)} <= set(names_of(build("gpt2", seq=16, **small)))
@@ -121,6 +125,7 @@ def test_stages_are_the_blocks_of_the_zoo_models() -> None:
     assert {"resnet.encoder.stages.0.layers.0", "resnet.encoder.stages.3.layers.2"} <= set(found)
 
 
+@pytest.mark.slow
 def test_the_user_names_stages() -> None:
     assert names_of(workload("plain"), stages=["blocks.1", "blocks.3"]) == ["blocks.1", "blocks.3"]
     assert names_of(workload("plain"), stages=["blocks.*"]) == [f"blocks.{i}" for i in range(6)]
@@ -133,10 +138,12 @@ def test_a_pattern_that_matches_nothing_lists_the_nearest_names() -> None:
         planner.profile(workload("plain"), stages=["blocs.1"])
 
 
+@pytest.mark.slow
 def test_calls_of_one_module_are_told_apart() -> None:
     assert names_of(workload("shared"), stages=["shared"]) == ["shared", "shared#1", "shared#2"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_run_twice_is_not_recomputable() -> None:
     reasons = {s.name: s.reason for s in planner.profile(workload("cache"), stages=["blocks.*"]).stages}
     assert all("passes a Cache that holds tensors" in reasons[f"blocks.{i}"] for i in range(3))
@@ -152,6 +159,7 @@ def test_what_cannot_be_run_twice_is_not_recomputable() -> None:
     assert all(after[f"blocks.{i}"].recomputable for i in range(4))
 
 
+@pytest.mark.slow
 def test_random_draws_and_buffers_are_seen() -> None:
     dropout = planner.profile(workload("dropout"), stages=["blocks.*"])
     assert all(s.draws_random for s in dropout.stages if s.kind == "stage")
@@ -173,12 +181,14 @@ def test_every_op_is_recorded_with_its_module() -> None:
     assert (backward.op == "aten.mm.default").sum() == 2 and (backward.place == "blocks.0").all()
 
 
+@pytest.mark.slow
 def test_a_profile_survives_its_file(tmp_path: Any) -> None:
     profile = planner.profile(workload("skip"))
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -199,6 +209,7 @@ def test_a_spoilt_profile_file_is_refused(tmp_path: Any, spoil: Any, message: st
         Profile.load(path)
 
 
+@pytest.mark.slow
 def test_files_are_written_whole_or_not_at_all(tmp_path: Any) -> None:
     profile = planner.profile(workload("plain"))
     with pytest.raises(ValueError, match="folder"):
@@ -229,6 +240,7 @@ def test_a_model_without_stages_can_still_be_profiled() -> None:
         planner.solve(profile, profile.unplanned_peak_bytes - 1)
 
 
+@pytest.mark.slow
 def test_existing_gradients_are_resident() -> None:
     work = workload("plain")
     work.accumulate = True

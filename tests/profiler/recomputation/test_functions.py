@@ -67,6 +67,7 @@ WRAPS: dict[str, Wrap] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 def test_it_is_exact_and_keeps_no_more_than_checkpointing(wrap):
     assert_same(state_after(made(wrap)), state_after(made(plainly)))
@@ -77,6 +78,7 @@ def test_it_casts_under_autocast_as_forward_did():
     assert_same(state_after(made(recompute, torch.bfloat16)), state_after(made(plainly, torch.bfloat16)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rules",
     [
@@ -393,6 +395,7 @@ def test_what_others_have_added_to_is_kept(alone):
     assert torch.equal(torch.autograd.grad(y.sum(), talks.linear.weight)[0], expected[0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs torch.distributed with gloo")
 def test_ops_that_communicate_are_refused_by_name(alone):
     torch.manual_seed(0)
@@ -483,6 +486,7 @@ def test_two_forwards_may_go_backward_in_any_order():
     assert all(torch.equal(a, b) for a, b in zip(gradient(recompute), gradient(plainly), strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_models_recompute_it_the_compiler_s_way():
     def gradient(wrap: Wrap, compiled: bool) -> Tensor:
         work = made(wrap)

@@ -66,6 +66,7 @@ def workload(optimizer: type[Any] = torch.optim.SGD) -> Workload:
     return Workload(model=model, inputs=torch.randn(64, 16), optimizer=optimizer(model.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, Historical])
 @pytest.mark.parametrize("before", [0, 2])
 def test_training_goes_on_after_profiling_as_if_there_had_been_none(optimizer, before):

@@ -43,6 +43,7 @@ def check(problem: Problem, solution: Solution, best: Solution) -> None:
         assert result.seconds == pytest.approx(best.seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_no_method_beats_the_oracle_and_no_claim_is_false(block: int, shared: bool) -> None:
@@ -52,6 +53,7 @@ def test_no_method_beats_the_oracle_and_no_claim_is_false(block: int, shared: bo
             check(problem, solve_chain(problem, solver), best)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_ilp_equals_the_oracle(block: int) -> None:
     for problem in problems(block):
@@ -61,6 +63,7 @@ def test_ilp_equals_the_oracle(block: int) -> None:
             assert found.seconds == pytest.approx(best.seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_loose_program_bounds_every_schedule_and_the_exact_one_predicts_its_own(block: int) -> None:
     for problem in problems(block):
@@ -75,6 +78,7 @@ def test_the_loose_program_bounds_every_schedule_and_the_exact_one_predicts_its_
             assert result.seconds == pytest.approx(exact.lower_bound_seconds)
 
 
+@pytest.mark.slow
 def test_verdicts_agree_but_for_rare_chains_whose_smallest_schedule_is_not_persistent() -> None:
     seen: Counter[str] = Counter()
     for block in BLOCKS:
@@ -90,6 +94,7 @@ def test_verdicts_agree_but_for_rare_chains_whose_smallest_schedule_is_not_persi
     assert seen["both refuse"] > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_combinatorial_bound_holds_at_every_budget(block: int) -> None:
     for problem in problems(block):

@@ -38,6 +38,7 @@ def unplanned_peak(chain: Chain) -> int:
     return replay(chain, baselines.keep_all(chain)[0]).peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHAINS)
 def test_long_chains_come_within_one_percent_of_the_bound_on_all_schedules(kind: str) -> None:
     chain = CHAINS[kind](400)
@@ -52,6 +53,7 @@ def test_long_chains_come_within_one_percent_of_the_bound_on_all_schedules(kind:
         assert result.seconds <= bound_seconds(chain, budget) / (1 - CLOSE)
 
 
+@pytest.mark.slow
 def test_a_thousand_stages_within_a_whole_call() -> None:
     chain = large_chain(7, 1000)
     low, top = shortage(chain).minimum_budget_bytes, unplanned_peak(chain)
@@ -64,6 +66,7 @@ def test_a_thousand_stages_within_a_whole_call() -> None:
     assert solve_chain(Problem(chain=chain, budget_bytes=low - 1), "rotor").status == "infeasible"
 
 
+@pytest.mark.slow
 def test_a_larger_budget_is_never_slower_on_a_long_chain() -> None:
     chain = large_chain(2, 300, 2)
     low, top = shortage(chain).minimum_budget_bytes, unplanned_peak(chain)
@@ -72,6 +75,7 @@ def test_a_larger_budget_is_never_slower_on_a_long_chain() -> None:
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(seconds))
 
 
+@pytest.mark.slow
 def test_the_frontier_of_a_long_chain_is_replayed_and_not_endless() -> None:
     chain = large_chain(4, 300)
     points = frontier(chain, "rotor")

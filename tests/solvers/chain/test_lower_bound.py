@@ -30,6 +30,7 @@ def test_no_schedule_of_a_small_chain_refutes_it(seed: int) -> None:
         assert bound_seconds(chain, result.peak_bytes) <= result.seconds * (1 + 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("menu", [1, 3])
 @pytest.mark.parametrize("count", [9, 40])
 def test_no_schedule_of_a_large_chain_refutes_it(menu: int, count: int) -> None:

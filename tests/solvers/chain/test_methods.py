@@ -102,6 +102,7 @@ def test_uniform_chains_need_as_many_runs_as_griewank_and_walther_prove(count: i
     assert solution.schedule.forward_runs() == count + repeats * count - comb(slots + repeats, repeats - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("menu", [1, 3])
 def test_a_larger_budget_is_never_slower(seed: int, menu: int) -> None:
@@ -114,6 +115,7 @@ def test_a_larger_budget_is_never_slower(seed: int, menu: int) -> None:
         assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(seconds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_baselines_are_no_faster_than_the_optimum_and_that_no_faster_than_the_bound(seed: int) -> None:
     chain = large_chain(seed, 10, 1 + seed % 2)
@@ -129,6 +131,7 @@ def test_baselines_are_no_faster_than_the_optimum_and_that_no_faster_than_the_bo
             assert seconds is None or seconds >= best.seconds * (1 - 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_rotor_is_never_slower_than_any_baseline_at_its_own_peak(seed: int) -> None:
     chain = large_chain(seed, 20, 1 + seed % 3)
@@ -151,6 +154,7 @@ def test_at_the_unplanned_peak_nothing_is_recomputed(seed: int) -> None:
         assert solution.seconds == pytest.approx(chain.unplanned_seconds, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_more_options_are_never_slower(seed: int) -> None:
     menus = large_chain(seed, 12, menu=6)
@@ -294,6 +298,7 @@ def test_chains_and_schedules_survive_a_file_and_refuse_another() -> None:
         Schedule.from_list([["jump", 0, None]])
 
 
+@pytest.mark.slow
 def test_long_chains_do_not_hit_the_recursion_limit() -> None:
     chain = Chain(stages=(replace(UNIT, linked=False),) * 1500)  # nothing may be dropped together: a small table
     assert solve(chain, 10**6, "rotor").seconds == 1500 * 3

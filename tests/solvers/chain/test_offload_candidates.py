@@ -59,6 +59,7 @@ def copies(solution: Solution) -> int:
     return sum(action.kind in TRANSFERS for action in solution.schedule.actions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_both_together_are_never_slower_than_either_alone(seed: int) -> None:
     chain = chain_of(seed)
@@ -76,6 +77,7 @@ def test_both_together_are_never_slower_than_either_alone(seed: int) -> None:
     assert gained >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_more_bandwidth_is_never_slower(seed: int) -> None:
     chain = chain_of(seed)
@@ -87,6 +89,7 @@ def test_more_bandwidth_is_never_slower(seed: int) -> None:
             assert all(later <= earlier * (1 + LIMIT) for earlier, later in pairwise(found))
 
 
+@pytest.mark.slow
 def test_auto_counts_drafts_for_slower_links_and_never_gets_slower_with_a_faster_one() -> None:
     chain = chain_of(1, count=14)
     budget = budgets_of(chain)[2]
@@ -108,6 +111,7 @@ def alike(count: int) -> Chain:
     return Chain(stages=(replace(stage, offload_units=()), *(stage,) * (count - 1)), resident_bytes=100)
 
 
+@pytest.mark.slow
 def test_pofo_is_never_slower_than_recomputing_alone_and_drafts_what_placing_does_not_find() -> None:
     chain = alike(24)
     faster = 0
@@ -122,6 +126,7 @@ def test_pofo_is_never_slower_than_recomputing_alone_and_drafts_what_placing_doe
     assert faster > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("solver", ["rotor", "offload_only"])
 def test_a_larger_budget_is_never_slower(seed: int, solver: str) -> None:

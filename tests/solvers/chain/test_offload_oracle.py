@@ -33,6 +33,7 @@ def problems(block: int) -> Iterator[Problem]:
             yield Problem(chain=chain, budget_bytes=max(0, low + extra), link=link)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(3))
 def test_no_answer_beats_the_oracle_and_no_claim_is_false(block: int) -> None:
     met = found = 0

@@ -82,6 +82,7 @@ def test_tables_find_the_persistent_optimum_and_coarse_ones_err_by_no_more_than_
         assert point.seconds - coarse.error_seconds(point) <= best * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("menu", [1, 3])
 def test_what_a_coarse_grid_says_of_its_error_holds_against_a_fine_one(menu: int) -> None:
     chain = large_chain(menu, 12, menu)

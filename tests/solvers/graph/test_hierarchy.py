@@ -84,6 +84,7 @@ def test_a_chain_of_single_ops_is_solved_to_the_optimum(depth):
         assert seconds == optimum_seconds(indexed, budget)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("share", [0.15, 0.4, 0.7])
 def test_orders_of_random_training_steps_replay_within_the_budget(seed, share):
@@ -98,6 +99,7 @@ def test_orders_of_random_training_steps_replay_within_the_budget(seed, share):
     assert result.seconds == pytest.approx(incumbent.seconds)
 
 
+@pytest.mark.slow
 def test_random_training_steps_with_most_of_the_memory_have_an_answer():
     for seed in range(5):
         indexed = IndexedGraph(random_training_graph(40, seed))

@@ -23,6 +23,7 @@ def most_often(order: tuple[int, ...] | None) -> int:
     return max(Counter(order).values()) if order else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_with_intervals_to_spare_it_finds_what_checkmate_finds(seed):
     indexed = IndexedGraph(random_tiny_graph(seed))
@@ -32,6 +33,7 @@ def test_with_intervals_to_spare_it_finds_what_checkmate_finds(seed):
         assert checked_seconds(indexed, budget, found) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_two_intervals_are_as_good_where_two_runs_are_enough(seed):
     indexed = IndexedGraph(random_tiny_graph(seed))

@@ -34,6 +34,7 @@ def test_on_a_chain_only_what_the_budget_lacks_runs_again(exact):
             assert seconds == optimum_seconds(indexed, budget)
 
 
+@pytest.mark.slow
 def test_a_long_chain_fits_in_the_order_of_a_square_root():
     """100 stages: segments of ten leave ten boundaries, one segment and a gradient or two; each stage runs twice."""
     indexed = IndexedGraph(training_graph(100))

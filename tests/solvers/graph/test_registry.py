@@ -59,6 +59,7 @@ def test_a_thousand_random_graphs_against_the_oracle(block):
 SEARCHES = ["moments"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", SEARCHES)
 @pytest.mark.parametrize("block", range(4))
 def test_the_searches_against_the_oracle(solver, block):
@@ -74,6 +75,7 @@ def half_budget(graph) -> int:
     return int(IndexedGraph(graph).working_bytes.max() + profile.max()) // 2
 
 
+@pytest.mark.slow
 def test_a_training_graph_is_proven_and_larger_budgets_are_never_slower():
     graph = random_training_graph(60, 3)
     low, high = half_budget(graph), int(peak_profile(IndexedGraph(graph), range(len(graph.nodes))).max())
@@ -87,6 +89,7 @@ def test_a_training_graph_is_proven_and_larger_budgets_are_never_slower():
     assert seconds[-1] == pytest.approx(graph.unplanned_seconds)
 
 
+@pytest.mark.slow
 def test_a_budget_below_the_largest_op_is_infeasible_and_says_what_would_do():
     graph = random_training_graph(60, 3)
     solution = solve_graph(GraphProblem(graph=graph, budget_bytes=1000))
@@ -122,6 +125,7 @@ def test_ctrl_c_leaves_the_best_order_so_far(monkeypatch):
     assert solution.interrupted and solution.status == "feasible"
 
 
+@pytest.mark.slow
 def test_a_frontier_falls_as_its_peaks_rise():
     points = graph_frontier(random_training_graph(40, 1), "auto", time_limit_seconds=7.0)
     peaks, seconds = [p.peak_bytes or 0 for p in points], [p.seconds or 0.0 for p in points]
