@@ -18,11 +18,9 @@ from planner.cli.options import (
     NoOffload,
     Settings,
     TargetArgument,
-    offload_from,
+    offload_options,
 )
 from planner.cli.shell import NO_PLAN, check_folder, note, show, show_json, working
-from planner.explain.figures import check_picture
-from planner.plans.offload_request import Offload
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
@@ -51,6 +49,8 @@ def advise_command(
     combined: peaks and times as measured, computed or solved for, and the fastest combination that fits.
     """
     from planner.capacity.advice import advise
+    from planner.explain.figures import check_picture
+    from planner.plans.offload_request import Offload
     from planner.targets import parse_settings
 
     check_folder(output)
@@ -63,7 +63,7 @@ def advise_command(
             settings=parse_settings(settings or []),
             batch_key=batch_key,
             device=device,
-            offload=offload_from(no_offload, link_gbps, devices_per_link, host_memory) or Offload(),
+            offload=offload_options(no_offload, link_gbps, devices_per_link, host_memory) or Offload(),
             menus=not no_menus,
             progress=progress,
         )

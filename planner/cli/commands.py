@@ -1,24 +1,25 @@
 """The command line: profile, solve, pareto, train, compare, max-batch, advise, show and demo.
 
-What loads torch, pandas or matplotlib is imported by the commands that need it, so that help and work on files start
-at once.
+What a command needs is imported when it runs: help is there at once, and work on files loads no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner import Infeasible, NoBatch, Plan, Rules
-from planner.capacity.batch_report import batch_document, limits_report, no_batch_document
-from planner.cli import documents, problem_solving, tables
 from planner.cli.advise import advise_command
 from planner.cli.options import (
+    COMPARE_SECONDS,
+    GRAPH_GAP,
+    GRAPH_SECONDS,
+    LARGE_GRAPH_NODES,
+    LARGE_GRAPH_SECONDS,
+    PARETO_SECONDS,
     AsJson,
     BudgetText,
     Device,
@@ -34,21 +35,13 @@ from planner.cli.options import (
     Settings,
     SolverName,
     TargetArgument,
-    offload_from,
+    offload_options,
 )
 from planner.cli.shell import ManyValues, PlannerGroup, check_folder, note, show, show_json, working
-from planner.cli.show_file import ShowRequest, run_show
-from planner.explain.figures import check_picture
-from planner.plans import pareto_curves, problem_files
-from planner.plans.offload_request import Offload
-from planner.plans.solving import COMPARE_SECONDS, NoPlan
 from planner.units import format_bytes, parse_bytes
-from profiler.json_files import write_document, write_whole
-from solvers.graph.registry import DEFAULT_GAP, DEFAULT_SECONDS, LARGE_NODES, LARGE_SECONDS
 
 if TYPE_CHECKING:
     from planner import Workload
-    from planner.training.solver_comparison import ComparisonRow
 
 app = typer.Typer(
     cls=PlannerGroup,
@@ -80,6 +73,9 @@ def profile_command(
     output: Out = None,
 ) -> None:
     """Measure one training step: what each stage costs in bytes and seconds."""
+    from planner.cli.tables import ops_report, profile_report
+    from planner.plans.rules import Rules
+
     check_folder(output)
     stated = None if rules is None else Rules.load(rules)  # refused before anything is measured
     from planner.plans.profiling import profile
@@ -89,13 +85,13 @@ def profile_command(
         measured = profile(workload, stages=stages or None, menus=not no_menus, rules=stated, progress=progress)
     if output is not None:
         measured.save(output)
-    show(tables.profile_report(measured))
+    show(profile_report(measured))
     if states:
         from planner.explain.state_table import model_states, states_report
 
         show("", states_report(model_states(workload)))
     if ops:
-        show("", tables.ops_report(measured.op_records, limit=ops_limit))
+        show("", ops_report(measured.op_records, limit=ops_limit))
     _say_written(output)
 
 
@@ -110,7 +106,7 @@ def solve_command(
         float | None,
         typer.Option(
             help="Seconds for solvers that search; "
-            f"of a graph {DEFAULT_SECONDS:g} if unset, {LARGE_SECONDS:g} above {LARGE_NODES} nodes."
+            f"of a graph {GRAPH_SECONDS:g} if unset, {LARGE_GRAPH_SECONDS:g} above {LARGE_GRAPH_NODES} nodes."
         ),
     ] = None,
     no_menus: Annotated[
@@ -123,7 +119,7 @@ def solve_command(
     host_memory: HostMemoryOption = None,
     gap: Annotated[
         float | None,
-        typer.Option(help=f"Graphs only: the search ends this close to the bound, a share ({DEFAULT_GAP:g} if unset)."),
+        typer.Option(help=f"Graphs only: the search ends this close to the bound, a share ({GRAPH_GAP:g} if unset)."),
     ] = None,
     output: Out = None,
     as_json: AsJson = False,
@@ -137,9 +133,16 @@ def solve_command(
 
     Ctrl-C ends the search of a graph with the best plan so far.
     """
+    from planner.cli import problem_solving
+    from planner.cli.tables import solution_report
+    from planner.plans import problem_files
+    from planner.plans.rules import Rules
+    from planner.plans.solving import NoPlan
+    from profiler.json_files import write_document
+
     check_folder(output)
     stated = None if rules is None else Rules.load(rules)
-    offload_request = offload_from(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
+    offload_request = offload_options(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
     source = problem_files.read_source(file)
     if no_menus:
         source = problem_solving.stage_level(source, stated)
@@ -167,7 +170,7 @@ def solve_command(
     if as_json:
         show_json(summary.to_document())
     else:
-        show(tables.solution_report(summary))
+        show(solution_report(summary))
     _say_written(output)
 
 
@@ -178,7 +181,7 @@ def pareto_command(
     csv: Annotated[Path | None, typer.Option(help="Table of every point.")] = None,
     time_limit: Annotated[
         float | None,
-        typer.Option(help=f"Seconds for all searches together; {pareto_curves.GRAPH_SECONDS:g} for a graph."),
+        typer.Option(help=f"Seconds for all searches together; {PARETO_SECONDS:g} for a graph."),
     ] = None,
     no_offload: NoOffload = False,
     offload_only: OffloadOnly = False,
@@ -187,25 +190,32 @@ def pareto_command(
     host_memory: HostMemoryOption = None,
 ) -> None:
     """Draw every solver's memory/time curve, the unplanned point and the lower bound."""
+    from planner.cli.problem_solving import title_of
+    from planner.cli.tables import frontier_report
+    from planner.explain.figures import check_picture
+    from planner.plans import problem_files
+    from planner.plans.pareto_curves import pareto
+    from profiler.json_files import write_whole
+
     check_folder(output)
     check_folder(csv)
     if output is not None:
         check_picture(output)
-    offload_request = offload_from(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
+    offload_request = offload_options(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
     source = problem_files.read_source(file)
     with contextlib.redirect_stdout(sys.stderr):
-        frame = pareto_curves.pareto(source, time_limit_seconds=time_limit, offload=offload_request or Offload())
+        frame = pareto(source, time_limit_seconds=time_limit, offload=offload_request or "auto")
     _say_without(frame.attrs.get("no_offload"))
     if frame.attrs.get("left_out"):
         note(f"left out: {', '.join(frame.attrs['left_out'])}; they come to their turn with a larger --time-limit")
-    title = problem_solving.title_of(source, file)
+    title = title_of(source, file)
     if csv is not None:
         write_whole(csv, frame.to_csv(index=False))
     if output is not None:
         from planner.explain.pareto_plot import draw_pareto
 
         draw_pareto(frame, output, title=title)
-    show(tables.frontier_report(frame, title))
+    show(frontier_report(frame, title))
     _say_written(csv, output)
 
 
@@ -228,6 +238,7 @@ def train_command(
 ) -> None:
     """Train under a plan and hold what it predicts against what is measured."""
     from planner.cli.train import run_train
+    from planner.plans.plan import Plan
 
     run_train(
         Plan.load(plan),
@@ -249,7 +260,10 @@ def compare_command(
     as_json: AsJson = False,
 ) -> None:
     """Apply every solver's plan for one budget in turn: predicted and measured peaks and times side by side."""
+    from planner.cli import documents
+    from planner.cli.tables import comparison_report
     from planner.plans.profiling import profile
+    from planner.plans.solving import Infeasible
     from planner.training.solver_comparison import compare_solvers
 
     if not budget.strip().endswith("%"):
@@ -262,8 +276,15 @@ def compare_command(
     if as_json:
         show_json(documents.comparison_document(measured, budget_bytes, rows))
     else:
-        show(tables.comparison_report(rows, budget_bytes))
-    _fail_if_infeasible(rows, budget_bytes)
+        show(comparison_report(rows, budget_bytes))
+    least = documents.least_demanding(rows)
+    if least is not None:
+        raise Infeasible(
+            minimum_budget_bytes=least.minimum_budget_bytes or 0,
+            reason=least.reason or "",
+            solver="auto",
+            budget_bytes=budget_bytes,
+        )
 
 
 @app.command("max-batch", cls=ManyValues)
@@ -286,10 +307,13 @@ def max_batch_command(
 
     Profiles a few sizes, predicts how bytes and seconds grow, and confirms the limits by real steps.
     """
+    from planner.capacity.batch_limits import NoBatch
+    from planner.capacity.batch_report import batch_document, limits_report, no_batch_document
     from planner.capacity.batch_search import max_batch
+    from planner.plans.offload_request import Offload
     from planner.targets import parse_settings
 
-    offload_request = offload_from(no_offload, link_gbps, devices_per_link, host_memory) or Offload()
+    offload_request = offload_options(no_offload, link_gbps, devices_per_link, host_memory) or Offload()
     try:
         with working() as progress:
             limits = max_batch(
@@ -333,6 +357,8 @@ def show_command(
 
     With --timeline and --csv: the bytes alive over one step, without the plan and with it.
     """
+    from planner.cli.show_file import ShowRequest, run_show
+
     if measure is None and (settings or device):
         raise ValueError("--set, --device: expected them beside --measure TARGET, got no TARGET; name the model")
     build = None if measure is None else lambda: _workload(measure, settings, device)
@@ -354,17 +380,6 @@ def _workload(target: str, settings: list[str] | None, device: str | None) -> Wo
     from planner.targets import load_target, on_device, parse_settings
 
     return on_device(load_target(target, parse_settings(settings or [])), device)
-
-
-def _fail_if_infeasible(rows: Sequence[ComparisonRow], budget_bytes: int) -> None:
-    least = documents.least_demanding(rows)
-    if least is not None:
-        raise Infeasible(
-            minimum_budget_bytes=least.minimum_budget_bytes or 0,
-            reason=least.reason or "",
-            solver="auto",
-            budget_bytes=budget_bytes,
-        )
 
 
 def _say_without(why: str | None) -> None:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.plans.offload_request import Offload
-from solvers import solver_names
-from solvers.graph.registry import graph_solver_names
+if TYPE_CHECKING:
+    from planner.plans.offload_request import Offload
+
+# What help says of solvers, which take a quarter of a second to import; tests/planner/cli/test_start.py compares.
+CHAIN_SOLVERS = (
+    "keep_all, recompute_all, chen_sqrt, chen_greedy, revolve, rotor, ilp, exhaustive, offload_only, pofo, "
+    "offload_ilp, auto"
+)
+GRAPH_SOLVERS = (
+    "keep_all, demand, eviction, hierarchy, lower_sets, lower_sets_exact, checkmate, checkmate_rounding, "
+    "intervals, moments, exhaustive, auto"
+)
+GRAPH_SECONDS, LARGE_GRAPH_SECONDS, LARGE_GRAPH_NODES, GRAPH_GAP = 60.0, 25.0, 500, 1e-3
+PARETO_SECONDS = 45.0  # of a graph
+COMPARE_SECONDS = 10.0
 
 TargetArgument = Annotated[
     str, typer.Argument(metavar="TARGET", help="zoo:NAME, path/to/file.py:function or module:function")
@@ -23,7 +35,7 @@ SolverName = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help=f"Of a profile or a chain: {', '.join(solver_names())}. Of a graph: {', '.join(graph_solver_names())}.",
+        help=f"Of a profile or a chain: {CHAIN_SOLVERS}. Of a graph: {GRAPH_SOLVERS}.",
     ),
 ]
 NoMenus = Annotated[bool, typer.Option("--no-menus", help="Keep or recompute stages as a whole.")]
@@ -50,7 +62,7 @@ HostMemoryOption = Annotated[
 Out = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
 
 
-def offload_from(
+def offload_options(
     no_offload: bool,
     link_gbps: float | None,
     devices_per_link: int | None,
@@ -59,6 +71,8 @@ def offload_from(
     offload_only: bool = False,
 ) -> Offload | None:
     """What was said of offloading; None where nothing was."""
+    from planner.plans.offload_request import Offload
+
     if no_offload and offload_only:
         raise ValueError("--no-offload, --offload-only: expected one of them, got both; leave one out")
     offload_request = Offload(

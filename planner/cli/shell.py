@@ -12,10 +12,7 @@ from typing import Any
 
 import typer
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand, TyperGroup
-
-from planner.plans.solving import NoPlan
 
 WRONG_INPUT = 2
 NO_PLAN = 3
@@ -32,12 +29,12 @@ class PlannerGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except NoPlan as refusal:
-            typer.echo(f"{refusal.status}: {refusal}", err=True)
-            raise typer.Exit(NO_PLAN) from refusal
         except ValueError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(WRONG_INPUT) from error
+            from planner.plans.solving import NoPlan
+
+            refused = isinstance(error, NoPlan)
+            note(f"{error.status if refused else 'error'}: {error}")
+            raise typer.Exit(NO_PLAN if refused else WRONG_INPUT) from error
 
 
 class ManyValues(TyperCommand):
@@ -138,6 +135,8 @@ def working() -> Iterator[Report]:
 
 @contextlib.contextmanager
 def _bar() -> Iterator[Report]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as bar:
