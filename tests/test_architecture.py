@@ -1,4 +1,4 @@
-"""The architecture holds: rooms in their order, no circles, what solvers must not touch, names that hide each other.
+"""The architecture holds: rooms in their order, no circles, what solvers must not touch, one meaning for a name.
 
 The order of rooms is read from the table in docs/architecture.md. Each rule is a function from the repository's root
 to the breaches found, so that it can be held against the real tree and against a small tree that breaks it.
@@ -274,6 +274,27 @@ def hidden_submodules(root: Path) -> Iterator[str]:
                     yield f"{path.relative_to(root)} has a function {name} beside the submodule {name}"
 
 
+def one_meaning_of_a_name(root: Path) -> Iterator[str]:
+    """A public class, or an alias of a type, is defined once; an alias may stand again where it is the same."""
+    definitions: dict[str, dict[str, str]] = {}
+    for path in sources(root):
+        place = str(path.relative_to(root))
+        for name, definition in public_types(path):
+            definitions.setdefault(name, {})[place] = definition or place
+    for name, places in definitions.items():
+        if len(set(places.values())) > 1:
+            yield f"{name} is defined in {', '.join(places)}: one name, one meaning"
+
+
+def public_types(path: Path) -> Iterator[tuple[str, str]]:
+    """Names of classes, with nothing, and of aliases of types, with what they stand for."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name, ""
+        elif isinstance(node, ast.Assign) and re.fullmatch(r"[A-Z]\w*[a-z]\w*", name := ast.unparse(node.targets[0])):
+            yield name, ast.unparse(node.value)
+
+
 def functions(path: Path) -> set[str]:
     """Public functions of a module; for a package also the names that it re-exports from inside other modules."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -304,6 +325,7 @@ RULES: tuple[Callable[[Path], Iterator[str]], ...] = (
     simulators_stand_alone,
     file_names,
     hidden_submodules,
+    one_meaning_of_a_name,
     mirrored_tests,
     shared_builders,
 )
@@ -354,6 +376,8 @@ BREACHES = [
     (hidden_submodules, "planner/__init__.py", "def plans(): ..."),
     (hidden_submodules, "planner/__init__.py", "from planner.other import build as plans"),
     (hidden_submodules, "solvers/chain/segments.py", "def rotor(): ..."),
+    (one_meaning_of_a_name, "planner/units.py", "class Plan: ..."),
+    (one_meaning_of_a_name, "profiler/trace/step.py", "Bytes = float"),
     (mirrored_tests, "tests/planner/other/test_plan.py", ""),
     (shared_builders, "tests/planner/plans/test_plan.py", "from tests.planner.plans import test_rules"),
     (shared_builders, "benchmarks/solvers.py", "from tests.support import chains"),
@@ -364,7 +388,7 @@ BREACHES = [
 def tree(tmp_path):
     """A small repository that keeps every rule."""
     contents = {
-        "docs/architecture.md": "```rooms\nprofiler: records < trace\nsolvers: problem < chain\n"
+        "docs/architecture.md": "```rooms\nprofiler: records < trace\nsolvers: problem < highs < chain\n"
         "planner: units, zoo < plans < cli\n```\n",
         "profiler/trace/step.py": "import torch\nfrom profiler import records",
         "profiler/records.py": "import pandas",
@@ -381,7 +405,8 @@ def tree(tmp_path):
         "planner/__main__.py": "from planner.cli.commands import main",
         "planner/cli/commands.py": "from planner import Plan\ndef main():\n    print('planner.plans.plan.Plan')",
         "planner/plans/plan.py": "import solvers.chain.rotor, torch, matplotlib\nclass Plan: ...",
-        "planner/units.py": "",
+        "planner/units.py": "Bytes = int\nclass _Plan: ...",
+        "solvers/highs.py": "Bytes = int",
         "planner/zoo/__init__.py": "from planner import units",
         "tests/planner/plans/test_plan.py": "from tests.support.chains import small",
         "tests/system/test_exact.py": "",
