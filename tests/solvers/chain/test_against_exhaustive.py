@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from solvers import Chain, Problem, Solution, replay, solve_chain, solver_names
-from solvers.chain.ilp_model import ChainModel
+from solvers.chain.ilp import ChainModel
 from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.minimum_memory import shortage
 from tests.support.chains import random_chain
