@@ -21,6 +21,7 @@ from planner.cli.options import (
     LARGE_GRAPH_SECONDS,
     PARETO_SECONDS,
     AsJson,
+    BudgetOrRules,
     BudgetText,
     Device,
     DevicesPerLink,
@@ -98,7 +99,7 @@ def profile_command(
 @app.command("solve")
 def solve_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile, a chain problem or a graph problem.")],
-    budget: BudgetText | None = None,
+    budget: BudgetOrRules = None,
     headroom: HeadroomText = None,
     rules: RulesFile = None,
     solver: SolverName = "auto",

@@ -30,7 +30,9 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE ...", help="Arguments of the target's function.")
 ]
 Device = Annotated[str | None, typer.Option(help="Move the model there first: cpu, cuda, cuda:1, ...")]
-BudgetText = Annotated[str, typer.Option("--budget", help="8GiB, 8GB, 512MiB, bytes, or 70% of the unplanned peak.")]
+_Budget = typer.Option("--budget", help="8GiB, 8GB, 512MiB, bytes, or 70% of the unplanned peak.")
+BudgetText = Annotated[str, _Budget]
+BudgetOrRules = Annotated[str | None, _Budget]  # rules alone state a plan without one
 SolverName = Annotated[
     str,
     typer.Option(
