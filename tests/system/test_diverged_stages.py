@@ -11,7 +11,6 @@ from torch import nn
 
 import planner
 from planner import Rule, Rules
-from planner.runtime import plan_checks
 from profiler.workload.workload import Workload
 from tests.support.exactness import assert_same, state_after
 from tests.support.odd_models import workload
@@ -20,11 +19,6 @@ RULES = Rules(rules=[Rule(modules="blocks.*", ops=["gelu", "native_layer_norm"])
 STRAY = (
     r"planned stage 'blocks.1': it runs other ops than when profiled \(from its 2\. watched op on\); it is recomputed"
 )
-
-
-@pytest.fixture(autouse=True)
-def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_checks, "_WARNED", set())
 
 
 def altered() -> Workload:
