@@ -21,7 +21,8 @@ from profiler.op_graph import ChoiceError
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.workload import Workload
 from tests.support.exactness import assert_same, state_after
-from tests.support.odd_models import Stack, workload
+from tests.support.odd_models import workload
+from tests.support.small_blocks import Stack
 
 Way = Callable[..., None]
 BLOCKS = ["blocks.*"]

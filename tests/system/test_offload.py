@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,18 +13,15 @@ import torch
 import planner
 from planner import zoo
 from planner.plans import offloadable
-from planner.plans.cost_model import chain_of
 from planner.runtime import applier
-from planner.runtime.plan_checks import _WARNED
 from planner.runtime.simulated_link import SimulatedCopyEngine
 from profiler.workload.workload import Workload
 from solvers import Chain, Schedule
-from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
 from solvers.problem.chain_schedule import Action
 from solvers.problem.link import Link
-from tests.support.exactness import assert_same, choosing_inside, following, state_after
+from tests.support.exactness import assert_same, choosing_inside, state_after
 from tests.support.odd_models import workload
-from tests.support.random_transfers import AMPLE, with_transfers
+from tests.support.offload_plans import SCHEDULES, kept, planned
 
 CASES = [("dropout", "kept"), ("dropout", "recomputed"), ("dropout", "halves"), ("dropout", "inside")]
 CASES += [
@@ -58,42 +54,6 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedCopyEngine]:
 
     monkeypatch.setattr(applier, "engine_for", noted)
     return found
-
-
-def kept(chain: Chain) -> Schedule:
-    return segmented_schedule([Segment(k, k + 1, option=0) for k in range(len(chain.stages))])
-
-
-def recomputed(chain: Chain) -> Schedule:
-    """Each stage that can be runs again alone, from its input."""
-    found: list[Segment] = []
-    for run in droppable_runs(chain):
-        found += [run] if run.kept else [Segment(k, k + 1) for k in range(run.start, run.end)]
-    return segmented_schedule(found)
-
-
-def halves(chain: Chain) -> Schedule:
-    """In every run of stages the first half runs again together, from one input; the others are kept."""
-    found: list[Segment] = []
-    for run in droppable_runs(chain):
-        half = (run.start + run.end + 1) // 2
-        found += [run] if run.kept else [Segment(run.start, half)]
-        found += [] if run.kept else [Segment(k, k + 1, option=0) for k in range(half, run.end)]
-    return segmented_schedule(found)
-
-
-SCHEDULES = {"kept": kept, "recomputed": recomputed, "halves": halves, "inside": choosing_inside}
-
-
-def planned(
-    profile: planner.Profile, make: Any, *, seed: int = 0, share: float = 1.0, link: Link = AMPLE
-) -> planner.Plan:
-    """A plan with transfers drawn into the schedule that ``make`` gives."""
-    chain = chain_of(profile)
-    schedule = make(chain)
-    if not any(action.kind == "offload" for action in schedule.actions):
-        schedule = with_transfers(chain, schedule, random.Random(seed), share)
-    return following(profile, schedule, link)
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +240,6 @@ def test_two_graphs_alive_at_once_share_the_host_memory_and_say_what_does_not_fi
     work, expected = workload("dropout"), gradients(workload("dropout"), both)
     plan = planned(profiles["dropout"], kept)
     with planner.apply(work.model, plan):
-        _WARNED.clear()
         with pytest.warns(RuntimeWarning, match="host memory is full"):
             assert_same(gradients(work, both), expected)
         assert engines[0].memory.held_bytes == 0 and engines[0].memory.peak_bytes <= plan.host_bytes
@@ -315,7 +274,6 @@ def test_with_other_shapes_nothing_of_a_kept_stage_travels_and_all_is_right(
     work, other = workload("dropout"), workload("dropout")
     for each in (work, other):
         each.inputs = each.inputs[:-3]  # type: ignore[index]
-    _WARNED.clear()
     with planner.apply(work.model, planned(profiles["dropout"], SCHEDULES[make])):
         with pytest.warns(RuntimeWarning, match="other tensors than when profiled"):
             assert_same(gradients(work), gradients(other))

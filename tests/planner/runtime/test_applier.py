@@ -19,7 +19,8 @@ import planner
 from planner.plans.lowering import Rerun, UnsupportedPlan, lower_schedule
 from profiler.workload.workload import Workload
 from solvers import Action, Schedule
-from tests.support.odd_models import WIDTH, Residual, Stack, workload
+from tests.support.odd_models import workload
+from tests.support.small_blocks import WIDTH, Residual, Stack
 
 
 def smallest_plan(work: Workload, **settings: Any) -> planner.Plan:

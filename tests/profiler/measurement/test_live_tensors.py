@@ -18,7 +18,8 @@ from profiler.measurement.planned_probe import PlannedProbe
 from profiler.workload.snapshot import preserved
 from profiler.workload.steps import first_step, resident_bytes_of
 from profiler.workload.workload import Workload
-from tests.support.odd_models import WIDTH, workload
+from tests.support.odd_models import workload
+from tests.support.small_blocks import WIDTH
 
 
 def peak_of(work: Workload, plan: planner.Plan | None = None, stages: list[str] | None = None) -> PeakSnapshot:

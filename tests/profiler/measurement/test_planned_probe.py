@@ -17,7 +17,8 @@ from profiler.measurement.planned_probe import PlannedProbe
 from profiler.workload.snapshot import preserved
 from profiler.workload.steps import first_step, resident_bytes_of
 from profiler.workload.workload import Workload
-from tests.support.odd_models import WIDTH, Stack, workload
+from tests.support.odd_models import workload
+from tests.support.small_blocks import WIDTH, Stack
 
 
 def smallest_plan(work: Workload, **options) -> planner.Plan:

@@ -14,7 +14,8 @@ import planner
 from planner.zoo import build
 from profiler.records import Profile
 from profiler.workload.workload import Workload
-from tests.support.odd_models import MODELS, WIDTH, Residual, Stack, workload
+from tests.support.odd_models import MODELS, workload
+from tests.support.small_blocks import WIDTH, Residual, Stack
 
 
 def everything_of(work: Workload) -> list[Any]:

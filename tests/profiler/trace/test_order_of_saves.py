@@ -11,7 +11,7 @@ from profiler.trace.partition import choose_stages
 from profiler.trace.stage_dataflow import stage_ops_of
 from profiler.trace.step_trace import trace_step
 from profiler.workload.workload import Workload
-from tests.support.odd_models import Residual
+from tests.support.small_blocks import Residual
 
 WIDTH = 16
 
