@@ -5,8 +5,9 @@ Public names are resolved when they are first used, so that ``import planner`` l
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from profiler.public_names import lazy_names
 
 if TYPE_CHECKING:
     from planner.capacity.advice import Advice as Advice, advise as advise
@@ -73,18 +74,4 @@ _NAMES = {
     "profiler.workload.steps": "ProfileError",
     "profiler.workload.workload": "Workload",
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "zoo":
-        return import_module("planner.zoo")
-    if name not in _HOME:
-        raise AttributeError(f"module 'planner' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, "zoo"})
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES, submodules=("zoo",))  # pyright: ignore[reportUnsupportedDunderAll]

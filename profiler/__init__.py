@@ -5,8 +5,9 @@ Public names are resolved when they are first used, so that ``import profiler`` 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from profiler.public_names import lazy_names
 
 if TYPE_CHECKING:
     from profiler.measurement.profiling import profile as profile
@@ -24,16 +25,4 @@ _NAMES = {
     "profiler.workload.steps": "ProfileError",
     "profiler.workload.workload": "Workload",
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'profiler' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]
