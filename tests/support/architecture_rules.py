@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from docs.hooks.rooms_table import rooms_in
+
 PACKAGES = ("profiler", "solvers", "planner")
 MOST_FILES = 25  # in one folder
 MOST_LINES = 400  # of one file
@@ -80,15 +82,13 @@ def tops(names: set[str]) -> set[str]:
 
 def rooms(root: Path) -> dict[str, int]:
     """Each room (or module at a package's root) of the table, with its place in the package's order."""
-    text = (root / "docs" / "architecture.md").read_text(encoding="utf-8")
-    table = re.search(r"^```rooms\n(.*?)^```", text, re.M | re.S)
-    assert table, "docs/architecture.md: expected a block ```rooms"
-    found = {}
-    for line in table[1].splitlines():
-        package, _, order = line.partition(":")
-        for place, names in enumerate(order.split("<")):
-            found.update({f"{package}.{name.strip()}": place for name in names.split(",")})
-    return found
+    table = rooms_in((root / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    return {
+        f"{package}.{room}": number
+        for package, places in table.items()
+        for number, names in enumerate(places)
+        for room in names
+    }
 
 
 def room_of(module: str) -> str:
