@@ -35,13 +35,8 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-class FirstOnly(nn.Module):
+class FirstOnly(Stack):
     """Goes on with the first thing that a block returns."""
-
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-        self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         for each in self.blocks:
