@@ -23,13 +23,11 @@ class ProgramAnswer(NamedTuple):
     Attributes:
         status: ``optimal`` (within the gap asked for), ``infeasible`` or ``stopped`` (the time limit).
         values: one per variable; None where no solution is known.
-        objective: of ``values``; infinite without them.
         bound: no solution is better; infinite when infeasible.
     """
 
     status: Literal["optimal", "infeasible", "stopped"]
     values: Floats | None
-    objective: float
     bound: float
 
 
@@ -40,8 +38,8 @@ class Program:
     >>> a, b = program.variable(cost=-3.0), program.variable(cost=-2.0)
     >>> program.row([(a, 2.0), (b, 2.0)], upper=3.0)
     >>> answer = program.solve(time_limit_seconds=10.0)
-    >>> answer.status, round(answer.objective, 6)
-    ('optimal', -3.0)
+    >>> answer.status, [round(float(value), 6) for value in answer.values]
+    ('optimal', [1.0, 0.0])
     """
 
     def __init__(self) -> None:
@@ -102,8 +100,8 @@ class Program:
     def _empty_answer(self) -> ProgramAnswer:
         """HiGHS has no answer for a program without variables."""
         if all(low <= 0.0 <= high for low, high in zip(self._row_lowers, self._row_uppers, strict=True)):
-            return ProgramAnswer("optimal", np.zeros(0), self.offset, self.offset)
-        return ProgramAnswer("infeasible", None, INFINITE, INFINITE)
+            return ProgramAnswer("optimal", np.zeros(0), self.offset)
+        return ProgramAnswer("infeasible", None, INFINITE)
 
     def _model(self) -> highspy.HighsLp:
         model = highspy.HighsLp()
@@ -128,12 +126,12 @@ class Program:
 def _answer_of(highs: highspy.Highs) -> ProgramAnswer:
     model_status, info = highs.getModelStatus(), highs.getInfo()
     if model_status == highspy.HighsModelStatus.kInfeasible:
-        return ProgramAnswer("infeasible", None, INFINITE, INFINITE)
+        return ProgramAnswer("infeasible", None, INFINITE)
     known = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     values = np.array(highs.getSolution().col_value) if known else None
     objective = float(info.objective_function_value) if known else INFINITE
     status = "optimal" if model_status == highspy.HighsModelStatus.kOptimal else "stopped"
-    return ProgramAnswer(status, values, objective, min(float(info.mip_dual_bound), objective))
+    return ProgramAnswer(status, values, min(float(info.mip_dual_bound), objective))
 
 
 _LISTEN_SECONDS = 0.5  # a person who presses Ctrl-C does not wait longer

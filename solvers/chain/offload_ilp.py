@@ -37,12 +37,11 @@ _RowTerm = tuple[int, float]
 
 
 class _UnitVariables(NamedTuple):
-    """The variables of one offload unit of one choice; ``away`` and ``back`` by position, between making and use."""
+    """The variables of one offload unit of one choice; ``gone`` and ``back`` by position, between making and use."""
 
     stage: int
     unit: int
     size_bytes: int
-    chosen: int  # that the choice is made
     offloaded: int
     gone: dict[int, int]
     back: dict[int, int]
@@ -117,7 +116,7 @@ class _OffloadModel:
         units = []
         for unit, size_bytes in enumerate(step.offload_units):
             gone, back = ({p: self._program.variable() for p in between} for _ in range(2))
-            variables = _UnitVariables(k, unit, size_bytes, chosen, self._program.variable(), gone, back)
+            variables = _UnitVariables(k, unit, size_bytes, self._program.variable(), gone, back)
             self._program.row([(variables.offloaded, 1.0), (chosen, -1.0)], upper=0.0)
             self._rising(variables)
             units.append(variables)

@@ -43,7 +43,7 @@ class _OffloadStates(NamedTuple):
     back_seconds: Floats  # seconds of copies that have to be back by then
     parent: Floats  # position among the states of stage ``origin``
     origin: Floats
-    choice: Floats  # position in ``_Search._taken``
+    choice: Floats  # position in ``_OffloadSearch._taken``
 
 
 class OffloadProposal(NamedTuple):
@@ -69,7 +69,7 @@ def proposals(chain: Chain, budget_bytes: int, link: Link) -> list[OffloadPropos
 
 class _OffloadSearch:
     def __init__(self, chain: Chain, budget_bytes: int, link: Link) -> None:
-        self._chain, self._link = chain, link
+        self._link = link
         self._bytes = ChainBytes(chain.folded())
         self._room = float(budget_bytes - chain.resident_bytes)
         self._count = len(chain.stages)

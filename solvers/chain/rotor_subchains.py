@@ -155,7 +155,7 @@ class Ranges:
         stored[:] = answers.needs
         answers = answers._replace(needs=stored)
         self.answers.append(answers)
-        self._rests.append(self._rest(answers, rows, length))
+        self._rests.append(self._rest(answers, rows))
         self._extremes.append(_extremes(answers))
         self._spans.append(self._span(*self._extremes[-1]))
         self._rest_spans.append(self._span(*(needs + self._boundaries[:rows] for needs in self._extremes[-1])))
@@ -230,7 +230,7 @@ class Ranges:
                 forbid(sums, grid.first(column.backward_needs) - window.start)
                 np.minimum(best, sums, out=best)
 
-    def _rest(self, answers: RangeCosts, rows: int, length: int) -> Integers:
+    def _rest(self, answers: RangeCosts, rows: int) -> Integers:
         slots = reached_slots(answers.needs, self.grid, self._below[:rows], self._boundaries[:rows])
         codes = 2 * self._options + np.arange(rows)
         return answers.costs.ravel().take(slots, mode="clip") + (self.arrays.runs[self._starts[:rows]] + codes)[:, None]
