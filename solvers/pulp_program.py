@@ -69,10 +69,7 @@ class PulpProgram:
     def at_most(self, terms: Iterable[Term], limit: float = 0.0) -> None:
         """The sum is not above the limit."""
         total, constant = _merged(terms)
-        if any(total.values()):
-            self.problem += pulp.LpAffineExpression(total) <= limit - constant
-        elif constant > limit:
-            self.infeasible = True
+        self._add_at_most(total, limit - constant)
 
     def equal(self, terms: Iterable[Term], value: float = 0.0) -> None:
         """The sum has a value."""
@@ -82,8 +79,13 @@ class PulpProgram:
     def fit(self, size_bytes: Iterable[Term], limit_bytes: float) -> None:
         """``at_most`` for bytes; whole numbers are summed before they are scaled."""
         total, constant = _merged(size_bytes)
-        scaled = ((x, size * self.byte) for x, size in total.items())
-        self.at_most(scaled, (limit_bytes - constant) * self.byte)
+        self._add_at_most({x: size * self.byte for x, size in total.items()}, (limit_bytes - constant) * self.byte)
+
+    def _add_at_most(self, total: dict[pulp.LpVariable, float], limit: float) -> None:
+        if any(total.values()):
+            self.problem += pulp.LpAffineExpression(total) <= limit
+        elif limit < 0:
+            self.infeasible = True
 
     def solve(self, time_limit_seconds: float, presolve: bool = False) -> PulpAnswer:
         """Run HiGHS; after Ctrl-C its best solution until then counts.

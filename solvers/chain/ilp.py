@@ -60,9 +60,10 @@ def solve(problem: Problem, time_limit_seconds: float = 60.0) -> Candidate:
     schedule, bound_seconds = loose.schedule, loose.lower_bound_seconds
     if bound_seconds < math.inf and not _fits(problem, schedule):
         schedule = ChainModel(problem, sweep=True).solve(max(0.1, deadline - time.monotonic())).schedule
-    if schedule is None or not _fits(problem, schedule):
+    result = None if schedule is None else replay(problem.chain, schedule)
+    if result is None or result.peak_bytes > problem.budget_bytes:
         return Candidate(schedule=None, lower_bound_seconds=bound_seconds)
-    seconds = replay(problem.chain, schedule).seconds
+    seconds = result.seconds
     return Candidate(
         schedule=schedule, lower_bound_seconds=seconds if bound_seconds >= seconds * (1 - _TOLERANCE) else bound_seconds
     )

@@ -71,6 +71,11 @@ def last_reads(indexed: IndexedGraph, order: Sequence[int]) -> list[int]:
     return last_read
 
 
+def first_runs(order: Sequence[int]) -> dict[int, int]:
+    """For each node of an order of runs the place of its first run."""
+    return {node: place for place, node in reversed(list(enumerate(order)))}
+
+
 def peak_profile(indexed: IndexedGraph, order: Sequence[int]) -> Integers:
     """Bytes alive while each run of an order goes on, resident and transient ones included; shape (len(order),)."""
     last_read = last_reads(indexed, order)

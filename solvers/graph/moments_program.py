@@ -25,7 +25,7 @@ from itertools import pairwise
 import numpy as np
 
 from solvers.arrays import Floats, Mask
-from solvers.graph.liveness import IndexedGraph, last_reads, runs_for
+from solvers.graph.liveness import IndexedGraph, first_runs, last_reads, runs_for
 from solvers.highs import Program
 
 _SCALE = 1e4  # what all first runs cost together in the program: far above HiGHS's absolute tolerances
@@ -161,7 +161,7 @@ class MomentsProgram:
         """An order of runs as a solution: what it holds at the moments, and what it runs again between them."""
         values = np.zeros(len(self.program.costs))
         values[list(self.kept.values())] = 1.0
-        last_read, first_run = last_reads(self.indexed, order), {v: p for p, v in reversed(list(enumerate(order)))}
+        last_read, first_run = last_reads(self.indexed, order), first_runs(order)
         stops = [first_run[end] for end in self.interval_ends]
         for p, v in enumerate(order):
             interval = int(np.searchsorted(stops, p))

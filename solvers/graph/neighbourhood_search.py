@@ -17,8 +17,9 @@ import numpy as np
 
 from solvers.arrays import Floats, Mask
 from solvers.graph.incumbent import Incumbent
-from solvers.graph.liveness import peak_profile
+from solvers.graph.liveness import first_runs, peak_profile
 from solvers.graph.moments_program import MomentsProgram
+from solvers.graph.order_repair import fits
 
 FEWEST_MOMENTS = 12  # for a window of all nodes; smaller windows have more: orders are then read more exactly
 MOST_PAIRS = 30_000  # of a moment and a node: building the program takes about a second (1,000 nodes at 30 moments)
@@ -60,18 +61,17 @@ class NeighbourhoodSearch:
             if answer.values is None or incumbent.left_seconds == 0:
                 return
             offered = incumbent.offer(program.order(answer.values), "local search")
-            excess = _reserves(incumbent, offered, moments)
-            profile = peak_profile(incumbent.indexed, offered)
-            if profile.max() <= incumbent.budget_bytes:
+            if fits(incumbent.indexed, offered, incumbent.budget_bytes):
                 return
+            excess = _reserves(incumbent, offered, moments)
             reserved = [max(a, b) for a, b in zip(reserved, excess, strict=True)]
 
     def _draw_moments(self, order: list[int]) -> list[int]:
         """First runs at random, likelier where the budget is nearly used up; the fullest one always."""
         indexed = self.incumbent.indexed
         profile = peak_profile(indexed, order)
-        first_runs = np.unique(np.array(order), return_index=True)[1]  # places of the first runs, by node
-        load = profile[first_runs] / self.incumbent.budget_bytes
+        places = np.unique(np.array(order), return_index=True)[1]  # of the first runs, by node
+        load = profile[places] / self.incumbent.budget_bytes
         weights = np.maximum(load, 0.05) ** 8
         most = max(FEWEST_MOMENTS, MOST_PAIRS // max(1, int(self.rerunnable.sum())))
         count = min(indexed.count, most, round(FEWEST_MOMENTS / self._share))
@@ -90,7 +90,7 @@ class NeighbourhoodSearch:
 def _reserves(incumbent: Incumbent, order: list[int], moments: list[int]) -> list[int]:
     """Per moment how much more memory an order needs since the moment before than at it."""
     profile = peak_profile(incumbent.indexed, order)
-    place = {v: p for p, v in reversed(list(enumerate(order)))}
+    place = first_runs(order)
     places = [place[moment] for moment in moments]
     starts = [0, *(p + 1 for p in places[:-1])]
     return [int(profile[a : b + 1].max() - profile[b]) for a, b in zip(starts, places, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from solvers.graph.liveness import IndexedGraph, last_reads, peak_profile
+from solvers.graph.liveness import IndexedGraph, first_runs, last_reads, peak_profile
 
 
 def keep_what_fits(indexed: IndexedGraph, order: Sequence[int], budget_bytes: int) -> list[int]:
@@ -61,7 +61,7 @@ def without_unread_runs(indexed: IndexedGraph, order: Sequence[int]) -> list[int
     >>> without_unread_runs(IndexedGraph(Graph(nodes=(a, b), outputs=("b",))), [0, 1, 0, 1, 0])
     [0, 1, 0, 1]
     """
-    first = {v: place for place, v in reversed(list(enumerate(order)))}
+    first = first_runs(order)
     read = {v for v in range(indexed.count) if indexed.is_output[v]}
     kept: list[int] = []
     for place in reversed(range(len(order))):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from itertools import count, takewhile
+from operator import itemgetter
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from solvers.graph import (
 from solvers.graph.incumbent import SMALLEST_GAP, Incumbent
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
+from solvers.graph.order_repair import fits
 from solvers.problem.graph import Graph
 from solvers.problem.graph_schedule import GraphSchedule
 from solvers.problem.graph_simulator import replay_graph
@@ -59,7 +61,7 @@ def _demand(incumbent: Incumbent, rerunnable: Mask) -> None:
     """The fastest orders made on demand that fit, repaired."""
     indexed = incumbent.indexed
     orders = takewhile(lambda _: not incumbent.done, on_demand.orders(indexed, rerunnable))
-    fitting = [order for order in orders if int(peak_profile(indexed, order).max()) <= incumbent.budget_bytes]
+    fitting = [order for order in orders if fits(indexed, order, incumbent.budget_bytes)]
     for order in sorted(fitting, key=partial(seconds_of, indexed))[:_REPAIRED]:
         incumbent.offer(order, "demand")
 
@@ -296,8 +298,9 @@ def _smallest_known(graph: Graph) -> tuple[int, ...]:
         return order
     rerunnable = moments.rerunnable_nodes(indexed)
     orders = [list(range(indexed.count)), *on_demand.orders(indexed, rerunnable)]
-    orders += _smaller_evictions(indexed, rerunnable, min(int(peak_profile(indexed, o).max()) for o in orders))
-    return tuple(min(orders, key=lambda order: int(peak_profile(indexed, order).max())))
+    known_bytes, known = min(((int(peak_profile(indexed, order).max()), order) for order in orders), key=itemgetter(0))
+    *_, smallest = known, *_smaller_evictions(indexed, rerunnable, known_bytes)
+    return tuple(smallest)
 
 
 def _smaller_evictions(indexed: IndexedGraph, rerunnable: Mask, known_bytes: int) -> Iterator[list[int]]:
