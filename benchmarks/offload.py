@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,7 @@ def simulated_chain() -> Chain:
 
 def simulated_rows(chain: Chain) -> Iterator[dict[str, Any]]:
     """One row per granularity, budget and link: the extra seconds of each way."""
-    whole = replace(chain, stages=tuple(replace(stage, options=stage.options[:1]) for stage in chain.stages))
+    whole = chain.without_menus()
     peak = solve_chain(Problem(chain=chain, budget_bytes=2**62), "keep_all").peak_bytes
     assert peak is not None
     for level, variant in (("whole stages", whole), ("op level", chain)):

@@ -15,6 +15,7 @@ from planner.plans.solving import feasible_solution, solver_for
 from planner.units import parse_bytes
 from solvers import Chain, Problem, Replay, Schedule, Solution, replay
 from solvers.chain.baselines import keep_all_replay
+from solvers.problem.chain_schedule import RUNS
 
 SOLUTION_FORMAT = "planner-chain-solution"
 SOLUTION_VERSION = 1
@@ -103,7 +104,7 @@ def _stage_summaries(chain: Chain, schedule: Schedule, replayed: Replay) -> tupl
     runs = [0] * len(chain.stages)
     extra_seconds = [0.0] * len(chain.stages)
     for moment in replayed.timeline:
-        if moment.action.kind in ("forward", "recompute"):
+        if moment.action.kind in RUNS:
             k = moment.action.stage
             extra_seconds[k] += moment.seconds - moment.stall_seconds if runs[k] else 0.0
             runs[k] += 1

@@ -12,6 +12,7 @@ from planner.plans.plan import Plan
 from profiler.op_graph import StageOps
 from profiler.records import MenuRecord, ResidentBytes
 from solvers import Chain, Schedule
+from solvers.problem.chain_schedule import RUNS
 from solvers.problem.chain_simulator import alive_before
 
 KEPT = "kept from forward"
@@ -151,7 +152,7 @@ class _Explained:
         self._chain = chain
         self._plan = plan
         self._alive = alive_before(chain, schedule, position)
-        runs = Counter(a.stage for a in schedule.actions[:position] if a.kind in ("forward", "recompute"))
+        runs = Counter(a.stage for a in schedule.actions[:position] if a.kind in RUNS)
         self._again = {k for k, count in runs.items() if count > 1}
         self._outputs = {k: chain.stages[k].boundary_bytes for k in self._alive.boundaries}
         self._away: Counter[int] = Counter()  # bytes of kept stages that are in host memory

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from planner.plans.plan import Plan, StageDecision
 from profiler.records import MenuRecord, OptionRecord
+from solvers.problem.chain_schedule import RUNS
 
 _NAMED = 3  # ranges of numbers; of more the first ones and the last
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")  # what stands before and behind the last number
@@ -59,7 +60,7 @@ def groups_of_stages(plan: Plan) -> tuple[StageGroup, ...]:
 def options_of(plan: Plan) -> dict[int, int]:
     """The option that each kept stage goes backward with."""
     actions = plan.schedule.actions
-    return {a.stage: a.option for a in actions if a.kind in ("forward", "recompute") and a.option is not None}
+    return {a.stage: a.option for a in actions if a.kind in RUNS and a.option is not None}
 
 
 def _group(plan: Plan, members: Sequence[int], options: dict[int, int]) -> StageGroup:

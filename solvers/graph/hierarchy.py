@@ -22,7 +22,8 @@ from solvers.arrays import Mask
 from solvers.graph.block_options import BlockMenus, BlockOption, node_of, peak_bytes, runs_to_make
 from solvers.graph.block_partition import Block, cut_into_blocks
 from solvers.graph.incumbent import Incumbent
-from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
+from solvers.graph.liveness import IndexedGraph, seconds_of
+from solvers.graph.order_repair import fits
 from solvers.problem.chain import Chain, Option, Stage
 from solvers.problem.chain_schedule import Action, Schedule
 
@@ -65,9 +66,9 @@ def _offer_near_budget(incumbent: Incumbent, model: BlockChain, table: ChainTabl
     """Bisect for the last answer whose order fits; offer it and those next to it that fit too."""
     points, fitting_orders = table.points(), {}
 
-    def fits(k: int) -> bool:
+    def point_fits(k: int) -> bool:
         order = model.order(table.schedule(points[k]))
-        if peak_profile(incumbent.indexed, order).max() > incumbent.budget_bytes:
+        if not fits(incumbent.indexed, order, incumbent.budget_bytes):
             return False
         fitting_orders[k] = order
         return True
@@ -75,9 +76,9 @@ def _offer_near_budget(incumbent: Incumbent, model: BlockChain, table: ChainTabl
     low, high = -1, len(points)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if point_fits(middle) else (low, middle)
     for k in range(max(0, low - _NEIGHBOURS), min(len(points), low + _NEIGHBOURS + 1)):
-        if incumbent.left_seconds == 0 or not (k in fitting_orders or fits(k)):
+        if incumbent.left_seconds == 0 or not (k in fitting_orders or point_fits(k)):
             continue
         if seconds_of(incumbent.indexed, fitting_orders[k]) <= incumbent.seconds * _HOPEFUL:
             incumbent.offer(fitting_orders[k], "hierarchy")

@@ -28,7 +28,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from solvers.arrays import Indices, Mask
-from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
+from solvers.graph.liveness import IndexedGraph, seconds_of
+from solvers.graph.order_repair import fits
 
 SecondsAndOrder = tuple[float, tuple[int, ...] | None]
 
@@ -52,7 +53,7 @@ def solve(
     (0, 1, 2, 3, 4, 5, 6, 0, 7)
     """
     deadline = time.monotonic() + time_limit_seconds
-    if peak_profile(indexed, range(indexed.count)).max() <= budget_bytes:
+    if fits(indexed, range(indexed.count), budget_bytes):
         return tuple(range(indexed.count))
     table = _LowerSetTable(indexed, exact)
     best: SecondsAndOrder = (math.inf, None)
@@ -73,7 +74,7 @@ def solve(
 def _best_of(indexed: IndexedGraph, strategies: list[Indices], budget_bytes: int) -> SecondsAndOrder:
     """Seconds and order of the fastest strategy that fits; infinite and None where none does."""
     orders = [order for segment_of in strategies for order in _orders(indexed, segment_of)]
-    fitting = [order for order in orders if peak_profile(indexed, order).max() <= budget_bytes]
+    fitting = [order for order in orders if fits(indexed, order, budget_bytes)]
     return min(((seconds_of(indexed, order), order) for order in fitting), default=(math.inf, None))
 
 

@@ -12,6 +12,7 @@ from benchmarks.random_chains import large_chain
 from solvers import Chain, Option, Problem, Stage, frontier, replay, solve_chain
 from solvers.chain import revolve
 from solvers.chain.revolve import forward_runs
+from solvers.problem.chain_schedule import RUNS
 from solvers.problem.examples import equal_stages
 from tests.support.chains import random_chain
 
@@ -61,7 +62,7 @@ def test_schedules_replay_with_as_many_runs_as_the_closed_form(count: int) -> No
     assert len(made) == max(1, count - 1)
     for slots, schedule in enumerate(made, start=1):
         result = replay(chain, schedule)
-        runs = sum(moment.action.kind in ("forward", "recompute") for moment in result.timeline)
+        runs = sum(moment.action.kind in RUNS for moment in result.timeline)
         assert runs == forward_runs(count, slots)
         assert result.peak_bytes <= 100 + slots
 
