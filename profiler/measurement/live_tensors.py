@@ -223,18 +223,15 @@ class _LoggingMeter(TorchDispatchMode):
         self._meter = meter
         self._module = module
         self._marks: list[_LoggedMark] = []
-        self._now = Mark("forward")
         self._module_of: dict[int, str] = {}  # by the autograd node that its first op made
         self._phases: MarkedPhases = []
 
     def start(self, mark: Mark) -> None:
-        self._now = mark
         self._marks.append(_LoggedMark(mark, len(self._log.events)))
         with torch._C._DisableTorchDispatch():
             self._meter.start(mark)
 
     def mark(self, mark: Mark) -> None:
-        self._now = mark
         self._add(_LoggedMark(mark, len(self._log.events)))
 
     def _add(self, logged: _LoggedMark) -> None:
@@ -250,7 +247,9 @@ class _LoggingMeter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        logged = _LoggedMark(self._now, len(self._log.events), str(func), self._module_now())
+        if not self._marks:  # Gradients that are added to are cleared before the meter starts.
+            return func(*args, **kwargs)
+        logged = _LoggedMark(self._marks[-1].mark, len(self._log.events), str(func), self._module_now())
         self._log.ignore(tensors_in((args, kwargs)))
         self._add(logged)
         output = func(*args, **kwargs)

@@ -62,6 +62,16 @@ def test_a_peak_worked_out_by_hand() -> None:
     assert found.before_bytes == found.explained_bytes - 4
 
 
+def test_gradients_that_are_added_to_are_alive_throughout() -> None:
+    # As above, and the gradient of 4 bytes of the steps before; that it is cleared is no part of the step.
+    mib = 2**20
+    work = Workload(model=Doubled(), inputs=torch.ones(mib // 4), loss=lambda y: y.sum(), accumulate=True)
+    found = peak_of(work)
+    assert found.explained_bytes == 5 * mib + 5 * 4
+    assert (found.op, found.mark) == ("aten.sum.dim_IntList", Mark("backward", Place("outside", 0)))
+    assert [s.size_bytes for s in found.storages if s.kind == "gradient"] == [4]
+
+
 def test_gradients_are_named_after_their_parameters() -> None:
     model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 8, bias=False))
     work = Workload(model=model, inputs=torch.ones(2, 64), loss=lambda y: y.sum())
