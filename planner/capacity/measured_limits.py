@@ -126,7 +126,7 @@ class LimitSearch:
         needed_bytes = expected_bytes + host_bytes
         if has_room(device, needed_bytes, self._predicted.profile_at(size).resident.total):
             return True
-        left = format_bytes(room_bytes(device) or 0)
+        left = format_bytes(room_bytes(device))
         self._why_untried[mode] = (
             f"{self._vary}={size} was not tried: it would take {format_bytes(needed_bytes)}, and {left} are left"
         )

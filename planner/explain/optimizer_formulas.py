@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from profiler.workload.storages import CUDA_BLOCK_BYTES
+from profiler.workload.storages import CUDA_BLOCK_BYTES, storage_key
 
 _BLOCK = 256  # elements that share a scale in bitsandbytes' 8-bit optimizers (Optimizer2State.init_state)
 _QUANTILES = 256 * 4  # bytes of each of the two maps from 8 bits to float32 that all weights share there
@@ -115,7 +115,7 @@ def cast_bytes(model: nn.Module, autocast: torch.dtype | None) -> int:
     for module in model.modules():
         for parameter in module.parameters(recurse=False) if _casts(module) else ():
             if parameter.dtype == torch.float32 and parameter.requires_grad:
-                cast[parameter.untyped_storage()._cdata] = weight_of(parameter)
+                cast[storage_key(parameter)] = weight_of(parameter)
     return sum(weight.bytes_of(weight.shape, autocast.itemsize) for weight in cast.values())
 
 

@@ -13,7 +13,7 @@ from planner.runtime.offloaded_tensors import OffloadableTensor, OffloadedStorag
 from profiler.op_graph import StageOps
 from profiler.recomputation.selective_call import SelectiveCall
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.storages import allocated_bytes
+from profiler.workload.storages import allocated_bytes, storage_key
 
 leave_uncompiled(__name__)
 
@@ -76,7 +76,7 @@ class _StorageMatcher:
 
     def add(self, view: OffloadableTensor, number: int) -> bool:
         """A view of storage ``number`` (-1: of none that is counted); False where it cannot be."""
-        key = _key(view.value)
+        key = storage_key(view.value)
         known = self._numbers.setdefault(key, number)
         if known != number or (number >= 0 and self._keys.setdefault(number, key) != key):
             return False
@@ -89,9 +89,9 @@ class _StorageMatcher:
         """What the recorded ops hold; False where it is not clear which storage is which."""
         unknown: dict[int, list[tuple[int, OffloadableTensor]]] = {}
         for ordinal, view in _handed_over(call):
-            number = self._numbers.get(_key(view.value))
+            number = self._numbers.get(storage_key(view.value))
             if number is None:
-                unknown.setdefault(_key(view.value), []).append((ordinal, view))
+                unknown.setdefault(storage_key(view.value), []).append((ordinal, view))
             elif number in self._wanted:
                 self.views[number].append(view)
         candidates: dict[_HolderKey, list[list[OffloadableTensor]]] = {}
@@ -137,10 +137,6 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout is torch.strided
 
 
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor)
-
-
 def _storage_bytes(tensor: Tensor) -> int:
     return allocated_bytes(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
 
@@ -150,5 +146,5 @@ def input_storages(inputs: Sequence[OffloadableTensor]) -> list[OffloadedStorage
     views_by_key: dict[int, list[OffloadableTensor]] = {}
     for view in inputs:
         if _is_plain(view.value):
-            views_by_key.setdefault(_key(view.value), []).append(view)
+            views_by_key.setdefault(storage_key(view.value), []).append(view)
     return [OffloadedStorage(views) for views in views_by_key.values()]

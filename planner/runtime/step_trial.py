@@ -85,8 +85,8 @@ def ran_out(error: BaseException) -> bool:
     return False
 
 
-def room_bytes(device: torch.device) -> int | None:
-    """Bytes that a new tensor may take on the device, as far as that is known: other programs may take them first."""
+def room_bytes(device: torch.device) -> int:
+    """Bytes that a new tensor may take on the device: other programs may take them first."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -97,7 +97,7 @@ def has_room(device: torch.device, peak_bytes: int, resident_bytes: int) -> bool
     """Whether a step may be run: the device can hold its peak and, on the CPU, the copy by which it is undone."""
     room = room_bytes(device)
     copied = resident_bytes if device.type == "cpu" else 0
-    return room is None or peak_bytes + copied <= room
+    return peak_bytes + copied <= room
 
 
 def measured_states_bytes(workload: Workload) -> int:

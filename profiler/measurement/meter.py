@@ -206,7 +206,7 @@ class _CudaTimeMeter(_CpuTimeMeter):
         return event
 
     def _seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        torch.cuda.synchronize(self._device)
+        end.synchronize()
         return begin.elapsed_time(end) / 1000.0
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place
 from profiler.measurement.stage_marks import MarkedStep, StepProbe
-from profiler.workload.workload import StepPhase, Workload
+from profiler.workload.workload import Workload
 
 
 class PlannedProbe(StepProbe):
@@ -29,8 +29,8 @@ class PlannedProbe(StepProbe):
     def __init__(
         self, workload: Workload, stages: Sequence[tuple[str, int]], again: Mapping[int, Sequence[int]] | None = None
     ) -> None:
-        modules: dict[Hashable, nn.Module] = {name: workload.model.get_submodule(name) for name, _ in stages}
-        super().__init__(workload, modules, {call: k for k, call in enumerate(stages)}, compile_safe=False)
+        positions = {(workload.model.get_submodule(name), call): k for k, (name, call) in enumerate(stages)}
+        super().__init__(workload, positions, compile_safe=False)
         self.again = again or {}
 
     def step(self, meter: Meter) -> MarkedPhases:
@@ -44,15 +44,14 @@ class _MarkedPlannedStep(MarkedStep):
     def __init__(self, probe: PlannedProbe, meter: Meter) -> None:
         super().__init__(probe, meter)
         self._modules = {position: module for (module, _), position in probe.positions.items()}
-        self._in_backward = False
         self._interrupted = self._now
         # Each with the stage whose backward it runs again for, which may only be about to begin then.
         again = sorted(probe.again.items(), reverse=True)
         self._expected = [(k, position) for k, positions in again for position in positions]
 
-    def _begin(self, phase: StepPhase, loss: Tensor | None) -> None:
-        super()._begin(phase, loss)
-        self._in_backward = self._in_backward or phase == "backward"
+    @property
+    def _in_backward(self) -> bool:
+        return self._now.phase != "forward"
 
     def mark(self, mark: Mark) -> None:
         with torch._C._DisableTorchDispatch():  # A mark is no op of the step.
@@ -63,15 +62,15 @@ class _MarkedPlannedStep(MarkedStep):
             self._expected = [(k, position) for k, position in self._expected if k <= place.index]
         super().enter_backward(place)
 
-    def position_of(self, module: Hashable) -> int | None:
+    def position_of(self, module: nn.Module) -> int | None:
         return self._position_again(module) if self._in_backward else super().position_of(module)
 
-    def _position_again(self, module: Hashable) -> int | None:
+    def _position_again(self, module: nn.Module) -> int | None:
         """Which stage runs again: the next of those that are expected to, else the module's first."""
         if self._in_stage:
             return None
         for number, (_, position) in enumerate(self._expected):
-            if self._modules[position] == module:
+            if self._modules[position] is module:
                 del self._expected[: number + 1]
                 return position
         return self._positions.get((module, 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from profiler.workload.workload import StepPhase, Workload
 
 leave_uncompiled(__name__)
 
-StageCall = tuple[Hashable, int]
+StageCall = tuple[nn.Module, int]  # a module, and how many calls of it come before
 AnyStep = TypeVar("AnyStep", bound="MarkedStep")
 
 
@@ -25,34 +25,25 @@ class StepProbe:
 
     Args:
         workload: the training step.
-        modules: those whose forwards are patched, each by what ``positions`` calls it.
-        positions: the number of each stage, by its module and how many calls of it come before.
+        positions: the number of each stage, by its call.
         compile_safe: as for ``ForwardPatches``.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        modules: Mapping[Hashable, nn.Module],
-        positions: Mapping[StageCall, int],
-        *,
-        compile_safe: bool,
-    ) -> None:
+    def __init__(self, workload: Workload, positions: Mapping[StageCall, int], *, compile_safe: bool) -> None:
         self.workload = workload
         self.positions = positions
-        self._modules = modules
         self._patches = ForwardPatches(compile_safe=compile_safe)
         self._step: MarkedStep | None = None
 
     def __enter__(self) -> Self:
-        for name, module in self._modules.items():
-            self._patches.wrap(module, lambda forward, n=name: self._marked(forward, n))
+        for module in dict.fromkeys(module for module, _ in self.positions):
+            self._patches.wrap(module, lambda forward, m=module: self._marked(forward, m))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._patches.remove()
 
-    def _marked(self, forward: Forward, module: Hashable) -> Forward:
+    def _marked(self, forward: Forward, module: nn.Module) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
             step = self._step
             return forward(*args, **kwargs) if step is None else step.run_call(module, forward, args, kwargs)
@@ -84,7 +75,7 @@ class MarkedStep:
         self.phases: MarkedPhases = []
         self._workload, self._positions = probe.workload, probe.positions
         self._meter = meter
-        self._calls: dict[Hashable, int] = {}
+        self._calls: dict[nn.Module, int] = {}
         self._in_stage = False
         self._now = Mark("forward", Place("outside", 0))
         self._node_ends: list[tuple[Place, int]] = []  # each place with the number of the first node after it
@@ -107,7 +98,7 @@ class MarkedStep:
         self._now = mark
         self._meter.mark(mark)
 
-    def run_call(self, module: Hashable, forward: Forward, args: Any, kwargs: Any) -> Any:
+    def run_call(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run a call of a module, between marks where it is a stage's."""
         position = self.position_of(module) if torch.is_grad_enabled() else None
         if position is None:
@@ -120,7 +111,7 @@ class MarkedStep:
             self._in_stage = False
             self.leave(position)
 
-    def position_of(self, module: Hashable) -> int | None:
+    def position_of(self, module: nn.Module) -> int | None:
         """The stage that a module's next call is; None for a call inside another stage, or of none."""
         count = self._calls.get(module, 0)
         self._calls[module] = count + 1

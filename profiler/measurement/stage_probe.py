@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from profiler.measurement.meter import Mark, MarkedPhases, Meter
-from profiler.measurement.stage_marks import MarkedStep, StageCall, StepProbe
+from profiler.measurement.stage_marks import MarkedStep, StepProbe
 from profiler.recomputation.module_rerun import CallState, detached
 from profiler.recomputation.recompute_checks import CheckedCall
 from profiler.recomputation.selection import Selection
@@ -34,11 +34,8 @@ class StageProbe(StepProbe):
     """
 
     def __init__(self, workload: Workload, stages: Sequence[ChosenStage]) -> None:
-        modules: dict[Hashable, nn.Module] = {id(stage.call.module): stage.call.module for stage in stages}
-        positions: dict[StageCall, int] = {
-            (id(stage.call.module), stage.call.index): k for k, stage in enumerate(stages)
-        }
-        super().__init__(workload, modules, positions, compile_safe=True)
+        positions = {(stage.call.module, stage.call.index): k for k, stage in enumerate(stages)}
+        super().__init__(workload, positions, compile_safe=True)
         self.stages = stages
 
     def step(self, meter: Meter) -> MarkedPhases:

@@ -33,7 +33,6 @@ class CheckedCall(SelectiveCall):
     def __init__(self, module: nn.Module, selection: Selection) -> None:
         super().__init__(module, selection)
         self.wrong: set[int] = set()
-        self._ordinals = selection.ordinals
 
     def _pack(self, tensor: Tensor) -> TensorStandIn:
         packed = super()._pack(tensor)
@@ -45,7 +44,7 @@ class CheckedCall(SelectiveCall):
     def compare(self, recomputed: RecomputedTensor, kept: Tensor) -> None:
         """Note the ops that made the saved tensor if it is not the same again."""
         if not _same(recomputed.tensor(), kept):
-            self.wrong |= {self._ordinals[position] for position in recomputed.writers}
+            self.wrong |= {self.selection.ordinals[position] for position in recomputed.writers}
 
 
 class _CheckedTensor:

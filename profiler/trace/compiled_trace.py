@@ -26,7 +26,7 @@ def trace_compiled(workload: Workload, trace: Trace, calls: Sequence[Call]) -> t
         ValueError: the compiled step does not make such a call.
     """
     modules = {id(call.module): (call.name, call.module) for call in calls}.values()
-    compiled = StepRecorder(workload, trace.storages).record_step(workload, modules, nullcontext())
+    compiled = StepRecorder(workload, trace.storages).record_step(modules, nullcontext())
     compiled_calls = [_compiled_call(compiled, call) for call in calls]
     compiled.ops = _with_stage_storages(trace, compiled_calls)
     compiled.backward_ops = trace.backward_ops

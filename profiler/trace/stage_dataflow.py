@@ -47,7 +47,7 @@ class _Reader:
         for save, module in zip(trace.saves[call.first_save : call.end_save], saving, strict=True):
             self._saved.setdefault(save.storage, set()).add(module)
         self._modules = _innermost([(inner.first_op, inner.end_op, name) for inner, name in inside])
-        self._returned = {leaf.storage for leaf in call.outputs}
+        self._returned = call.output_storages
 
     def read(self) -> StageOps:
         call = self._stage.call

@@ -31,7 +31,7 @@ def trace_step(workload: Workload) -> Trace:
     """
     recorder = StepRecorder(workload)
     modules = [(plain_name(n), m) for n, m in workload.model.named_modules() if unwrapped(m) is m]
-    return recorder.record_step(workload, modules, recorder)
+    return recorder.record_step(modules, recorder)
 
 
 class StepRecorder(TorchDispatchMode):
@@ -51,6 +51,7 @@ class StepRecorder(TorchDispatchMode):
         self._counts: dict[int, int] = {}
         self._alive: list[Tensor] = []
         self._versions: dict[int, int] = {}
+        self._workload = workload
         self._persistent = [*workload.model.parameters(), *workload.model.buffers()]
         self.trace.always_alive = self.trace.storages.numbers([*self._persistent, *tensors_in(workload.inputs)])
         self._device = workload.device
@@ -61,13 +62,10 @@ class StepRecorder(TorchDispatchMode):
     def module(self) -> str:
         return self.trace.calls[self._open[-1]].name if self._open else ""
 
-    def record_step(
-        self, workload: Workload, modules: Iterable[tuple[str, nn.Module]], mode: AbstractContextManager[Any]
-    ) -> Trace:
+    def record_step(self, modules: Iterable[tuple[str, nn.Module]], mode: AbstractContextManager[Any]) -> Trace:
         """Run a step's forward and backward.
 
         Args:
-            workload: whose step it is.
             modules: with their names; their calls are recorded.
             mode: the recorder, or a null context where the step shows no ops.
         """
@@ -75,16 +73,16 @@ class StepRecorder(TorchDispatchMode):
         try:
             for name, module in modules:
                 patches.wrap(module, lambda forward, n=name, m=module: self.recorded(forward, n, m))
-            workload.zero_grad()
+            self._workload.zero_grad()
             with mode:
                 with self.saving():
-                    loss = workload.forward()
+                    loss = self._workload.forward()
                 self.begin_backward()
                 loss.backward()
             del loss
         finally:
             patches.remove()
-            workload.zero_grad()
+            self._workload.zero_grad()
         return self.finished_trace()
 
     def recorded(self, forward: Forward, name: str, module: nn.Module) -> Forward:
@@ -228,7 +226,7 @@ class StepRecorder(TorchDispatchMode):
 
     def finished_trace(self) -> Trace:
         trace = self.trace
-        saved = {save.storage for save in trace.saves} - trace.always_alive
+        saved = trace.saved(0, len(trace.saves))
         for op in trace.ops:
             op.kept = any(number in saved for number in op.storages)
         module_of: dict[int, str] = {}

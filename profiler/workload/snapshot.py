@@ -50,9 +50,7 @@ def captured(workload: Workload) -> Callable[[], None]:
     if workload.optimizer is not None:
         restores.append(_optimizer_restore(workload.optimizer))
     if workload.scaler is not None:
-        attributes = vars(workload.scaler)
-        scaler = Snapshot(attributes)
-        restores.append(lambda: scaler.put_back(attributes))
+        restores.append(Attributes([workload.scaler], ignored=()).restore)
     restores.append(RandomState.capture().restore)
 
     def restore() -> None:
