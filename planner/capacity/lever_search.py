@@ -135,11 +135,10 @@ def _confirmed(options: LeverOptions, costed: list[CostedCombination]) -> list[C
         nearest = min(costed, key=lambda each: each.combination.peak_bytes)
         wanted = [each is nearest or len(each.combination.kinds) == 1 for each in costed]
         return [with_seconds(options, each) if want else each for each, want in zip(costed, wanted, strict=True)]
-    for exact in (True, False):
-        fitting = [each for each in costed if each.combination.fits and (each.combination.keeps_result or not exact)]
-        best = min(fitting, key=lambda each: rank(each.combination), default=None)
-        costed = [with_better_plan(options, each) if each is best else each for each in costed]
-    return costed
+    fitting = sorted((each for each in costed if each.combination.fits), key=lambda each: rank(each.combination))
+    exact = [each for each in fitting if each.combination.keeps_result]
+    best = {id(each) for each in (*fitting[:1], *exact[:1])}
+    return [with_better_plan(options, each) if id(each) in best else each for each in costed]
 
 
 def _notes(options: LeverOptions, combinations: Sequence[Combination]) -> Iterator[str]:
