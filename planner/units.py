@@ -94,6 +94,24 @@ def format_bytes(size: int) -> str:
     return f"{sign}{_three_digits(amount)} {names[0]}"
 
 
+def exact_bytes(size: int) -> str:
+    """As ``format_bytes``, and the bytes themselves.
+
+    >>> exact_bytes(1610612736)
+    '1.50 GiB (1,610,612,736 bytes)'
+    """
+    return f"{format_bytes(size)} ({size:,} bytes)"
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, in the singular or the plural.
+
+    >>> counted(1, "stage"), counted(2, "stage")
+    ('1 stage', '2 stages')
+    """
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def format_seconds(seconds: float) -> str:
     """Three digits and a unit from µs to s; longer than a minute in minutes and seconds.
 

@@ -14,7 +14,7 @@ from planner.capacity.advice import Advice
 from planner.capacity.levers import Combination, Lever
 from planner.explain.memory_breakdown import GROUPS, MemoryBreakdown
 from planner.explain.tables import facts, plain_table
-from planner.units import format_bytes, format_seconds
+from planner.units import exact_bytes, format_bytes, format_seconds
 
 ROWS = 8  # of kinds of stages, of kinds of ops and of combinations
 _RESULTS = {"same": "yes", "rounding": "up to rounding", "other": "no"}
@@ -128,7 +128,7 @@ def shortened(sizes: dict[str, int], rows: int) -> dict[str, int]:
 
 
 def _lever_table(advice: Advice) -> Table:
-    title = f"Levers alone, against {format_bytes(advice.budget_bytes)} ({advice.budget_bytes:,} bytes)"
+    title = f"Levers alone, against {exact_bytes(advice.budget_bytes)}"
     table = _combinations_table(title, advice.alone(), advice)
     for lever in _idle(advice):
         table.add_row(lever.name, *[_NOTHING] * 5, style="dim")

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from planner.capacity.batch_limits import MODE_NAMES, Limit, MaxBatch, NoBatch
 from planner.explain.tables import facts, plain_table
-from planner.units import format_bytes
+from planner.units import exact_bytes, format_bytes
 
 _NOTHING = "-"
 _LIMIT_KEYS = (
@@ -62,7 +62,7 @@ def no_batch_document(refusal: NoBatch) -> dict[str, Any]:
 
 def limits_report(limits: MaxBatch) -> RenderableType:
     """The limits in a table, with what is to be said of them below it."""
-    title = f"Largest {limits.vary} within {format_bytes(limits.budget_bytes)} ({limits.budget_bytes:,} bytes)"
+    title = f"Largest {limits.vary} within {exact_bytes(limits.budget_bytes)}"
     table = plain_table(title, ["with"], [limits.vary, "predicted", "peak", "samples/s", "of unplanned", "next one"])
     for mode in MODE_NAMES:
         table.add_row(MODE_NAMES[mode], *_cells(getattr(limits, mode)))

@@ -83,12 +83,7 @@ class _UsableBudget:
     def __init__(self, budget_bytes: int, headroom: Headroom) -> None:
         self.budget_bytes = budget_bytes
         self.headroom = headroom
-        self.usable_bytes = budget_bytes - headroom.of(budget_bytes)
-        if self.usable_bytes < 1:
-            raise ValueError(
-                f"headroom: expected less than the budget of {budget_bytes} bytes, got {headroom.of(budget_bytes)}; "
-                "lower the headroom or raise the budget"
-            )
+        self.usable_bytes = headroom.left_of(budget_bytes)
 
 
 def _whole_budget(budget: str | int) -> int:

@@ -20,7 +20,7 @@ from planner.cli.options import (
     TargetArgument,
     offload_options,
 )
-from planner.cli.shell import NO_PLAN, check_folder, note, show, show_json, working
+from planner.cli.shell import NO_PLAN, check_folder, note, say_written, show, show_json, working
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ def _tell(advice: Advice, output: Path | None, *, as_json: bool) -> None:
         show_json(document_of(advice))
     else:
         show(report_of(advice))
-    if output is not None:
-        note(f"written: {output} ({format_bytes(output.stat().st_size)})")
+    say_written(output)
     if not advice.fits:
         short = format_bytes(advice.nearest.short_bytes)
         note(f"infeasible: no combination fits; {advice.nearest.title} comes nearest, {short} above the budget")

@@ -38,8 +38,8 @@ from planner.cli.options import (
     TargetArgument,
     offload_options,
 )
-from planner.cli.shell import ManyValues, PlannerGroup, check_folder, note, show, show_json, working
-from planner.units import format_bytes, parse_bytes
+from planner.cli.shell import ManyValues, PlannerGroup, check_folder, note, say_written, show, show_json, working
+from planner.units import parse_bytes
 
 if TYPE_CHECKING:
     from planner import Workload
@@ -93,7 +93,7 @@ def profile_command(
         show("", states_report(model_states(workload)))
     if ops:
         show("", ops_report(measured.op_records, limit=ops_limit))
-    _say_written(output)
+    say_written(output)
 
 
 @app.command("solve")
@@ -172,7 +172,7 @@ def solve_command(
         show_json(summary.to_document())
     else:
         show(solution_report(summary))
-    _say_written(output)
+    say_written(output)
 
 
 @app.command("pareto")
@@ -217,7 +217,7 @@ def pareto_command(
 
         draw_pareto(frame, output, title=title)
     show(frontier_report(frame, title))
-    _say_written(csv, output)
+    say_written(csv, output)
 
 
 @app.command("train", cls=ManyValues)
@@ -386,9 +386,3 @@ def _workload(target: str, settings: list[str] | None, device: str | None) -> Wo
 def _say_without(why: str | None) -> None:
     if why:
         note(f"without offload: {why}")
-
-
-def _say_written(*paths: Path | None) -> None:
-    for path in paths:
-        if path is not None:
-            note(f"written: {path} ({format_bytes(path.stat().st_size)})")

@@ -14,6 +14,8 @@ import typer
 from rich.console import Console, RenderableType
 from typer.core import TyperCommand, TyperGroup
 
+from planner.units import format_bytes
+
 WRONG_INPUT = 2
 NO_PLAN = 3
 RETRIES = 3  # of --retry without a number: each takes at least a twentieth off the budget
@@ -108,6 +110,13 @@ def show_json(document: dict[str, Any]) -> None:
 def note(text: str) -> None:
     """A line for a person on stderr."""
     typer.echo(text, err=True)
+
+
+def say_written(*paths: Path | None) -> None:
+    """What files have been written, and how large they are."""
+    for path in paths:
+        if path is not None:
+            note(f"written: {path} ({format_bytes(path.stat().st_size)})")
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from planner.cli.graph_solutions import (
     SOLUTION_FORMAT as GRAPH_SOLUTION_FORMAT,
     SOLUTION_VERSION as GRAPH_SOLUTION_VERSION,
 )
-from planner.cli.shell import check_folder, note, show, working
+from planner.cli.shell import check_folder, note, say_written, show, working
 from planner.cli.solution_summary import summary_from, summary_of_plan
 from planner.explain.figures import check_picture
 from planner.explain.op_decision_table import plan_ops_report
@@ -28,7 +28,7 @@ from planner.explain.peak import Peak, predicted_peak
 from planner.explain.peak_report import alive_report, peak_rows, peak_table
 from planner.explain.timeline import Timeline, predicted_timelines, seconds_outside_chain_of, timeline_table
 from planner.plans.plan import FORMAT as PLAN_FORMAT, VERSION as PLAN_VERSION, Plan, chain_in
-from planner.units import format_bytes, format_seconds
+from planner.units import exact_bytes, format_seconds
 from profiler.json_files import read_document, write_whole
 from profiler.records import FORMAT as PROFILE_FORMAT, VERSION as PROFILE_VERSION, Profile
 
@@ -98,15 +98,13 @@ def run_show(file: Path, request: ShowRequest) -> None:
     document = read_document(file, FORMATS)
     file_format = document["format"]
     if file_format == PLAN_FORMAT:
-        parts = _show_plan(Plan.load(file), str(file), request)
+        parts = _show_plan(Plan.from_document(document, str(file)), str(file), request)
     elif file_format == CHAIN_SOLUTION_FORMAT:
         parts = _show_chain(document, str(file), request)
     else:
         parts = _show_other(document, str(file), request)
     show(*parts)
-    for path in request.outputs:
-        if path is not None:
-            note(f"written: {path} ({format_bytes(path.stat().st_size)})")
+    say_written(*request.outputs)
 
 
 def _show_other(document: dict[str, Any], where: str, request: ShowRequest) -> list[RenderableType]:
@@ -207,14 +205,12 @@ def _verdict(plan: Plan, measured: MeasuredStep | None) -> list[RenderableType]:
         ("peak with the plan", planned.peak.peak_bytes, plan.predicted_peak_bytes),
         ("peak without it", unplanned.peak.peak_bytes, plan.unplanned_peak_bytes),
     ]
-    comparisons = [(name, f"{_both(size)} measured, {_both(expected)} predicted") for name, size, expected in rows]
+    comparisons = [
+        (name, f"{exact_bytes(size)} measured, {exact_bytes(expected)} predicted") for name, size, expected in rows
+    ]
     slowdown = planned.seconds / unplanned.seconds if unplanned.seconds else 1.0
     times = f"{slowdown:.2f} x the {format_seconds(unplanned.seconds)} without it"
     comparisons.append(
         ("time with the plan", f"{format_seconds(planned.seconds)}: {times}, {plan.slowdown:.2f} x predicted")
     )
     return ["", tables.facts(comparisons)]
-
-
-def _both(size: int) -> str:
-    return f"{format_bytes(size)} ({size:,} bytes)"

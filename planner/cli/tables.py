@@ -12,7 +12,7 @@ from rich.table import Table
 
 from planner.cli.solution_summary import SolutionSummary
 from planner.explain.tables import facts, plain_table
-from planner.units import format_bytes, format_seconds
+from planner.units import counted, exact_bytes, format_bytes, format_seconds
 from profiler.records import OpRecord, Profile, StageRecord
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def _claims(summary: SolutionSummary) -> list[tuple[str, str]]:
     share = _share(peak_bytes, unplanned_bytes)
     resident = "parameters, optimizer states, batch" if summary.part == "stage" else "alive throughout"
     return [
-        ("predicted peak", f"{_both(peak_bytes)}: {share} of the unplanned {format_bytes(unplanned_bytes)}"),
-        ("budget", f"{_both(budget_bytes)}: {format_bytes(budget_bytes - peak_bytes)} to spare"),
+        ("predicted peak", f"{exact_bytes(peak_bytes)}: {share} of the unplanned {format_bytes(unplanned_bytes)}"),
+        ("budget", f"{exact_bytes(budget_bytes)}: {format_bytes(budget_bytes - peak_bytes)} to spare"),
         *_headroom(summary),
         ("predicted time", _times(summary)),
         *_stated(summary),
@@ -106,7 +106,8 @@ def _headroom(summary: SolutionSummary) -> list[tuple[str, str]]:
     """What of the budget is left to the allocator; no line where nothing is."""
     if not summary.headroom_bytes:
         return []
-    return [("headroom", f"{_both(summary.headroom_bytes)} of the budget, left to the allocator: no plan may use them")]
+    size = exact_bytes(summary.headroom_bytes)
+    return [("headroom", f"{size} of the budget, left to the allocator: no plan may use them")]
 
 
 def _recomputed(summary: SolutionSummary) -> str:
@@ -114,13 +115,13 @@ def _recomputed(summary: SolutionSummary) -> str:
     part = summary.part
     again = [stage for stage in summary.stages if stage.runs > 1]
     inside = [stage for stage in summary.stages if stage.runs == 1 and stage.decision == "selective"]
-    ops = _count(summary.recomputed_ops or 0, "op")
+    ops = counted(summary.recomputed_ops or 0, "op")
     if not again:
-        return f"{ops} inside {_count(len(inside), part)}" if inside else "nothing"
+        return f"{ops} inside {counted(len(inside), part)}" if inside else "nothing"
     of_all = f" of {len(summary.stages)}" if part == "node" else ""
-    whole = f"{_count(sum(stage.runs - 1 for stage in again), 'extra run')} of {_count(len(again), part)}{of_all}"
+    whole = f"{counted(sum(stage.runs - 1 for stage in again), 'extra run')} of {counted(len(again), part)}{of_all}"
     if inside:
-        return f"{whole}, and ops inside {_count(len(inside), f'other {part}')}; {ops} in all"
+        return f"{whole}, and ops inside {counted(len(inside), f'other {part}')}; {ops} in all"
     return whole if summary.recomputed_ops is None else f"{whole}, {ops}"
 
 
@@ -191,7 +192,7 @@ def _step(profile: Profile) -> list[tuple[str, str]]:
     parts = [("parameters", resident.parameters), ("buffers", resident.buffers), ("optimizer", resident.optimizer)]
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in [*parts, ("batch", resident.inputs)] if size)
     facts = [
-        ("unplanned peak", _both(profile.unplanned_peak_bytes)),
+        ("unplanned peak", exact_bytes(profile.unplanned_peak_bytes)),
         ("unplanned time", f"{format_seconds(profile.unplanned_seconds)} a step"),
         ("resident", f"{format_bytes(resident.total)}: {listed}"),
         ("measured on", f"{escape(profile.device_name)}, torch {profile.torch_version}"),
@@ -254,7 +255,7 @@ def frontier_report(frame: pd.DataFrame, title: str) -> RenderableType:
 
 def comparison_report(rows: Sequence[ComparisonRow], budget_bytes: int) -> RenderableType:
     """Every solver's plan for one budget, predicted beside measured; what was reserved where an allocator says so."""
-    title = f"Budget {_both(budget_bytes)}"
+    title = f"Budget {exact_bytes(budget_bytes)}"
     table = plain_table(
         title, ["solver", "status"], ["predicted peak", "measured", "off by", "predicted time", "measured", "slowdown"]
     )
@@ -269,7 +270,7 @@ def _below_comparison(row: ComparisonRow) -> str:
     """What it would need, or what the allocator held for it; the table has no room for these within 100 columns."""
     if row.minimum_budget_bytes is not None:
         return f"{escape(row.reason or '')} ({format_bytes(row.minimum_budget_bytes)})"
-    return "" if row.reserved_bytes is None else f"reserved {_both(row.reserved_bytes)} of the device"
+    return "" if row.reserved_bytes is None else f"reserved {exact_bytes(row.reserved_bytes)} of the device"
 
 
 def _comparison_cells(row: ComparisonRow, plain_seconds: float | None) -> list[str]:
@@ -301,9 +302,9 @@ def training_report(run: TrainingRun, allocator_advice: str = "") -> RenderableT
     return facts(
         [
             ("losses", ", ".join(shown)),
-            ("budget", _both(plan.budget_bytes)),
-            ("predicted peak", _both(plan.predicted_peak_bytes)),
-            ("measured peak", f"{_both(run.measured_peak_bytes)}: {verdict}"),
+            ("budget", exact_bytes(plan.budget_bytes)),
+            ("predicted peak", exact_bytes(plan.predicted_peak_bytes)),
+            ("measured peak", f"{exact_bytes(run.measured_peak_bytes)}: {verdict}"),
             *_reserved(run),
             *([("allocator", escape(allocator_advice))] if allocator_advice else []),
             *_retries(run),
@@ -319,7 +320,8 @@ def _reserved(run: TrainingRun) -> list[tuple[str, str]]:
         return []
     above_bytes = run.reserved_bytes - run.measured_peak_bytes
     share = _share(above_bytes, run.reserved_bytes)
-    return [("reserved", f"{_both(run.reserved_bytes)}: {share} of it no tensors; --headroom {above_bytes} covers it")]
+    size = exact_bytes(run.reserved_bytes)
+    return [("reserved", f"{size}: {share} of it no tensors; --headroom {above_bytes} covers it")]
 
 
 def _retries(run: TrainingRun) -> list[tuple[str, str]]:
@@ -327,17 +329,13 @@ def _retries(run: TrainingRun) -> list[tuple[str, str]]:
         return []
     budget = run.plan.budget_bytes
     return [
-        ("out of memory", f"{_count(len(run.failures), 'time')}; each time a smaller plan went on from there"),
+        ("out of memory", f"{counted(len(run.failures), 'time')}; each time a smaller plan went on from there"),
         ("", f"the last one: --save-plan FILE writes it, planner solve PROFILE --budget {budget} makes one like it"),
     ]
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
-
-
-def _both(size: int) -> str:
-    return f"{format_bytes(size)} ({size:,} bytes)"
 
 
 def _share(part: int, whole: int) -> str:
@@ -347,7 +345,3 @@ def _share(part: int, whole: int) -> str:
 def _percent(part: float) -> str:
     """One digit behind the point, more where a small part needs them."""
     return f"{part:.1%}" if part >= 0.001 else f"{100 * part:.2g}%"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -8,12 +8,11 @@ from pathlib import Path
 import typer
 
 from planner.cli import documents, tables
-from planner.cli.shell import NO_PLAN, check_folder, note, show, show_json, working
+from planner.cli.shell import NO_PLAN, check_folder, note, say_written, show, show_json, working
 from planner.plans.plan import Plan
 from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
 from planner.training.oom_report import FailureReport, failure_text
 from planner.training.training import OutOfMemory, TrainingRun, train_planned
-from planner.units import format_bytes
 from profiler.measurement.device_memory import has_expandable_segments
 from profiler.workload.workload import Workload
 
@@ -51,8 +50,7 @@ def run_train(
         show_json(documents.training_document(run, advice))
     else:
         show(tables.training_report(run, advice))
-    if save_plan is not None:
-        note(f"written: {save_plan} ({format_bytes(save_plan.stat().st_size)})")
+    say_written(save_plan)
 
 
 def _say(failure: FailureReport) -> None:

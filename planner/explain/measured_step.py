@@ -169,7 +169,7 @@ class Places:
         """The peak in the words of a plan; what no storage explains is a temporary of the op's kernel."""
         phase, stage, action = self._what(snapshot.mark)
         at = f"{snapshot.op} in {snapshot.module}" if snapshot.module else snapshot.op
-        parts = [self._part(storage, snapshot, phase) for storage in snapshot.storages]
+        parts = [self._part(storage, snapshot) for storage in snapshot.storages]
         left = snapshot.peak_bytes - snapshot.explained_bytes
         temporary = PeakPart(what="temporaries of kernels", size_bytes=left, op=snapshot.op, stage=stage, phase=phase)
         return Peak(
@@ -182,14 +182,14 @@ class Places:
             parts=tuple(part for part in (*parts, temporary) if part.size_bytes),
         )
 
-    def _part(self, storage: LiveStorage, snapshot: PeakSnapshot, phase: PhaseName) -> PeakPart:
+    def _part(self, storage: LiveStorage, snapshot: PeakSnapshot) -> PeakPart:
         if storage.made_in is None:
             return PeakPart(
                 what=_RESIDENT[storage.kind], size_bytes=storage.size_bytes, module=storage.module, tensors=1
             )
         stage = self.stage(storage.made_in)
         return PeakPart(
-            what=_why_alive(storage, storage.made_in, snapshot, phase),
+            what=_why_alive(storage, storage.made_in, snapshot),
             size_bytes=storage.size_bytes,
             op=storage.op,
             module=_inside(storage.module, stage),
@@ -208,7 +208,7 @@ _RESIDENT: Mapping[str, str] = {
 }
 
 
-def _why_alive(storage: LiveStorage, mark: Mark, snapshot: PeakSnapshot, phase: PhaseName) -> str:
+def _why_alive(storage: LiveStorage, mark: Mark, snapshot: PeakSnapshot) -> str:
     if storage.kind == "gradient":
         return "gradients of parameters"
     made_in = _phase_of(mark)

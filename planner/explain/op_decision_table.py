@@ -12,7 +12,7 @@ from rich.table import Table
 from planner.explain.op_decisions import OpDecision, OpOutcome, always_live_tensors, decisions_of_ops, grouped_decisions
 from planner.explain.stage_groups import StageGroup, groups_of_stages
 from planner.plans.plan import Plan
-from planner.units import format_bytes, format_seconds
+from planner.units import counted, format_bytes, format_seconds
 
 ROWS_SHOWN = 5  # each of what is recomputed and of what is kept
 TABLES_SHOWN = 3  # of the groups that free most; the others in a line
@@ -82,7 +82,7 @@ def _largest(group: StageGroup) -> Iterator[RenderableType]:
 
 def _always_live(group: StageGroup) -> str:
     count, size_bytes = always_live_tensors(group)
-    return f"held anyway: {_plural(count, 'tensor')} from outside (inputs, parameters), {format_bytes(size_bytes)}"
+    return f"held anyway: {counted(count, 'tensor')} from outside (inputs, parameters), {format_bytes(size_bytes)}"
 
 
 def _in_short(ops: OpDecision) -> str:
@@ -96,13 +96,9 @@ def _count_of(ops: OpDecision) -> str:
 
 def _together(decisions: Sequence[OpDecision], outcome: str) -> str:
     """Ops of one outcome in a few words."""
-    count = _plural(sum(len(ops.ordinals) for ops in decisions), "op")
+    count = counted(sum(len(ops.ordinals) for ops in decisions), "op")
     size_bytes, seconds = sum(ops.size_bytes for ops in decisions), sum(ops.seconds for ops in decisions)
     return f"{count} {outcome} ({f'{format_bytes(size_bytes)}, ' if size_bytes else ''}{format_seconds(seconds)})"
-
-
-def _plural(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _table(rows: Sequence[tuple[str, OpDecision]], first: str) -> Table:

@@ -14,7 +14,7 @@ from rich.table import Table
 from planner.explain.peak import Peak, PeakPart
 from planner.explain.stage_groups import common_path, in_one_series, names_in_short
 from planner.plans.plan import Plan
-from planner.units import format_bytes
+from planner.units import exact_bytes, format_bytes
 from profiler.op_graph import kind_of
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def peak_title(peak: Peak) -> str:
     """One line: how much, where in the step, and at which op."""
     where = {"optimizer": "in the optimizer's step"}.get(peak.action, f"in the {peak.action} of {peak.stage}")
     at = f", at {peak.op}" if peak.op else ""
-    return f"Peak, {peak.source}: {format_bytes(peak.peak_bytes)} ({peak.peak_bytes:,} bytes) {where}{at}"
+    return f"Peak, {peak.source}: {exact_bytes(peak.peak_bytes)} {where}{at}"
 
 
 def peak_table(peaks: Iterable[Peak]) -> pd.DataFrame:

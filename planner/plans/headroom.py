@@ -28,6 +28,23 @@ class Headroom:
         """
         return self.fixed_bytes + math.ceil(self.share * budget_bytes)
 
+    def left_of(self, budget_bytes: int) -> int:
+        """Bytes of this budget that a plan may use.
+
+        Raises:
+            ValueError: nothing is left.
+
+        >>> headroom_from("5%").left_of(1000)
+        950
+        """
+        left_bytes = budget_bytes - self.of(budget_bytes)
+        if left_bytes < 1:
+            raise ValueError(
+                f"headroom: expected less than the budget of {budget_bytes} bytes, got {self.of(budget_bytes)}; "
+                "lower the headroom or raise the budget"
+            )
+        return left_bytes
+
     def budget_above(self, planned_bytes: int) -> int:
         """The smallest budget that leaves ``planned_bytes`` to the plan.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -160,7 +161,11 @@ class Plan:
             ValueError: the file is missing, truncated, of another format or
                 version, or lacks a field.
         """
-        document = read_document(path, {FORMAT: VERSION})
+        return cls.from_document(read_document(path, {FORMAT: VERSION}), str(path))
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any], where: str) -> Plan:
+        """Build a plan from its JSON document; ``where`` names it in errors."""
         data = {key: value for key, value in document.items() if key not in ("format", "version")}
         try:
             schedule = Schedule.from_list(data.pop("schedule"))
@@ -169,13 +174,13 @@ class Plan:
             plain = {**data, "schedule": {"actions": []}, "chain": None, "link": None}
             plan = replace(from_plain(cls, plain, KEYS), schedule=schedule, chain=chain, link=link)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: expected the fields of a plan, got a mismatch: {error}; solve again") from error
+            raise ValueError(f"{where}: expected the fields of a plan, got a mismatch: {error}; solve again") from error
         if any(not 0 <= action.stage < len(plan.stages) for action in plan.schedule.actions):
-            raise ValueError(f"{path}: expected a schedule of its own stages, got others; solve again")
+            raise ValueError(f"{where}: expected a schedule of its own stages, got others; solve again")
         if any(not _known_option(plan, action) for action in plan.schedule.actions):
-            raise ValueError(f"{path}: expected options of its own menus, got others; solve again")
+            raise ValueError(f"{where}: expected options of its own menus, got others; solve again")
         if plan.chain is not None and not _fits(plan.chain, plan):
-            raise ValueError(f"{path}: expected the chain of its own stages, got another one; solve again")
+            raise ValueError(f"{where}: expected the chain of its own stages, got another one; solve again")
         return plan
 
 

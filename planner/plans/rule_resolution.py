@@ -9,6 +9,7 @@ from typing import Literal
 
 from planner.plans import rule_patterns
 from planner.plans.rules import Rule, Rules, RuleTarget
+from planner.units import counted
 from profiler.op_graph import Choice, ChoiceError, NamedStage
 
 DirectiveKind = Literal["keep", "recompute", "segment", "choice", "solve"]
@@ -228,7 +229,7 @@ class _Resolution:
     def _lines(self, directives: Sequence[StageDirective]) -> Iterator[str]:
         if self._rules.checkpoint_patterns:
             count = sum(directive.kind == "segment" for directive in directives)
-            yield f"{self._text(_CHECKPOINTS)}: {_counted(count, 'stage')} in segments"
+            yield f"{self._text(_CHECKPOINTS)}: {counted(count, 'stage')} in segments"
         for number, rule in enumerate(self._rules.rules):
             yield f"{rule.text}: {self._effect(number, rule, directives)}"
         if self._rules.rest == "solve":
@@ -241,19 +242,15 @@ class _Resolution:
         }
         stages = [k for k in ordinals if ordinals[k]]
         if rule.action != "recompute":
-            return _counted(len(stages), "stage")
+            return counted(len(stages), "stage")
         whole = sum(directives[k].kind in ("recompute", "segment") for k in stages)
         counts = [len(ordinals[k] & choice.rerun) for k in stages if (choice := directives[k].choice) is not None]
-        effects = [f"{_counted(whole, 'stage')} as a whole"] if whole else []
+        effects = [f"{counted(whole, 'stage')} as a whole"] if whole else []
         if any(counts):
-            effects.append(f"{_counted(sum(counts), 'op')} in {_counted(sum(map(bool, counts)), 'stage')}")
+            effects.append(f"{counted(sum(counts), 'op')} in {counted(sum(map(bool, counts)), 'stage')}")
         return " and ".join(effects) or "nothing runs again, as backward needs nothing of it that is not kept anyway"
 
     def _text(self, number: int) -> str:
         if number == _CHECKPOINTS:
             return f"checkpoints {', '.join(self._rules.checkpoint_patterns)}"
         return f"rule {number + 1} ({self._rules.rules[number].text})"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -212,13 +212,9 @@ def plan_with_headroom(budget_bytes: int, headroom: Headroom, plan_within: Calla
     headroom_bytes = headroom.of(budget_bytes)
     if not headroom_bytes:
         return plan_within(budget_bytes)
-    if headroom_bytes >= budget_bytes:
-        raise ValueError(
-            f"headroom: expected less than the budget of {budget_bytes} bytes, got {headroom_bytes}; "
-            "lower the headroom or raise the budget"
-        )
+    left_bytes = headroom.left_of(budget_bytes)
     try:
-        plan = plan_within(budget_bytes - headroom_bytes)
+        plan = plan_within(left_bytes)
         return replace(plan, budget_bytes=budget_bytes, headroom_bytes=headroom_bytes)
     except NoPlan as refusal:
         least_bytes = headroom.budget_above(refusal.minimum_budget_bytes)

@@ -13,6 +13,8 @@ Job = Callable[[], None]
 class Background:
     """Runs jobs in the order they come. What a job raises goes to ``failed``, and the next job is run.
 
+    The thread stays until ``close()``.
+
     When the main thread has ended the job under way is finished and no other begun: an executor finishes all that it
     was given before the program ends, so it is given one job at a time.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.explain.timeline import PhaseName, SpanKind
-from planner.units import format_bytes
+from planner.units import exact_bytes, format_bytes
 
 _CUDA = re.compile(r"Tried to allocate ([0-9.]+) (KiB|MiB|GiB|bytes)")
 _CPU = re.compile(r"tried to allocate ([0-9]+) bytes")
@@ -158,7 +158,7 @@ def _size(size_bytes: int | None) -> str:
 
 
 def _both(size_bytes: int | None) -> str:
-    return _size(size_bytes) if size_bytes is None else f"{format_bytes(size_bytes)} ({size_bytes:,} bytes)"
+    return "unknown" if size_bytes is None else exact_bytes(size_bytes)
 
 
 def failure_document(report: FailureReport) -> dict[str, Any]:
