@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -13,14 +11,6 @@ from planner.zoo import build
 pytestmark = pytest.mark.gpu
 
 SETTINGS = {"layers": 6, "hidden": 256, "heads": 4, "seq": 256, "device": "cuda"}
-
-
-@pytest.fixture
-def whole_device() -> Iterator[None]:
-    """Whatever a test caps the process to ends with it."""
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    torch.cuda.empty_cache()
 
 
 def peak_of(batch: int) -> int:

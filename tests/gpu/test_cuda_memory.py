@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 import planner
 from planner.zoo import build
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("whole_device")]
 
 SIZES = {"layers": 6, "hidden": 256, "heads": 4, "seq": 256, "batch": 8}
-
-
-@pytest.fixture(autouse=True)
-def whole_device_afterwards() -> Iterator[None]:
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    torch.cuda.empty_cache()
 
 
 def test_what_the_allocator_reserves_is_at_least_the_peak() -> None:

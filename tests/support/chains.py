@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from solvers import Chain, Option, Stage
+from solvers import Action, Chain, Option, Schedule, Stage
 from solvers.problem.chain import Shared
 from solvers.problem.examples import equal_stages
 
 UNIT = equal_stages(1).stages[0]
+
+
+def actions(*rows: tuple) -> Schedule:
+    """The schedule of these actions, each as kind, stage and option or unit."""
+    return Schedule(actions=tuple(Action(*row) for row in rows))
 
 
 def random_chain(seed: int, most_stages: int = 4, odd: bool = False, shared: bool = False) -> Chain:

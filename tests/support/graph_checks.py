@@ -10,10 +10,14 @@ from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seco
 from solvers.problem.graph_simulator import replay_graph
 
 
+def unplanned_peak(indexed: IndexedGraph) -> int:
+    """The peak of every node once, in the file's order."""
+    return int(peak_profile(indexed, range(indexed.count)).max())
+
+
 def telling_budgets(indexed: IndexedGraph) -> list[int]:
     """One too small, the smallest, one more, one in the middle, and the unplanned peak."""
-    low = exhaustive.smallest_peak(indexed)
-    high = int(peak_profile(indexed, range(indexed.count)).max())
+    low, high = exhaustive.smallest_peak(indexed), unplanned_peak(indexed)
     return sorted({low - 1, low, low + 1, (low + high) // 2, high})
 
 

@@ -73,11 +73,6 @@ def bookkeeping_muted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_tape, "drawing_from", muted_around(op_tape.drawing_from))
 
 
-@contextmanager
-def fresh(name: str, **settings: Any) -> Iterator[Workload]:
-    yield workload(name, **settings)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_every_plan_is_exact_and_takes_the_predicted_bytes(name: str) -> None:
     profile = planner.profile(workload(name))

@@ -76,10 +76,15 @@ def test_an_output_may_be_made_again_after_the_last_first_run():
     assert checked_seconds(indexed, 6, checkmate.round_relaxation(indexed, 6)) >= 4.0
 
 
-@pytest.mark.parametrize("method", ["checkmate", "checkmate_rounding"])
-def test_what_no_node_fits_in_is_infeasible_for_every_schedule(method):
+@pytest.mark.parametrize(
+    ("method", "solver"),
+    [(checkmate.solve, "checkmate"), (checkmate.round_relaxation, "checkmate_rounding")],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_no_node_fits_in_is_infeasible_for_every_schedule(method, solver):
     graph = training_graph(3, size_bytes=1 << 30)
-    assert solve_graph(GraphProblem(graph=graph, budget_bytes=(3 << 30) - 1), method).status == "infeasible"
+    assert method(IndexedGraph(graph), (3 << 30) - 1) is None
+    assert solve_graph(GraphProblem(graph=graph, budget_bytes=(3 << 30) - 1), solver).status == "infeasible"
 
 
 def test_real_sizes_and_times_are_scaled():

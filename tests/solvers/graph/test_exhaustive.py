@@ -10,14 +10,10 @@ import pytest
 
 from benchmarks.random_graphs import random_tiny_graph
 from solvers.graph import exhaustive
-from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of
+from solvers.graph.liveness import IndexedGraph, schedule_of
 from solvers.problem.examples import training_graph
 from solvers.problem.graph_simulator import replay_graph
-from tests.support.graph_checks import optimum_seconds
-
-
-def unplanned_peak(indexed: IndexedGraph) -> int:
-    return int(peak_profile(indexed, range(indexed.count)).max())
+from tests.support.graph_checks import optimum_seconds, unplanned_peak
 
 
 def budgets(indexed: IndexedGraph) -> range:

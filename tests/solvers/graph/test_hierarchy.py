@@ -20,7 +20,7 @@ from solvers.graph.moments import rerunnable_nodes
 from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph, Node
 from solvers.problem.graph_simulator import replay_graph
-from tests.support.graph_checks import checked_seconds, optimum_seconds, telling_budgets
+from tests.support.graph_checks import checked_seconds, optimum_seconds, telling_budgets, unplanned_peak
 
 
 def searched(indexed: IndexedGraph, budget_bytes: int) -> Incumbent:
@@ -63,10 +63,6 @@ def one_block_a_layer(graph: Graph):
     return indexed, cut_into_blocks(indexed, rerunnable_nodes(indexed), 0.13)
 
 
-def unplanned(indexed: IndexedGraph) -> int:
-    return int(peak_profile(indexed, range(indexed.count)).max())
-
-
 @pytest.mark.parametrize("seed", range(25))
 def test_no_answer_beats_the_oracle_on_tiny_graphs(seed):
     indexed = IndexedGraph(random_tiny_graph(seed))
@@ -78,7 +74,7 @@ def test_no_answer_beats_the_oracle_on_tiny_graphs(seed):
 @pytest.mark.parametrize("depth", [3, 4, 5, 6])
 def test_a_chain_of_single_ops_is_solved_to_the_optimum(depth):
     indexed = IndexedGraph(training_graph(depth))
-    for budget in range(4, unplanned(indexed) + 1):
+    for budget in range(4, unplanned_peak(indexed) + 1):
         order = searched(indexed, budget).order
         seconds = checked_seconds(indexed, budget, order)
         assert seconds == optimum_seconds(indexed, budget)
@@ -89,7 +85,7 @@ def test_a_chain_of_single_ops_is_solved_to_the_optimum(depth):
 @pytest.mark.parametrize("share", [0.15, 0.4, 0.7])
 def test_orders_of_random_training_steps_replay_within_the_budget(seed, share):
     indexed = IndexedGraph(random_training_graph(40, seed))
-    low, high = int(indexed.working_bytes.max()), unplanned(indexed)
+    low, high = int(indexed.working_bytes.max()), unplanned_peak(indexed)
     budget = int(low + share * (high - low))
     incumbent = searched(indexed, budget)
     if incumbent.order is None:
@@ -103,7 +99,7 @@ def test_orders_of_random_training_steps_replay_within_the_budget(seed, share):
 def test_random_training_steps_with_most_of_the_memory_have_an_answer():
     for seed in range(5):
         indexed = IndexedGraph(random_training_graph(40, seed))
-        assert searched(indexed, int(0.85 * unplanned(indexed))).order is not None
+        assert searched(indexed, int(0.85 * unplanned_peak(indexed))).order is not None
 
 
 def test_the_blocks_are_the_layers_with_their_own_backwards():
@@ -162,7 +158,7 @@ def test_the_chain_knows_the_unplanned_peak(reads_entry):
     """Also where a block's entry is freed as soon as its forward has read it."""
     indexed, blocks = one_block_a_layer(layers([2.0] * 8, reads_entry=reads_entry))
     points = Table(BlockChain(indexed, blocks, BlockMenus(indexed)).chain).points()
-    assert points[-1].peak_bytes == unplanned(indexed)
+    assert points[-1].peak_bytes == unplanned_peak(indexed)
 
 
 def test_without_time_a_menu_has_its_ends():
@@ -176,12 +172,12 @@ def test_without_time_a_menu_has_its_ends():
 def test_with_all_the_memory_nothing_runs_again():
     for graph in (layers([2.0] * 8), training_graph(20), random_training_graph(60, 3)):
         indexed = IndexedGraph(graph)
-        assert searched(indexed, unplanned(indexed)).seconds == pytest.approx(graph.unplanned_seconds)
+        assert searched(indexed, unplanned_peak(indexed)).seconds == pytest.approx(graph.unplanned_seconds)
 
 
 def test_deep_layers_run_in_a_small_part_of_the_memory():
     indexed = IndexedGraph(layers([2.0] * 40))
-    budget = unplanned(indexed) // 5
+    budget = unplanned_peak(indexed) // 5
     incumbent = searched(indexed, budget)
     assert incumbent.order is not None
     assert replay_graph(indexed.graph, schedule_of(indexed, incumbent.order)).peak_bytes <= budget
@@ -197,9 +193,9 @@ def test_labels_that_mean_nothing_do_not_matter():
     )
     indexed = IndexedGraph(plain)
     assert abs(first_backward_node(indexed) - first_backward_node(IndexedGraph(graph))) <= 2
-    incumbent = searched(indexed, unplanned(indexed) // 2)
+    incumbent = searched(indexed, unplanned_peak(indexed) // 2)
     assert incumbent.order is not None
-    assert replay_graph(plain, schedule_of(indexed, incumbent.order)).peak_bytes <= unplanned(indexed) // 2
+    assert replay_graph(plain, schedule_of(indexed, incumbent.order)).peak_bytes <= unplanned_peak(indexed) // 2
 
 
 def test_where_there_is_nothing_to_cut_there_is_no_answer():

@@ -70,6 +70,7 @@ def test_more_intervals_are_never_slower():
 
 def test_what_no_node_fits_in_is_infeasible_for_every_schedule():
     graph = training_graph(3, size_bytes=1 << 30)
+    assert intervals.solve(IndexedGraph(graph), (3 << 30) - 1) is None
     assert solve_graph(GraphProblem(graph=graph, budget_bytes=(3 << 30) - 1), "intervals").status == "infeasible"
 
 

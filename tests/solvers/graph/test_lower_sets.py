@@ -95,6 +95,7 @@ def checked(indexed: IndexedGraph, budget_bytes: int) -> float:
 
 def test_what_no_node_fits_in_is_infeasible_for_every_schedule():
     graph = training_graph(3)
+    assert lower_sets.solve(IndexedGraph(graph), 2) is None
     assert solve_graph(GraphProblem(graph=graph, budget_bytes=2), "lower_sets").status == "infeasible"
 
 

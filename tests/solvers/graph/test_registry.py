@@ -12,15 +12,9 @@ from solvers.graph.registry import graph_frontier, solve_graph
 from solvers.problem.examples import training_graph
 from solvers.problem.graph_simulator import replay_graph
 from solvers.problem.solution import GraphProblem
-from tests.support.graph_checks import optimum_seconds
+from tests.support.graph_checks import optimum_seconds, telling_budgets
 
 RELATIVE = 1e-6  # what the integer programs are solved to
-
-
-def budgets(indexed: IndexedGraph) -> list[int]:
-    """Below the smallest feasible budget, at it, above it, in the middle, and what keeps everything."""
-    low, high = exhaustive.smallest_peak(indexed), int(peak_profile(indexed, range(indexed.count)).max())
-    return sorted({low - 1, low, low + 1, (low + high) // 2, high})
 
 
 def check(graph, indexed: IndexedGraph, budget: int, solver: str, **arguments) -> None:
@@ -51,7 +45,7 @@ def test_a_thousand_random_graphs_against_the_oracle(block):
     for seed in range(100 * block, 100 * block + 100):
         graph = random_tiny_graph(seed)
         indexed = IndexedGraph(graph)
-        for budget in budgets(indexed):
+        for budget in telling_budgets(indexed):
             check(graph, indexed, budget, "auto")
             assert graph_bound_seconds(indexed, budget) <= optimum_seconds(indexed, budget) * (1 + RELATIVE)
 
@@ -66,7 +60,7 @@ def test_the_searches_against_the_oracle(solver, block):
     for seed in range(1000 + 25 * block, 1025 + 25 * block):
         graph = random_tiny_graph(seed)
         indexed = IndexedGraph(graph)
-        for budget in budgets(indexed):
+        for budget in telling_budgets(indexed):
             check(graph, indexed, budget, solver, time_limit_seconds=5.0, gap=0.0)
 
 

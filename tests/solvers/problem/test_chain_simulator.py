@@ -6,15 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from solvers import Action, Chain, Problem, ReplayError, Schedule, replay, solve_chain
+from solvers import Chain, Problem, ReplayError, replay, solve_chain
 from solvers.problem.chain import Shared
 from solvers.problem.chain_simulator import LiveSet, alive_before
 from solvers.problem.examples import equal_stages
-from tests.support.chains import UNIT, random_chain
-
-
-def actions(*rows: tuple) -> Schedule:
-    return Schedule(actions=tuple(Action(*row) for row in rows))
+from tests.support.chains import UNIT, actions, random_chain
 
 
 def test_two_stages_kept() -> None:

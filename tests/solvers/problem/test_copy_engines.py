@@ -7,18 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from solvers import Action, Chain, ReplayError, Schedule, replay
+from solvers import Chain, ReplayError, Schedule, replay
 from solvers.problem.chain_simulator import alive_before
 from solvers.problem.link import Link
-from tests.support.chains import UNIT
+from tests.support.chains import UNIT, actions
 
 KEPT = replace(UNIT, options=(replace(UNIT.options[0], offload_units=(3, 1)),), offload_units=(1,))
 CHAIN = Chain(stages=(KEPT,) * 3)
 LINK = Link(to_host_bytes_per_second=2.0, to_device_bytes_per_second=1.0, latency_seconds=0.5)
-
-
-def actions(*rows: tuple) -> Schedule:
-    return Schedule(actions=tuple(Action(*row) for row in rows))
 
 
 # Unit stages: forward 1 s, backward 2 s, kept 4 as offload units of 3 and 1, boundary 1, forward peak 6, backward peak
