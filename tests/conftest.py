@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if SLOW_FOLDERS & {folder.name for folder in item.path.parents}:
+        if SLOW_FOLDERS & set(item.path.relative_to(config.rootpath).parts):
             item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return

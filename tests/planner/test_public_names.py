@@ -1,4 +1,4 @@
-"""The planner's public names: resolved when they are first used, the same for people, type checkers and ``dir``."""
+"""Public names of both packages: resolved when they are first used, the same for people, type checkers and ``dir``."""
 
 from __future__ import annotations
 
@@ -7,29 +7,35 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import planner
+import profiler
 
-HOMES = {name: module for module, names in planner._NAMES.items() for name in names.split()}
+
+def homes(package: ModuleType) -> dict[str, str]:
+    return {name: module for module, names in package._NAMES.items() for name in names.split()}
 
 
 def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_every_name_is_what_its_module_defines():
-    for name, module in HOMES.items():
-        assert getattr(planner, name) is getattr(import_module(module), name)
-    assert set(planner.__all__) <= set(dir(planner))
+@pytest.mark.parametrize("package", [planner, profiler])
+def test_every_name_is_what_its_module_defines(package: ModuleType):
+    for name, module in homes(package).items():
+        assert getattr(package, name) is getattr(import_module(module), name)
+    assert set(package.__all__) <= set(dir(package))
 
 
-def test_type_checkers_see_the_same_names():
-    tree = ast.parse(Path(planner.__file__).read_text())
+@pytest.mark.parametrize("package", [planner, profiler])
+def test_type_checkers_see_the_same_names(package: ModuleType):
+    tree = ast.parse(Path(package.__file__ or "").read_text())
     imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").count(".")]
     seen = {alias.asname: node.module for node in imported for alias in node.names if alias.name == alias.asname}
-    assert seen == HOMES
+    assert seen == homes(package)
 
 
 @pytest.mark.slow

@@ -90,12 +90,25 @@ def test_formulas_agree_with_real_steps_to_the_byte(kind: Any, settings: dict[st
     assert states.first_peak_bytes is not None and states.first_peak_bytes <= states.peak_bytes
 
 
-@pytest.mark.parametrize("settings", [{}, {"foreach": True}, {"fused": True}])
-def test_unscaling_and_clipping_are_a_part_of_the_step(settings: dict[str, Any]) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    found = work(lambda p: ADAM(p, **settings), scaler=scaler, clip_norm=1.0)
+def temporaries_bytes(kind: Any, settings: dict[str, Any], *, unscale: bool = False, clip: bool = False) -> int:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if unscale else None
+    found = work(lambda p: kind(p, **settings), scaler=scaler, clip_norm=1.0 if clip else None)
     measured, formula = of(model_states(found), TEMPORARIES)
-    assert measured >= 8 + 8 and formula is None  # the scale, and one over it, in float64
+    assert formula is None
+    return measured
+
+
+@pytest.mark.parametrize("settings", [{}, {"foreach": True}])
+def test_unscaling_and_clipping_are_a_part_of_the_step(settings: dict[str, Any]) -> None:
+    assert temporaries_bytes(SGD, settings) == 0
+    assert temporaries_bytes(SGD, settings, unscale=True) == 8 + 8  # the scale, and one over it, in float64
+    assert temporaries_bytes(SGD, settings, clip=True) > 8 + 8
+    assert temporaries_bytes(SGD, settings, unscale=True, clip=True) > temporaries_bytes(SGD, settings, clip=True)
+
+
+def test_fused_unscaling_is_a_part_of_the_step() -> None:
+    fused = {"fused": True}
+    assert temporaries_bytes(ADAM, fused, unscale=True) >= temporaries_bytes(ADAM, fused) + 8
 
 
 def held_per_parameter(states: ModelStates) -> float:
@@ -128,7 +141,7 @@ def test_the_usual_counting_with_master_copies(momentum: bool, expected: int) ->
     assert of(states, PARAMETERS) == of(states, GRADIENTS) == (2 * count, 2 * count)
     assert of(states, OTHERS) == (4 * count, 4 * count)
     assert held_per_parameter(states) == expected
-    assert of(states, TEMPORARIES)[1] is None  # What carries values to and fro is the user's own.
+    assert of(states, TEMPORARIES)[1] is None
     assert of(states, TEMPORARIES)[0] >= (4 - 2) * count  # Gradients in float32 where those in bfloat16 were.
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 NEED_TORCH = {"profiling"}  # it measures
 PLANS = [path.stem for path in sorted((ROOT / "planner/plans").glob("[a-z]*.py")) if path.stem not in NEED_TORCH]
-OTHERS = ["planner.units", "profiler.json_files", "profiler.op_graph", "profiler.records", "solvers"]
+OTHERS = ["profiler", "planner.units", "profiler.json_files", "profiler.op_graph", "profiler.records", "solvers"]
 IMPORT_EACH = """
 import importlib, sys
 for name in sys.argv[1:]:
