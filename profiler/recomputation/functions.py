@@ -71,7 +71,7 @@ class _RecomputedCall:
     """One call of such a function."""
 
     def __init__(self) -> None:
-        self._outer_hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore
+        self._outer_hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]  # without a stub
         self._recorder = _RerunnableOps()
         self._kept: list[SavedTensor] = []
 
