@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from profiler.recomputation.module_rerun import RerunError
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
 
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView
+PLAIN_TENSORS = (Tensor, nn.Parameter)  # the types whose memory is all that they are
+
+
+class RerunError(RuntimeError):
+    """A second run cannot be what the first one was, or did not do what that one did."""
 
 
 class TensorStandIn(Protocol):
