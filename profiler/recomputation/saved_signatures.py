@@ -11,15 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from profiler.recomputation.saved_tensors import PLAIN_TENSORS
+from profiler.recomputation.saved_tensors import PLAIN_TENSORS, compared_step, some_values_of
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
-
-# How many values of a tensor are compared, spread evenly; on the CPU only, where reading them waits for nothing.
-_VALUES = 16
-# numpy knows no such types: they are read as integers of the same size.
-_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SavedSignature(NamedTuple):
@@ -45,25 +40,9 @@ def signature_of(tensor: Tensor, *, values: bool = True) -> SavedSignature | Non
     if layout is not torch.strided or type(tensor) not in PLAIN_TENSORS:
         shape = torch.Size(()) if tensor.is_nested else tensor.shape  # Ragged lengths are no plain numbers.
         return SavedSignature(shape, (), tensor.dtype, layout, b"")
-    read = values and tensor.device.type == "cpu"
-    return SavedSignature(tensor.shape, tensor.stride(), tensor.dtype, layout, _values_of(tensor) if read else b"")
-
-
-def _values_of(tensor: Tensor) -> bytes:
-    with torch._C._DisableTorchDispatch():
-        plain = tensor.detach()
-        try:
-            array = plain.numpy()
-        except (TypeError, RuntimeError):
-            if plain.is_conj() or plain.is_neg() or plain.element_size() not in _AS_INTEGERS or plain.is_quantized:
-                return b""
-            array = plain.view(_AS_INTEGERS[plain.element_size()]).numpy()
-    step = _step(array.size)
-    return (array.reshape(-1) if array.flags.c_contiguous else array.flat)[::step].tobytes()
-
-
-def _step(size: int) -> int:
-    return size // _VALUES | 1  # Odd, so that it does not walk down one column.
+    return SavedSignature(
+        tensor.shape, tensor.stride(), tensor.dtype, layout, some_values_of(tensor) if values else b""
+    )
 
 
 class SignatureCheck:
@@ -130,7 +109,7 @@ def is_undefined(tensor: Tensor, first: bytes, second: bytes) -> bool:
         tensor: saved by the third run, inside ``undefined_memory_shown``.
         first, second: values of the two runs.
     """
-    sampled = tensor.detach().reshape(-1)[:: _step(tensor.numel())]
+    sampled = tensor.detach().reshape(-1)[:: compared_step(tensor.numel())]
     if sampled.is_floating_point() or sampled.is_complex():
         shown = sampled.isnan()
     else:

@@ -77,7 +77,7 @@ class TorchState:
     __slots__ = ("_autocast", "_cached_parametrizations", "_flags", "_function_modes")
 
     def __init__(self, device: torch.device) -> None:
-        self._flags = [read() for read in _READERS]
+        self._flags = flags_now()
         self._autocast = _autocast_state(device)
         self._function_modes = _function_modes()
         self._cached_parametrizations = _cached_parametrizations()
@@ -85,12 +85,7 @@ class TorchState:
     @contextmanager
     def reinstated(self) -> Iterator[None]:
         """Inside, it is as it was when this was made; on leaving, as it was on entering."""
-        now = [read() for read in _READERS]
-        changed = [k for k, value in enumerate(now) if value != self._flags[k]]
-        with ExitStack() as contexts:
-            if changed:
-                contexts.callback(_set_flags, {k: now[k] for k in changed})
-                _set_flags({k: self._flags[k] for k in changed})
+        with with_flags(self._flags), ExitStack() as contexts:
             _enter_autocast(contexts, *self._autocast)
             modes = _function_modes()
             if len(modes) != len(self._function_modes) or any(map(_differ, modes, self._function_modes)):
@@ -105,6 +100,26 @@ class TorchState:
 
 def _differ(one: Any, other: Any) -> bool:
     return one is not other
+
+
+def flags_now() -> list[Any]:
+    """The flags that kernels read."""
+    return [read() for read in _READERS]
+
+
+@contextmanager
+def with_flags(flags: list[Any]) -> Iterator[None]:
+    """Inside, the flags are these; on leaving, as on entering."""
+    now = flags_now()
+    if now == flags:
+        yield
+        return
+    changed = [k for k, value in enumerate(now) if value != flags[k]]
+    _set_flags({k: flags[k] for k in changed})
+    try:
+        yield
+    finally:
+        _set_flags({k: now[k] for k in changed})
 
 
 def _set_flags(values: dict[int, Any]) -> None:
