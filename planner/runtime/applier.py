@@ -17,6 +17,7 @@ from planner.runtime.compiled_models import CompiledCalls, made_compiled, module
 from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.cuda_link import CudaCopyEngine
 from planner.runtime.kept_runs import Deviations
+from planner.runtime.plan_checks import transformed
 from planner.runtime.planned_step import PlannedStep
 from planner.runtime.simulated_link import SimulatedCopyEngine
 from planner.runtime.stage_input import BatchCopies
@@ -158,7 +159,7 @@ class PlannedCalls:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             model = self._model()
-            if self._step is not None or model is None or not (model.training and torch.is_grad_enabled()):
+            if self._step is not None or model is None or not self._acts(model):
                 return forward(*args, **kwargs)
             if autocast_now(self._device) != self._autocast:
                 check_precision(model, self._plan, autocast_now(self._device))
@@ -178,6 +179,10 @@ class PlannedCalls:
                 self._step = None
 
         return run
+
+    def _acts(self, model: nn.Module) -> bool:
+        """Whether a forward that begins now is one of training, which the plan is for."""
+        return model.training and torch.is_grad_enabled() and not transformed()
 
     def stage(self, forward: Forward, name: str, module: nn.Module) -> Forward:
         """A stage's forward: keeps what the plan says while a planned step is under way."""

@@ -224,8 +224,11 @@ class DroppedStage:
             if number in second and expected is not None and is_undefined(tensor, expected.values, second[number]):
                 undefined.add(number)
 
-        with undefined_memory_shown():
-            rerun_dropping(self._forward, self._state, in_new_containers(args), in_new_containers(kwargs), saw)
+        def showing(*args: Any, **kwargs: Any) -> Any:
+            with undefined_memory_shown():
+                return self._forward(*args, **kwargs)
+
+        rerun_dropping(showing, self._state, in_new_containers(args), in_new_containers(kwargs), saw)
         wrong = sorted(set(second) - undefined)
         if wrong:
             raise self._not_the_same(f"other values in its {wrong[0] + 1}. tensor")

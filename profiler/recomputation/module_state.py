@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from profiler.recomputation.host_copies import host_copy, put_back
 from profiler.recomputation.saved_tensors import Geometry, RerunError, geometry_of, tensor_over, version_of
@@ -53,12 +53,13 @@ class ModuleState:
         self._generators: list[tuple[Any, Any]] = []
         self._tensors: dict[int, tuple[str, Tensor, int]] = {}
         self._data: list[tuple[str, Tensor, torch.UntypedStorage, Geometry]] = []  # parameters with their memory
-        self._statistics: set[int] = set()  # tensors whose old values the call does not read
+        self._statistics: set[int] = set()  # ids of tensors that the call changes and does not read
+        self._changing: set[int] = set()  # of those that it changes
         self._values: dict[int, Tensor] = {}
         for inner in _modules_under(module):
             self._note_module(inner)
         parameters = {id(parameter) for _, parameter, *_ in self._data}
-        self._changing = self._statistics | {id(buffer) for buffer in _buffers_named(module, changing)}
+        self._changing |= self._statistics | {id(buffer) for buffer in _buffers_named(module, changing)}
         for key, (_, tensor, _) in self._tensors.items():
             if key not in parameters and key not in self._statistics:
                 copied = host_copy(tensor) if key in self._changing else _copy_of_version(tensor)
@@ -85,8 +86,9 @@ class ModuleState:
             if buffer is not None:
                 self._note_tensor(name, buffer)
         if isinstance(module, _NormBase) and module.training and module.track_running_stats:
-            # It normalises by the batch's own: the old values are not read. Its kernels count no change of them.
-            self._statistics.update(id(buffer) for buffer in attributes["_buffers"].values() if buffer is not None)
+            # Their kernels count no change. A BatchNorm normalises by the batch's own: it does not read the old values.
+            kept = self._statistics if isinstance(module, _BatchNorm) else self._changing
+            kept.update(id(buffer) for buffer in attributes["_buffers"].values() if buffer is not None)
         for name, value in attributes.items():
             kind = _KINDS[type(value)]
             if kind is not None and name not in _OF_MODULES:
