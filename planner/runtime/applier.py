@@ -18,6 +18,7 @@ from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.cuda_link import CudaCopyEngine
 from planner.runtime.planned_step import PlannedStep
 from planner.runtime.simulated_link import SimulatedCopyEngine
+from planner.runtime.stage_places import StagePlaces, split_name
 from profiler.recomputation.selection import Selection
 from profiler.workload.compiled_forwards import COMPILED, plain_name, unwrapped
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
@@ -82,7 +83,7 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
     patches = ForwardPatches()
     if lowered.dropped or lowered.selective or lowered.transfers or made_compiled(plan):
         planned = PlannedCalls(plan, lowered, model)
-        install(model, planned, [plan.stages[position].name for position in planned.wrapped], patches)
+        install(model, planned, planned.wrapped, patches)
     handle = Handle(model, plan, patches)
     register(model, handle)
     return handle
@@ -119,7 +120,7 @@ class Wrappers(Protocol):
 
 
 def install(model: nn.Module, planned: Wrappers, stages: Iterable[str], patches: ForwardPatches) -> None:
-    """Wrap the forward of the model, and of the modules that these stages are calls of."""
+    """Wrap the forward of the model, and of the modules of these names, or that stages of these names are calls of."""
     patches.wrap(model, planned.whole)
     for name in dict.fromkeys(split_name(stage)[0] for stage in stages):
         module = module_named(model, name)
@@ -138,17 +139,17 @@ class PlannedCalls:
         stages = {k for k, stage in enumerate(plan.stages) if stage.kind == "stage"}
         # Where something is sent, the end of every stage and the begin of its backward are moments to know.
         planned = stages if lowered.transfers else {*lowered.dropped, *lowered.selective}
+        self._places = StagePlaces(plan, model, planned)
         # In a compiled model all stages were compiled one by one while they were measured.
-        self.wrapped = sorted(stages if made_compiled(plan) else planned)
+        compiled = [split_name(plan.stages[k].name)[0] for k in sorted(stages)] if made_compiled(plan) else []
+        self.wrapped = tuple(dict.fromkeys([*compiled, *self._places.names]))
         self._compiled = CompiledCalls(plan, lowered.selective)
         self._plan = plan
         self._selections = selections_of(plan)
         self._diverged_stages: set[int] = set()
         self._lowered = lowered
         self._model = weakref.ref(model)
-        self._positions = {split_name(plan.stages[k].name): k for k in planned}
         self._step: PlannedStep | None = None
-        self._counts: dict[str, int] = {}
         self._inside = False
 
     def whole(self, forward: Forward) -> Forward:
@@ -166,7 +167,7 @@ class PlannedCalls:
                 self._engine = engine_for(self._plan, self._lowered, device)
             runs = self._plan, self._lowered, self._selections, self._diverged_stages
             self._step = PlannedStep(*runs, self._engine)
-            self._counts.clear()
+            self._places.begin()
             try:
                 output = forward(*args, **kwargs)
                 self._step.leave(output)
@@ -184,25 +185,19 @@ class PlannedCalls:
             step = self._step
             if step is None or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            count = self._counts.get(name, 0)
-            self._counts[name] = count + 1
-            position = self._positions.get((name, count))
-            if position is None or self._inside:
+            place = self._places.next_of(name, inside=self._inside)
+            if place is None:
                 return forward(*args, **kwargs)
             self._inside = True
-            planned = self._compiled.in_stage(position, module, forward, self._diverged_stages)
             try:
-                return step.run(position, module, planned, args, kwargs)
+                if place.unseen:
+                    return step.run_unseen(place.position, name, module, forward, args, kwargs)
+                planned = self._compiled.in_stage(place.position, module, forward, self._diverged_stages)
+                return step.run(place.position, module, planned, args, kwargs)
             finally:
                 self._inside = False
 
         return run
-
-
-def split_name(stage: str) -> tuple[str, int]:
-    """A stage's module name and call number: ``"block#2"`` is the third call of ``block``."""
-    name, _, number = stage.partition("#")
-    return name, int(number) if number else 0
 
 
 def _check_model(model: nn.Module, plan: Plan) -> None:
