@@ -66,6 +66,7 @@ class StageRecord:
         recomputable: whether a second run gives the same result; ``reason`` says why not.
         menu: number of its menu in ``Profile.menus``; -1 for what has none.
         parents: pairs (name, class) of the modules whose call it is a part of, the model first.
+        calls: how often the step called its module; 0 in files of older releases.
     """
 
     name: str
@@ -96,6 +97,7 @@ class StageRecord:
     reason: str = ""
     menu: int = -1
     parents: tuple[tuple[str, str], ...] = ()
+    calls: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +251,7 @@ class Profile:
         op_records: every aten op of one step.
         menus: per kind of stage, its ops and its options inside the stage.
         link: that to host memory; None where the device has none.
+        unseen: modules of the same class and parameter shapes as a stage's that the step did not call.
     """
 
     model_class: str
@@ -267,6 +270,7 @@ class Profile:
     op_records: tuple[OpRecord, ...]
     menus: tuple[MenuRecord, ...] = ()
     link: LinkRecord | None = None
+    unseen: tuple[str, ...] = ()
 
     def stage_level(self) -> Profile:
         """The same profile without options inside stages: each is kept, or recomputed, as a whole."""

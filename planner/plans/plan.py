@@ -43,6 +43,7 @@ class PlannedStage:
         extra_seconds: predicted seconds that the plan adds to it.
         extra_ops: aten ops that the plan adds to it.
         links, input_shapes, parameter_shapes, mutated_buffers: as in the profile.
+        calls: as in the profile.
         forward_ops, recompute_ops, boundary_bytes: as in the profile; with them a plan can be solved again by itself.
         saved_bytes: kept from its forward to its backward where all of it is kept.
     """
@@ -69,6 +70,7 @@ class PlannedStage:
     recompute_ops: int = 0
     saved_bytes: int = 0
     boundary_bytes: int = 0
+    calls: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,7 @@ class Plan:
         no_offload: why nothing could be sent to host memory where that was to be weighed; empty otherwise.
         offload_only: whether it was asked for that nothing is recomputed; ``solver`` may name that method without.
         stated: what was stated by hand and what it came to, one line each; empty for a plan that was solved for.
+        unseen: as in the profile.
         restricted: status and bound hold among the plans that do what was stated.
     """
 
@@ -130,6 +133,7 @@ class Plan:
     stated: tuple[str, ...] = ()
     restricted: bool = False
     headroom_bytes: int = 0
+    unseen: tuple[str, ...] = ()
 
     def offload_units_of(self, stage: int, option: int | None) -> tuple[tuple[int, ...], ...]:
         """Of each offload unit of a stage its storages if it is kept, its input tensors if dropped; by number."""

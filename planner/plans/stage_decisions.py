@@ -32,6 +32,7 @@ def undecided_stage(profile: Profile, k: int) -> PlannedStage:
         input_shapes=record.input_shapes,
         parameter_shapes=record.parameter_shapes,
         mutated_buffers=record.mutated_buffers,
+        calls=record.calls,
         menu=record.menu,
         recomputable=record.recomputable,
         input_offload_units=input_offload_units(profile, k),

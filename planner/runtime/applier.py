@@ -17,10 +17,11 @@ from planner.runtime.compiled_models import CompiledCalls, made_compiled, module
 from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.cuda_link import CudaCopyEngine
 from planner.runtime.kept_runs import Deviations
-from planner.runtime.plan_checks import transformed
+from planner.runtime.plan_checks import running_backward, transformed, warn_once
 from planner.runtime.planned_step import PlannedStep
 from planner.runtime.simulated_link import SimulatedCopyEngine
 from planner.runtime.stage_input import BatchCopies
+from planner.runtime.stage_places import StagePlaces, split_name
 from profiler.recomputation.selection import Selection
 from profiler.workload.compiled_forwards import COMPILED, plain_name, unwrapped
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
@@ -85,7 +86,7 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
     patches = ForwardPatches()
     if lowered.dropped or lowered.selective or lowered.transfers or made_compiled(plan):
         planned = PlannedCalls(plan, lowered, model)
-        install(model, planned, [plan.stages[position].name for position in planned.wrapped], patches)
+        install(model, planned, planned.wrapped, patches)
     handle = Handle(model, plan, patches)
     register(model, handle)
     return handle
@@ -122,7 +123,7 @@ class Wrappers(Protocol):
 
 
 def install(model: nn.Module, planned: Wrappers, stages: Iterable[str], patches: ForwardPatches) -> None:
-    """Wrap the forward of the model, and of the modules that these stages are calls of."""
+    """Wrap the forward of the model, and of the modules of these names, or that stages of these names are calls of."""
     patches.wrap(model, planned.whole)
     for name in dict.fromkeys(split_name(stage)[0] for stage in stages):
         module = module_named(model, name)
@@ -141,35 +142,28 @@ class PlannedCalls:
         stages = {k for k, stage in enumerate(plan.stages) if stage.kind == "stage"}
         # Where something is sent, the end of every stage and the begin of its backward are moments to know.
         planned = stages if lowered.transfers else {*lowered.dropped, *lowered.selective}
+        self._places = StagePlaces(plan, model, planned)
         # In a compiled model all stages were compiled one by one while they were measured.
-        self.wrapped = sorted(stages if made_compiled(plan) else planned)
+        compiled = [split_name(plan.stages[k].name)[0] for k in sorted(stages)] if made_compiled(plan) else []
+        self.wrapped = tuple(dict.fromkeys([*compiled, *self._places.names]))
         self._compiled = CompiledCalls(plan, lowered.selective)
         self._plan = plan
         self._selections = selections_of(plan)
         self._deviations = Deviations()
         self._lowered = lowered
         self._model = weakref.ref(model)
-        self._positions = {split_name(plan.stages[k].name): k for k in planned}
         self._step: PlannedStep | None = None
-        self._counts: dict[str, int] = {}
+        self._bypassing: weakref.ref[PlannedStep] | None = None
         self._inside = False
 
     def whole(self, forward: Forward) -> Forward:
         """The model's own forward: begins and ends a planned step."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            model = self._model()
-            if self._step is not None or model is None or not self._acts(model):
+            if self._step is not None or not self._acts():
                 return forward(*args, **kwargs)
-            if autocast_now(self._device) != self._autocast:
-                check_precision(model, self._plan, autocast_now(self._device))
             self._compiled.in_model(forward)
-            if (device := model_device(model)) != self._device:
-                self._device = device
-                self._engine = engine_for(self._plan, self._lowered, device)
-            runs = self._plan, self._lowered, self._selections, self._deviations
-            self._step = PlannedStep(*runs, BatchCopies((args, kwargs)), self._engine)
-            self._counts.clear()
+            self._step = self._begin(BatchCopies((args, kwargs)))
             try:
                 output = forward(*args, **kwargs)
                 self._step.leave(output)
@@ -180,36 +174,60 @@ class PlannedCalls:
 
         return run
 
-    def _acts(self, model: nn.Module) -> bool:
+    def _begin(self, batch: BatchCopies) -> PlannedStep:
+        """Another forward begins."""
+        model = self._model()
+        assert model is not None
+        if autocast_now(self._device) != self._autocast:
+            check_precision(model, self._plan, autocast_now(self._device))
+        if (device := model_device(model)) != self._device:
+            self._device = device
+            self._engine = engine_for(self._plan, self._lowered, device)
+        self._bypassing = None
+        self._places.begin()
+        return PlannedStep(self._plan, self._lowered, self._selections, self._deviations, batch, self._engine)
+
+    def _step_of(self, name: str) -> PlannedStep | None:
+        """The forward that a stage is called in: the model's own, or one that goes past it (``self.net(x)``).
+
+        Such a forward has no end of its own. It goes on until backward begins, or a stage comes again.
+        """
+        if self._step is not None or running_backward() or not self._acts():
+            return self._step
+        step = None if self._bypassing is None else self._bypassing()
+        if step is not None and self._inside:
+            return step
+        if self._lowered.transfers:
+            warn_once(name, "it is called past the model's forward; nothing is sent to host memory, all is kept")
+            return None
+        if step is None or step.backward_begun or self._places.has_run(name):
+            step = self._begin(BatchCopies(None))
+            self._bypassing = weakref.ref(step)  # Its graph holds it.
+        return step
+
+    def _acts(self) -> bool:
         """Whether a forward that begins now is one of training, which the plan is for."""
-        return model.training and torch.is_grad_enabled() and not transformed()
+        model = self._model()
+        return model is not None and model.training and torch.is_grad_enabled() and not transformed()
 
     def stage(self, forward: Forward, name: str, module: nn.Module) -> Forward:
         """A stage's forward: keeps what the plan says while a planned step is under way."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            step = self._step
-            if step is None or not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            count = self._counts.get(name, 0)
-            self._counts[name] = count + 1
-            position = self._positions.get((name, count))
-            if position is None or self._inside:
+            step = self._step_of(name) if torch.is_grad_enabled() else None
+            place = None if step is None else self._places.next_of(name, inside=self._inside)
+            if step is None or place is None:
                 return forward(*args, **kwargs)
             self._inside = True
-            planned = self._compiled.in_stage(position, module, forward, self._deviations.diverged_stages)
             try:
-                return step.run(position, module, planned, args, kwargs)
+                if place.unseen:
+                    return step.run_unseen(place.position, name, module, forward, args, kwargs)
+                planned = self._compiled.in_stage(place.position, module, forward, self._deviations.diverged_stages)
+                return step.run(place.position, module, planned, args, kwargs)
             finally:
                 self._inside = False
 
         return run
-
-
-def split_name(stage: str) -> tuple[str, int]:
-    """A stage's module name and call number: ``"block#2"`` is the third call of ``block``."""
-    name, _, number = stage.partition("#")
-    return name, int(number) if number else 0
 
 
 def _check_model(model: nn.Module, plan: Plan) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.plans.lowering import Rerun
+from planner.plans.plan import PlannedStage
 from planner.runtime.kept_runs import KeptRuns
 from planner.runtime.offloaded_tensors import OffloadedStorage
 from planner.runtime.plan_checks import warn_once
@@ -62,6 +63,7 @@ class DroppedStage:
         module, forward: that are called.
         runs: of the step.
         others: the dropped stages of the step by position, as far as the graph needs them.
+        stage: what is known of it, where the plan has none at that position.
     """
 
     def __init__(
@@ -71,10 +73,16 @@ class DroppedStage:
         forward: Callable[..., Any],
         runs: KeptRuns,
         others: weakref.WeakValueDictionary[int, DroppedStage],
+        stage: PlannedStage | None = None,
     ) -> None:
         self.position = position
-        self.stage = runs.plan.stages[position]
+        self.stage = stage or runs.plan.stages[position]
         self.done = False
+        self.expects_links = True
+        # The boundaries, by the stages behind them, that its input stands for: its own, and those of stages that were
+        # left out before it.
+        self._boundaries = range(position, position + 1)
+        self._held_boundaries: set[int] = set()
         self._module = module
         self._forward = forward
         self._runs = runs
@@ -93,18 +101,20 @@ class DroppedStage:
 
         Args:
             arguments: of the first run.
-            previous: the stage directly before, where that is dropped, too.
+            previous: the last dropped stage before; those between are left out in this step, or kept.
             outputs: of it, as far as they are alive.
         """
         lowered, inputs = self._runs.lowered, tensors_in(arguments)
-        hold_linked = self.position in lowered.holding_input or self.position not in lowered.dropped
         expected = {i for i, _ in self.stage.links}
         links = links_between(outputs, inputs, expected)
-        if links:
+        if links and previous is not None:
             self._previous = previous
-        if not hold_linked and links.keys() != expected:
+            self._boundaries = range(previous.position + 1, self.position + 1)
+        self._held_boundaries = set(lowered.holding_input.intersection(self._boundaries))
+        hold_linked = bool(self._held_boundaries) or self.position not in lowered.dropped
+        if self.expects_links and not hold_linked and links.keys() != expected:
             warn_once(self.stage.name, "its input is not the output of the stage before, as it was when profiled")
-        self._runs.check_shapes(self.position, inputs)
+        self._runs.check_shapes(self.stage, inputs)
         self._input = StageInput(self.stage.name, arguments, inputs, links, hold_linked)
 
     def run_first(self, args: Any, kwargs: Any) -> Any:
@@ -143,23 +153,52 @@ class DroppedStage:
 
     def materialise(self) -> None:
         """Make again what this stage saved, and whatever the plan makes along with it."""
-        lowered, transfers = self._runs.lowered, self._runs.transfers
         output: _RerunOutput | None = None
-        for number, rerun in enumerate(lowered.reruns.get(self.position, ())):
-            if transfers is not None:
-                transfers.backward_begins(self.position, number)
-            stage = self._others.get(rerun.stage)
-            if stage is not None and not stage.done:
-                output = stage._rerun(rerun, output)
-        if transfers is not None:
-            transfers.backward_begins(self.position)
+        for position in self._runs.backward_reaches(self.position):
+            stage = self._others.get(position)
+            if position == self.position or stage is None or not stage.needed:
+                output = self._carry_out_before(position, output)
         if not self.done:
             # Backward came here in an order the plan does not know (a part of the graph): do what is needed.
             self._rerun(Rerun(self.position, "until_saved", False), None)
-        for position in lowered.input_releases.get(self.position, ()):
-            stage = self._others.get(position)
-            if stage is not None and not stage.done and stage._previous is not None:
+        for position in self._runs.lowered.input_releases.get(self.position, ()):
+            self._release_input_of(position)
+
+    def _carry_out_before(self, position: int, output: _RerunOutput | None) -> _RerunOutput | None:
+        """What the plan runs again before the backward of a stage, also where this step left that stage out."""
+        lowered, transfers = self._runs.lowered, self._runs.transfers
+        for number, rerun in enumerate(lowered.reruns.get(position, ())):
+            if transfers is not None:
+                transfers.backward_begins(position, number)
+            stage = self._standing_for(rerun.stage)
+            if stage is None or stage.done:
+                continue
+            if rerun.hold:
+                stage._held_boundaries.add(rerun.stage)
+            if stage.position == rerun.stage:
+                output = stage._rerun(rerun, output)
+        if transfers is not None:
+            transfers.backward_begins(position)
+        if position != self.position:
+            for released in lowered.input_releases.get(position, ()):
+                self._release_input_of(released)
+        return output
+
+    def _release_input_of(self, position: int) -> None:
+        """The plan lets the boundary before a stage go."""
+        stage = self._standing_for(position)
+        if stage is not None and not stage.done and stage._previous is not None:
+            stage._held_boundaries.discard(position)
+            if not stage._held_boundaries:
                 stage._input.release_linked()
+
+    def _standing_for(self, position: int) -> DroppedStage | None:
+        """The stage, or the next one where this step left it out: the input of both is the same."""
+        for following in range(position, len(self._runs.plan.stages)):
+            stage = self._others.get(following)
+            if stage is not None:
+                return stage if position in stage._boundaries else None
+        return None
 
     def offload_inputs(self, numbers: Sequence[int]) -> list[OffloadedStorage]:
         """The storages under input tensors that are held, by their numbers."""
@@ -175,7 +214,7 @@ class DroppedStage:
             saved, output = self._run_again(rerun, args, kwargs)
         except RerunError as error:
             raise RerunError(f"stage {self.stage.name!r}: {error}") from error
-        if rerun.mode == "drop" and rerun.hold:
+        if rerun.mode == "drop" and self._held_boundaries:
             self._input.hold(inputs)
         if saved is not None:
             self._fill(saved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.plans.lowering import LoweredSchedule
-from planner.plans.plan import Plan
+from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.offload_matching import SavedTensorLog
 from planner.runtime.offloaded_tensors import OffloadableTensor
 from planner.runtime.plan_checks import warn_once
@@ -65,6 +65,18 @@ class KeptRuns:
         self.deviations = deviations
         self.batch = batch
         self._selections = selections
+        self._backward_reached = len(plan.stages)
+
+    @property
+    def backward_begun(self) -> bool:
+        """Whether backward has reached a dropped stage."""
+        return self._backward_reached < len(self.plan.stages)
+
+    def backward_reaches(self, position: int) -> Iterator[int]:
+        """Stages whose turn in backward has come with that of ``position``, in order; it is the last of them."""
+        passed = range(self._backward_reached - 1, position, -1)
+        self._backward_reached = min(self._backward_reached, position)
+        yield from (*passed, position)
 
     def first_run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a stage with autograd, keeping what the plan says."""
@@ -72,7 +84,7 @@ class KeptRuns:
         transfers = self._transfers_of(position, option)
         if not option and transfers is None:
             return forward(*args, **kwargs)
-        self.check_shapes(position, tensors_in((args, kwargs)))
+        self.check_shapes(self.plan.stages[position], tensors_in((args, kwargs)))
         log, call = SavedTensorLog(), None
         if option:
             selection = self._selections[position, option]
@@ -115,9 +127,8 @@ class KeptRuns:
             transfers.kept(position, option, kept, call)
         return saved, output
 
-    def check_shapes(self, position: int, inputs: Sequence[Tensor]) -> None:
+    def check_shapes(self, stage: PlannedStage, inputs: Sequence[Tensor]) -> None:
         """Warn once where a stage's input has other shapes than when profiled."""
-        stage = self.plan.stages[position]
         if stage.input_shapes and [tuple(tensor.shape) for tensor in inputs] != list(stage.input_shapes):
             warn_once(stage.name, "its input has other shapes than when profiled; the peak is not promised")
 
@@ -127,7 +138,7 @@ class KeptRuns:
 
     def _check_followed(self, position: int, call: SelectiveCall) -> None:
         """Where a stage ran other ops than when profiled, say so once, and recompute it whole from now on."""
-        if call.diverged is None:
+        if call.diverged is None or call.ended_early:
             return
         stage = self.plan.stages[position]
         instead = "is kept" if not stage.recomputable else "is recomputed as a whole from the next step on"

@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from planner.plans.plan import Plan
+from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
@@ -42,13 +43,19 @@ def transformed() -> bool:
 
     Its tensors stand for others, for a batch of them or with tangents: what is saved of them cannot be made again.
     """
-    if torch._C._functorch.maybe_current_level() is None and forward_ad._current_level < 0:
+    level = torch._C._functorch.maybe_current_level()  # type: ignore[attr-defined]  # without a stub
+    if level is None and forward_ad._current_level < 0:
         return False
     _warn_once(
         "planner.apply: the model runs under torch.func or forward-mode differentiation; the plan does not act there: "
         "everything is kept, and the peak is not promised"
     )
     return True
+
+
+def running_backward() -> bool:
+    """Whether a backward is under way in this thread, or a second run: what is called then begins no forward."""
+    return RERUN_DEPTH.get() > 0 or torch._C._current_graph_task_id() != -1
 
 
 def warn_once(stage: str, what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from planner.plans.plan import Plan
 from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.dropped_stage import DroppedStage
 from planner.runtime.kept_runs import Deviations, KeptRuns
+from planner.runtime.plan_checks import warn_once
 from planner.runtime.stage_input import BatchCopies
 from planner.runtime.transfers import TransferExecutor, before_backward
 from profiler.recomputation.selection import Selection
@@ -45,6 +47,7 @@ class PlannedStep:
         # Only the graph holds dropped stages, but for the latest one while the forward is under way.
         self._dropped: weakref.WeakValueDictionary[int, DroppedStage] = weakref.WeakValueDictionary()
         self._latest: tuple[DroppedStage, list[weakref.ref[Tensor]]] | None = None
+        self._ran: set[int] = set()
         self._transfers = None if engine is None else TransferExecutor(plan, lowered, engine, self._dropped)
         self._runs = KeptRuns(plan, lowered, selections, deviations, batch, self._transfers)
         self._node_after_stage = next_node()
@@ -58,12 +61,43 @@ class PlannedStep:
                 self._expect_backward(position - 1, tensors_in((args, kwargs)), self._node_after_stage)
         first_node = next_node()
         output = self._run(position, module, forward, args, kwargs)
+        self._ran.add(position)
         if transfers is not None:
             transfers.forward_done(position)
             self._node_after_stage = next_node()
         if transfers is not None or position in self._dropped:
             self._expect_backward(position, tensors_in(output), first_node)
         return output
+
+    def run_unseen(
+        self, like: int, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run a call that comes on top of the stages of the plan, as far as may be holding nothing but its input.
+
+        Args:
+            like: position of a stage of its kind.
+            name: of the module.
+            module, forward, args, kwargs: as for ``run``.
+        """
+        kin = self._plan.stages[like]
+        how = "is recomputed as a whole" if kin.recomputable else "is kept"
+        warn_once(name, f"it runs in a step though it did not when profiled; it {how}, and the peak is not promised")
+        if not kin.recomputable:
+            return forward(*args, **kwargs)
+        position, first_node = len(self._plan.stages) + len(self._ran), next_node()
+        stage = DroppedStage(position, module, forward, self._runs, self._dropped, replace(kin, name=name, links=()))
+        stage.take_input((args, kwargs), None, [])
+        output = stage.run_first(args, kwargs)
+        self._dropped[position] = stage
+        self._ran.add(position)
+        self._latest = None
+        self._expect_backward(position, tensors_in(output), first_node)
+        return output
+
+    @property
+    def backward_begun(self) -> bool:
+        """Whether a stage of it has run again, or was about to."""
+        return self._runs.backward_begun
 
     def leave(self, output: Any) -> None:
         """The model's forward is over, and has returned this."""
@@ -81,8 +115,8 @@ class PlannedStep:
             return self._runs.first_run(position, module, forward, args, kwargs)
         stage = DroppedStage(position, module, forward, self._runs, self._dropped)
         previous, outputs = self._latest or (None, [])
-        if previous is None or previous.position != position - 1:
-            previous, outputs = None, []
+        # A step may leave the stage before out.
+        stage.expects_links = self._latest is not None and position - 1 in self._ran
         stage.take_input((args, kwargs), previous, [reference() for reference in outputs])
         output = stage.run_first(args, kwargs)
         self._dropped[position] = stage

@@ -24,16 +24,18 @@ class BatchCopies:
     """Copies of what a model was given, of tensors that backward does not check: the loop may write to those before.
 
     Args:
-        batch: the model's arguments.
+        batch: the model's arguments; None where they are not known: then it may be any tensor that needs no gradient.
     """
 
     def __init__(self, batch: Any) -> None:
-        self._storages = {storage_key(t) for t in tensors_in(batch) if t.grad_fn is None and not t.requires_grad}
+        self._storages = None if batch is None else {storage_key(tensor) for tensor in tensors_in(batch)}
         self._copies: dict[tuple[int, int, Geometry], Tensor | None] = {}
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether it is a part of the batch."""
-        return storage_key(tensor) in self._storages
+        if tensor.grad_fn is not None or tensor.requires_grad:
+            return False
+        return self._storages is None or storage_key(tensor) in self._storages
 
     def copy_of(self, tensor: Tensor) -> Tensor | None:
         """Its values in host memory, once a step; None for tensors that cannot be copied as they lie."""

@@ -43,6 +43,7 @@ class Measured:
     reruns: list[RerunTimes]
     menus: list[MenuRecord]
     menu_of: dict[int, int]
+    unseen: tuple[str, ...] = ()
 
 
 def by_mark(phases: MarkedPhases) -> PhasesOfMark:
@@ -101,6 +102,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         step_seconds=tuple(measured.step_seconds),
         op_records=_op_records(measured),
         menus=tuple(measured.menus),
+        unseen=measured.unseen,
     )
 
 
@@ -278,6 +280,7 @@ class _Assembly:
             reason=reason,
             menu=m.menu_of[k],
             parents=parents_of(m.trace, stage.call),
+            calls=sum(call.module is stage.call.module for call in m.trace.calls),
         )
         return self._with_bytes(k, _with_call(record, stage.call))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from profiler.measurement.assembly import Measured, PhasesOfMark, alike, assemble, by_mark, typical_seconds
+from profiler.measurement.largest_step import DrawnStep, largest_steps
 from profiler.measurement.link_bandwidth import measure_link
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, memory_meter, time_meter
 from profiler.measurement.option_steps import OptionSteps
@@ -16,7 +17,7 @@ from profiler.op_graph import ChoiceError
 from profiler.records import MenuRecord, Profile
 from profiler.trace.compiled_trace import trace_compiled
 from profiler.trace.partition import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
-from profiler.trace.stage_names import StateChoices
+from profiler.trace.stage_names import StateChoices, names_unseen
 from profiler.trace.step_record import Trace
 from profiler.trace.step_trace import trace_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
@@ -28,7 +29,7 @@ from profiler.workload.workload import Workload
 Progress = Callable[[str, int, int], None]
 PLAIN_STEPS = 3
 DROPPING_FORWARDS = 2
-_RUNS = 4 + PLAIN_STEPS + DROPPING_FORWARDS
+_RUNS = 5 + PLAIN_STEPS + DROPPING_FORWARDS
 
 
 def profile(
@@ -73,10 +74,12 @@ def profile(
         randomness = RandomState.capture()
         report("warm up")
         first_step(workload)
-        resident = resident_bytes_of(workload)
         try:
-            measuring = _Measuring(workload, resident.total, randomness, report)
-            measured = measuring.measure(stages, propose or (lambda ops: ()), state)
+            largest = _warmed_up_for_the_largest(workload, randomness, report)
+            resident = resident_bytes_of(workload)
+            measuring = _Measuring(workload, resident.total, largest.randomness, report)
+            with largest.drawn():
+                measured = measuring.measure(stages, propose or (lambda ops: ()), state)
         except (StagesError, ChoiceError):
             raise
         except Exception as error:
@@ -85,6 +88,20 @@ def profile(
                 f"{type(error).__name__}: {error}; leave what fails out of the workload"
             ) from error
         return replace(assemble(workload, measured, resident), link=measure_link(workload.device))
+
+
+def _warmed_up_for_the_largest(workload: Workload, randomness: RandomState, report: _ProgressReporter) -> DrawnStep:
+    """The largest step that the workload may draw; all that any step runs has been run, with its optimizer's states."""
+    report("look for what is drawn at random")
+    steps = largest_steps(workload, randomness)
+    if len(steps) == 1 and steps[0].randomness is randomness and not steps[0].instead:
+        return steps[0]
+    for step in steps:
+        report("warm up, as drawn")
+        step.randomness.restore()
+        with step.drawn():
+            first_step(workload)
+    return steps[-1]
 
 
 class _ProgressReporter:
@@ -144,6 +161,7 @@ class _Measuring:
             freed=dropping.freed,
             reruns=reruns,
             menus=menus,
+            unseen=names_unseen(self._workload.model, uncompiled_trace, uncompiled_stages),
             menu_of={k: number for number, group in enumerate(groups) for k in group.members},
         )
 

@@ -143,6 +143,11 @@ class RecordingMode(TorchDispatchMode):
         finally:
             self._recording = True
 
+    @property
+    def diverged(self) -> bool:
+        """Whether the call has run another op than expected so far."""
+        return self._diverged is not None
+
     def end_call(self) -> int | None:
         """The call is over; the op at which it diverged, if it did. Fewer ops than expected are a divergence too."""
         if self._diverged is None and self._ordinal != len(self._expected):

@@ -30,6 +30,7 @@ class SelectiveCall:
     Attributes:
         diverged: the op at which the call ran another one than the selection
             expects; None where it followed. From there on everything is kept.
+        ended_early: it followed, but ended before the last of those ops: it took a shorter way.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class SelectiveCall:
         note: Callable[[TensorStandIn], None] | None = None,
     ) -> None:
         self.diverged: int | None = None
+        self.ended_early = False
         self.selection = selection
         self._keep, self._note = keep, note
         self._tape = OpTape()
@@ -73,7 +75,9 @@ class SelectiveCall:
     def _run(self, call: Callable[..., Any], args: Any, kwargs: Any, hooks: Any) -> Any:
         with self._mode.switching(hooks):
             output = self._mode.run_stage(call, args, kwargs)
+        followed = not self._mode.diverged
         self.diverged = self._mode.end_call()
+        self.ended_early = followed and self.diverged is not None
         self._tape.end_recording()
         return output
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from torch import nn
+
 from profiler.op_graph import Choice, NamedModule, NamedStage, StageOps
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Call, Trace
@@ -31,6 +33,23 @@ def names_outside(trace: Trace, stages: Sequence[ChosenStage]) -> tuple[str, ...
         if position not in chosen | covering and chosen.isdisjoint(trace.ancestors(position))
     ]
     return tuple(dict.fromkeys(outside))
+
+
+def names_unseen(model: nn.Module, trace: Trace, stages: Sequence[ChosenStage]) -> tuple[str, ...]:
+    """Names of modules that the step did not call, of the same class and with parameters like those of a stage."""
+    kinds = {_kind(stage.call.module) for stage in stages}
+    called = {id(call.module) for call in trace.calls}
+    return tuple(
+        plain_name(name)
+        for name, module in model.named_modules()
+        if id(module) not in called and unwrapped(module) is module and _kind(module) in kinds
+    )
+
+
+def _kind(module: nn.Module) -> object:
+    """Equal for modules of a class whose parameters are alike; never for those without parameters."""
+    shapes = tuple((plain_name(name), tuple(p.shape)) for name, p in module.named_parameters())
+    return (type(module), shapes) if shapes else id(module)
 
 
 def parents_of(trace: Trace, call: Call) -> tuple[NamedModule, ...]:

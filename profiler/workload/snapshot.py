@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from profiler.workload.host_numbers import host_states
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
@@ -83,6 +84,10 @@ class RandomState:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         moved = any(not torch.equal(a, b) for a, b in zip(self._cuda, cuda, strict=False))
         return moved or not torch.equal(self._cpu, torch.get_rng_state())
+
+    def with_host_numbers(self, level: int) -> RandomState:
+        """The same of torch, but Python's and numpy's such that they give numbers of a level (see ``host_numbers``)."""
+        return RandomState(self._cpu, self._cuda, *host_states(level))
 
     def restore(self) -> None:
         """Put the states back; may be called any number of times."""

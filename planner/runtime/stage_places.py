@@ -1,0 +1,109 @@
+"""Which stage of a plan each call of a module is, also of modules and calls that the profiled step did not make."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from torch import nn
+
+from planner.plans.plan import Plan, PlannedStage
+from planner.runtime.compiled_models import module_named
+from profiler.workload.compiled_forwards import leave_uncompiled, plain_name
+
+leave_uncompiled(__name__)
+
+_Kind = tuple[str, tuple[tuple[str, tuple[int, ...]], ...]]  # class, and shapes of the parameters
+
+
+class StagePlace(NamedTuple):
+    """A stage's position in the plan; ``unseen`` for a call that comes on top of all stages like it."""
+
+    position: int
+    unseen: bool = False
+
+
+class StagePlaces:
+    """Finds the places of calls in one forward after the other.
+
+    A call that the profile has not seen takes the place of the next stage of its kind (class and shapes of parameters)
+    that has not run: of several experts, another one may be drawn.
+
+    Args:
+        plan: whose stages they are.
+        model: that it is applied to.
+        wanted: positions of the stages to look for; those that an unseen module may stand for are added.
+    """
+
+    def __init__(self, plan: Plan, model: nn.Module, wanted: Collection[int]) -> None:
+        self._kinds = {split_name(s.name)[0]: _kind(s) for s in plan.stages if s.kind == "stage"}
+        unseen = {name: kind for name in plan.unseen if (kind := _kind_in(model, name)) is not None}
+        known = {name: kind for name, kind in unseen.items() if kind in set(self._kinds.values())}
+        self._kinds |= known
+        self._unseen = frozenset(known)
+        self._places: dict[_Kind, list[int]] = {}
+        for k, stage in enumerate(plan.stages):
+            if stage.kind == "stage":
+                self._places.setdefault(_kind(stage), []).append(k)
+        drawn = {k for kind in known.values() for k in self._places[kind]}
+        self.positions = {split_name(plan.stages[k].name): k for k in sorted({*wanted, *drawn})}
+        self.names = tuple(dict.fromkeys([*(name for name, _ in self.positions), *known]))
+        self._calls = {split_name(s.name)[0]: s.calls for s in plan.stages}
+        self._counts: dict[str, int] = {}
+        self._taken: set[int] = set()
+
+    def begin(self) -> None:
+        """Another forward begins."""
+        self._counts.clear()
+        self._taken.clear()
+
+    def has_run(self, name: str) -> bool:
+        """Whether a module has made all the calls in this forward that the profiled step made."""
+        known = sum(position_name == name for position_name, _ in self.positions)
+        return self._counts.get(name, 0) >= max(self._calls.get(name, 0), known, 1)
+
+    def next_of(self, name: str, *, inside: bool) -> StagePlace | None:
+        """The place of the next call of a module; None of what is no stage.
+
+        Args:
+            name: the module's.
+            inside: whether it is called inside a stage.
+        """
+        count = self._counts.get(name, 0)
+        self._counts[name] = count + 1
+        if inside:
+            return None
+        position = self.positions.get((name, count))
+        if position is not None and position not in self._taken:
+            self._taken.add(position)
+            return StagePlace(position)
+        if position is None and name not in self._unseen and count < (self._calls[name] or count + 1):
+            return None
+        return self._place_of_kind(self._places[self._kinds[name]])
+
+    def _place_of_kind(self, places: list[int]) -> StagePlace:
+        last = max(self._taken, default=-1)
+        free = next((k for k in places if k > last), None)
+        if free is None:
+            return StagePlace(places[0], unseen=True)
+        self._taken.add(free)
+        return StagePlace(free)
+
+
+def split_name(stage: str) -> tuple[str, int]:
+    """A stage's module name and call number: ``"block#2"`` is the third call of ``block``."""
+    name, _, number = stage.partition("#")
+    return name, int(number) if number else 0
+
+
+def _kind(stage: PlannedStage) -> _Kind:
+    return stage.module_class, tuple(sorted(stage.parameter_shapes))
+
+
+def _kind_in(model: nn.Module, name: str) -> _Kind | None:
+    try:
+        module = module_named(model, name)
+    except AttributeError:
+        return None
+    shapes = ((plain_name(key), tuple(p.shape)) for key, p in module.named_parameters())
+    return type(module).__name__, tuple(sorted(shapes))

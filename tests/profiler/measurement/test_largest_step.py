@@ -1,0 +1,105 @@
+"""The largest step of models that draw what they run is found, and is the one that a profile measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import planner
+from profiler.measurement.largest_step import DrawnStep, largest_steps
+from profiler.workload.snapshot import RandomState, preserved
+from profiler.workload.workload import Workload
+from tests.support.drawn_depth import DEPTH, DRAWS, RATE, Drawing, Layer, drawing, seed_all
+from tests.support.odd_models import workload
+
+
+def steps_of(work: Workload) -> list[DrawnStep]:
+    with preserved(work):
+        return largest_steps(work, RandomState.capture())
+
+
+def layers_run(work: Workload, step: DrawnStep) -> int:
+    """How many layers run to their end."""
+    ran: list[None] = []
+    hooks = [layer.dropout.register_forward_hook(lambda *_: ran.append(None)) for layer in work.model.layers]
+    with preserved(work), step.drawn():
+        step.randomness.restore()
+        work.forward()
+    for hook in hooks:
+        hook.remove()
+    return len(ran)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_every_layer_runs_in_the_largest_step(name: str) -> None:
+    work = drawing(name)
+    seed_all(3)
+    *others, largest = steps_of(work)
+    assert layers_run(work, largest) == DEPTH
+    modules = {module for step in (*others, largest) for module, _ in step.calls}
+    assert set(work.model.layers) <= modules
+
+
+def test_places_may_differ_in_which_numbers_make_them_run() -> None:
+    def draw(layers: torch.nn.ModuleList) -> Iterator[torch.nn.Module]:
+        for layer in layers[:3]:
+            if torch.rand(()).item() < RATE:
+                continue
+            yield layer
+        for layer in layers[3:]:
+            if torch.rand(()).item() < RATE:
+                yield layer
+
+    work = drawing("tensor")
+    work.model.draw = draw
+    seed_all(0)
+    assert layers_run(work, steps_of(work)[-1]) == DEPTH
+
+
+@pytest.mark.parametrize("name", ["plain", "dropout", "batchnorm"])
+def test_one_forward_is_all_where_nothing_drawn_decides(name: str) -> None:
+    work = workload(name)
+    calls: list[None] = []
+    hook = work.model.register_forward_pre_hook(lambda *_: calls.append(None))
+    (step,) = steps_of(work)
+    hook.remove()
+    assert len(calls) == 1
+    assert not step.instead
+
+
+def test_a_number_that_a_model_cannot_read_is_left_out() -> None:
+    def draw(layers: torch.nn.ModuleList) -> Iterator[torch.nn.Module]:
+        if torch.rand(()) > 2:
+            raise ValueError("never drawn")
+        yield from layers
+
+    work = Workload(model=Drawing(draw, [Layer()]), inputs=torch.randn(4, 32), loss=Tensor.sum)
+    assert layers_run(work, steps_of(work)[-1]) == 1
+
+
+@pytest.mark.slow
+def test_a_profile_is_of_the_largest_step_whatever_is_drawn_first() -> None:
+    profiles = []
+    for seed in (0, 1, 2):
+        work = drawing("tensor")
+        seed_all(seed)
+        before = RandomState.capture()
+        profiles.append(planner.profile(work, menus=False))
+        assert not before.torch_differs()
+        assert not before.host_differs()
+    assert len({profile.unplanned_peak_bytes for profile in profiles}) == 1
+    assert [stage.name for stage in profiles[0].stages if stage.name.startswith("layers")] == [
+        f"layers.{k}" for k in range(DEPTH)
+    ]
+
+
+@pytest.mark.slow
+def test_optimizer_states_of_all_that_may_run_are_there_while_it_is_measured() -> None:
+    work = drawing("experts")
+    profile = planner.profile(work, menus=False)
+    states = sum(2 * p.numel() * 4 + 4 for p in work.model.parameters())
+    assert profile.resident.optimizer == states
+    assert len(profile.unseen) == 2 * DEPTH

@@ -1,0 +1,92 @@
+"""Models that draw at random what they run: every step is exact, and within the budget, whatever is drawn."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import planner
+from planner.plans.cost_model import chain_of
+from profiler.workload.workload import Workload
+from solvers.chain.segments import droppable_runs, segmented_schedule
+from tests.support.drawn_depth import DRAWS, assert_promises_kept, drawing, run_of, seed_all
+from tests.support.exactness import budgets, choosing_inside, following
+
+
+def fresh(work: Workload) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(work.model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("name", DRAWS)
+def test_steps_of_any_depth_are_exact_and_within_budget(name: str, seed: int) -> None:
+    work = drawing(name)
+    seed_all(seed)
+    profile = planner.profile(work)
+    expected = run_of(work, fresh(work))
+    assert expected.peak_bytes <= profile.unplanned_peak_bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for budget_bytes in budgets(profile):
+            assert_promises_kept(work, planner.solve(profile, budget_bytes), expected, fresh(work))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tensor", "python", "exit", "experts", "repeated", "inside"])
+def test_segments_and_options_hold_when_stages_are_left_out(name: str) -> None:
+    work = drawing(name)
+    profile = planner.profile(work)
+    chain = chain_of(profile)
+    expected = run_of(work, fresh(work))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for schedule in (segmented_schedule(droppable_runs(chain)), choosing_inside(chain)):
+            assert_promises_kept(work, following(profile, schedule), expected, fresh(work))
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Wav2Vec2": {"ctc_zero_infinity": True},
+    "Hubert": {"ctc_zero_infinity": True},
+    "Bart": {"encoder_layerdrop": 0.2, "decoder_layerdrop": 0.2},
+    "OPT": {"layerdrop": 0.2},
+}
+
+
+def transformer(name: str) -> Workload:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    ids = torch.randint(3, 100, (4, 24))
+    sizes: dict[str, Any] = {"vocab_size": 100, "use_cache": False, "max_position_embeddings": 64}
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if name in ("Wav2Vec2", "Hubert"):
+        kind = "ForCTC"
+        sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 128}
+        sizes |= {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
+        sizes |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "vocab_size": 32}
+        inputs = {"input_values": torch.randn(2, 800), "labels": torch.randint(1, 30, (2, 6))}
+    elif name == "Bart":
+        kind = "ForConditionalGeneration"
+        for side in ("encoder", "decoder"):
+            sizes |= {f"{side}_layers": 4, f"{side}_ffn_dim": 128, f"{side}_attention_heads": 2}
+        sizes["d_model"] = 32
+    else:
+        kind = "ForCausalLM"
+        sizes |= {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 128, "num_hidden_layers": 6}
+        sizes["num_attention_heads"] = 2
+    model = getattr(transformers, name + kind)(getattr(transformers, name + "Config")(**sizes, **CONFIGS[name]))
+    return Workload(model=model.train(), inputs=inputs, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_transformers_with_layerdrop_keep_their_budgets(name: str) -> None:
+    work = transformer(name)
+    seed_all(2)
+    profile = planner.profile(work, menus=False)
+    expected = run_of(work, fresh(work))
+    for budget_bytes in budgets(profile):
+        assert_promises_kept(work, planner.solve(profile, budget_bytes), expected, fresh(work))
