@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -205,6 +205,19 @@ def _holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(owner), leaf
 
 
+class _HostValues(NamedTuple):
+    """A buffer's values, as bytes outside torch's allocator."""
+
+    memory: bytearray
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        if not self.memory:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(self.memory, dtype=self.dtype).view(self.shape)
+
+
 def _copy_of(buffer: Tensor) -> Any:
     """A copy of a buffer's values: on the CPU as bytes outside torch's allocator, so that it needs none of the budget.
 
@@ -212,34 +225,40 @@ def _copy_of(buffer: Tensor) -> Any:
     """
     if buffer.device.type != "cpu":
         return buffer.detach().clone()
-    # As bytes: numpy has no bfloat16.
-    return buffer.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+    # Not through numpy: torch never lets a storage be resized again that numpy has seen, and observers resize theirs.
+    values = _HostValues(bytearray(buffer.nbytes), buffer.shape, buffer.dtype)
+    values.tensor().copy_(buffer.detach())
+    return values
 
 
 def _write_values(buffer: Tensor, values: Any) -> None:
-    if not isinstance(values, Tensor):
-        values = torch.frombuffer(bytearray(values), dtype=buffer.dtype).reshape(buffer.shape)
+    tensor = values.tensor() if isinstance(values, _HostValues) else values
     # Through .data: the version counter, which autograd checks, stays as it was.
-    buffer.data.copy_(values)
+    if (tensor.shape, tensor.dtype) == (buffer.shape, buffer.dtype):
+        buffer.data.copy_(tensor)
+    else:
+        buffer.data = tensor.clone()
 
 
 @contextmanager
 def _with_buffers(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
     """The rerun sees the buffers as the first run did; on leaving, they are as they were: updated once."""
-    before: list[tuple[nn.Module, str, Tensor, Any]] = []
+    before: list[tuple[nn.Module, str, Tensor, Tensor, Any]] = []
     try:
         for name, value in values.items():
             holder, leaf = _holder(module, name)
             buffer = holder._buffers[leaf]
             if buffer is None:
                 continue
-            before.append((holder, leaf, buffer, _copy_of(buffer)))
+            before.append((holder, leaf, buffer, buffer.data, _copy_of(buffer)))
             if value is not None:
                 _write_values(buffer, value)
         yield
     finally:
-        for holder, leaf, buffer, now in before:
+        for holder, leaf, buffer, placed, now in before:
             holder._buffers[leaf] = buffer
+            if (buffer.shape, buffer.dtype, buffer.data_ptr()) != (placed.shape, placed.dtype, placed.data_ptr()):
+                buffer.data = placed  # Its size was another one at the first run, or is now.
             _write_values(buffer, now)
 
 
