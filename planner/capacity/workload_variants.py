@@ -214,4 +214,4 @@ class MicroBatchLoss(nn.Module):
 
 def _samples_of(workload: Workload) -> int:
     """Samples of one step: the first dimension of the batch's first tensor; 1 where it has none."""
-    return next((tensor.shape[0] for tensor in tensors_in(workload.inputs) if tensor.dim()), 1)
+    return next((tensor.size(0) for tensor in tensors_in(workload.inputs) if tensor.dim()), 1)

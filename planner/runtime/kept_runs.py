@@ -21,6 +21,7 @@ from profiler.recomputation.saved_tensors import SavedTensor, unpack
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall, rerun_selecting
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.tensor_parts import sizes_of
 from profiler.workload.tensor_trees import tensors_in
 
 leave_uncompiled(__name__)
@@ -129,7 +130,7 @@ class KeptRuns:
 
     def check_shapes(self, stage: PlannedStage, inputs: Sequence[Tensor]) -> None:
         """Warn once where a stage's input has other shapes than when profiled."""
-        if stage.input_shapes and [tuple(tensor.shape) for tensor in inputs] != list(stage.input_shapes):
+        if stage.input_shapes and [*map(sizes_of, inputs)] != list(stage.input_shapes):
             warn_once(stage.name, "its input has other shapes than when profiled; the peak is not promised")
 
     def _transfers_of(self, position: int, option: int) -> TransferExecutor | None:

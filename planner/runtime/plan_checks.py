@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from planner.plans.plan import Plan
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.tensor_parts import sizes_of
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
@@ -20,7 +21,7 @@ _WARNED: set[str] = set()
 
 def check_inputs(workload: Workload, plan: Plan) -> None:
     """Refuse a batch of other shapes than the plan's."""
-    shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(workload.inputs))
+    shapes = tuple(map(sizes_of, tensors_in(workload.inputs)))
     if shapes != plan.input_shapes:
         raise ValueError(
             f"a plan for a batch of shapes {list(plan.input_shapes)}: expected the same batch, got {list(shapes)}; "

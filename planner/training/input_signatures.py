@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from profiler.workload.precision import type_name
+from profiler.workload.tensor_parts import sizes_of
 from profiler.workload.tensor_trees import tensors_in
 
 _PLAIN = -1  # the rank of what is no tensor
@@ -66,7 +67,7 @@ class SignatureReader:
 def _read(path: str, value: Any, entries: list[tuple[tuple[str, str, int], Sequence[int]]]) -> None:
     if isinstance(value, Tensor):
         kind = type_name(value.dtype) + (" with gradient" if value.requires_grad else "")
-        entries.append(((path, kind, value.dim()), tuple(value.shape)))
+        entries.append(((path, kind, value.dim()), sizes_of(value)))
     elif isinstance(value, (bool, int, str)):
         entries.append(((path, repr(value), _PLAIN), ()))
     elif isinstance(value, Mapping):

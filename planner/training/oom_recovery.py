@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from planner.explain.timeline import PhaseName
 from planner.plans.plan import Plan
 from planner.plans.solving import SEARCH_SECONDS, NoPlan, replan
 from planner.training.oom_report import FailureReport
-from profiler.workload.snapshot import RandomState, attributes_of, captured
+from profiler.workload.restoring import Restoring
+from profiler.workload.snapshot import RandomState, captured, modules_of, remember_modules
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import StepPhase, Workload
 
@@ -84,15 +84,9 @@ class _BeforeStep:
     """
 
     def __init__(self, workload: Workload) -> None:
-        modules = [workload.model, *([workload.loss] if isinstance(workload.loss, nn.Module) else [])]
-        self._randomness = RandomState.capture()
-        self._attributes = attributes_of([inside for module in modules for inside in module.modules()])
-        self._buffers = [
-            (inside, name, buffer, None if buffer is None else buffer.detach().to("cpu", copy=True))
-            for module in modules
-            for inside in module.modules()
-            for name, buffer in inside._buffers.items()
-        ]
+        self._back = Restoring()
+        self._back.add("random states", RandomState.capture().restore)
+        remember_modules(modules_of(workload), self._back)
         fixed: list[Tensor] = [*workload.model.parameters(), *workload.parameters_beside()]
         self._versions = [(tensor, tensor._version) for tensor in [*fixed, *tensors_in(workload.inputs)]]
 
@@ -101,13 +95,7 @@ class _BeforeStep:
         return any(tensor._version != version for tensor, version in self._versions)
 
     def restore(self) -> None:
-        for module, name, buffer, value in self._buffers:
-            if buffer is not None and value is not None:
-                buffer.data.copy_(value)
-            module._buffers[name] = buffer
-        with torch.no_grad():
-            self._attributes.restore()
-        self._randomness.restore()
+        self._back.restore()
 
 
 def _copied(workload: Workload) -> Callable[[], None]:

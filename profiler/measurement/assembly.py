@@ -20,6 +20,7 @@ from profiler.trace.step_record import Call, Op, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
 from profiler.workload.precision import precision_of
 from profiler.workload.storages import distinct_bytes
+from profiler.workload.tensor_parts import sizes_of
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
@@ -88,7 +89,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
     assembly = _Assembly(measured, resident.total)
     return Profile(
         model_class=type(workload.model).__name__,
-        input_shapes=tuple(tuple(t.shape) for t in tensors_in(workload.inputs)),
+        input_shapes=tuple(map(sizes_of, tensors_in(workload.inputs))),
         device=str(device),
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         torch_version=str(torch.__version__),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from profiler.measurement.assembly import Measured, PhasesOfMark, alike, assemble, by_mark, typical_seconds
 from profiler.measurement.largest_step import DrawnStep, largest_steps
 from profiler.measurement.link_bandwidth import measure_link
@@ -24,6 +26,7 @@ from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.forward_patches import is_patched
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import ProfileError, Result, first_step, resident_bytes_of, until_stepped
+from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
 Progress = Callable[[str, int, int], None]
@@ -68,6 +71,11 @@ def profile(
     if is_patched(workload.model):
         raise ProfileError(
             "profile: expected a model without a plan, got a planned one; call its handle's remove() first"
+        )
+    if any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors_in(workload.inputs)):
+        raise ProfileError(
+            "profile: expected inputs that stages can take again, got a nested tensor of torch's older kind; make it "
+            "with torch.nested.nested_tensor(..., layout=torch.jagged)"
         )
     report = _ProgressReporter(progress)
     with preserved(workload):

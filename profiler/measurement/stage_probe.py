@@ -19,6 +19,7 @@ from profiler.recomputation.selective_call import SelectiveCall
 from profiler.trace.partition import ChosenStage
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import Forward
+from profiler.workload.tensor_parts import sizes_of
 from profiler.workload.tensor_trees import device_of, map_tensors, tensors_in
 from profiler.workload.workload import Workload
 
@@ -203,7 +204,7 @@ class DroppingForward(MarkedStep):
         saved: list[tuple[tuple[int, ...], torch.dtype]] = []
 
         def pack(tensor: Tensor) -> Tensor | None:
-            saved.append((tuple(tensor.shape), tensor.dtype))
+            saved.append((sizes_of(tensor), tensor.dtype))
             return tensor.detach() if call.goes_backward else None
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -13,6 +13,7 @@ from torch import Tensor
 from profiler.measurement.stage_probe import FirstRun
 from profiler.recomputation.module_rerun import rerun_keeping, rerun_until_saved
 from profiler.recomputation.recompute_checks import EscapedTensors
+from profiler.workload.tensor_parts import parts_of, sizes_of
 from profiler.workload.tensor_trees import in_new_containers, tensors_in
 
 
@@ -72,11 +73,11 @@ def _why_not_the_same(first: FirstRun, device: torch.device, *, compiled: bool) 
 
 
 def _difference(first: FirstRun, saved: list[Tensor], output: Any, device: torch.device) -> str:
-    if [(tuple(t.shape), t.dtype) for t in saved] != first.saved:
+    if [(sizes_of(t), t.dtype) for t in saved] != first.saved:
         return (
             "running it a second time saves other tensors (a cache or a counter changed; for transformers: use_cache)"
         )
-    for before, after in zip(tensors_in(first.output), tensors_in(output), strict=True):
+    for before, after in zip(_parts_in(first.output), _parts_in(output), strict=True):
         # GPU kernels may add in another order; a wrong mask or input differs by far more than this.
         tolerance = 0.0 if device.type == "cpu" else 0.05
         if not torch.allclose(before, after, rtol=tolerance, atol=tolerance, equal_nan=True):
@@ -96,3 +97,7 @@ def _timed(first: FirstRun, device: torch.device) -> float:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _parts_in(tree: Any) -> list[Tensor]:
+    return [part for tensor in tensors_in(tree) for part in parts_of(tensor)]

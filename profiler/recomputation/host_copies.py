@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS
 
-# numpy knows no such types; they are copied as integers of the same size.
-_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # A view that skips most of its storage is not worth copying: what lies between comes along.
 _MOST_SPREAD = 2
 
@@ -36,13 +35,15 @@ def host_copy(tensor: Tensor) -> Tensor | None:
 
 
 def _in_numpy_memory(flat: Tensor) -> Tensor:
-    try:
-        return torch.from_numpy(flat.numpy().copy())
-    except TypeError:
-        return torch.from_numpy(flat.view(_AS_INTEGERS[flat.element_size()]).numpy().copy()).view(flat.dtype)
+    # Not by ``flat.numpy()``: a storage that numpy has seen can never be resized again.
+    memory = np.empty(flat.numel() * flat.element_size(), np.uint8)
+    return torch.from_numpy(memory).view(flat.dtype).copy_(flat)
 
 
 def put_back(tensor: Tensor, copied: Tensor) -> None:
-    """Write the values of a copy into a tensor of the same shape; its version stays as it was."""
-    with torch._C._DisableTorchDispatch():
-        tensor.data.copy_(copied, non_blocking=True)
+    """Write the values of a copy into a tensor, resized where it has another shape now; its version stays as it was."""
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
+        if (tensor.shape, tensor.dtype) == (copied.shape, copied.dtype):
+            tensor.data.copy_(copied, non_blocking=True)
+        else:
+            tensor.data = copied.to(tensor.device, copy=True)

@@ -152,7 +152,7 @@ class ModuleState:
         data = [(p, storage, lies, p.data) for _, p, storage, lies in self._data if _has_other_memory(p, storage)]
         # What the first run has changed in place, the second will change again.
         tensors = [self._tensors[key][1] for key in changed]
-        values = [(tensor, version_of(tensor), host_copy(tensor)) for tensor in tensors]
+        values = [(tensor, version_of(tensor), tensor.data, host_copy(tensor)) for tensor in tensors]
         try:
             for holder, before in self._contents:
                 _fill(holder, before)
@@ -165,8 +165,10 @@ class ModuleState:
                     put_back(self._tensors[key][1], self._values[key])
             yield
         finally:
-            for tensor, version, now in values:
+            for tensor, version, placed, now in values:
                 if now is not None:
+                    if not _lies_as(tensor, placed):
+                        tensor.data = placed
                     put_back(tensor, now)
                     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # type: ignore[attr-defined]
             for parameter, _, _, now in data:
@@ -178,7 +180,7 @@ class ModuleState:
 
     def _check_known(self, key: int) -> None:
         name, tensor, _ = self._tensors[key]
-        if key in self._statistics or (key in self._values and self._values[key].shape == tensor.shape):
+        if key in self._statistics or key in self._values:
             return
         whose = "a parameter" if any(tensor is parameter for _, parameter, *_ in self._data) else "a tensor"
         raise RerunError(
@@ -206,6 +208,10 @@ def _modules_under(module: nn.Module) -> list[nn.Module]:
                 known.add(id(child))
                 found.append(child)
     return found
+
+
+def _lies_as(tensor: Tensor, placed: Tensor) -> bool:
+    return (tensor.shape, tensor.dtype, tensor.data_ptr()) == (placed.shape, placed.dtype, placed.data_ptr())
 
 
 def _has_other_memory(parameter: Tensor, storage: torch.UntypedStorage) -> bool:

@@ -28,7 +28,7 @@ from profiler.recomputation.saved_tensors import (
     view_of,
     without_graph,
 )
-from profiler.recomputation.torch_state import flags_now, with_flags
+from profiler.workload.torch_flags import flags_now, with_flags
 
 
 @dataclass(slots=True, eq=False)

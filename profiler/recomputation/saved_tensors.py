@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -105,23 +106,30 @@ def recorded_inputs_in(value: Any) -> Iterator[RecordedInput]:
 
 # How many values of a tensor are compared, spread evenly; on the CPU only, where reading them waits for nothing.
 _COMPARED_VALUES = 16
-# numpy knows some types not: their values are read as integers of the same size.
-_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Memory:
+    """Memory for numpy to read, without torch knowing: a storage that it gives to numpy can never be resized again."""
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], kind: str) -> None:
+        self.__array_interface__ = {"data": (address, True), "shape": shape, "strides": strides, "typestr": kind}
 
 
 def some_values_of(tensor: Tensor) -> bytes:
     """Some values of a plain tensor on the CPU, those at every ``compared_step`` of its elements; empty for others."""
     if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return b""
-    with torch._C._DisableTorchDispatch():
-        plain = tensor.detach()
-        try:
-            array = plain.numpy()
-        except (TypeError, RuntimeError):
-            if plain.is_conj() or plain.is_neg() or plain.element_size() not in _AS_INTEGERS or plain.is_quantized:
-                return b""
-            array = plain.view(_AS_INTEGERS[plain.element_size()]).numpy()
-    return (array.reshape(-1) if array.flags.c_contiguous else array.flat)[:: compared_step(array.size)].tobytes()
+    count, size = tensor.numel(), tensor.element_size()
+    if count == 0 or tensor.untyped_storage().nbytes() == 0:
+        return b""
+    step = compared_step(count)
+    if tensor.is_contiguous():
+        chosen = _Memory(tensor.data_ptr(), (-(-count // step),), (step * size,), f"|V{size}")
+        return np.asarray(chosen).tobytes()
+    strides = tuple(stride * size for stride in tensor.stride())
+    return np.asarray(_Memory(tensor.data_ptr(), tuple(tensor.size()), strides, f"|V{size}")).flat[::step].tobytes()
 
 
 def compared_step(size: int) -> int:

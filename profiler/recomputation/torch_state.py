@@ -5,7 +5,7 @@ Recorded in a first run and reinstated for a second one, which may come after th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,61 +13,11 @@ import torch
 from torch.nn.utils import parametrize
 
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.torch_flags import flags_now, with_flags
 
 leave_uncompiled(__name__)
 
 _C: Any = torch._C
-# By what kernels of each kind compute in float32 where they may do so with fewer bits.
-_PRECISIONS = (
-    *(("generic", "all"), ("mkldnn", "all"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
-    *(
-        (("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"))
-        if torch.backends.cuda.is_built()
-        else ()
-    ),
-)
-
-
-def _precisions() -> tuple[Any, ...]:
-    try:
-        of_matmul = _C._get_float32_matmul_precision()
-    except RuntimeError:  # It was set place by place, to what none of its three names means.
-        of_matmul = None
-    return (of_matmul, *(_C._get_fp32_precision_getter(*place) for place in _PRECISIONS))
-
-
-def _set_precisions(values: tuple[Any, ...]) -> None:
-    if values[0] is not None:
-        _C._set_float32_matmul_precision(values[0])  # It sets some of the others along with it.
-    for place, value in zip(_PRECISIONS, values[1:], strict=True):
-        _C._set_fp32_precision_setter(*place, value)
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return _C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()
-
-
-def _set_deterministic(values: tuple[bool, bool]) -> None:
-    _C._set_deterministic_algorithms(values[0], warn_only=values[1])
-
-
-# Each a function that reads a flag and one that writes it.
-_FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_num_threads, torch.set_num_threads),
-    (_deterministic, _set_deterministic),
-    (_C._get_deterministic_fill_uninitialized_memory, _C._set_deterministic_fill_uninitialized_memory),
-    (_precisions, _set_precisions),
-    (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
-    *((getattr(_C, f"_get_{kind}_sdp_enabled"), getattr(_C, f"_set_sdp_use_{kind}"))
-      for kind in ("flash", "mem_efficient", "math", "cudnn", "overrideable")),
-    *((getattr(_C, f"_get_{flag}"), getattr(_C, f"_set_{flag}"))
-      for flag in ("mkldnn_enabled", "mkldnn_deterministic", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic",
-                   "nnpack_enabled", "linalg_preferred_backend") if hasattr(_C, f"_get_{flag}")),
-    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
-]  # fmt: skip
-_READERS = tuple(read for read, _ in _FLAGS)
-
 _Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
 
@@ -100,31 +50,6 @@ class TorchState:
 
 def _differ(one: Any, other: Any) -> bool:
     return one is not other
-
-
-def flags_now() -> list[Any]:
-    """The flags that kernels read."""
-    return [read() for read in _READERS]
-
-
-@contextmanager
-def with_flags(flags: list[Any]) -> Iterator[None]:
-    """Inside, the flags are these; on leaving, as on entering."""
-    now = flags_now()
-    if now == flags:
-        yield
-        return
-    changed = [k for k, value in enumerate(now) if value != flags[k]]
-    _set_flags({k: flags[k] for k in changed})
-    try:
-        yield
-    finally:
-        _set_flags({k: now[k] for k in changed})
-
-
-def _set_flags(values: dict[int, Any]) -> None:
-    for k, value in values.items():
-        _FLAGS[k][1](value)
 
 
 def _autocast_state(device: torch.device) -> tuple[_Autocast, bool]:

@@ -18,6 +18,8 @@ from profiler.workload.compiled_forwards import leave_uncompiled, plain_name, un
 from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.snapshot import RandomState
 from profiler.workload.storages import StorageTable
+from profiler.workload.tensor_memory import same_values
+from profiler.workload.tensor_parts import is_dense, sizes_of
 from profiler.workload.tensor_trees import opaque_holder, tensors_in
 from profiler.workload.workload import Workload
 
@@ -156,7 +158,7 @@ class StepRecorder(TorchDispatchMode):
         # Identities are compared later, so the objects must not be freed in between.
         self._alive.append(tensor)
         number = self.trace.storages.number(tensor)
-        return Leaf(number, id(tensor), tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
+        return Leaf(number, id(tensor), sizes_of(tensor), str(tensor.dtype), tensor.requires_grad)
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
         def pack(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -268,12 +270,14 @@ class _CallChanges:
         return tuple(
             name
             for name, (buffer, value) in self._buffers.items()
-            if now.get(name) is not buffer or not torch.equal(buffer, value)
+            if now.get(name) is not buffer or not same_values(buffer, value)
         )
 
     def side_effect(self) -> str:
         if _were_changed(self._others):
             return "it changes a parameter, or a buffer of another module"
+        if any(not is_dense(self._buffers[name][0]) for name in self.changed_buffers()):
+            return "it changes a buffer that is sparse, nested or quantized"
         if self.random.host_differs():
             return "it draws from Python's or numpy's random generator"
         return ""

@@ -9,6 +9,7 @@ whoever calls it again in backward, where no compiler is on by itself.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -93,12 +94,16 @@ def _tell_dynamo() -> None:
 leave_uncompiled(__name__)
 
 
-@functools.cache
-def leave_frame_uncompiled(function: Callable[..., Any]) -> None:
+def leave_frame_uncompiled(function: Any) -> None:
     """Dynamo compiles no frame of a function; it may trace into it, and what it calls is not affected."""
+    _skip_code(function.__code__)
+
+
+@functools.cache
+def _skip_code(code: types.CodeType) -> None:
     from torch._dynamo.eval_frame import skip_code
 
-    skip_code(function.__code__)
+    skip_code(code)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import copyreg
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable
@@ -17,34 +19,46 @@ _OF_CLASS = object()  # stands for a forward that is not the instance's own
 
 
 class PatchedForward:
-    """A wrapper on one module; copies and pickles of the module get the forward of before instead."""
+    """A wrapper on one module; copies and pickles of the module have the forward of before instead.
+
+    Attributes:
+        plain: the forward of before.
+        installed: what is to stand in the module's place of it: a method where that is one, with its signature.
+    """
 
     def __init__(self, module: nn.Module, wrapper: Callable[[Forward], Forward], what: str) -> None:
         self._module = weakref.ref(module)
         self.plain: Forward = module.forward
-        self._is_own = "forward" in module.__dict__
         self._run = between_graphs(wrapper, self.plain, module, what)
-        leave_frame_uncompiled(PatchedForward.__call__)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
+        of_module = isinstance(self.plain, types.MethodType) and self.plain.__self__ is module
+        self.installed: Forward | None = self._as_method(module) if of_module else self._as_function()
 
     def retire(self) -> None:
-        """Pass calls on to the plain forward from now on, for whoever still holds this object."""
-        self._run = self.plain
+        """Pass calls on to the plain forward from now on, for whoever still holds the installed one."""
+        self._run, self.installed = self.plain, None  # No circle is left that would hold the module.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
-        if self._is_own:
-            return copy.deepcopy(self.plain, memo)
-        module = self._module()
-        return plain_forward(memo.get(id(module), module))
+    def _as_method(self, module: nn.Module) -> Forward:
+        def forward(owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if owner is not self._module():  # A copy that a class of the user's makes by itself has it, too.
+                return plain_forward(owner)(*args, **kwargs)
+            return self._run(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Callable[[Any], Forward], tuple[Any]]:
-        return (_itself, (self.plain,)) if self._is_own else (plain_forward, (self._module(),))
+        return types.MethodType(self._dressed(forward, self.plain.__func__), module)  # type: ignore[attr-defined]
 
+    def _as_function(self) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._run(*args, **kwargs)
 
-def _itself(forward: Forward) -> Forward:
-    return forward
+        return self._dressed(forward, self.plain)
+
+    def _dressed(self, forward: Any, plain: Forward) -> Any:
+        """With the name, docstring, annotations and signature of the plain one."""
+        functools.update_wrapper(forward, plain, updated=())
+        with contextlib.suppress(TypeError, ValueError):  # Code in C has none.
+            forward.__signature__ = inspect.signature(plain)
+        forward.plain, forward.patch = self.plain, self
+        leave_frame_uncompiled(forward)
+        return forward
 
 
 def plain_forward(module: Any) -> Forward:
@@ -52,9 +66,16 @@ def plain_forward(module: Any) -> Forward:
     return types.MethodType(type(module).forward, module)
 
 
+def patch_of(forward: Any) -> PatchedForward | None:
+    """The patch that installed a forward; None where it is the user's."""
+    patch = getattr(forward, "patch", None)
+    # Who wraps a function may take over its attributes.
+    return patch if isinstance(patch, PatchedForward) and patch.installed is forward else None
+
+
 def is_patched(model: nn.Module) -> bool:
     """Whether a forward of the model or of a module in it is patched by a plan, or for a measurement."""
-    return any(isinstance(module.__dict__.get("forward"), PatchedForward) for module in model.modules())
+    return any(patch_of(module.__dict__.get("forward")) is not None for module in model.modules())
 
 
 def replace_forward(module: nn.Module, forward: Forward) -> Any:
@@ -90,18 +111,77 @@ class ForwardPatches:
 
     def wrap(self, module: nn.Module, wrapper: Callable[[Forward], Forward], what: str = "it is measured") -> None:
         """Replace ``module.forward`` by ``wrapper(module.forward)``; ``what`` says why compiled code ends there."""
-        plain = module.forward
-        patch = PatchedForward(module, wrapper, what) if self._compile_safe else functools.wraps(plain)(wrapper(plain))
-        before = replace_forward(module, patch)
-        self._undo.append((weakref.ref(module), before, weakref.ref(patch)))  # Whoever holds this holds no model.
+        plain, before = module.forward, module.__dict__.get("forward", _OF_CLASS)
+        if self._compile_safe:
+            installed = PatchedForward(module, wrapper, what).installed
+            assert installed is not None
+            _COPIED.add(module)
+        else:
+            installed = functools.wraps(plain)(wrapper(plain))
+        # Whoever holds this holds no model. Noted first: whatever interrupts, it is taken off again.
+        self._undo.append((weakref.ref(module), before, weakref.ref(installed)))
+        replace_forward(module, installed)
 
     def remove(self) -> None:
         """Put every forward back as it was; calling it again does nothing."""
         while self._undo:
-            module_ref, before, patch_ref = self._undo.pop()
-            module, patch = module_ref(), patch_ref()
-            if isinstance(patch, PatchedForward):
+            module_ref, before, installed_ref = self._undo[-1]
+            module, installed = module_ref(), installed_ref()
+            if (patch := patch_of(installed)) is not None:
                 patch.retire()
             # Where something else stands that holds the patch, it is not ours to remove.
-            if module is not None and module.__dict__.get("forward") is patch:
+            if module is not None and installed is not None and module.__dict__.get("forward") is installed:
                 reset_forward(module, before)
+            self._undo.pop()
+        _COPIED.forget()
+
+
+class _CopiedModules:
+    """Sees to it that copies and pickles of patched modules hold no patch, where their class has no say in it.
+
+    ``copy`` and ``pickle`` ask ``copyreg`` first: a class has an entry there while a module of it is patched.
+    """
+
+    def __init__(self) -> None:
+        self._patched: dict[type[nn.Module], weakref.WeakSet[nn.Module]] = {}
+
+    def add(self, module: nn.Module) -> None:
+        """The module is about to be patched."""
+        kind = type(module)
+        if kind not in self._patched and kind not in copyreg.dispatch_table:
+            self._patched[kind] = weakref.WeakSet()
+            copyreg.pickle(kind, _reduced)  # pyright: ignore[reportArgumentType]
+        if kind in self._patched:
+            self._patched[kind].add(module)
+
+    def forget(self) -> None:
+        """Take out the entries of classes of which none is patched any more."""
+        for kind, modules in [*self._patched.items()]:
+            if not any(patch_of(module.__dict__.get("forward")) for module in modules):
+                del self._patched[kind]
+                copyreg.dispatch_table.pop(kind, None)
+
+
+_COPIED = _CopiedModules()
+
+
+def _reduced(module: nn.Module) -> Any:
+    """What a copy is made of: as without the entry in ``copyreg``, but for the patch."""
+    value = module.__reduce_ex__(4)
+    patch = patch_of(module.__dict__.get("forward"))
+    if patch is None or not isinstance(value, tuple) or len(value) < 3:
+        return value
+    return (*value[:2], _without(patch, value[2]), *value[3:])
+
+
+def _without(patch: PatchedForward, state: Any) -> Any:
+    """The state of a module without what a patch, and those below it, installed."""
+    if not isinstance(state, dict) or state.get("forward") is not patch.installed:
+        return state
+    plain = patch.plain
+    while (below := patch_of(plain)) is not None:
+        plain = below.plain
+    rest = {name: value for name, value in state.items() if name != "forward"}
+    # What the class defines is found there.
+    of_class = isinstance(plain, types.MethodType) and plain.__func__ is getattr(type(plain.__self__), "forward", None)
+    return rest if of_class else {**rest, "forward": plain}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import operator
 import random
 import weakref
 from collections import OrderedDict, defaultdict, deque
@@ -15,51 +16,137 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from profiler.workload.host_numbers import host_states
+from profiler.workload.restoring import RestoreError, Restoring
+from profiler.workload.tensor_memory import TensorMemory
 from profiler.workload.tensor_trees import tensors_in
+from profiler.workload.torch_flags import current_flags
 from profiler.workload.workload import Workload
 
 
 @contextmanager
 def preserved(workload: Workload) -> Iterator[None]:
-    """Restore parameters, buffers, gradients, flags, states of optimizer and scaler, random states on leaving.
+    """Restore on leaving whatever a training step may change, and random states.
 
-    Copies lie in host memory. Gradients are set aside, so the step inside
-    starts without any. Cyclic garbage of before is collected first and none
-    inside: when its tensors go would be chance, and show in the measurements.
+    Parameters, buffers and gradients, modules' flags and attributes, the states of optimizer and scaler, the inputs,
+    and the flags of torch. Copies lie in host memory. Gradients are set aside, so the step inside starts without any.
+    Cyclic garbage of before is collected first and none inside: when its tensors go would be chance, and show in the
+    measurements.
+
+    Raises:
+        RestoreError: something cannot be remembered, before anything has run; or not be put back, when all else is.
     """
     gc.collect()
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        restore = captured(workload)
+    collects, back = gc.isenabled(), Restoring()
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
         try:
+            gc.disable()
+            _remember(workload, back)
             yield
         finally:
-            restore()
-    finally:
-        if collects:
-            gc.enable()
+            try:
+                back.restore()
+            except KeyboardInterrupt:  # It may have come before anything was back.
+                back.restore()
+                raise
+            finally:
+                if collects:
+                    gc.enable()
 
 
 def captured(workload: Workload) -> Callable[[], None]:
-    """Remember everything, in host memory, and set gradients aside; the returned function puts it back."""
-    modules = [workload.model, *([workload.loss] if isinstance(workload.loss, nn.Module) else [])]
-    loose = [] if workload.optimizer is None else [p for g in workload.optimizer.param_groups for p in g["params"]]
-    restores = [_model_restore(modules, [*loose, *tensors_in(workload.inputs)])]
-    if workload.optimizer is not None:
-        restores.append(_optimizer_restore(workload.optimizer))
+    """Remember everything, in host memory, and set gradients aside; the returned function puts it back.
+
+    Raises:
+        RestoreError: as for ``preserved``.
+    """
+    back = Restoring()
+    _remember(workload, back)
+    return back.restore
+
+
+def _remember(workload: Workload, back: Restoring) -> None:
+    modules = modules_of(workload)
+    parameters = _named_parameters(workload, modules)
+    back.add("the flags of torch", current_flags())
+    back.add("random states", RandomState.capture().restore)
+    for name, parameter in parameters:
+        back.remember(name, lambda p=parameter: _held(p, TensorMemory(p)))
+    remember_modules(modules, back)
+    known = {id(parameter) for _, parameter in parameters}
+    inputs = workload.inputs
+    back.remember("inputs", lambda: _inputs_restore(inputs, known))
+    if (optimizer := workload.optimizer) is not None:
+        back.remember("optimizer", lambda: _optimizer_restore(optimizer))
     if workload.scaler is not None:
-        restores.append(Attributes([workload.scaler], ignored=()).restore)
-    restores.append(RandomState.capture().restore)
+        back.remember("scaler", lambda: Attributes([workload.scaler], ignored=()).restore)
+    for name, parameter in parameters:  # Last: once all else can be put back, these can be taken away.
+        if parameter.is_leaf:
+            back.add(f"gradient of {name}", lambda p=parameter, gradient=parameter.grad: _set_gradient(p, gradient))
+            parameter.grad = None
 
-    def restore() -> None:
-        with torch.no_grad():
-            for put_back in restores:
-                put_back()
 
-    return restore
+def modules_of(workload: Workload) -> dict[nn.Module, str]:
+    """The modules of model and loss, with what to call them."""
+    roots = [("model", workload.model), *([("loss", workload.loss)] if isinstance(workload.loss, nn.Module) else [])]
+    names: dict[nn.Module, str] = {}
+    for root, outermost in roots:
+        for name, module in outermost.named_modules():
+            names.setdefault(module, f"{root}.{name}" if name else root)
+    return names
+
+
+def remember_modules(modules: Mapping[nn.Module, str], back: Restoring) -> None:
+    """All that modules hold but the values of their parameters: buffers, flags, attributes, what is registered."""
+    known = {id(t) for module in modules for t in (*module._parameters.values(), *module._buffers.values())}
+    buffers = {id(b): (f"{name}.{leaf}", b) for m, name in modules.items() for leaf, b in m._buffers.items()}
+    for name, buffer in buffers.values():
+        if buffer is not None:
+            back.remember(name, lambda b=buffer: _held(b, TensorMemory(b)))
+    for module, name in modules.items():
+        back.remember(f"what is registered in {name}", lambda m=module: _registered(m))
+        back.remember(f"attributes of {name}", lambda m=module: Attributes([m], _OF_MODULES, known).restore)
+
+
+def _held(tensor: Tensor, memory: TensorMemory) -> Callable[[], object]:
+    """The way back for a tensor that lives until then."""
+    return lambda: (tensor, memory.put_back())
+
+
+def _registered(module: nn.Module) -> Callable[[], None]:
+    """Which parameters, buffers, modules and hooks a module has, and its flags."""
+    own = {name: value for name, value in vars(module).items() if name in _OF_MODULES}
+    tables = [(table, dict(table)) for table in own.values() if isinstance(table, dict)]
+    names, training = set(module._non_persistent_buffers_set), module.training
+
+    def back() -> None:
+        vars(module).update(own)
+        for table, items in tables:
+            # Compiled code asks whether they were written to, so they are only where they differ.
+            if [(key, id(value)) for key, value in table.items()] != [(k, id(v)) for k, v in items.items()]:
+                _filled(table, table.update, items)
+        module._non_persistent_buffers_set.intersection_update(names)
+        module._non_persistent_buffers_set.update(names)
+        if module.training is not training:
+            module.training = training
+
+    return back
+
+
+def _named_parameters(workload: Workload, modules: Mapping[nn.Module, str]) -> list[tuple[str, Tensor]]:
+    """Those of the modules, of the optimizer and the tensors of the inputs, each once; none of them may be lazy."""
+    named = [(f"{name}.{leaf}", p) for m, name in modules.items() for leaf, p in m._parameters.items() if p is not None]
+    for name, tensor in [*named, *((f"{m}.{n}", b) for o, m in modules.items() for n, b in o._buffers.items())]:
+        if tensor is not None and is_lazy(tensor):
+            raise RestoreError(
+                f"{name}: expected a tensor of a known shape, got one of a lazy module that has not run; run one "
+                "forward first, and make the optimizer after it"
+            )
+    named += [("a parameter of the optimizer or the loss", p) for p in workload.parameters_beside()]
+    named += [("an input", tensor) for tensor in tensors_in(workload.inputs)]
+    return list({id(tensor): (name, tensor) for name, tensor in reversed(named)}.values())[::-1]
 
 
 class RandomState:
@@ -98,63 +185,40 @@ class RandomState:
         random.setstate(self._python)
 
 
-def _model_restore(modules: list[nn.Module], others: list[Tensor]) -> Callable[[], None]:
-    """For values and gradients of modules' parameters and of other tensors, buffers, train/eval flags, attributes."""
-    tensors = {id(t): t for t in [*(p for m in modules for p in m.parameters()), *others]}
-    parameters = [(t, _host_copy(t), t.grad if t.is_leaf else None) for t in tensors.values()]
-    inside = [module for root in modules for module in root.modules()]
-    buffers = [
-        (module, name, buffer, None if buffer is None else _host_copy(buffer))
-        for module in inside
-        for name, buffer in module._buffers.items()
-    ]
-    training = [(module, module.training) for module in inside]
-    attributes = attributes_of(inside)
-    for parameter, _, _ in parameters:
-        if parameter.is_leaf:
-            parameter.grad = None
+def _set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    parameter.grad = gradient
 
-    def restore() -> None:
-        for parameter, value, gradient in parameters:
-            put_values(parameter, value)
-            if parameter.is_leaf:
-                parameter.grad = gradient
-        for module, name, buffer, value in buffers:
-            if buffer is not None and value is not None:
-                put_values(buffer, value)
-            module._buffers[name] = buffer
-        attributes.restore()
-        for module, was_training in training:
-            module.training = was_training
 
-    return restore
+def _inputs_restore(inputs: Any, elsewhere: Collection[int]) -> Callable[[], object]:
+    """For the containers of a batch, which a step may take things out of."""
+    remembered = Snapshot(inputs, elsewhere)
+    return lambda: remembered.put_back(inputs)
 
 
 def _optimizer_restore(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """For states, settings of the groups, and counters that an optimizer keeps on itself."""
+    """For states, the groups and their settings, and counters that an optimizer keeps on itself."""
     state = Snapshot(optimizer.state, most_items=math.inf)
     attributes = Attributes([optimizer], ("state", "param_groups", "defaults"))
-    groups = [
-        {name: Snapshot(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-    ]
+    together = optimizer.param_groups
+    groups = [(group, dict(group), [*group["params"]]) for group in together]
+    settings = [{name: Snapshot(value) for name, value in group.items() if name != "params"} for group, *_ in groups]
 
     def restore() -> None:
         state.put_back(optimizer.state)
         attributes.restore()
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            group.update({name: value.put_back(group.get(name)) for name, value in values.items()})
+        for (group, items, parameters), values in zip(groups, settings, strict=True):
+            items["params"][:] = parameters
+            before = {name: value.put_back(group.get(name)) for name, value in values.items()}
+            _filled(group, group.update, {name: before.get(name, value) for name, value in items.items()})
+        together[:] = [group for group, *_ in groups]
+        optimizer.param_groups = together
 
     return restore
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 # More items are a table (a vocabulary, say), which no step changes and which it would take long to go through.
 MOST_ITEMS = 1000
 _DEPTH = 8  # Containers further inside are left alone: they may hold themselves.
-_NUMBERS = (type(None), bool, int, float, complex, str, bytes)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, deque)
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -172,38 +236,48 @@ class Snapshot:
     def __init__(
         self, value: Any, elsewhere: Collection[int] = (), most_items: float = MOST_ITEMS, depth: int = _DEPTH
     ) -> None:
-        self._identity = id(value)
+        self._identity, self._type = id(value), type(value)
         self._back: Callable[[Any], Any]
-        if isinstance(value, Tensor) and _is_copied(value):
+        if isinstance(value, Tensor):
             self._back = _tensor(value, copied=id(value) not in elsewhere)
         elif is_container(value) and depth and len(value) <= most_items:
             self._back = self._container(value, lambda item: Snapshot(item, elsewhere, most_items, depth - 1))
         else:
-            self._back = lambda _: value
+            self._back = _object(value)
 
     def put_back(self, now: Any) -> Any:
         """The value as it was: the same object as far as it still is there, or stands in its place ``now``."""
         return self._back(now)
 
+    def _is(self, now: Any) -> bool:
+        """Whether it is the value itself; its place in memory may be another's by now."""
+        return id(now) == self._identity and type(now) is self._type
+
     def _container(self, value: Any, remember: Callable[[Any], Snapshot]) -> Callable[[Any], Any]:
         if isinstance(value, tuple):
             make = getattr(type(value), "_make", tuple)
             items = [remember(item) for item in value]
-            return lambda now: make(item.put_back(None) for item in items)
+
+            def rebuilt(now: Any) -> Any:
+                there = now if self._is(now) else [None] * len(items)
+                parts = [item.put_back(old) for item, old in zip(items, there, strict=True)]
+                return now if self._is(now) and all(map(operator.is_, parts, there)) else make(parts)
+
+            return rebuilt
         shell = copy.copy(value)
         shell.clear()
         if isinstance(value, _MAPPINGS):
             pairs = {key: remember(item) for key, item in value.items()}
 
             def back(now: Any) -> Any:
-                target = now if id(now) == self._identity else copy.copy(shell)
+                target = now if self._is(now) else copy.copy(shell)
                 return _filled(target, target.update, {k: item.put_back(target.get(k)) for k, item in pairs.items()})
 
             return back
         items = [remember(item) for item in value]
 
         def refill(now: Any) -> Any:
-            target = now if id(now) == self._identity else copy.copy(shell)
+            target = now if self._is(now) else copy.copy(shell)
             old = {id(item): item for item in target}
             return _filled(target, target.extend, [item.put_back(old.get(item._identity)) for item in items])
 
@@ -221,30 +295,33 @@ def is_container(value: Any) -> bool:
     return type(value) in (tuple, *_MAPPINGS, *_SEQUENCES) or (isinstance(value, tuple) and hasattr(value, "_make"))
 
 
-def _is_copied(tensor: Tensor) -> bool:
-    """Others (sparse, nested ones) can neither be compared nor filled: they are put back as they are."""
-    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
+# Objects that a step changes inside: how what is in them is read, and written.
+_OBJECTS: tuple[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], object]], ...] = (
+    (torch.Generator, lambda g: g.get_state(), lambda g, state: g.set_state(state)),
+    (np.random.Generator, lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)),
+    (np.random.RandomState, lambda g: g.get_state(), lambda g, state: g.set_state(state)),
+    (random.Random, lambda g: g.getstate(), lambda g, state: g.setstate(state)),
+    (np.ndarray, lambda a: a.copy(), lambda a, values: np.copyto(a, values, casting="no")),
+    (set, set, lambda s, items: _filled(s, s.update, items)),
+)
+
+
+def _object(value: Any) -> Callable[[Any], Any]:
+    for kind, read, write in _OBJECTS:
+        if isinstance(value, kind):
+            inside = read(value)
+            return lambda _: (value, write(value, inside))[0]
+    return lambda _: value
 
 
 def _tensor(value: Tensor, *, copied: bool) -> Callable[[Any], Any]:
-    reference, device, wants = weakref.ref(value), value.device, value.is_leaf and value.requires_grad
-    values = _host_copy(value) if copied else None
-
-    def back(_: Any) -> Any:
-        tensor = reference()
-        if tensor is None:
-            return None if values is None else values.to(device, copy=True).requires_grad_(wants)
-        if values is not None:
-            put_values(tensor, values)
-        return tensor
-
-    return back
-
-
-def put_values(tensor: Tensor, values: Tensor) -> None:
-    """Write values into a tensor unless it has them; through ``.data``, so that its version stays as it was."""
-    if tensor.dtype != values.dtype or not torch.equal(tensor.detach().cpu(), values):
-        tensor.data.copy_(values)
+    if value.is_meta or is_lazy(value):
+        return lambda _: value  # It has no values, and takes no memory.
+    if copied:
+        memory = TensorMemory(value)
+        return lambda _: memory.put_back()
+    reference = weakref.ref(value)
+    return lambda _: reference()
 
 
 class Attributes:
@@ -261,24 +338,15 @@ class Attributes:
         self._objects = [(owner, self._remembered(vars(owner), elsewhere)) for owner in objects]
 
     def restore(self) -> None:
-        """Put back what was plain data then; what has come since goes, where it is plain data."""
+        """Put back what was there then; what has come since goes. Functions are no state: they stay as they are now."""
         for owner, before in self._objects:
             now = vars(owner)
             for name in [name for name, value in now.items() if name not in before and self._counts(name, value)]:
                 del now[name]
-            for name, value in before.items():
-                if value is not None:
-                    now[name] = value.put_back(now.get(name))
+            now.update({name: value.put_back(now.get(name)) for name, value in before.items()})
 
-    def _remembered(self, attributes: Mapping[str, Any], elsewhere: Collection[int]) -> dict[str, Snapshot | None]:
-        """By name; None for what is left alone."""
-        return {name: Snapshot(v, elsewhere) if self._counts(name, v) else None for name, v in attributes.items()}
+    def _remembered(self, attributes: Mapping[str, Any], elsewhere: Collection[int]) -> dict[str, Snapshot]:
+        return {name: Snapshot(value, elsewhere) for name, value in attributes.items() if self._counts(name, value)}
 
     def _counts(self, name: str, value: Any) -> bool:
-        return name not in self._ignored and (isinstance(value, (Tensor, *_NUMBERS)) or is_container(value))
-
-
-def attributes_of(modules: Collection[nn.Module]) -> Attributes:
-    """What modules keep besides parameters and buffers."""
-    known = {id(t) for module in modules for t in (*module._parameters.values(), *module._buffers.values())}
-    return Attributes(modules, _OF_MODULES, known)
+        return name not in self._ignored and not callable(value)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from profiler.workload.tensor_parts import parts_of
+
 # The CUDA caching allocator rounds every allocation up to this (kMinBlockSize in PyTorch's CUDACachingAllocator.h).
 CUDA_BLOCK_BYTES = 512
 
@@ -51,11 +53,12 @@ class StorageTable:
 
 
 def distinct_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes under ``tensors``, every storage counted once."""
+    """Bytes under ``tensors``, every storage counted once; of sparse and nested ones those of all their parts."""
     seen: dict[int, int] = {}
     for tensor in tensors:
-        if tensor.layout is torch.strided:
-            seen[storage_key(tensor)] = allocated_bytes(tensor.untyped_storage())
-        else:
-            seen[storage_key(tensor)] = tensor.element_size() * tensor._nnz()
+        for part in [tensor] if tensor.layout is torch.strided else parts_of(tensor):
+            if part.layout is torch.strided:
+                seen[storage_key(part)] = allocated_bytes(part.untyped_storage())
+            else:
+                seen[storage_key(tensor)] = part.nbytes
     return sum(seen.values())

@@ -28,9 +28,15 @@ def state_after(work: Workload, steps: int = 2) -> dict[str, Any]:
     return {
         "losses": losses,
         "gradients": {n: None if p.grad is None else p.grad.clone() for n, p in work.model.named_parameters()},
-        "state": copy.deepcopy(work.model.state_dict()),
+        "state": state_of(work),
         "random": torch.get_rng_state(),
     }
+
+
+def state_of(work: Workload) -> dict[str, Any]:
+    """A copy of the model's state; torch can clone tensors that it cannot copy deeply (compressed sparse ones)."""
+    state = work.model.state_dict()
+    return {n: v.clone() if isinstance(v, torch.Tensor) else copy.deepcopy(v) for n, v in state.items()}
 
 
 def assert_same(left: Any, right: Any) -> None:

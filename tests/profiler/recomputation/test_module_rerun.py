@@ -69,3 +69,16 @@ def test_under_autocast_a_second_run_casts_as_often_as_the_first(leaf: bool) -> 
     assert first.names.count("aten._to_copy.default") == (7 if leaf else 9)
     assert len(kept) == len(saved) and all(torch.equal(a, b) for a, b in zip(kept, saved, strict=True))
     assert len(rerun_until_saved(stage.forward, state, (again,), {}, len(saved))) == len(saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_a_rerun_sees_a_buffer_in_the_size_of_the_first_run_and_leaves_it_in_its_own(dtype: torch.dtype) -> None:
+    module = nn.Identity()
+    module.register_buffer("seen", torch.zeros(0, dtype=dtype))
+    state = CallState(module, torch.device("cpu"), draws_random=False, changing=("seen",))
+    seen = module.get_buffer("seen").resize_(3).fill_(1)
+    with state.reinstated():
+        assert seen.numel() == 0
+        seen.resize_(5).fill_(0)
+    assert module.get_buffer("seen") is seen and seen.tolist() == [1, 1, 1]
+    seen.resize_(7)  # Nothing has kept its storage from growing.

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from profiler.workload.snapshot import Snapshot, attributes_of, preserved
+from profiler.workload.restoring import Restoring
+from profiler.workload.snapshot import Snapshot, modules_of, preserved, remember_modules
 from profiler.workload.workload import Workload
 
 
@@ -91,7 +92,8 @@ def test_attributes_that_came_meanwhile_go_and_nothing_is_kept_alive():
     work.step()
     assert isinstance(work.model.hidden, tuple)
     hidden = weakref.ref(work.model.hidden[0])
-    remembered = attributes_of([*work.model.modules()])
+    remembered = Restoring()
+    remember_modules(modules_of(work), remembered)
     value = work.model.hidden[0].clone()
     work.step()
     assert hidden() is None

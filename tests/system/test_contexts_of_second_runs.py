@@ -1,0 +1,230 @@
+"""Second runs of kernels of all kinds, after contexts around the first have ended, and under transforms."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations, parametrize
+
+import planner
+from tests.support.exactness import assert_same
+from tests.support.habits import WIDTH, Habit, Net, Plain, batch, evaluating, loss_of, net, plain, recomputing, trained
+
+
+class Norms(nn.Module):
+    """Train-mode kernels, which read statistics that kernels in evaluation mode do not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.BatchNorm1d(4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).reshape(1, 32, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + y.transpose(1, 2).reshape(32, WIDTH)
+
+
+class Orthogonal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(torch.tanh(self.inner(x)))
+
+
+class Recurrent(nn.Module):
+    """Its kernel saves memory of which it has filled a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(WIDTH, WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x.unsqueeze(1))[0].squeeze(1)
+
+
+class Noisy(nn.Module):
+    """The noise that it saves is memory that nothing has filled where its input is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(nn.functional.rrelu(self.first(x), training=True))
+
+
+class Instances(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.InstanceNorm1d(4, track_running_stats=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(torch.tanh(self.norm(x.reshape(8, 4, WIDTH)).reshape(32, WIDTH)))
+
+
+def in_math_attention(model: nn.Module, x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        loss = loss_of(model(x))
+    loss.backward()
+    return loss
+
+
+def in_cached_parametrizations(model: nn.Module, x: Tensor) -> Tensor:
+    with parametrize.cached():
+        loss = loss_of(model(x))
+    loss.backward()
+    return loss
+
+
+def in_double(model: nn.Module, x: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        loss = loss_of(model(x))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("make", "habit"),
+    [
+        (Norms, evaluating),
+        (Attention, in_math_attention),
+        (Orthogonal, in_cached_parametrizations),
+        (Orthogonal, plain),
+        (Recurrent, plain),
+        (Recurrent, evaluating),
+        (Noisy, plain),
+        (Instances, plain),
+        (Norms, in_double),
+    ],
+)
+def test_contexts_that_have_ended_and_kernels_of_all_kinds(make: Callable[[], nn.Module], habit: Habit) -> None:
+    expected = trained(net(make), habit)
+    plan, model = recomputing(net(make)), net(make)
+    with planner.apply(model, plan):
+        assert_same(trained(model, habit), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float32])
+@pytest.mark.parametrize("permuted", [False, True])
+def test_a_batch_that_backward_does_not_read_may_be_written_to(dtype: torch.dtype, permuted: bool) -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh((x * 0.5).float())
+            return y + self.inner(y)
+
+    class FirstCasts(Net):
+        cast: nn.Module
+
+        def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+            return super().forward(self.cast(x))
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = FirstCasts([Norms() for _ in range(4)])
+        model.cast = Cast()
+        return model
+
+    def given() -> Tensor:
+        x = (batch() * 50).to(dtype)
+        return x.t().contiguous().t() if permuted else x
+
+    def habit(model: nn.Module, _: Tensor) -> Tensor:
+        x = given()
+        loss = loss_of(model(x))
+        x.zero_()
+        loss.backward()
+        return loss
+
+    expected = trained(build(), habit)
+    model = build()
+    with planner.apply(model, recomputing(build(), (given(),))):
+        assert_same(trained(model, habit), expected)
+
+
+def under_grad(model: nn.Module, x: Tensor) -> Any:
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    return torch.func.grad(lambda w: loss_of(functional_call(model, w, (x,))))(weights)
+
+
+def under_vmap(model: nn.Module, x: Tensor) -> Any:
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    each = torch.func.grad(lambda w, row: loss_of(functional_call(model, w, (row,))))
+    return torch.func.vmap(each, in_dims=(None, 0))(weights, x.unsqueeze(1))
+
+
+def under_jacrev(model: nn.Module, x: Tensor) -> Any:
+    return torch.func.jacrev(lambda given: model(given))(x)
+
+
+def under_jvp(model: nn.Module, x: Tensor) -> Any:
+    return torch.func.jvp(lambda given: model(given), (x,), (torch.ones_like(x),))
+
+
+@pytest.mark.parametrize("transform", [under_grad, under_vmap, under_jacrev, under_jvp], ids=lambda t: t.__name__)
+def test_under_transforms_the_model_runs_without_the_plan_and_says_so_once(transform: Any) -> None:
+    expected = transform(net(Plain), batch())
+    model = net(Plain)
+    with planner.apply(model, recomputing(net(Plain))), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert_same(transform(model, batch()), expected)
+        transform(model, batch())
+        assert ["the plan does not act there" in str(warning.message) for warning in said] == [True]
+        assert_same(trained(model, plain), trained(net(Plain), plain))
+
+
+def test_a_second_run_that_saves_tensors_of_other_strides_is_refused() -> None:
+    class Turning(nn.Module):
+        turned = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.first(x))
+            if Turning.turned:
+                y = y.t().contiguous().t()
+            return x + self.last(y * 2)
+
+    def habit(model: nn.Module, x: Tensor) -> Tensor:
+        loss = loss_of(model(x))
+        Turning.turned = True
+        try:
+            loss.backward()
+        finally:
+            Turning.turned = False
+        return loss
+
+    model = net(Turning)
+    with (
+        planner.apply(model, recomputing(net(Turning))),
+        pytest.raises(RuntimeError, match=r"float32 of shape \(32, 16\) with strides \(1, 32\).*not.*\(16, 1\)"),
+    ):
+        trained(model, habit)
