@@ -16,6 +16,7 @@ from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.compiled_models import CompiledCalls, made_compiled, module_named
 from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.cuda_link import CudaCopyEngine
+from planner.runtime.plan_checks import ParameterTypes
 from planner.runtime.planned_step import PlannedStep
 from planner.runtime.simulated_link import SimulatedCopyEngine
 from profiler.recomputation.selection import Selection
@@ -70,7 +71,7 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
 
     Raises:
         PlanMismatch: stage names, parameter shapes or the parameters' types differ. So says the model's forward
-            where it runs under another autocast than the profiled step.
+            where it runs under another autocast than the profiled step, or its parameters have become others since.
         UnsupportedPlan: the plan's schedule cannot be carried out.
         ValueError: another plan is applied already.
     """
@@ -80,9 +81,8 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
     _check_types(model, plan)
     lowered = lower_schedule(plan.stages, plan.schedule)
     patches = ForwardPatches()
-    if lowered.dropped or lowered.selective or lowered.transfers or made_compiled(plan):
-        planned = PlannedCalls(plan, lowered, model)
-        install(model, planned, [plan.stages[position].name for position in planned.wrapped], patches)
+    planned = PlannedCalls(plan, lowered, model)
+    install(model, planned, [plan.stages[position].name for position in planned.wrapped], patches)
     handle = Handle(model, plan, patches)
     register(model, handle)
     return handle
@@ -146,6 +146,7 @@ class PlannedCalls:
         self._diverged_stages: set[int] = set()
         self._lowered = lowered
         self._model = weakref.ref(model)
+        self._types = ParameterTypes(model)
         self._positions = {split_name(plan.stages[k].name): k for k in planned}
         self._step: PlannedStep | None = None
         self._counts: dict[str, int] = {}
@@ -158,7 +159,7 @@ class PlannedCalls:
             model = self._model()
             if self._step is not None or model is None or not (model.training and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
-            if autocast_now(self._device) != self._autocast:
+            if autocast_now(self._device) != self._autocast or self._types.changed():
                 check_precision(model, self._plan, autocast_now(self._device))
             self._compiled.in_model(forward)
             if (device := model_device(model)) != self._device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+from torch import nn
 
 from planner.plans.plan import Plan
 from profiler.workload.compiled_forwards import leave_uncompiled
@@ -41,3 +42,18 @@ def warn_once(stage: str, what: str) -> None:
     if (stage, what) not in _WARNED:
         _WARNED.add((stage, what))
         warnings.warn(f"planned stage {stage!r}: {what}", RuntimeWarning, stacklevel=3)
+
+
+class ParameterTypes:
+    """The types of a model's parameters as they are now, to be looked at in every step: that takes microseconds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owned = [module._parameters for module in model.modules() if module._parameters]
+        self._types = self._now()
+
+    def changed(self) -> bool:
+        """Whether there are other types among them than there were."""
+        return self._now() != self._types
+
+    def _now(self) -> set[torch.dtype]:
+        return {p.dtype for parameters in self._owned for p in parameters.values() if p is not None}
