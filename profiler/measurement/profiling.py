@@ -13,7 +13,7 @@ from profiler.measurement.stage_options import OptionGroup, ProposeChoices, grou
 from profiler.measurement.stage_probe import StageProbe
 from profiler.measurement.stage_reruns import RerunTimes, rerun_stages
 from profiler.op_graph import ChoiceError
-from profiler.records import MenuRecord, Profile
+from profiler.records import MenuRecord, Phase, Profile
 from profiler.trace.compiled_trace import trace_compiled
 from profiler.trace.partition import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
 from profiler.trace.stage_names import StateChoices
@@ -22,13 +22,21 @@ from profiler.trace.step_trace import trace_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.forward_patches import is_patched
 from profiler.workload.snapshot import RandomState, preserved
-from profiler.workload.steps import ProfileError, Result, first_step, resident_bytes_of, until_stepped
+from profiler.workload.steps import (
+    ProfileError,
+    Result,
+    count_many_steps,
+    counts_steps,
+    first_step,
+    resident_bytes_of,
+    until_stepped,
+)
 from profiler.workload.workload import Workload
 
 Progress = Callable[[str, int, int], None]
 PLAIN_STEPS = 3
 DROPPING_FORWARDS = 2
-_RUNS = 4 + PLAIN_STEPS + DROPPING_FORWARDS
+_RUNS = 5 + PLAIN_STEPS + DROPPING_FORWARDS
 
 
 def profile(
@@ -131,6 +139,8 @@ class _Measuring:
             dropped_seconds, reruns = self._time_dropping(probe, stages)
             steps = [self._step("time", lambda: probe.step(time_meter(self._device))) for _ in range(PLAIN_STEPS)]
             menus = self._measure_menus(probe, groups, memory, propose)
+            if late := self._late_update(probe):
+                memory[Mark("optimizer")] = [*memory[Mark("optimizer")], *late]
         return Measured(
             trace=trace,
             stages=stages,
@@ -146,6 +156,18 @@ class _Measuring:
             menus=menus,
             menu_of={k: number for number, group in enumerate(groups) for k in group.members},
         )
+
+    def _late_update(self, probe: StageProbe) -> list[Phase]:
+        """The optimizer's part of a step late in training: some do more from a certain number of steps on."""
+        optimizer = self._workload.optimizer
+        if optimizer is None or not counts_steps(optimizer):
+            return []
+        hook = optimizer.register_step_pre_hook(lambda aged, *_: count_many_steps(aged))
+        try:
+            step = self._step("memory, late in training", lambda: probe.step(self._memory_meter()))
+        finally:
+            hook.remove()
+        return by_mark(step)[Mark("optimizer")]
 
     def _begin(self, what: str) -> None:
         self._report(what)

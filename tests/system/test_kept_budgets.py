@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +40,7 @@ class TinyStage(nn.Module):
         return self.dropout(torch.tanh(self.linear(x)))
 
 
+@pytest.mark.slow
 def test_the_random_state_that_second_runs_of_tiny_stages_read_is_within_the_budget() -> None:
     torch.manual_seed(0)
     work = planner.Workload(
@@ -49,3 +53,24 @@ def test_the_random_state_that_second_runs_of_tiny_stages_read_is_within_the_bud
         plan = planner.solve(profile, budget, solver="rotor")
         assert max(peaks_of_steps(work, plan)) <= plan.predicted_peak_bytes <= budget
     assert {stage.decision for stage in plan.stages} == {"keep"}
+
+
+def squared(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [functools.partial(torch.optim.RAdam, foreach=False), functools.partial(torch.optim.ASGD, t0=3), torch.optim.NAdam],
+)
+def test_what_an_optimizer_does_late_in_training_is_within_the_budget(
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(3)))
+    work = planner.Workload(
+        model=model, inputs=torch.rand(4, 48), loss=squared, optimizer=optimizer(model.parameters())
+    )
+    profile = planner.profile(work, menus=False)
+    plan = planner.solve(profile, "100%")
+    assert max(peaks_of_steps(work, plan, steps=8)) == profile.unplanned_peak_bytes
