@@ -11,7 +11,7 @@ from profiler.measurement.meter import Mark, MarkedPhases, Meter, memory_meter, 
 from profiler.measurement.option_steps import OptionSteps
 from profiler.measurement.stage_options import OptionGroup, ProposeChoices, grouped, steps_for
 from profiler.measurement.stage_probe import StageProbe
-from profiler.measurement.stage_reruns import RerunTimes, rerun_stages
+from profiler.measurement.stage_reruns import HELD, RerunTimes, kept_by_hooks, rerun_stages
 from profiler.op_graph import ChoiceError
 from profiler.records import MenuRecord, Phase, Profile
 from profiler.trace.compiled_trace import trace_compiled
@@ -141,6 +141,7 @@ class _Measuring:
             menus = self._measure_menus(probe, groups, memory, propose)
             if late := self._late_update(probe):
                 memory[Mark("optimizer")] = [*memory[Mark("optimizer")], *late]
+            kept_twice = kept_by_hooks(trace, stages, saving.held & dropping.hidden)
         return Measured(
             trace=trace,
             stages=stages,
@@ -152,8 +153,11 @@ class _Measuring:
             dropped_memory=by_mark(dropping.phases),
             dropped_seconds=dropped_seconds,
             freed=dropping.freed,
-            reruns=reruns,
-            menus=menus,
+            reruns=[replace(rerun, failure=HELD) if k in kept_twice else rerun for k, rerun in enumerate(reruns)],
+            menus=[
+                replace(menu, options=(), reason=HELD) if kept_twice.intersection(group.members) else menu
+                for menu, group in zip(menus, groups, strict=True)
+            ],
             menu_of={k: number for number, group in enumerate(groups) for k in group.members},
         )
 
