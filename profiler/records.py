@@ -249,6 +249,7 @@ class Profile:
         op_records: every aten op of one step.
         menus: per kind of stage, its ops and its options inside the stage.
         link: that to host memory; None where the device has none.
+        unsteady: what takes other bytes in other steps, a line each; the peak is not promised where there is any.
     """
 
     model_class: str
@@ -267,6 +268,7 @@ class Profile:
     op_records: tuple[OpRecord, ...]
     menus: tuple[MenuRecord, ...] = ()
     link: LinkRecord | None = None
+    unsteady: tuple[str, ...] = ()
 
     def stage_level(self) -> Profile:
         """The same profile without options inside stages: each is kept, or recomputed, as a whole."""

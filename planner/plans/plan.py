@@ -97,6 +97,7 @@ class Plan:
         offload_only: whether it was asked for that nothing is recomputed; ``solver`` may name that method without.
         stated: what was stated by hand and what it came to, one line each; empty for a plan that was solved for.
         restricted: status and bound hold among the plans that do what was stated.
+        unsteady: as in the profile.
     """
 
     model_class: str
@@ -130,6 +131,7 @@ class Plan:
     stated: tuple[str, ...] = ()
     restricted: bool = False
     headroom_bytes: int = 0
+    unsteady: tuple[str, ...] = ()
 
     def offload_units_of(self, stage: int, option: int | None) -> tuple[tuple[int, ...], ...]:
         """Of each offload unit of a stage its storages if it is kept, its input tensors if dropped; by number."""

@@ -291,6 +291,7 @@ def plan_of(
         link=problem.link,
         no_offload=no_offload,
         offload_only=offload_only,
+        unsteady=profile.unsteady,
         **_schedule_fields(problem, solution, stages, profile.menus, seconds_outside_chain),
     )
 

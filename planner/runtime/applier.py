@@ -85,7 +85,19 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
     install(model, planned, [plan.stages[position].name for position in planned.wrapped], patches)
     handle = Handle(model, plan, patches)
     register(model, handle)
+    _say_what_is_unsteady(plan)
     return handle
+
+
+def _say_what_is_unsteady(plan: Plan) -> None:
+    if plan.unsteady:
+        more = f" (and {len(plan.unsteady) - 3} more)" if len(plan.unsteady) > 3 else ""
+        warnings.warn(
+            f"apply: expected the same bytes in every step, got a {plan.model_class} whose peak is not promised: "
+            f"{'; '.join(plan.unsteady[:3])}{more}. Solve with headroom for it",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def check_unplanned(model: nn.Module) -> None:

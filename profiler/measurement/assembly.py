@@ -44,6 +44,7 @@ class Measured:
     reruns: list[RerunTimes]
     menus: list[MenuRecord]
     menu_of: dict[int, int]
+    unsteady: tuple[str, ...]
 
 
 def by_mark(phases: MarkedPhases) -> PhasesOfMark:
@@ -119,6 +120,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         step_seconds=tuple(measured.step_seconds),
         op_records=_op_records(measured),
         menus=tuple(measured.menus),
+        unsteady=measured.unsteady,
     )
 
 

@@ -12,6 +12,7 @@ from profiler.measurement.option_steps import OptionSteps
 from profiler.measurement.stage_options import OptionGroup, ProposeChoices, grouped, steps_for
 from profiler.measurement.stage_probe import StageProbe
 from profiler.measurement.stage_reruns import HELD, RerunTimes, kept_by_hooks, rerun_stages
+from profiler.measurement.unsteady_bytes import unsteady_bytes
 from profiler.op_graph import ChoiceError
 from profiler.records import MenuRecord, Phase, Profile
 from profiler.trace.compiled_trace import trace_compiled
@@ -124,6 +125,7 @@ class _Measuring:
         self, patterns: Sequence[StagePattern] | None, propose: ProposeChoices, state: StateChoices | None
     ) -> Measured:
         """Everything that a profile is made of."""
+        optimizer_bytes = resident_bytes_of(self._workload).optimizer
         uncompiled_trace, uncompiled_stages = trace, stages = self._trace(patterns)
         if self._compiled:
             self._begin("trace, compiled")
@@ -159,6 +161,7 @@ class _Measuring:
                 for menu, group in zip(menus, groups, strict=True)
             ],
             menu_of={k: number for number, group in enumerate(groups) for k in group.members},
+            unsteady=unsteady_bytes(self._workload, uncompiled_trace, uncompiled_stages, optimizer_bytes),
         )
 
     def _late_update(self, probe: StageProbe) -> list[Phase]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, MutableMapping
 from typing import TypeVar
 
 import torch
@@ -67,13 +67,13 @@ def until_stepped(workload: Workload, run: Callable[[], Result]) -> Result:
 
 def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer keeps the number of steps, as torch's own do."""
-    return any(isinstance(state, Mapping) and "step" in state for state in optimizer.state.values())
+    return any(isinstance(state, MutableMapping) and "step" in state for state in optimizer.state.values())
 
 
 def count_many_steps(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer believe that training has gone on for long."""
     for state in optimizer.state.values():
-        step = state.get("step") if isinstance(state, Mapping) else None
+        step = state.get("step") if isinstance(state, MutableMapping) else None
         if isinstance(step, Tensor):
             step.fill_(min(_LATE, torch.finfo(step.dtype).max) if step.is_floating_point() else _LATE)
         elif isinstance(step, (int, float)):

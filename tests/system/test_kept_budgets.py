@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal
 
 import planner
 from profiler.measurement.assembly import alike
@@ -101,13 +103,108 @@ def test_what_a_hook_holds_after_backward_is_not_there_twice() -> None:
 
 
 def test_stages_with_hooks_of_their_own_are_not_alike() -> None:
-    model = nn.Sequential(*(TinyStage() for _ in range(6)))
-    model[1].linear.register_full_backward_pre_hook(lambda module, gradient: None)
-    next(model[2].parameters()).register_hook(lambda gradient: gradient)
-    next(model[3].parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+    stages = [TinyStage() for _ in range(6)]
+    model = nn.Sequential(*stages)
+    stages[1].linear.register_full_backward_pre_hook(lambda module, gradient: None)
+    next(stages[2].parameters()).register_hook(lambda gradient: gradient)
+    next(stages[3].parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
     work = planner.Workload(model=model, inputs=torch.randn(16, 8, requires_grad=True), loss=squared)
     kinds = alike(choose_stages(trace_step(work), [TinyStage]))
     assert kinds[0] == kinds[4] == kinds[5] and len(set(kinds)) == 4
+
+
+class Masked(nn.Module):
+    """Keeps what is positive: how much that is depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return x + y[y > 0].exp().sum()
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        while x.norm() > 3:
+            x = torch.tanh(self.linear(x)) / 2
+        return self.linear(x)
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(100, 8, sparse=True)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.rows((x * 10).long() % 100))
+
+
+def orthogonal_layers() -> nn.Module:
+    return nn.Sequential(*(orthogonal(nn.Linear(8, 8)) for _ in range(3)))
+
+
+momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+UNSTEADY: list[tuple[Callable[[], nn.Module], Callable[..., torch.optim.Optimizer], str]] = [
+    (orthogonal_layers, momentum, "linalg_matrix_exp in '0.parametrizations.weight.0' and 2 other modules"),
+    (
+        lambda: nn.Sequential(Masked(), Masked()),
+        momentum,
+        "index in '0' and 1 other module: its bytes depend on values",
+    ),
+    (lambda: nn.Sequential(Branching(), Branching()), momentum, "a value by which Python may branch in '0'"),
+    (Bag, torch.optim.SGD, "the gradient of 'rows.weight' is sparse"),
+    (Bag, momentum, "'momentum_buffer' is sparse, and grows from step to step"),
+]
+
+
+@pytest.mark.parametrize(("model", "optimizer", "what"), UNSTEADY)
+def test_bytes_that_are_others_in_other_steps_are_said_before_the_first_step(
+    model: Callable[[], nn.Module], optimizer: Callable[..., torch.optim.Optimizer], what: str
+) -> None:
+    torch.manual_seed(0)
+    made = model()
+    work = planner.Workload(model=made, inputs=torch.rand(16, 8), loss=squared, optimizer=optimizer(made.parameters()))
+    profile = planner.profile(work, menus=False)
+    assert any(what in line for line in profile.unsteady)
+    plan = planner.solve(profile, "100%")
+    with pytest.warns(RuntimeWarning, match="whose peak is not promised: .* Solve with headroom") as caught:
+        planner.apply(made, plan).remove()
+    assert what in str(caught[0].message) and caught[0].filename == __file__
+    assert planner.Plan.from_document(plan.to_document(), "a plan").unsteady == profile.unsteady
+
+
+class Growing(torch.optim.SGD):
+    """Remembers every gradient."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("history", []).append(parameter.grad.clone())
+        super().step()
+
+
+def test_states_that_grow_are_said_and_steady_steps_are_promised() -> None:
+    said = {}
+    for optimizer in (Growing, momentum, torch.optim.AdamW):
+        model = nn.Sequential(TinyStage(), TinyStage())
+        work = planner.Workload(
+            model=model, inputs=torch.rand(16, 8), loss=squared, optimizer=optimizer(model.parameters(), lr=0.1)
+        )
+        profile = planner.profile(work, menus=False)
+        said[optimizer] = profile.unsteady
+    (line,) = said.pop(Growing)
+    assert "the optimizer's states grow from step to step: by" in line
+    assert set(said.values()) == {()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planner.apply(model, planner.solve(profile, "100%"))
 
 
 @pytest.mark.parametrize(
@@ -124,4 +221,4 @@ def test_what_an_optimizer_does_late_in_training_is_within_the_budget(
     )
     profile = planner.profile(work, menus=False)
     plan = planner.solve(profile, "100%")
-    assert max(peaks_of_steps(work, plan, steps=8)) == profile.unplanned_peak_bytes
+    assert max(peaks_of_steps(work, plan, steps=8)) == profile.unplanned_peak_bytes and not profile.unsteady
