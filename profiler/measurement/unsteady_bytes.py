@@ -23,7 +23,12 @@ def unsteady_bytes(
         trace, stages: of its step, uncompiled.
         optimizer_bytes: of its optimizer's states after the first step.
     """
-    return (*in_words(_ops(trace, stages)), *_gradients(trace), *_states(workload, optimizer_bytes))
+    return (
+        *in_words(_ops(trace, stages)),
+        *_gradients(trace),
+        *_hooks(workload),
+        *_states(workload, optimizer_bytes),
+    )
 
 
 def _ops(trace: Trace, stages: Sequence[ChosenStage]) -> Iterator[tuple[str, str]]:
@@ -37,6 +42,15 @@ def _ops(trace: Trace, stages: Sequence[ChosenStage]) -> Iterator[tuple[str, str
 def _gradients(trace: Trace) -> Iterator[str]:
     for name in trace.sparse_gradients:
         yield f"the gradient of {name!r} is sparse: its bytes depend on the rows that a batch names"
+
+
+def _hooks(workload: Workload) -> Iterator[str]:
+    hooked = [n for n, p in workload.model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
+    if hooked:
+        yield (
+            f"a hook runs once the gradient of {hooked[0]!r} is complete: what it keeps from step to step (the states "
+            "of an optimizer in backward) is not known here, and not put back after profiling"
+        )
 
 
 def _states(workload: Workload, first_bytes: int) -> Iterator[str]:

@@ -150,6 +150,14 @@ def orthogonal_layers() -> nn.Module:
     return nn.Sequential(*(orthogonal(nn.Linear(8, 8)) for _ in range(3)))
 
 
+def stepping_in_backward() -> nn.Module:
+    model = nn.Sequential(TinyStage(), TinyStage())
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    return model
+
+
 momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 UNSTEADY: list[tuple[Callable[[], nn.Module], Callable[..., torch.optim.Optimizer], str]] = [
     (orthogonal_layers, momentum, "linalg_matrix_exp in '0.parametrizations.weight.0' and 2 other modules"),
@@ -159,6 +167,7 @@ UNSTEADY: list[tuple[Callable[[], nn.Module], Callable[..., torch.optim.Optimize
         "index in '0' and 1 other module: its bytes depend on values",
     ),
     (lambda: nn.Sequential(Branching(), Branching()), momentum, "a value by which Python may branch in '0'"),
+    (stepping_in_backward, torch.optim.SGD, "a hook runs once the gradient of '0.linear.weight' is complete"),
     (Bag, torch.optim.SGD, "the gradient of 'rows.weight' is sparse"),
     (Bag, momentum, "'momentum_buffer' is sparse, and grows from step to step"),
 ]
