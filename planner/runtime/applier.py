@@ -85,7 +85,6 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
     install(model, planned, [plan.stages[position].name for position in planned.wrapped], patches)
     handle = Handle(model, plan, patches)
     register(model, handle)
-    _say_what_is_unsteady(plan)
     return handle
 
 
@@ -96,7 +95,7 @@ def _say_what_is_unsteady(plan: Plan) -> None:
             f"apply: expected the same bytes in every step, got a {plan.model_class} whose peak is not promised: "
             f"{'; '.join(plan.unsteady[:3])}{more}. Solve with headroom for it",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -143,6 +142,7 @@ class PlannedCalls:
     """The wrappers of one applied plan, and the forward that is under way."""
 
     def __init__(self, plan: Plan, lowered: LoweredSchedule, model: nn.Module) -> None:
+        _say_what_is_unsteady(plan)
         self._device = model_device(model)
         self._engine = engine_for(plan, lowered, self._device)
         cast = autocast_part(plan.precision)
@@ -158,7 +158,7 @@ class PlannedCalls:
         self._diverged_stages: set[int] = set()
         self._lowered = lowered
         self._model = weakref.ref(model)
-        self._types = ParameterTypes(model)
+        self._types = ParameterTypes(model, plan.precision)
         self._positions = {split_name(plan.stages[k].name): k for k in planned}
         self._step: PlannedStep | None = None
         self._counts: dict[str, int] = {}
@@ -171,7 +171,7 @@ class PlannedCalls:
             model = self._model()
             if self._step is not None or model is None or not (model.training and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
-            if autocast_now(self._device) != self._autocast or self._types.changed():
+            if autocast_now(self._device) != self._autocast or self._types.differ():
                 check_precision(model, self._plan, autocast_now(self._device))
             self._compiled.in_model(forward)
             if (device := model_device(model)) != self._device:

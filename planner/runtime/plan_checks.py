@@ -9,6 +9,7 @@ from torch import nn
 
 from planner.plans.plan import Plan
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.precision import types_part
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
@@ -45,15 +46,17 @@ def warn_once(stage: str, what: str) -> None:
 
 
 class ParameterTypes:
-    """The types of a model's parameters as they are now, to be looked at in every step: that takes microseconds."""
+    """The types of a model's parameters, to be looked at in every step: that takes microseconds.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: whose parameters they are.
+        precision: of the plan, which says what they should be.
+    """
+
+    def __init__(self, model: nn.Module, precision: str) -> None:
         self._owned = [module._parameters for module in model.modules() if module._parameters]
-        self._types = self._now()
+        self._expected = {getattr(torch, name) for name in types_part(precision).split("+") if name}
 
-    def changed(self) -> bool:
-        """Whether there are other types among them than there were."""
-        return self._now() != self._types
-
-    def _now(self) -> set[torch.dtype]:
-        return {p.dtype for parameters in self._owned for p in parameters.values() if p is not None}
+    def differ(self) -> bool:
+        """Whether they are others than they should be."""
+        return self._expected != {p.dtype for owned in self._owned for p in owned.values() if p is not None}

@@ -12,7 +12,7 @@ from profiler.measurement.option_steps import OptionSteps
 from profiler.measurement.stage_options import OptionGroup, ProposeChoices, grouped, steps_for
 from profiler.measurement.stage_probe import StageProbe
 from profiler.measurement.stage_reruns import HELD, RerunTimes, kept_by_hooks, rerun_stages
-from profiler.measurement.unsteady_bytes import unsteady_bytes
+from profiler.measurement.unsteady_bytes import what_is_unsteady
 from profiler.op_graph import ChoiceError
 from profiler.records import MenuRecord, Phase, Profile
 from profiler.trace.compiled_trace import trace_compiled
@@ -161,7 +161,7 @@ class _Measuring:
                 for menu, group in zip(menus, groups, strict=True)
             ],
             menu_of={k: number for number, group in enumerate(groups) for k in group.members},
-            unsteady=unsteady_bytes(self._workload, uncompiled_trace, uncompiled_stages, optimizer_bytes),
+            unsteady=what_is_unsteady(self._workload, uncompiled_trace, uncompiled_stages, optimizer_bytes),
         )
 
     def _late_update(self, probe: StageProbe) -> list[Phase]:

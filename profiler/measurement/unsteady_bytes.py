@@ -13,7 +13,7 @@ from profiler.workload.steps import resident_bytes_of
 from profiler.workload.workload import Workload, optimizer_tensors
 
 
-def unsteady_bytes(
+def what_is_unsteady(
     workload: Workload, trace: Trace, stages: Sequence[ChosenStage], optimizer_bytes: int
 ) -> tuple[str, ...]:
     """One line for each thing.
