@@ -252,6 +252,7 @@ class Profile:
         menus: per kind of stage, its ops and its options inside the stage.
         link: that to host memory; None where the device has none.
         unseen: modules of the same class and parameter shapes as a stage's that the step did not call.
+        unsteady: what takes other bytes in other steps, a line each; the peak is not promised where there is any.
     """
 
     model_class: str
@@ -271,6 +272,7 @@ class Profile:
     menus: tuple[MenuRecord, ...] = ()
     link: LinkRecord | None = None
     unseen: tuple[str, ...] = ()
+    unsteady: tuple[str, ...] = ()
 
     def stage_level(self) -> Profile:
         """The same profile without options inside stages: each is kept, or recomputed, as a whole."""

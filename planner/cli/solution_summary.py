@@ -80,6 +80,7 @@ class SolutionSummary:
     slowdown: float
     stated: tuple[str, ...] | None = None
     restricted: bool | None = None
+    unsteady: tuple[str, ...] | None = None
     stages: tuple[StageSummary, ...]
 
     @property
@@ -98,9 +99,8 @@ class SolutionSummary:
 def summary_of_plan(plan: Plan) -> SolutionSummary:
     """What a plan claims, and per stage the decision."""
     summary = msgspec.convert(plan, SolutionSummary, from_attributes=True)  # Fields of the same names.
-    if plan.stated:
-        return summary
-    return replace(summary, stated=None, restricted=None)
+    summary = replace(summary, unsteady=plan.unsteady or None)
+    return summary if plan.stated else replace(summary, stated=None, restricted=None)
 
 
 def summary_of_solution(

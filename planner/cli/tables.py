@@ -90,6 +90,7 @@ def _claims(summary: SolutionSummary) -> list[tuple[str, str]]:
     resident = "parameters, optimizer states, batch" if summary.part == "stage" else "alive throughout"
     return [
         ("predicted peak", f"{exact_bytes(peak_bytes)}: {share} of the unplanned {format_bytes(unplanned_bytes)}"),
+        *_unsteady(summary.unsteady or ()),
         ("budget", f"{exact_bytes(budget_bytes)}: {format_bytes(budget_bytes - peak_bytes)} to spare"),
         *_headroom(summary),
         ("predicted time", _times(summary)),
@@ -100,6 +101,11 @@ def _claims(summary: SolutionSummary) -> list[tuple[str, str]]:
         ("status", _status(summary)),
         ("resident", f"{format_bytes(summary.resident_bytes)} ({resident})"),
     ]
+
+
+def _unsteady(lines: Sequence[str]) -> list[tuple[str, str]]:
+    """Why the peak is not promised; no line where it is."""
+    return [("" if number else "not promised", escape(line)) for number, line in enumerate(lines)]
 
 
 def _headroom(summary: SolutionSummary) -> list[tuple[str, str]]:
@@ -193,6 +199,7 @@ def _step(profile: Profile) -> list[tuple[str, str]]:
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in [*parts, ("batch", resident.inputs)] if size)
     facts = [
         ("unplanned peak", exact_bytes(profile.unplanned_peak_bytes)),
+        *_unsteady(profile.unsteady),
         ("unplanned time", f"{format_seconds(profile.unplanned_seconds)} a step"),
         ("resident", f"{format_bytes(resident.total)}: {listed}"),
         ("measured on", f"{escape(profile.device_name)}, torch {profile.torch_version}"),

@@ -20,8 +20,10 @@ def chain_of(profile: Profile) -> Chain:
 
     Every number is a difference of measured bytes, chosen so that replaying
     the schedule that keeps everything gives the measured timeline exactly, at
-    the start and the peak of every phase. Tensors that several stages hold are
-    taken out of the stages and counted once. Where the end of a storage's life
+    the start and the peak of every phase; but forwards that may be second runs
+    count with the random state that these read, as far as that is within the
+    unplanned peak. Tensors that several stages hold are taken out of the stages
+    and counted once. Where the end of a storage's life
     under a plan is not known, the later one is taken: predictions err upwards.
 
     Returns:
@@ -90,6 +92,22 @@ class _UnsharedTimeline:
         self.dropped_growth_bytes[last] += _released_cast_bytes(profile)
         self.backward_base_bytes = self._backward_base()
         self.later_gradient_bytes = self._later_gradients()
+
+    def room_for_random_state(self, k: int) -> int:
+        """Bytes that every forward of stage k counts with, as it may be a second one, which reads the random state.
+
+        No more than the unplanned step has left there: keeping everything stays within its peak.
+        """
+        record = self.profile.stages[k]
+        if record.kind == "outside" or not record.recomputable:
+            return 0
+        return max(0, min(self.random_state_bytes, self.profile.unplanned_peak_bytes - record.forward.start_bytes))
+
+    def lacks_room(self, k: int) -> bool:
+        """Whether that is not enough for a second run inside a segment."""
+        record = self.profile.stages[k]
+        runs_again = record.kind == "stage" and record.recomputable
+        return runs_again and self.room_for_random_state(k) < self.random_state_bytes
 
     def _held_after_forward(self, k: int, last: int) -> int:
         """Shared bytes alive after the forward of stage k when everything is kept."""
@@ -222,7 +240,9 @@ def _stage(timeline: _UnsharedTimeline, k: int) -> Stage:
         gradient_bytes=timeline.backward_base_bytes[k] - timeline.later_gradient_bytes[k],
         recomputable=record.recomputable,
         # In a segment it would be kept by a second run while others are, each with casts of its own.
-        linked=bool(record.links) and not recast_bytes and not _recast_bytes(profile, k - 1),
+        linked=bool(record.links)
+        and not (recast_bytes or _recast_bytes(profile, k - 1))
+        and not (timeline.lacks_room(k) or timeline.lacks_room(k - 1)),
         offload_units=input_offload_unit_bytes(profile, k),
     )
 
@@ -236,7 +256,9 @@ def _options(timeline: _UnsharedTimeline, k: int) -> Iterator[Option]:
         backward_seconds=record.backward.seconds,
         kept_bytes=timeline.growth_bytes[k] - record.boundary_bytes,
         kept_output_bytes=record.kept_output_bytes,
-        forward_peak_bytes=record.forward.peak_bytes - record.forward.start_bytes,
+        forward_peak_bytes=max(
+            record.forward.peak_bytes - record.forward.start_bytes, timeline.room_for_random_state(k)
+        ),
         backward_peak_bytes=record.backward.peak_bytes - record.backward.start_bytes,
         recompute_seconds=record.recompute_seconds,
         recompute_peak_bytes=timeline.second_run_peak(k, record.recompute_peak_bytes),
@@ -275,7 +297,7 @@ def _option(timeline: _UnsharedTimeline, k: int, keep: Option, measured: OptionR
         backward_seconds=keep.backward_seconds + extra_backward_seconds,
         kept_bytes=keep.kept_bytes - measured.freed_bytes + extra_bytes,
         kept_output_bytes=min(record.kept_output_bytes, _kept_output_bytes(measured, menu.ops)),
-        forward_peak_bytes=measured.forward_peak_bytes,
+        forward_peak_bytes=max(measured.forward_peak_bytes, timeline.room_for_random_state(k)),
         backward_peak_bytes=measured.backward_peak_bytes,
         # It runs to its end then: the ops to run again are recorded along with it.
         recompute_seconds=max(forward_seconds, keep.recompute_seconds),

@@ -100,6 +100,7 @@ class Plan:
         stated: what was stated by hand and what it came to, one line each; empty for a plan that was solved for.
         unseen: as in the profile.
         restricted: status and bound hold among the plans that do what was stated.
+        unsteady: as in the profile.
     """
 
     model_class: str
@@ -134,6 +135,7 @@ class Plan:
     restricted: bool = False
     headroom_bytes: int = 0
     unseen: tuple[str, ...] = ()
+    unsteady: tuple[str, ...] = ()
 
     def offload_units_of(self, stage: int, option: int | None) -> tuple[tuple[int, ...], ...]:
         """Of each offload unit of a stage its storages if it is kept, its input tensors if dropped; by number."""

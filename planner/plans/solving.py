@@ -292,6 +292,7 @@ def plan_of(
         no_offload=no_offload,
         offload_only=offload_only,
         unseen=profile.unseen,
+        unsteady=profile.unsteady,
         **_schedule_fields(problem, solution, stages, profile.menus, seconds_outside_chain),
     )
 

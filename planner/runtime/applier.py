@@ -17,7 +17,7 @@ from planner.runtime.compiled_models import CompiledCalls, made_compiled, module
 from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.cuda_link import CudaCopyEngine
 from planner.runtime.kept_runs import Deviations
-from planner.runtime.plan_checks import running_backward, transformed, warn_once
+from planner.runtime.plan_checks import ParameterTypes, running_backward, transformed, warn_once
 from planner.runtime.planned_step import PlannedStep
 from planner.runtime.simulated_link import SimulatedCopyEngine
 from planner.runtime.stage_input import BatchCopies
@@ -74,7 +74,7 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
 
     Raises:
         PlanMismatch: stage names, parameter shapes or the parameters' types differ. So says the model's forward
-            where it runs under another autocast than the profiled step.
+            where it runs under another autocast than the profiled step, or its parameters have become others since.
         UnsupportedPlan: the plan's schedule cannot be carried out.
         ValueError: another plan is applied already.
     """
@@ -84,12 +84,22 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
     _check_types(model, plan)
     lowered = lower_schedule(plan.stages, plan.schedule)
     patches = ForwardPatches()
-    if lowered.dropped or lowered.selective or lowered.transfers or made_compiled(plan):
-        planned = PlannedCalls(plan, lowered, model)
-        install(model, planned, planned.wrapped, patches)
+    planned = PlannedCalls(plan, lowered, model)
+    install(model, planned, planned.wrapped, patches)
     handle = Handle(model, plan, patches)
     register(model, handle)
     return handle
+
+
+def _say_what_is_unsteady(plan: Plan) -> None:
+    if plan.unsteady:
+        more = f" (and {len(plan.unsteady) - 3} more)" if len(plan.unsteady) > 3 else ""
+        warnings.warn(
+            f"apply: expected the same bytes in every step, got a {plan.model_class} whose peak is not promised: "
+            f"{'; '.join(plan.unsteady[:3])}{more}. Solve with headroom for it",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def check_unplanned(model: nn.Module) -> None:
@@ -135,6 +145,7 @@ class PlannedCalls:
     """The wrappers of one applied plan, and the forward that is under way."""
 
     def __init__(self, plan: Plan, lowered: LoweredSchedule, model: nn.Module) -> None:
+        _say_what_is_unsteady(plan)
         self._device = model_device(model)
         self._engine = engine_for(plan, lowered, self._device)
         cast = autocast_part(plan.precision)
@@ -152,6 +163,7 @@ class PlannedCalls:
         self._deviations = Deviations()
         self._lowered = lowered
         self._model = weakref.ref(model)
+        self._types = ParameterTypes(model, plan.precision)
         self._step: PlannedStep | None = None
         self._bypassing: weakref.ref[PlannedStep] | None = None
         self._inside = False
@@ -178,7 +190,7 @@ class PlannedCalls:
         """Another forward begins."""
         model = self._model()
         assert model is not None
-        if autocast_now(self._device) != self._autocast:
+        if autocast_now(self._device) != self._autocast or self._types.differ():
             check_precision(model, self._plan, autocast_now(self._device))
         if (device := model_device(model)) != self._device:
             self._device = device

@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 
 from planner.plans.plan import Plan
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.precision import types_part
 from profiler.workload.tensor_parts import sizes_of
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
@@ -68,3 +70,20 @@ def _warn_once(text: str) -> None:
     if text not in _WARNED:
         _WARNED.add(text)
         warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+class ParameterTypes:
+    """The types of a model's parameters, to be looked at in every step: that takes microseconds.
+
+    Args:
+        model: whose parameters they are.
+        precision: of the plan, which says what they should be.
+    """
+
+    def __init__(self, model: nn.Module, precision: str) -> None:
+        self._owned = [module._parameters for module in model.modules() if module._parameters]
+        self._expected = {getattr(torch, name) for name in types_part(precision).split("+") if name}
+
+    def differ(self) -> bool:
+        """Whether they are others than they should be."""
+        return self._expected != {p.dtype for owned in self._owned for p in owned.values() if p is not None}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from profiler.measurement.meter import Mark, MarkedPhases, Place
 from profiler.measurement.stage_probe import StageTensor
@@ -44,6 +45,7 @@ class Measured:
     reruns: list[RerunTimes]
     menus: list[MenuRecord]
     menu_of: dict[int, int]
+    unsteady: tuple[str, ...]
     unseen: tuple[str, ...] = ()
 
 
@@ -65,7 +67,7 @@ def typical_seconds(runs: list[MarkedPhases]) -> dict[Mark, float]:
 
 
 def alike(stages: Sequence[ChosenStage]) -> list[int]:
-    """A number for each stage; equal where structure and shapes are equal."""
+    """A number for each stage; equal where structure, shapes and hooks are equal."""
     numbers: dict[Any, int] = {}
     kinds = []
     for stage in stages:
@@ -77,9 +79,26 @@ def alike(stages: Sequence[ChosenStage]) -> list[int]:
             call.end_op - call.first_op,
             call.end_save - call.first_save,
             call.draws_random,
+            _hooks_of(call.module),
         )
         kinds.append(numbers.setdefault(key, len(numbers)))
     return kinds
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _hooks_of(module: nn.Module) -> tuple[tuple[str, str, str], ...]:
+    """Which hooks run with a call: on which module in it, or for the gradient of which parameter."""
+    on_modules = [
+        (name, kind, getattr(hook, "__qualname__", type(hook).__name__))
+        for name, inner in module.named_modules()
+        for kind in _HOOKS
+        for hook in getattr(inner, kind).values()
+    ]
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    on_parameters = [(name, kind, "") for name, p in module.named_parameters() for kind in kinds if getattr(p, kind)]
+    return (*on_modules, *on_parameters)
 
 
 def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) -> Profile:
@@ -104,6 +123,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         op_records=_op_records(measured),
         menus=tuple(measured.menus),
         unseen=measured.unseen,
+        unsteady=measured.unsteady,
     )
 
 

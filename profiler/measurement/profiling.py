@@ -14,9 +14,10 @@ from profiler.measurement.meter import Mark, MarkedPhases, Meter, memory_meter, 
 from profiler.measurement.option_steps import OptionSteps
 from profiler.measurement.stage_options import OptionGroup, ProposeChoices, grouped, steps_for
 from profiler.measurement.stage_probe import StageProbe
-from profiler.measurement.stage_reruns import RerunTimes, rerun_stages
+from profiler.measurement.stage_reruns import HELD, RerunTimes, kept_by_hooks, rerun_stages
+from profiler.measurement.unsteady_bytes import what_is_unsteady
 from profiler.op_graph import ChoiceError
-from profiler.records import MenuRecord, Profile
+from profiler.records import MenuRecord, Phase, Profile
 from profiler.trace.compiled_trace import trace_compiled
 from profiler.trace.partition import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
 from profiler.trace.stage_names import StateChoices, names_unseen
@@ -25,7 +26,15 @@ from profiler.trace.step_trace import trace_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.forward_patches import is_patched
 from profiler.workload.snapshot import RandomState, preserved
-from profiler.workload.steps import ProfileError, Result, first_step, resident_bytes_of, until_stepped
+from profiler.workload.steps import (
+    ProfileError,
+    Result,
+    count_many_steps,
+    counts_steps,
+    first_step,
+    resident_bytes_of,
+    until_stepped,
+)
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
@@ -141,6 +150,7 @@ class _Measuring:
         self, patterns: Sequence[StagePattern] | None, propose: ProposeChoices, state: StateChoices | None
     ) -> Measured:
         """Everything that a profile is made of."""
+        optimizer_bytes = resident_bytes_of(self._workload).optimizer
         uncompiled_trace, uncompiled_stages = trace, stages = self._trace(patterns)
         if self._compiled:
             self._begin("trace, compiled")
@@ -156,6 +166,9 @@ class _Measuring:
             dropped_seconds, reruns = self._time_dropping(probe, stages)
             steps = [self._step("time", lambda: probe.step(time_meter(self._device))) for _ in range(PLAIN_STEPS)]
             menus = self._measure_menus(probe, groups, memory, propose)
+            if late := self._late_update(probe):
+                memory[Mark("optimizer")] = [*memory[Mark("optimizer")], *late]
+            kept_twice = kept_by_hooks(trace, stages, saving.held & dropping.hidden)
         return Measured(
             trace=trace,
             stages=stages,
@@ -167,11 +180,27 @@ class _Measuring:
             dropped_memory=by_mark(dropping.phases),
             dropped_seconds=dropped_seconds,
             freed=dropping.freed,
-            reruns=reruns,
-            menus=menus,
             unseen=names_unseen(self._workload.model, uncompiled_trace, uncompiled_stages),
+            reruns=[replace(rerun, failure=HELD) if k in kept_twice else rerun for k, rerun in enumerate(reruns)],
+            menus=[
+                replace(menu, options=(), reason=HELD) if kept_twice.intersection(group.members) else menu
+                for menu, group in zip(menus, groups, strict=True)
+            ],
             menu_of={k: number for number, group in enumerate(groups) for k in group.members},
+            unsteady=what_is_unsteady(self._workload, uncompiled_trace, uncompiled_stages, optimizer_bytes),
         )
+
+    def _late_update(self, probe: StageProbe) -> list[Phase]:
+        """The optimizer's part of a step late in training: some do more from a certain number of steps on."""
+        optimizer = self._workload.optimizer
+        if optimizer is None or not counts_steps(optimizer):
+            return []
+        hook = optimizer.register_step_pre_hook(lambda aged, *_: count_many_steps(aged))
+        try:
+            step = self._step("memory, late in training", lambda: probe.step(self._memory_meter()))
+        finally:
+            hook.remove()
+        return by_mark(step)[Mark("optimizer")]
 
     def _begin(self, what: str) -> None:
         self._report(what)

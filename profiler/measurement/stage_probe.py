@@ -64,10 +64,13 @@ class SavingStep(MarkedStep):
     Attributes:
         input_deaths: for input tensors of stages, what ran as their storage was freed.
         output_deaths: the same for their output tensors.
+        held: tensors that stages saved, and that autograd still held when their backward was over.
     """
 
     def __init__(self, probe: StageProbe, meter: Meter) -> None:
         super().__init__(probe, meter)
+        self.held: set[StageTensor] = set()
+        self._saved: dict[int, list[weakref.ref[Tensor]]] = {}
         self.input_deaths: dict[StageTensor, Mark] = {}
         self.output_deaths: dict[StageTensor, Mark] = {}
         self._inputs: dict[StageTensor, weakref.ref[Any]] = {}
@@ -79,14 +82,19 @@ class SavingStep(MarkedStep):
             for tensor in [tensor for tensor, storage in living.items() if storage() is None]:
                 deaths[tensor] = self._now
                 del living[tensor]
+        if self._now.phase == "backward" and self._now.place is not None and self._now.place.kind == "stage":
+            k = self._now.place.index
+            self.held |= {(k, n) for n, saved in enumerate(self._saved.pop(k, ())) if saved() is not None}
         super().mark(mark)
 
     def run_stage(self, position: int, forward: Forward, args: Any, kwargs: Any) -> Any:
-        now = self._now
+        now, saved = self._now, self._saved.setdefault(position, [])
 
         def pack(tensor: Tensor) -> Tensor:
             self._meter.mark(now)
-            return tensor.detach()
+            packed = tensor.detach()
+            saved.append(weakref.ref(packed))
+            return packed
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             self._inputs.update(_storages(position, (args, kwargs)))
@@ -171,12 +179,15 @@ class DroppingForward(MarkedStep):
     Attributes:
         first_runs: each stage's call, where all of them are held.
         freed: for each stage, whether the boundary before it was freed once nothing held it.
+        hidden: tensors that stages would have saved, and that were alive at the end of the forward all the same.
     """
 
     def __init__(self, probe: StageProbe, meter: Meter, *, hold_all: bool) -> None:
         super().__init__(probe, meter)
         self.first_runs: list[FirstRun] = []
         self.freed = [True] * len(probe.stages)
+        self.hidden: set[StageTensor] = set()
+        self._dropped: dict[StageTensor, weakref.ref[Any]] = {}
         self._stages = probe.stages
         self._hold_all = hold_all
         self._held: list[Any] = []
@@ -190,6 +201,7 @@ class DroppingForward(MarkedStep):
             loss = self._workload.forward()
             self._meter.mark(Mark("end"))
             self._check_freed()
+            self.hidden = {tensor for tensor, storage in self._dropped.items() if storage() is not None}
             del loss
         finally:
             self.phases = self._meter.stop()
@@ -204,6 +216,8 @@ class DroppingForward(MarkedStep):
         saved: list[tuple[tuple[int, ...], torch.dtype]] = []
 
         def pack(tensor: Tensor) -> Tensor | None:
+            if not call.goes_backward and tensor.layout is torch.strided:
+                self._dropped[position, len(saved)] = weakref.ref(tensor.untyped_storage())
             saved.append((sizes_of(tensor), tensor.dtype))
             return tensor.detach() if call.goes_backward else None
 

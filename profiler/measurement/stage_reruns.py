@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from profiler.measurement.stage_probe import FirstRun
 from profiler.recomputation.module_rerun import rerun_keeping, rerun_until_saved
 from profiler.recomputation.recompute_checks import EscapedTensors
+from profiler.trace.partition import ChosenStage
+from profiler.trace.step_record import Trace
 from profiler.workload.tensor_parts import parts_of, sizes_of
 from profiler.workload.tensor_trees import in_new_containers, tensors_in
 
@@ -23,6 +25,26 @@ class RerunTimes:
 
     seconds: float = 0.0
     failure: str = ""
+
+
+HELD = "its backward keeps what it saved, as does something else (a hook with a graph of its own); it would be twice"
+
+
+def kept_by_hooks(trace: Trace, stages: Sequence[ChosenStage], tensors: Iterable[tuple[int, int]]) -> set[int]:
+    """The stages of which a tensor besides inputs and outputs is among these.
+
+    Args:
+        trace, stages: the traced step and its stages.
+        tensors: saved ones, each with its stage, that are alive although the stage let go of them.
+    """
+    found = set()
+    for k, number in tensors:
+        call = stages[k].call
+        storage = trace.saves[call.first_save + number].storage
+        passed = trace.always_alive | call.input_storages | call.output_storages
+        if storage is not None and storage not in passed:
+            found.add(k)
+    return found
 
 
 def rerun_stages(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import nn
 
@@ -114,6 +114,15 @@ class Op:
     kept: bool = False
 
 
+class ValueOp(NamedTuple):
+    """An op by whose values bytes differ: how many ops of the forward had run before, and whether it is a branch."""
+
+    position: int
+    name: str
+    module: str
+    branch: bool
+
+
 @dataclass(slots=True)
 class Trace:
     """One traced step.
@@ -124,6 +133,8 @@ class Trace:
         always_alive: those of parameters, buffers and the batch.
         casts: those that autocast made of parameters, and caches until the forward ends.
         versions: how often each was changed in place until the end of the forward.
+        by_values: ops that take bytes by values, or hand values to Python, which may branch by them.
+        sparse_gradients: names of the parameters that got one.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -134,6 +145,8 @@ class Trace:
     always_alive: set[int] = field(default_factory=set)
     casts: set[int] = field(default_factory=set)
     versions: dict[int, int] = field(default_factory=dict)
+    by_values: list[ValueOp] = field(default_factory=list)
+    sparse_gradients: list[str] = field(default_factory=list)
 
     def saved(self, first: int, end: int) -> set[int]:
         """Storages under ``saves[first:end]``, but for those that are always alive."""

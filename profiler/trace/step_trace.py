@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
-from profiler.trace.step_record import Access, Call, Leaf, Op, Save, Trace
+from profiler.trace.step_record import Access, Call, Leaf, Op, Save, Trace, ValueOp
+from profiler.trace.value_sized import is_branch, is_sized_by_values
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name, unwrapped
 from profiler.workload.forward_patches import Forward, ForwardPatches
@@ -82,6 +83,11 @@ class StepRecorder(TorchDispatchMode):
                 self.begin_backward()
                 loss.backward()
             del loss
+            self.trace.sparse_gradients = [
+                plain_name(name)
+                for name, parameter in self._workload.model.named_parameters()
+                if parameter.grad is not None and parameter.grad.layout is not torch.strided
+            ]
         finally:
             patches.remove()
             self._workload.zero_grad()
@@ -112,6 +118,7 @@ class StepRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         known = self.trace.storages.numbers(tensors_in((args, kwargs)))
         access = self.access(func, args, kwargs)
+        self.note_values(func, args, kwargs)
         seconds, output = _timed(lambda: func(*args, **kwargs), self._device)
         self.record(str(func), seconds, tensors_in(output), known, access)
         self.note_cast(func, args, output)
@@ -212,6 +219,12 @@ class StepRecorder(TorchDispatchMode):
             access=access,
         )
         (self.trace.ops if self.side == "forward" else self.trace.backward_ops).append(op)
+
+    def note_values(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember an op by whose values bytes differ."""
+        branch = is_branch(op)
+        if branch or is_sized_by_values(op, args, kwargs):
+            self.trace.by_values.append(ValueOp(len(self.trace.ops), str(op.overloadpacket), self.module, branch))
 
     def note_cast(self, op: Any, args: tuple[Any, ...], output: Any) -> None:
         """Autocast caches what it casts of trained float32 parameters, not of views of them (ATen's cached_cast)."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from profiler.records import ResidentBytes
 from profiler.workload.storages import distinct_bytes
@@ -13,6 +16,10 @@ from profiler.workload.workload import Workload, optimizer_tensors, scaler_tenso
 Result = TypeVar("Result")
 # GradScaler's scale begins at 65536 and halves with every skipped step; below 1 it no longer serves its end.
 SKIPPED_STEPS = 24
+
+
+# ASGD begins to average after a million steps, RAdam to rectify after five.
+_LATE = 100_000_000
 
 
 class ProfileError(ValueError):
@@ -56,6 +63,21 @@ def until_stepped(workload: Workload, run: Callable[[], Result]) -> Result:
         f"profile: expected finite gradients once the loss scale is small enough, got inf or NaN in {SKIPPED_STEPS} "
         "steps in a row; correct the loss, or use bfloat16"
     )
+
+
+def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer keeps the number of steps, as torch's own do."""
+    return any(isinstance(state, MutableMapping) and "step" in state for state in optimizer.state.values())
+
+
+def count_many_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer believe that training has gone on for long."""
+    for state in optimizer.state.values():
+        step = state.get("step") if isinstance(state, MutableMapping) else None
+        if isinstance(step, Tensor):
+            step.fill_(min(_LATE, torch.finfo(step.dtype).max) if step.is_floating_point() else _LATE)
+        elif isinstance(step, (int, float)):
+            state["step"] = type(step)(_LATE)
 
 
 def resident_bytes_of(workload: Workload) -> ResidentBytes:

@@ -225,6 +225,24 @@ def test_a_plan_of_one_precision_is_refused_in_another(plans: Any, made_in: str,
     assert planner.handle_of(work.model) is None
 
 
+@pytest.mark.parametrize("budget", ["smallest", "100%"])
+@pytest.mark.parametrize("convert", [nn.Module.double, nn.Module.bfloat16])
+def test_parameters_converted_after_apply_are_refused_by_the_next_step(plans: Any, budget: str, convert: Any) -> None:
+    work, plan = in_precision("float32"), plans["float32"]
+    if budget != "smallest":
+        plan = planner.solve(planner.profile(work, menus=False), budget)
+    with planner.apply(work.model, plan):
+        work.step()
+        convert(work.model)
+        assert isinstance(work.inputs, Tensor)
+        work.inputs = work.inputs.to(next(work.model.parameters()).dtype)
+        with pytest.raises(planner.PlanMismatch, match="a plan for float32: expected .*, got .*; run it as it was"):
+            work.step()
+        work.model.float()
+        work.inputs = work.inputs.float()
+        work.step()
+
+
 def test_evaluating_in_another_precision_is_no_business_of_the_plan(plans: Any) -> None:
     work = in_precision("float32")
     with planner.apply(work.model, plans["float32"]), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

@@ -1,0 +1,62 @@
+"""What takes other bytes in other steps than in those that were measured, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from profiler.trace.partition import ChosenStage
+from profiler.trace.step_record import Trace
+from profiler.trace.value_sized import in_words
+from profiler.workload.steps import resident_bytes_of
+from profiler.workload.workload import Workload, optimizer_tensors
+
+
+def what_is_unsteady(
+    workload: Workload, trace: Trace, stages: Sequence[ChosenStage], optimizer_bytes: int
+) -> tuple[str, ...]:
+    """One line for each thing.
+
+    Args:
+        workload: after the last of the measured steps.
+        trace, stages: of its step, uncompiled.
+        optimizer_bytes: of its optimizer's states after the first step.
+    """
+    return (
+        *in_words(_ops(trace, stages)),
+        *_gradients(trace),
+        *_hooks(workload),
+        *_states(workload, optimizer_bytes),
+    )
+
+
+def _ops(trace: Trace, stages: Sequence[ChosenStage]) -> Iterator[tuple[str, str]]:
+    """Branches outside of stages are left out: nearly every model asks there whether a mask is needed."""
+    spans = [(stage.call.first_op, stage.call.end_op) for stage in stages]
+    for op in trace.by_values:
+        if not op.branch or any(first <= op.position < end for first, end in spans):
+            yield op.name, op.module
+
+
+def _gradients(trace: Trace) -> Iterator[str]:
+    for name in trace.sparse_gradients:
+        yield f"the gradient of {name!r} is sparse: its bytes depend on the rows that a batch names"
+
+
+def _hooks(workload: Workload) -> Iterator[str]:
+    hooked = [n for n, p in workload.model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
+    if hooked:
+        yield (
+            f"a hook runs once the gradient of {hooked[0]!r} is complete: what it keeps from step to step (the states "
+            "of an optimizer in backward) is not known here, and not put back after profiling"
+        )
+
+
+def _states(workload: Workload, first_bytes: int) -> Iterator[str]:
+    tensors = optimizer_tensors(workload.optimizer)
+    names = sorted({name for _, name, tensor in tensors if tensor.layout is not torch.strided})
+    if names:
+        yield f"the optimizer's {names[0]!r} is sparse, and grows from step to step; use one that keeps dense states"
+    elif (grown := resident_bytes_of(workload).optimizer - first_bytes) > 0:
+        yield f"the optimizer's states grow from step to step: by {grown} bytes in the steps that were measured"

@@ -1,0 +1,233 @@
+"""Steps keep their budget where single stages, hooks or optimizers take bytes that are easily overlooked."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal
+
+import planner
+from profiler.measurement.assembly import alike
+from profiler.measurement.meter import memory_meter, metered
+from profiler.trace.partition import choose_stages
+from profiler.trace.step_trace import trace_step
+from profiler.workload.steps import resident_bytes_of
+from tests.support.exactness import budgets
+
+
+def peaks_of_steps(work: planner.Workload, plan: planner.Plan, steps: int = 3) -> list[int]:
+    """Most bytes alive at once in each of some planned steps."""
+    peaks = []
+    with planner.apply(work.model, plan):
+        for _ in range(steps):
+            work.zero_grad()
+            gc.collect()
+            meter = memory_meter(work.device, resident_bytes_of(work).total)
+            peaks.append(metered(meter, work.step).peak_bytes)
+    return peaks
+
+
+class TinyStage(nn.Module):
+    """Its forward takes fewer bytes than torch's random state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(torch.tanh(self.linear(x)))
+
+
+@pytest.mark.slow
+def test_the_random_state_that_second_runs_of_tiny_stages_read_is_within_the_budget() -> None:
+    torch.manual_seed(0)
+    work = planner.Workload(
+        model=nn.Sequential(*(TinyStage() for _ in range(40))),
+        inputs=torch.randn(16, 8),
+        loss=lambda output: output.square().mean(),
+    )
+    profile = planner.profile(work, menus=False)
+    for budget in (*budgets(profile), profile.unplanned_peak_bytes):
+        plan = planner.solve(profile, budget, solver="rotor")
+        assert max(peaks_of_steps(work, plan)) <= plan.predicted_peak_bytes <= budget
+    assert {stage.decision for stage in plan.stages} == {"keep"}
+
+
+class HookedSolver(nn.Module):
+    """Its backward solves for a gradient in a hook, along a graph that the hook holds (a deep-equilibrium block)."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.inner, self.outer, self.norm = nn.Linear(width, width), nn.Linear(width, width), nn.LayerNorm(width)
+
+    def step(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(0.3 * self.inner(z) + self.outer(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.step(torch.zeros_like(x), x)
+        start = z.detach().clone().requires_grad_()
+        if torch.is_grad_enabled():
+            end = self.step(start, x)
+
+            def solve(gradient: Tensor) -> Tensor:
+                found = gradient
+                for _ in range(3):
+                    found = torch.autograd.grad(end, start, found, retain_graph=True)[0] + gradient
+                return found
+
+            z.register_hook(solve)
+        return self.norm(z + x)
+
+
+def squared(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+@pytest.mark.slow
+def test_what_a_hook_holds_after_backward_is_not_there_twice() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(HookedSolver() for _ in range(5)))
+    work = planner.Workload(model=model, inputs=torch.randn(256, 32), loss=squared)
+    profile = planner.profile(work)
+    assert any("a hook with a graph of its own" in stage.reason for stage in profile.stages)
+    for budget in (*budgets(profile), profile.unplanned_peak_bytes):
+        plan = planner.solve(profile, budget, solver="rotor")
+        assert max(peaks_of_steps(work, plan)) <= budget
+
+
+def test_stages_with_hooks_of_their_own_are_not_alike() -> None:
+    stages = [TinyStage() for _ in range(6)]
+    model = nn.Sequential(*stages)
+    stages[1].linear.register_full_backward_pre_hook(lambda module, gradient: None)
+    next(stages[2].parameters()).register_hook(lambda gradient: gradient)
+    next(stages[3].parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+    work = planner.Workload(model=model, inputs=torch.randn(16, 8, requires_grad=True), loss=squared)
+    kinds = alike(choose_stages(trace_step(work), [TinyStage]))
+    assert kinds[0] == kinds[4] == kinds[5] and len(set(kinds)) == 4
+
+
+class Masked(nn.Module):
+    """Keeps what is positive: how much that is depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return x + y[y > 0].exp().sum()
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        while x.norm() > 3:
+            x = torch.tanh(self.linear(x)) / 2
+        return self.linear(x)
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(100, 8, sparse=True)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.rows((x * 10).long() % 100))
+
+
+def orthogonal_layers() -> nn.Module:
+    return nn.Sequential(*(orthogonal(nn.Linear(8, 8)) for _ in range(3)))
+
+
+def stepping_in_backward() -> nn.Module:
+    model = nn.Sequential(TinyStage(), TinyStage())
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    return model
+
+
+momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+UNSTEADY: list[tuple[Callable[[], nn.Module], Callable[..., torch.optim.Optimizer], str]] = [
+    (orthogonal_layers, momentum, "linalg_matrix_exp in '0.parametrizations.weight.0' and 2 other modules"),
+    (
+        lambda: nn.Sequential(Masked(), Masked()),
+        momentum,
+        "index in '0' and 1 other module: its bytes depend on values",
+    ),
+    (lambda: nn.Sequential(Branching(), Branching()), momentum, "a value by which Python may branch in '0'"),
+    (stepping_in_backward, torch.optim.SGD, "a hook runs once the gradient of '0.linear.weight' is complete"),
+    (Bag, torch.optim.SGD, "the gradient of 'rows.weight' is sparse"),
+    (Bag, momentum, "'momentum_buffer' is sparse, and grows from step to step"),
+]
+
+
+@pytest.mark.parametrize(("model", "optimizer", "what"), UNSTEADY)
+def test_bytes_that_are_others_in_other_steps_are_said_before_the_first_step(
+    model: Callable[[], nn.Module], optimizer: Callable[..., torch.optim.Optimizer], what: str
+) -> None:
+    torch.manual_seed(0)
+    made = model()
+    work = planner.Workload(model=made, inputs=torch.rand(16, 8), loss=squared, optimizer=optimizer(made.parameters()))
+    profile = planner.profile(work, menus=False)
+    assert any(what in line for line in profile.unsteady)
+    plan = planner.solve(profile, "100%")
+    with pytest.warns(RuntimeWarning, match="whose peak is not promised: .* Solve with headroom") as caught:
+        planner.apply(made, plan).remove()
+    assert what in str(caught[0].message) and caught[0].filename == __file__
+    assert planner.Plan.from_document(plan.to_document(), "a plan").unsteady == profile.unsteady
+
+
+class Growing(torch.optim.SGD):
+    """Remembers every gradient."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("history", []).append(parameter.grad.clone())
+        super().step()
+
+
+def test_states_that_grow_are_said_and_steady_steps_are_promised() -> None:
+    said = {}
+    for optimizer in (Growing, momentum, torch.optim.AdamW):
+        model = nn.Sequential(TinyStage(), TinyStage())
+        work = planner.Workload(
+            model=model, inputs=torch.rand(16, 8), loss=squared, optimizer=optimizer(model.parameters(), lr=0.1)
+        )
+        profile = planner.profile(work, menus=False)
+        said[optimizer] = profile.unsteady
+    (line,) = said.pop(Growing)
+    assert "the optimizer's states grow from step to step: by" in line
+    assert set(said.values()) == {()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planner.apply(model, planner.solve(profile, "100%"))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [functools.partial(torch.optim.RAdam, foreach=False), functools.partial(torch.optim.ASGD, t0=3), torch.optim.NAdam],
+)
+def test_what_an_optimizer_does_late_in_training_is_within_the_budget(
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(3)))
+    work = planner.Workload(
+        model=model, inputs=torch.rand(4, 48), loss=squared, optimizer=optimizer(model.parameters())
+    )
+    profile = planner.profile(work, menus=False)
+    plan = planner.solve(profile, "100%")
+    assert max(peaks_of_steps(work, plan, steps=8)) == profile.unplanned_peak_bytes and not profile.unsteady
