@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from planner.plans.cost_model import chain_of
+from planner.plans.given_sources import given_profile
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.plan import Plan, PlannedStage, chain_in
@@ -124,11 +125,10 @@ def solve(
 
     Raises:
         Infeasible: nothing fits; carries the smallest feasible budget.
-        ValueError: unknown solver, a budget or headroom that does not parse, or offloading demanded where nothing can
-            be sent.
+        ValueError: no profile, unknown solver, a budget or headroom that does not parse, or offloading demanded where
+            nothing can be sent.
     """
-    if not isinstance(profile, Profile):
-        profile = Profile.load(profile)
+    profile = given_profile(profile, "solve")
     budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
     chain = chain_of(profile)
     offload_request = offload_from(offload)

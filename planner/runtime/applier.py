@@ -6,6 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.compiled_models import CompiledCalls, made_compiled, module_named
 from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.cuda_link import CudaCopyEngine
+from planner.runtime.given_arguments import given_model, given_plan
 from planner.runtime.planned_step import PlannedStep
 from planner.runtime.simulated_link import SimulatedCopyEngine
 from profiler.recomputation.selection import Selection
@@ -53,7 +55,7 @@ class Handle:
         self.remove()
 
 
-def apply(model: nn.Module, plan: Plan) -> Handle:
+def apply(model: nn.Module, plan: Plan | str | Path) -> Handle:
     """Install ``plan`` on ``model``, in place and reversibly.
 
     Only the ``forward`` of the model and of recomputed stages is wrapped: the
@@ -63,7 +65,7 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
 
     Args:
         model: the model that was profiled, or one with the same stages.
-        plan: from ``planner.solve`` or ``Plan.load``.
+        plan: from ``planner.solve`` or ``Plan.load``, or the path of its file.
 
     Returns:
         A handle with ``remove()``; also a context manager.
@@ -72,9 +74,9 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
         PlanMismatch: stage names, parameter shapes or the parameters' types differ. So says the model's forward
             where it runs under another autocast than the profiled step.
         UnsupportedPlan: the plan's schedule cannot be carried out.
-        ValueError: another plan is applied already.
+        ValueError: another plan is applied already, an argument is of another kind, or the file is no plan.
     """
-    model = unwrapped(model)
+    model, plan = unwrapped(given_model(model)), given_plan(plan)
     check_unplanned(model)
     _check_model(model, plan)
     _check_types(model, plan)

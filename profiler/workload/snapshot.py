@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from profiler.workload.ready_models import check_ready
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
@@ -43,8 +44,14 @@ def preserved(workload: Workload) -> Iterator[None]:
 
 
 def captured(workload: Workload) -> Callable[[], None]:
-    """Remember everything, in host memory, and set gradients aside; the returned function puts it back."""
+    """Remember everything, in host memory, and set gradients aside; the returned function puts it back.
+
+    Raises:
+        ValueError: the model has lazy modules that never ran, or is on the meta device; nothing is changed then.
+    """
     modules = [workload.model, *([workload.loss] if isinstance(workload.loss, nn.Module) else [])]
+    for module in modules:
+        check_ready(module, "Workload")
     loose = [] if workload.optimizer is None else [p for g in workload.optimizer.param_groups for p in g["params"]]
     restores = [_model_restore(modules, [*loose, *tensors_in(workload.inputs)])]
     if workload.optimizer is not None:

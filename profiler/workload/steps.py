@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from profiler.records import ResidentBytes
 from profiler.workload.storages import distinct_bytes
@@ -17,6 +17,15 @@ SKIPPED_STEPS = 24
 
 class ProfileError(ValueError):
     """The workload cannot be profiled; the message says what failed and what to do."""
+
+
+def check_workload(workload: Any, who: str) -> None:
+    """Refuse what is no workload; ``who`` begins the message. Raises ProfileError."""
+    if not isinstance(workload, Workload):
+        raise ProfileError(
+            f"{who}: expected a planner.Workload, got a {type(workload).__name__}; "
+            "say what a step is first: planner.Workload(model=..., inputs=..., loss=..., optimizer=...)"
+        )
 
 
 def first_step(workload: Workload) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from profiler.workload.ready_models import check_ready
 from profiler.workload.tensor_trees import map_tensors, tensors_in
 
 LossFunction = Callable[[Any], Tensor]
@@ -80,13 +81,14 @@ class Workload:
         """Move the model (in place) and the inputs; returns self.
 
         Raises:
-            ValueError: the device does not exist here, or the optimizer or
-                the scaler already holds states on another device.
+            ValueError: the device does not exist here, the optimizer or the scaler already holds states on
+                another device, or the model has nothing to move yet (lazy modules, meta device).
         """
         try:
             target = torch.device(device)
         except RuntimeError as error:
             raise ValueError(f"device: expected cpu or cuda, got {str(device)!r}; use one of them") from error
+        check_ready(self.model, "device")
         if target == self.device or (target.index is None and target.type == self.device.type):
             return self
         if target.type == "cuda" and not torch.cuda.is_available():
