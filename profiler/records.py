@@ -63,7 +63,7 @@ class StageRecord:
         parameter_shapes: names and shapes, to recognise the model.
         input_shapes: shapes of the tensors that go in.
         draws_random, mutated_buffers: what a second run has to reinstate.
-        recomputable: whether a second run gives the same result; ``reason`` says why not.
+        recomputable: whether a second run gives the same result; ``reason`` says why not, ``remedy`` what to change.
         menu: number of its menu in ``Profile.menus``; -1 for what has none.
         parents: pairs (name, class) of the modules whose call it is a part of, the model first.
     """
@@ -94,6 +94,7 @@ class StageRecord:
     mutated_buffers: tuple[str, ...] = ()
     recomputable: bool = False
     reason: str = ""
+    remedy: str = ""
     menu: int = -1
     parents: tuple[tuple[str, str], ...] = ()
 
@@ -232,6 +233,25 @@ class LinkRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOutRecord:
+    """Equal blocks that would have been stages, had something not spoken against running them again.
+
+    Attributes:
+        names: of their modules, in forward order; of further calls as of stages.
+        module_class: class of the modules.
+        kept_bytes: what they keep for backward together, apart from stages inside of them.
+        reason: why they cannot run again.
+        remedy: what to change, so that they can; empty where nothing is known.
+    """
+
+    names: tuple[str, ...]
+    module_class: str
+    kept_bytes: Bytes
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """One profiled training step.
 
@@ -249,6 +269,7 @@ class Profile:
         op_records: every aten op of one step.
         menus: per kind of stage, its ops and its options inside the stage.
         link: that to host memory; None where the device has none.
+        left_out: blocks that no stage could be made of although they keep much.
     """
 
     model_class: str
@@ -267,6 +288,7 @@ class Profile:
     op_records: tuple[OpRecord, ...]
     menus: tuple[MenuRecord, ...] = ()
     link: LinkRecord | None = None
+    left_out: tuple[LeftOutRecord, ...] = ()
 
     def stage_level(self) -> Profile:
         """The same profile without options inside stages: each is kept, or recomputed, as a whole."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from planner.plans.offload_request import link_document, link_from
 from profiler.json_files import from_plain, read_document, to_plain, write_document
-from profiler.records import KEYS as PROFILE_KEYS, MenuRecord, ResidentBytes
+from profiler.records import KEYS as PROFILE_KEYS, LeftOutRecord, MenuRecord, ResidentBytes
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Action, Schedule
 from solvers.problem.chain_simulator import replay
@@ -97,6 +97,7 @@ class Plan:
         offload_only: whether it was asked for that nothing is recomputed; ``solver`` may name that method without.
         stated: what was stated by hand and what it came to, one line each; empty for a plan that was solved for.
         restricted: status and bound hold among the plans that do what was stated.
+        left_out: blocks that keep much and cannot run again, whatever the budget.
     """
 
     model_class: str
@@ -130,6 +131,7 @@ class Plan:
     stated: tuple[str, ...] = ()
     restricted: bool = False
     headroom_bytes: int = 0
+    left_out: tuple[LeftOutRecord, ...] = ()
 
     def offload_units_of(self, stage: int, option: int | None) -> tuple[tuple[int, ...], ...]:
         """Of each offload unit of a stage its storages if it is kept, its input tensors if dropped; by number."""

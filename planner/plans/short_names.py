@@ -13,7 +13,7 @@ _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")  # what stands before and behind the 
 
 
 def names_in_short(names: Sequence[str], what: str = "stage") -> str:
-    """Numbered names as ranges, and how many there are of ``what``.
+    """Numbered names as ranges, and how many there are of ``what``, where that is said.
 
     >>> names_in_short(["transformer.h.0"])
     'transformer.h.0'
@@ -31,7 +31,7 @@ def names_in_short(names: Sequence[str], what: str = "stage") -> str:
     else:
         runs = _ranges(names)
         shown = ", ".join(runs if len(runs) <= _NAMED else [*runs[: _NAMED - 1], f"... {runs[-1]}"])
-    return f"{shown} ({counted(len(names), what)})"
+    return f"{shown} ({counted(len(names), what)})" if what else shown
 
 
 def in_one_series(names: Sequence[str]) -> bool:

@@ -9,12 +9,23 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from profiler.measurement.meter import Mark, MarkedPhases, Place
 from profiler.measurement.stage_probe import StageTensor
 from profiler.measurement.stage_reruns import RerunTimes
-from profiler.records import MenuRecord, OpRecord, Phase, Profile, ResidentBytes, SharedRecord, StageRecord
-from profiler.trace.partition import ChosenStage, why_not_recomputable
+from profiler.records import (
+    LeftOutRecord,
+    MenuRecord,
+    OpRecord,
+    Phase,
+    Profile,
+    ResidentBytes,
+    SharedRecord,
+    StageRecord,
+)
+from profiler.trace.obstacles import remedy_for, why_not_recomputable
+from profiler.trace.partition import ChosenStage
 from profiler.trace.stage_names import parents_of
 from profiler.trace.step_record import Call, Op, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
@@ -43,6 +54,7 @@ class Measured:
     reruns: list[RerunTimes]
     menus: list[MenuRecord]
     menu_of: dict[int, int]
+    left_out: tuple[LeftOutRecord, ...] = ()
 
 
 def by_mark(phases: MarkedPhases) -> PhasesOfMark:
@@ -84,7 +96,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
     """The profile of what was measured."""
     optimizer = _joined(measured.memory.get(Mark("optimizer")), measured.seconds.get(Mark("optimizer"), 0.0))
     device = workload.device
-    assembly = _Assembly(measured, resident.total)
+    assembly = _Assembly(measured, resident.total, workload.model)
     return Profile(
         model_class=type(workload.model).__name__,
         input_shapes=tuple(tuple(t.shape) for t in tensors_in(workload.inputs)),
@@ -101,6 +113,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         step_seconds=tuple(measured.step_seconds),
         op_records=_op_records(measured),
         menus=tuple(measured.menus),
+        left_out=measured.left_out,
     )
 
 
@@ -123,7 +136,8 @@ def _extended(phase: Phase, following: Phase) -> Phase:
 class _Assembly:
     """Puts the phases of stages, and of what runs outside of them, together in forward order."""
 
-    def __init__(self, measured: Measured, resident_bytes: int) -> None:
+    def __init__(self, measured: Measured, resident_bytes: int, model: nn.Module) -> None:
+        self._model = model
         self._measured = measured
         self._alike = alike(measured.stages)
         backward = [p for mark, phases in measured.memory.items() if mark.phase == "backward" for p in phases]
@@ -276,6 +290,7 @@ class _Assembly:
             links=stage.links,
             recomputable=not reason,
             reason=reason,
+            remedy=remedy_for(stage.call, self._model) or rerun.remedy if reason else "",
             menu=m.menu_of[k],
             parents=parents_of(m.trace, stage.call),
         )

@@ -15,6 +15,7 @@ from profiler.measurement.stage_reruns import RerunTimes, rerun_stages
 from profiler.op_graph import ChoiceError
 from profiler.records import MenuRecord, Profile
 from profiler.trace.compiled_trace import trace_compiled
+from profiler.trace.left_out import left_out_of
 from profiler.trace.partition import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
 from profiler.trace.stage_names import StateChoices
 from profiler.trace.step_record import Trace
@@ -117,6 +118,7 @@ class _Measuring:
     ) -> Measured:
         """Everything that a profile is made of."""
         uncompiled_trace, uncompiled_stages = trace, stages = self._trace(patterns)
+        left_out = left_out_of(trace, stages, self._workload.model) if patterns is None else ()
         if self._compiled:
             self._begin("trace, compiled")
             trace, calls = trace_compiled(self._workload, trace, [stage.call for stage in stages])
@@ -145,6 +147,7 @@ class _Measuring:
             reruns=reruns,
             menus=menus,
             menu_of={k: number for number, group in enumerate(groups) for k in group.members},
+            left_out=left_out,
         )
 
     def _begin(self, what: str) -> None:
