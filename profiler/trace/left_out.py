@@ -29,7 +29,11 @@ def left_out_of(trace: Trace, stages: Sequence[ChosenStage], model: nn.Module) -
     groups: dict[tuple[str, str, str], list[Call]] = {}
     for call in (trace.calls[k] for k in best_cut(trace, could_be_stage)):
         if reason := why_not_recomputable(call):
-            key = type(call.module).__name__, reason + _where(trace, call), remedy_for(call, model)
+            key = (
+                getattr(call.module, "original_name", type(call.module).__name__),
+                reason + _where(trace, call),
+                remedy_for(call, model),
+            )
             groups.setdefault(key, []).append(call)
     least_bytes = LEAST_SHARE * trace.storages.total_bytes(trace.saved(0, len(trace.saves)))
     records = [
@@ -43,6 +47,11 @@ def left_out_of(trace: Trace, stages: Sequence[ChosenStage], model: nn.Module) -
         for (module_class, reason, remedy), calls in groups.items()
     ]
     return tuple(record for record in records if record.kept_bytes >= max(1, least_bytes))
+
+
+def _class_of(module: nn.Module) -> str:
+    """The class by which a person knows the module, also where ``torch.jit`` has made another of it."""
+    return getattr(module, "original_name", type(module).__name__)
 
 
 def _kept_bytes(trace: Trace, calls: Iterable[Call], stages: Sequence[ChosenStage]) -> int:

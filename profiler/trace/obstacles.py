@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from profiler.trace.step_record import Call
@@ -29,8 +28,9 @@ def _obstacle(call: Call) -> tuple[str, str]:
         return "it changes its input in place", "write the result into a new tensor (x = x + y for x += y)"
     if call.opaque:
         return _opaque(call)
-    if isinstance(call.module, torch.jit.ScriptModule):
-        return "it is compiled by torch.jit.script", "use the module as it was before torch.jit.script"
+    if call.scripted:
+        reason = f"{call.scripted} is compiled by torch.jit, and saves other tensors in its first runs than later"
+        return reason, "use the module as it was before torch.jit"
     if not call.outputs:
         return "it returns no tensor", "return its tensors, in a tuple, a dict or a dataclass"
     if call.goes_backward:

@@ -151,6 +151,7 @@ class StepRecorder(TorchDispatchMode):
         call.mutated_buffers = changes.changed_buffers()
         call.opaque = call.opaque or opaque_holder(changes.arguments) or opaque_holder(output)
         call.side_effect = changes.side_effect()
+        call.scripted = _scripted_part(call.module)
 
     def _leaf(self, tensor: Tensor) -> Leaf:
         # Identities are compared later, so the objects must not be freed in between.
@@ -236,6 +237,12 @@ class StepRecorder(TorchDispatchMode):
             op.module = module_of.get(op.node, "")
         self._alive.clear()
         return trace
+
+
+def _scripted_part(module: nn.Module) -> str:
+    """A module in it that ``torch.jit.script`` or ``torch.jit.trace`` has made, in words; empty where there is none."""
+    parts = (name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule))
+    return next((f"its {name}" if name else "it" for name in parts), "")
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:

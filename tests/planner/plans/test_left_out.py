@@ -63,9 +63,8 @@ def test_the_block_the_reason_and_the_remedy_are_named(
     for file in ("profile.json", "plan.json"):
         shown = " ".join(run("show", str(tmp_path / file)).stdout.split())
         assert reason in shown and "remedy: " in shown and remedy in shown
-    document = json.loads(
-        run("solve", str(tmp_path / "profile.json"), "--budget", "100%", "--solver", "rotor", "--json").stdout
-    )
+    solve = ["solve", str(tmp_path / "profile.json"), "--solver", "rotor", "--json"]
+    document = json.loads(run(*solve, "--budget", "100%").stdout)
     assert document["left_out"] == [json.loads(json.dumps(dataclasses.asdict(record)))]
     refused = run(*solve, "--budget", "1KiB")
     assert refused.exit_code == 3 and "left_out" in json.loads(refused.stdout)
