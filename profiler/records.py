@@ -263,6 +263,9 @@ class Profile:
         shared: tensors that several stages hold.
         resident: bytes that are always there.
         optimizer: the optimizer step; zero seconds and no bytes without one.
+        evaluation: where the optimizer evaluates the loss again within its step (LBFGS): what is alive as such a
+            forward and backward begins and the most within it, at their highest, and the seconds of all of them.
+        evaluations: how often a step runs forward and backward.
         unplanned_peak_bytes: most bytes alive at once in the whole step.
         unplanned_seconds: median seconds of a plain step.
         step_seconds: each plain step that was timed.
@@ -289,6 +292,8 @@ class Profile:
     menus: tuple[MenuRecord, ...] = ()
     link: LinkRecord | None = None
     left_out: tuple[LeftOutRecord, ...] = ()
+    evaluation: Phase = Phase()
+    evaluations: int = 1
 
     def stage_level(self) -> Profile:
         """The same profile without options inside stages: each is kept, or recomputed, as a whole."""

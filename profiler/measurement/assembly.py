@@ -95,6 +95,7 @@ def alike(stages: Sequence[ChosenStage]) -> list[int]:
 def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) -> Profile:
     """The profile of what was measured."""
     optimizer = _joined(measured.memory.get(Mark("optimizer")), measured.seconds.get(Mark("optimizer"), 0.0))
+    evaluations = measured.memory.get(Mark("evaluation"), [])
     device = workload.device
     assembly = _Assembly(measured, resident.total, workload.model)
     return Profile(
@@ -114,6 +115,8 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         op_records=_op_records(measured),
         menus=tuple(measured.menus),
         left_out=measured.left_out,
+        evaluation=_highest(evaluations, measured.seconds.get(Mark("evaluation"), 0.0)),
+        evaluations=1 + len(evaluations),
     )
 
 
@@ -125,6 +128,18 @@ def _joined(phases: Sequence[Phase] | None, seconds: float) -> Phase:
         start_bytes=phases[0].start_bytes,
         peak_bytes=max(phase.peak_bytes for phase in phases),
         end_bytes=phases[-1].end_bytes,
+        seconds=seconds,
+    )
+
+
+def _highest(phases: Sequence[Phase], seconds: float) -> Phase:
+    """Phases of one kind as one that begins, reaches and ends at the most of them."""
+    if not phases:
+        return Phase()
+    return Phase(
+        start_bytes=max(phase.start_bytes for phase in phases),
+        peak_bytes=max(phase.peak_bytes for phase in phases),
+        end_bytes=max(phase.end_bytes for phase in phases),
         seconds=seconds,
     )
 

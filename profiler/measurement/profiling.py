@@ -85,7 +85,9 @@ def profile(
                 f"profile: expected a step that runs the same way several times and under saved-tensor hooks, got "
                 f"{type(error).__name__}: {error}; leave what fails out of the workload"
             ) from error
-        return replace(assemble(workload, measured, resident), link=measure_link(workload.device))
+        profile = assemble(workload, measured, resident)
+        # A step that runs forward several times would send as often as that over the link.
+        return replace(profile, link=measure_link(workload.device) if profile.evaluations == 1 else None)
 
 
 class _ProgressReporter:

@@ -29,11 +29,7 @@ def left_out_of(trace: Trace, stages: Sequence[ChosenStage], model: nn.Module) -
     groups: dict[tuple[str, str, str], list[Call]] = {}
     for call in (trace.calls[k] for k in best_cut(trace, could_be_stage)):
         if reason := why_not_recomputable(call):
-            key = (
-                getattr(call.module, "original_name", type(call.module).__name__),
-                reason + _where(trace, call),
-                remedy_for(call, model),
-            )
+            key = _class_of(call.module), reason + _where(trace, call), remedy_for(call, model)
             groups.setdefault(key, []).append(call)
     least_bytes = LEAST_SHARE * trace.storages.total_bytes(trace.saved(0, len(trace.saves)))
     records = [

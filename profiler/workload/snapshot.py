@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from profiler.workload.optimizers import stepped_parameters
 from profiler.workload.ready_models import check_ready
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
@@ -52,10 +53,9 @@ def captured(workload: Workload) -> Callable[[], None]:
     modules = [workload.model, *([workload.loss] if isinstance(workload.loss, nn.Module) else [])]
     for module in modules:
         check_ready(module, "Workload")
-    loose = [] if workload.optimizer is None else [p for g in workload.optimizer.param_groups for p in g["params"]]
+    loose = stepped_parameters(workload.optimizers)
     restores = [_model_restore(modules, [*loose, *tensors_in(workload.inputs)])]
-    if workload.optimizer is not None:
-        restores.append(_optimizer_restore(workload.optimizer))
+    restores += [_optimizer_restore(optimizer) for optimizer in workload.optimizers]
     if workload.scaler is not None:
         restores.append(Attributes([workload.scaler], ignored=()).restore)
     restores.append(RandomState.capture().restore)
