@@ -21,9 +21,10 @@ from planner.runtime.given_arguments import given_model, given_plan
 from planner.runtime.planned_step import PlannedStep
 from planner.runtime.simulated_link import SimulatedCopyEngine
 from profiler.recomputation.selection import Selection
-from profiler.workload.compiled_forwards import COMPILED, plain_name, unwrapped
+from profiler.workload.compiled_forwards import COMPILED, plain_name
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
 from profiler.workload.precision import autocast_now, autocast_part, precision_of, types_part
+from profiler.workload.wrapped_models import class_name, inner_model
 from solvers.problem.chain_schedule import RUNS
 
 _PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
@@ -64,7 +65,8 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> Handle:
     model runs as without it.
 
     Args:
-        model: the model that was profiled, or one with the same stages.
+        model: the model that was profiled, or one with the same stages; also where it was compiled, or wrapped by
+            DistributedDataParallel or fully_shard since.
         plan: from ``planner.solve`` or ``Plan.load``, or the path of its file.
 
     Returns:
@@ -76,7 +78,7 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> Handle:
         UnsupportedPlan: the plan's schedule cannot be carried out.
         ValueError: another plan is applied already, an argument is of another kind, or the file is no plan.
     """
-    model, plan = unwrapped(given_model(model)), given_plan(plan)
+    model, plan = inner_model(given_model(model)), given_plan(plan)
     check_unplanned(model)
     _check_model(model, plan)
     _check_types(model, plan)
@@ -105,7 +107,7 @@ def register(model: nn.Module, handle: Handle) -> None:
 
 def handle_of(model: nn.Module) -> Handle | None:
     """The handle of the plan that is applied to ``model``; None where there is none."""
-    return _PLANNED.get(unwrapped(model))
+    return _PLANNED.get(inner_model(model))
 
 
 class Wrappers(Protocol):
@@ -248,8 +250,8 @@ def _difference(model: nn.Module, stage: PlannedStage) -> str:
         module = module_named(model, name)
     except AttributeError:
         return f"it has no module {name!r}"
-    if type(module).__name__ != stage.module_class:
-        return f"{name!r} is a {type(module).__name__}, expected {stage.module_class}"
+    if class_name(module) != stage.module_class:
+        return f"{name!r} is a {class_name(module)}, expected {stage.module_class}"
     shapes = {plain_name(key): tuple(p.shape) for key, p in module.named_parameters()}
     expected = dict(stage.parameter_shapes)
     for key in sorted({*shapes, *expected}):

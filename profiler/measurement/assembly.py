@@ -33,6 +33,7 @@ from profiler.workload.precision import precision_of
 from profiler.workload.storages import distinct_bytes
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
+from profiler.workload.wrapped_models import class_name, inner_model
 
 PhasesOfMark = dict[Mark, list[Phase]]
 
@@ -99,7 +100,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
     device = workload.device
     assembly = _Assembly(measured, resident.total, workload.model)
     return Profile(
-        model_class=type(workload.model).__name__,
+        model_class=class_name(inner_model(workload.model)),
         input_shapes=tuple(tuple(t.shape) for t in tensors_in(workload.inputs)),
         device=str(device),
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
@@ -358,7 +359,7 @@ def _with_call(record: StageRecord, call: Call) -> StageRecord:
     parameters = dict(call.module.named_parameters())
     return replace(
         record,
-        module_class=type(call.module).__name__,
+        module_class=class_name(call.module),
         forward_ops=call.end_op - call.first_op,
         parameter_bytes=distinct_bytes(parameters.values()),
         parameter_gradient_bytes=distinct_bytes(p for p in parameters.values() if p.requires_grad),

@@ -20,6 +20,7 @@ from profiler.workload.snapshot import RandomState
 from profiler.workload.storages import StorageTable
 from profiler.workload.tensor_trees import opaque_holder, tensors_in
 from profiler.workload.workload import Workload
+from profiler.workload.wrapped_models import inner_model
 
 leave_uncompiled(__name__)
 
@@ -30,7 +31,7 @@ def trace_step(workload: Workload) -> Trace:
     The step is run with gradients cleared; the caller preserves the workload.
     """
     recorder = StepRecorder(workload)
-    modules = [(plain_name(n), m) for n, m in workload.model.named_modules() if unwrapped(m) is m]
+    modules = [(plain_name(n), m) for n, m in inner_model(workload.model).named_modules() if unwrapped(m) is m]
     return recorder.record_step(modules, recorder)
 
 
