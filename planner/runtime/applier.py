@@ -17,14 +17,14 @@ from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.compiled_models import CompiledCalls, made_compiled, module_named
 from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.cuda_link import CudaCopyEngine
-from planner.runtime.given_arguments import given_model, given_plan
+from planner.runtime.given_arguments import check_sharded, given_model, given_plan
 from planner.runtime.planned_step import PlannedStep
 from planner.runtime.simulated_link import SimulatedCopyEngine
 from profiler.recomputation.selection import Selection
 from profiler.workload.compiled_forwards import COMPILED, plain_name
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
 from profiler.workload.precision import autocast_now, autocast_part, precision_of, types_part
-from profiler.workload.wrapped_models import class_name, inner_model
+from profiler.workload.wrapped_models import autocasts_inside, class_name, inner_model
 from solvers.problem.chain_schedule import RUNS
 
 _PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
@@ -80,6 +80,7 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> Handle:
     """
     model, plan = inner_model(given_model(model)), given_plan(plan)
     check_unplanned(model)
+    check_sharded(model, plan)
     _check_model(model, plan)
     _check_types(model, plan)
     lowered = lower_schedule(plan.stages, plan.schedule)
@@ -154,6 +155,7 @@ class PlannedCalls:
         self._step: PlannedStep | None = None
         self._counts: dict[str, int] = {}
         self._inside = False
+        self._casts_inside = False
 
     def whole(self, forward: Forward) -> Forward:
         """The model's own forward: begins and ends a planned step."""
@@ -162,7 +164,9 @@ class PlannedCalls:
             model = self._model()
             if self._step is not None or model is None or not (model.training and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
-            if autocast_now(self._device) != self._autocast:
+            differs = autocast_now(self._device) != self._autocast
+            self._casts_inside = differs and autocasts_inside(model)
+            if differs and not self._casts_inside:
                 check_precision(model, self._plan, autocast_now(self._device))
             self._compiled.in_model(forward)
             if (device := model_device(model)) != self._device:
@@ -193,6 +197,8 @@ class PlannedCalls:
             position = self._positions.get((name, count))
             if position is None or self._inside:
                 return forward(*args, **kwargs)
+            if self._casts_inside and autocast_now(self._device) != self._autocast:
+                check_precision(self._model() or module, self._plan, autocast_now(self._device))
             self._inside = True
             planned = self._compiled.in_stage(position, module, forward, self._diverged_stages)
             try:

@@ -76,6 +76,33 @@ def test_a_plan_holds_in_a_sharded_model(one_process: None, planned: tuple[Workl
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     assert_planned_step(work, plan, model)
+    segments = planner.solve(planner.profile(work, menus=False), "95%", solver="chen_sqrt")
+    assert any(stage.decision == "segment" for stage in segments.stages)
+    with pytest.raises(ValueError, match=r"fully_shard in it \('blocks.0'\).*recomputes stages one by one"):
+        planner.apply(model, segments)
+
+
+def prepare(model: nn.Module) -> None:
+    """What accelerate makes of a model's forward in mixed precision."""
+    model._original_forward = model.forward
+    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+
+
+@pytest.mark.slow
+def test_a_plan_holds_where_accelerate_casts_inside() -> None:
+    plain = workload("plain")
+    work = Workload(model=plain.model, inputs=plain.inputs, loss=plain.loss, autocast="bfloat16")
+    profile = planner.profile(work, menus=False)
+    plan = planner.solve(profile, "80%", solver="rotor")
+    prepared, other = copy.deepcopy(work.model), copy.deepcopy(work.model)
+    prepare(prepared)
+    prepare(other)
+    with planner.apply(prepared, plan):
+        planned = gradients(work, prepared)
+    assert all(torch.equal(a, b) for a, b in zip(planned, gradients(work, other), strict=True))
+    unprepared = copy.deepcopy(work.model)
+    with planner.apply(unprepared, plan), pytest.raises(planner.PlanMismatch, match="autocast bfloat16"):
+        gradients(work, unprepared)
 
 
 def test_a_plan_finds_a_compiled_model(planned: tuple[Workload, planner.Plan]) -> None:
