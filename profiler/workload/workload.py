@@ -73,7 +73,7 @@ class Workload:
         self.inputs = inputs
         self.loss = loss
         self.optimizers = given_optimizers(optimizer)
-        self.optimizer = optimizer
+        self.optimizer: Any = optimizer  # as given; ``optimizers`` has one kind
         self.autocast = _autocast_dtype(autocast)
         self.accumulate = accumulate
         _check_update(self.optimizers, scaler, clip_norm)

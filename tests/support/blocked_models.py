@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,7 +113,7 @@ def blocked_workload(name: str) -> Workload:
 def _gpt2() -> Workload:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_layer": 4, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 50}
+    sizes: dict[str, Any] = {"n_layer": 4, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 50}
     config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     tokens = torch.randint(0, 50, (2, 64))
     return Workload(model=GPT2LMHeadModel(config).train(), inputs={"input_ids": tokens, "labels": tokens})

@@ -85,7 +85,7 @@ def test_a_plan_holds_in_a_sharded_model(one_process: None, planned: tuple[Workl
 def prepare(model: nn.Module) -> None:
     """What accelerate makes of a model's forward in mixed precision."""
     model._original_forward = model.forward
-    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)  # type: ignore[assignment]
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def test_an_optimizer_of_another_model_is_refused(run: Any) -> None:
 def test_optimizers_of_parts_of_copies_and_of_the_loss_are_taken() -> None:
     model = stack(2)
     scale = nn.Parameter(torch.ones(()))
-    part = torch.optim.SGD(model[1][0].parameters(), 0.1)
+    part = torch.optim.SGD(model[1][0].parameters(), 0.1)  # type: ignore[index]
     of_loss = torch.optim.SGD([scale], 0.1)
     planner.measure(Workload(model=model, inputs=batch(), loss=squares, optimizer=part), repeats=1)
     planner.measure(
