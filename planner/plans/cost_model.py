@@ -12,7 +12,7 @@ from profiler.op_graph import StageOps, StageStorage
 from profiler.records import OptionRecord, Profile, SharedRecord
 from solvers.problem.chain import Chain, Option, Shared, Stage
 
-Record = TypeVar("Record", Stage, Option)
+Timed = TypeVar("Timed", Stage, Option)
 # Torch's random state on the CPU is read into a tensor of so many bytes before a stage runs without keeping, and again
 # before it runs the second time.
 _RANDOM_STATE_BYTES = 5056
@@ -50,7 +50,7 @@ def _repeated(stage: Stage, times: int) -> Stage:
     return replace(_times(stage, times), options=options)
 
 
-def _times(record: Record, times: int) -> Record:
+def _times(record: Timed, times: int) -> Timed:
     """A record of a chain whose seconds are so many times as long."""
     names = [field.name for field in dataclasses.fields(record) if field.name.endswith("_seconds")]
     return replace(record, **{name: getattr(record, name) * times for name in names})
