@@ -49,7 +49,6 @@ class Workload:
         clip_norm: the norm that the optimizers' gradients, unscaled, are clipped to, all together.
 
     Attributes:
-        optimizers: none, one or several.
         stepped: whether every optimizer's step was run by the last ``update``.
 
     Raises:
@@ -72,14 +71,18 @@ class Workload:
         self.model = model
         self.inputs = inputs
         self.loss = loss
-        self.optimizers = given_optimizers(optimizer)
-        self.optimizer: Any = optimizer  # as given; ``optimizers`` has one kind
+        self.optimizer: Any = optimizer
         self.autocast = _autocast_dtype(autocast)
         self.accumulate = accumulate
         _check_update(self.optimizers, scaler, clip_norm)
         self.scaler = scaler
         self.clip_norm = clip_norm
         self.stepped = True
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """None, one or several, in the order in which they step."""
+        return given_optimizers(self.optimizer)
 
     @property
     def device(self) -> torch.device:
