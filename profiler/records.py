@@ -63,7 +63,7 @@ class StageRecord:
         parameter_shapes: names and shapes, to recognise the model.
         input_shapes: shapes of the tensors that go in.
         draws_random, mutated_buffers: what a second run has to reinstate.
-        recomputable: whether a second run gives the same result; ``reason`` says why not.
+        recomputable: whether a second run gives the same result; ``reason`` says why not, ``remedy`` what to change.
         menu: number of its menu in ``Profile.menus``; -1 for what has none.
         parents: pairs (name, class) of the modules whose call it is a part of, the model first.
         calls: how often the step called its module; 0 in files of older releases.
@@ -95,6 +95,7 @@ class StageRecord:
     mutated_buffers: tuple[str, ...] = ()
     recomputable: bool = False
     reason: str = ""
+    remedy: str = ""
     menu: int = -1
     parents: tuple[tuple[str, str], ...] = ()
     calls: int = 0
@@ -234,6 +235,25 @@ class LinkRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOutRecord:
+    """Equal blocks that would have been stages, had something not spoken against running them again.
+
+    Attributes:
+        names: of their modules, in forward order; of further calls as of stages.
+        module_class: class of the modules.
+        kept_bytes: what they keep for backward together, apart from stages inside of them.
+        reason: why they cannot run again.
+        remedy: what to change, so that they can; empty where nothing is known.
+    """
+
+    names: tuple[str, ...]
+    module_class: str
+    kept_bytes: Bytes
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """One profiled training step.
 
@@ -245,6 +265,9 @@ class Profile:
         shared: tensors that several stages hold.
         resident: bytes that are always there.
         optimizer: the optimizer step; zero seconds and no bytes without one.
+        evaluation: where the optimizer evaluates the loss again within its step (LBFGS): what is alive as such a
+            forward and backward begins and the most within it, at their highest, and the seconds of all of them.
+        evaluations: how often a step runs forward and backward.
         unplanned_peak_bytes: most bytes alive at once in the whole step.
         unplanned_seconds: median seconds of a plain step.
         step_seconds: each plain step that was timed.
@@ -253,6 +276,7 @@ class Profile:
         link: that to host memory; None where the device has none.
         unseen: modules of the same class and parameter shapes as a stage's that the step did not call.
         unsteady: what takes other bytes in other steps, a line each; the peak is not promised where there is any.
+        left_out: blocks that no stage could be made of although they keep much.
     """
 
     model_class: str
@@ -273,6 +297,9 @@ class Profile:
     link: LinkRecord | None = None
     unseen: tuple[str, ...] = ()
     unsteady: tuple[str, ...] = ()
+    left_out: tuple[LeftOutRecord, ...] = ()
+    evaluation: Phase = Phase()
+    evaluations: int = 1
 
     def stage_level(self) -> Profile:
         """The same profile without options inside stages: each is kept, or recomputed, as a whole."""

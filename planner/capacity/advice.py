@@ -15,6 +15,7 @@ from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.units import format_bytes, parse_bytes
 from profiler.measurement.profiling import Progress
 from profiler.records import states_bytes
+from profiler.workload.optimizers import optimizer_names
 
 _NAMED = 3  # combinations that a note names
 
@@ -114,12 +115,12 @@ def advise(
     profile = variants.profile("", 1)
     budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
     outcome = search_levers(lever_options(variants, budget_bytes, offload_from(offload)))
-    combinations, optimizer = outcome.combinations, variants.workload.optimizer
+    combinations, optimizers = outcome.combinations, variants.workload.optimizers
     return Advice(
         model_class=profile.model_class,
         device=profile.device,
         precision=profile.precision,
-        optimizer="none" if optimizer is None else type(optimizer).__name__,
+        optimizer=optimizer_names(optimizers),
         samples=variants.samples,
         budget_bytes=budget_bytes,
         states_bytes=states_bytes(profile),

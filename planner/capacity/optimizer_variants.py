@@ -10,6 +10,7 @@ import torch
 from planner.capacity.levers import Lever
 from profiler.measurement.model_states import OptimizerCost, measure_optimizer
 from profiler.records import Phase, Profile, StageRecord
+from profiler.workload.optimizers import optimizer_names, stepped_parameters
 from profiler.workload.workload import Workload, varied
 
 MakeOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -76,16 +77,16 @@ def _tried(workload: Workload, other: _SmallOptimizer, state_bytes: int) -> Opti
         why_not = f"it does not run with these parameters: {str(error).splitlines()[0] if str(error) else error!r}"
         return OptimizerVariant(lever=replace(lever, applies=False, reason=why_not))
     if cost.state_bytes >= state_bytes:
-        why_not = f"it keeps no less than the workload's own {type(workload.optimizer).__name__}"
+        why_not = f"it keeps no less than the workload's own {optimizer_names(workload.optimizers)}"
         return OptimizerVariant(lever=replace(lever, applies=False, reason=why_not))
     return OptimizerVariant(lever=lever, cost=cost)
 
 
 def _why_not(workload: Workload, other: _SmallOptimizer, state_bytes: int) -> str:
-    if workload.optimizer is None:
+    if not workload.optimizers:
         return "the workload has no optimizer"
-    name = type(workload.optimizer).__name__
-    if name in other.classes:
+    name = optimizer_names(workload.optimizers)
+    if {type(each).__name__ for each in workload.optimizers} <= set(other.classes):
         return f"the workload has {name} already"
     if not state_bytes:
         return f"{name} keeps no states here"
@@ -97,8 +98,7 @@ def _why_not(workload: Workload, other: _SmallOptimizer, state_bytes: int) -> st
 
 
 def _parameters(workload: Workload) -> list[torch.Tensor]:
-    groups = [] if workload.optimizer is None else workload.optimizer.param_groups
-    return [parameter for group in groups for parameter in group["params"]]
+    return stepped_parameters(workload.optimizers)
 
 
 def with_optimizer(profile: Profile, cost: OptimizerCost) -> Profile:

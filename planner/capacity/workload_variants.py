@@ -189,7 +189,7 @@ class WorkloadVariants:
             changes |= {"accumulate": True, "loss": MicroBatchLoss(base.loss, micro_batches)}
         if precision:
             changes["autocast"] = _DTYPES[precision]
-            if precision == "float16" and base.optimizer is not None:
+            if precision == "float16" and base.optimizers:
                 changes["scaler"] = torch.amp.GradScaler(base.device.type)
         return varied(base, **changes) if changes else base
 

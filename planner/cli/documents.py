@@ -35,6 +35,7 @@ def refusal_document(
         "lower_bound_seconds": refusal.lower_bound_seconds,
         "solve_seconds": refusal.solve_seconds,
         **dict.fromkeys(_UNKNOWN_WITHOUT_PLAN),
+        "left_out": [dataclasses.asdict(record) for record in refusal.left_out],
         "stages": [],
     }
 

@@ -11,6 +11,7 @@ import msgspec
 from planner.plans.offload_request import link_document, link_from
 from planner.plans.plan import Plan, StageDecision
 from profiler.json_files import from_plain, to_plain
+from profiler.records import LeftOutRecord
 from solvers import Replay, Schedule, Solution
 from solvers.problem.graph_schedule import GraphSchedule
 from solvers.problem.graph_simulator import GraphReplay
@@ -52,7 +53,8 @@ class SolutionSummary:
 
     Fields that are None are those that this kind of problem does not have; JSON leaves them out. Of a plan alone are
     ``model_class`` to ``precision``, ``headroom_bytes``, ``recomputed_ops`` and, where something was stated by hand,
-    ``stated`` and ``restricted``; of a graph alone ``interrupted``. A graph has no ``host_bytes`` to ``link``.
+    ``stated`` and ``restricted``, and where blocks cannot run again ``left_out``; of a graph alone ``interrupted``. A
+    graph has no ``host_bytes`` to ``link``.
     """
 
     model_class: str | None = None
@@ -81,6 +83,7 @@ class SolutionSummary:
     stated: tuple[str, ...] | None = None
     restricted: bool | None = None
     unsteady: tuple[str, ...] | None = None
+    left_out: tuple[LeftOutRecord, ...] | None = None
     stages: tuple[StageSummary, ...]
 
     @property
@@ -99,7 +102,7 @@ class SolutionSummary:
 def summary_of_plan(plan: Plan) -> SolutionSummary:
     """What a plan claims, and per stage the decision."""
     summary = msgspec.convert(plan, SolutionSummary, from_attributes=True)  # Fields of the same names.
-    summary = replace(summary, unsteady=plan.unsteady or None)
+    summary = replace(summary, unsteady=plan.unsteady or None, left_out=plan.left_out or None)
     return summary if plan.stated else replace(summary, stated=None, restricted=None)
 
 

@@ -12,8 +12,9 @@ from rich.table import Table
 
 from planner.cli.solution_summary import SolutionSummary
 from planner.explain.tables import facts, plain_table
+from planner.plans.left_out import blocks_in_words
 from planner.units import counted, exact_bytes, format_bytes, format_seconds
-from profiler.records import OpRecord, Profile, StageRecord
+from profiler.records import LeftOutRecord, OpRecord, Profile, StageRecord
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,7 +42,7 @@ def solution_report(summary: SolutionSummary) -> RenderableType:
 def _plan_report(summary: SolutionSummary) -> RenderableType:
     used = [decision for decision in _MEANINGS if any(stage.decision == decision for stage in summary.stages)]
     legend = facts([("", _MEANINGS[decision]) for decision in used])
-    return Group(_plan_table(summary), legend, "", facts(_claims(summary)))
+    return Group(_plan_table(summary), legend, "", facts([*_claims(summary), *_left_out(summary.left_out or ())]))
 
 
 def _graph_report(summary: SolutionSummary) -> RenderableType:
@@ -173,14 +174,27 @@ def profile_report(profile: Profile) -> RenderableType:
     title = f"Profile of {profile.model_class} on {profile.device} ({profile.precision})"
     columns = ["forward\nms", "backward\nms", "kept", "boundary", "rerun\nms", "rerun\nops"]
     table = plain_table(title, ["stage"], columns)
-    reasons: dict[str, int] = {}
+    reasons: dict[tuple[str, str], int] = {}
     for record in profile.stages:
         table.add_row(*_stage_cells(record, reasons), style="dim" if record.kind == "outside" else None)
-    notes = [(f"({number})", f"never runs again: {escape(reason)}") for reason, number in reasons.items()]
-    return Group(table, *([facts(notes), ""] if notes else []), facts(_step(profile)))
+    notes = [
+        (f"({number})", f"never runs again: {escape(reason)}{f'; remedy: {escape(remedy)}' if remedy else ''}")
+        for (reason, remedy), number in reasons.items()
+    ]
+    below = facts([*_step(profile), *_left_out(profile.left_out)])
+    return Group(table, *([facts(notes), ""] if notes else []), below)
 
 
-def _stage_cells(record: StageRecord, reasons: dict[str, int]) -> list[str]:
+def _left_out(records: Sequence[LeftOutRecord]) -> list[tuple[str, str]]:
+    """Blocks that cannot run again, two lines for each kind."""
+    lines = []
+    for record in records:
+        kept = f"{escape(blocks_in_words(record))}, {format_bytes(record.kept_bytes)}: {escape(record.reason)}"
+        lines += [("never runs again", kept), *([("", f"remedy: {escape(record.remedy)}")] if record.remedy else [])]
+    return lines
+
+
+def _stage_cells(record: StageRecord, reasons: dict[tuple[str, str], int]) -> list[str]:
     times = [f"{phase.seconds * 1e3:.2f}" for phase in (record.forward, record.backward)]
     if record.kind == "outside":
         return [escape(record.name), *times, *[_NOTHING] * 4]
@@ -188,7 +202,7 @@ def _stage_cells(record: StageRecord, reasons: dict[str, int]) -> list[str]:
         again = [f"{record.recompute_seconds * 1e3:.2f}", str(record.recompute_ops)]
     else:
         reason = record.reason or "it does not repeat its result"
-        again = [f"never ({reasons.setdefault(reason, len(reasons) + 1)})", _NOTHING]
+        again = [f"never ({reasons.setdefault((reason, record.remedy), len(reasons) + 1)})", _NOTHING]
     sizes = [format_bytes(record.kept_bytes), format_bytes(record.boundary_bytes)]
     return [escape(record.name), *times, *sizes, *again]
 

@@ -222,7 +222,7 @@ def _why_alive(storage: LiveStorage, mark: Mark, snapshot: PeakSnapshot) -> str:
 def _phase_of(mark: Mark) -> PhaseName:
     if mark.phase == "forward":
         return "forward"
-    return "optimizer" if mark.phase in ("optimizer", "end") else "backward"
+    return "optimizer" if mark.phase in ("optimizer", "evaluation", "end") else "backward"
 
 
 def _inside(module: str, stage: str) -> str:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.explain.peak import PeakPart, predicted_peak
-from planner.explain.stage_groups import names_in_short
 from planner.explain.timeline import Timeline, predicted_timelines
 from planner.plans.cost_model import chain_of
 from planner.plans.plan import Plan
+from planner.plans.short_names import names_in_short
 from planner.plans.solving import plan_of
 from profiler.op_graph import kind_of
 from profiler.records import Profile, made_gradient_bytes

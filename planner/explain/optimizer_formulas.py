@@ -62,12 +62,22 @@ class Weight:
         return -(-size // self.block_bytes) * self.block_bytes
 
 
-def state_bytes_of(optimizer: torch.optim.Optimizer) -> BytesByState | None:
-    """What an optimizer keeps from step to step, by name, from the shapes and types of its parameters alone.
+def state_bytes_of(optimizers: Sequence[torch.optim.Optimizer]) -> BytesByState | None:
+    """What optimizers keep from step to step, by name, from the shapes and types of their parameters alone.
 
     Returns:
-        None for one that is not known, or in a mode that is not: it has to be measured.
+        None where one is not known, or in a mode that is not: it has to be measured.
     """
+    kept: list[BytesByState] = []
+    for optimizer in optimizers:
+        states = _state_bytes_of(optimizer)
+        if states is None:
+            return None
+        kept.append(states)
+    return _added(kept)
+
+
+def _state_bytes_of(optimizer: torch.optim.Optimizer) -> BytesByState | None:
     groups = []
     for group in optimizer.param_groups:
         parameters = [p for p in group["params"] if p.requires_grad]

@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from planner.explain.peak import Peak, PeakPart
-from planner.explain.stage_groups import common_path, in_one_series, names_in_short
 from planner.plans.plan import Plan
+from planner.plans.short_names import common_path, in_one_series, names_in_short
 from planner.units import exact_bytes, format_bytes
 from profiler.op_graph import kind_of
 

@@ -15,6 +15,7 @@ from planner.explain.optimizer_formulas import cast_bytes, state_bytes_of, weigh
 from planner.explain.tables import facts, plain_table
 from planner.units import format_bytes
 from profiler.measurement.model_states import MeasuredStates, measure_states
+from profiler.workload.optimizers import optimizer_names
 from profiler.workload.precision import precision_of
 from profiler.workload.workload import Workload
 
@@ -91,11 +92,10 @@ def model_states(workload: Workload) -> ModelStates:
         ProfileError: the step fails, or the model is in eval mode.
     """
     measured = measure_states(workload)
-    optimizer = workload.optimizer
     rows = [*_weights(workload, measured), *_optimizer(workload, measured), *_precision(workload, measured)]
     return ModelStates(
         model_class=type(workload.model).__name__,
-        optimizer="none" if optimizer is None else type(optimizer).__name__,
+        optimizer=optimizer_names(workload.optimizers),
         precision=precision_of(workload.model, workload.autocast),
         parameter_count=sum(p.numel() for p in _distinct(workload.model.parameters())),
         rows=tuple(rows),
@@ -118,9 +118,9 @@ def _weights(workload: Workload, measured: MeasuredStates) -> Iterator[StateRow]
 
 def _optimizer(workload: Workload, measured: MeasuredStates) -> Iterator[StateRow]:
     """The optimizer's states by name, and what its step holds besides."""
-    if workload.optimizer is None:
+    if not workload.optimizers:
         return
-    formula, states = state_bytes_of(workload.optimizer), dict(measured.state_bytes)
+    formula, states = state_bytes_of(workload.optimizers), dict(measured.state_bytes)
     how = _UNKNOWN if formula is None else "from the parameters' shapes"
     names = dict.fromkeys(states) | dict.fromkeys(formula or {})
     for name in names:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from planner.plans.offloadable import input_offload_unit_bytes, kept_offload_unit_bytes
 from profiler.op_graph import StageOps, StageStorage
 from profiler.records import OptionRecord, Profile, SharedRecord
 from solvers.problem.chain import Chain, Option, Shared, Stage
 
+Timed = TypeVar("Timed", Stage, Option)
 # Torch's random state on the CPU is read into a tensor of so many bytes before a stage runs without keeping, and again
 # before it runs the second time.
 _RANDOM_STATE_BYTES = 5056
@@ -32,12 +35,27 @@ def chain_of(profile: Profile) -> Chain:
     """
     shared = tuple(_shared_tensor(record, len(profile.stages)) for record in profile.shared)
     timeline = _UnsharedTimeline(profile, shared)
+    stages = tuple(_stage(timeline, k) for k in range(len(profile.stages)))
+    start_bytes = profile.stages[0].forward.start_bytes
     return Chain(
-        stages=tuple(_stage(timeline, k) for k in range(len(profile.stages))),
+        stages=stages if profile.evaluations == 1 else tuple(_repeated(stage, profile.evaluations) for stage in stages),
         shared=shared,
-        resident_bytes=profile.stages[0].forward.start_bytes,
+        # What an optimizer holds while it evaluates the loss again lies below such a forward and backward.
+        resident_bytes=max(start_bytes, profile.evaluation.start_bytes),
         optimizer_peak_bytes=profile.optimizer.peak_bytes,
     )
+
+
+def _repeated(stage: Stage, times: int) -> Stage:
+    """The stage with the seconds of so many runs, of which each has its bytes."""
+    options = tuple(_times(option, times) for option in stage.options)
+    return replace(_times(stage, times), options=options)
+
+
+def _times(record: Timed, times: int) -> Timed:
+    """A record of a chain whose seconds are so many times as long."""
+    names = [field.name for field in dataclasses.fields(record) if field.name.endswith("_seconds")]
+    return replace(record, **{name: getattr(record, name) * times for name in names})
 
 
 def _shared_tensor(record: SharedRecord, count: int) -> Shared:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from planner.plans.cost_model import chain_of
+from planner.plans.given_sources import given_profile
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.problem_files import Source, read_source
 from profiler.records import Profile
@@ -72,7 +73,10 @@ def pareto(
         budget is faster; none at all fits below a graph's first one. The row ``none`` is the unplanned
         model. ``attrs["left_out"]`` names methods of a graph that came to no turn, by Ctrl-C or for want of time.
     """
-    source = problem if isinstance(problem, Profile | Chain | Graph) else read_source(problem)
+    if isinstance(problem, str | Path):
+        source = read_source(problem)
+    else:
+        source = problem if isinstance(problem, Chain | Graph) else given_profile(problem, "pareto")
     if isinstance(source, Graph):
         return _graph_curves(source, solvers, time_limit_seconds)
     if isinstance(source, Profile):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from planner.plans.offload_request import link_document, link_from
 from profiler.json_files import from_plain, read_document, to_plain, write_document
-from profiler.records import KEYS as PROFILE_KEYS, MenuRecord, ResidentBytes
+from profiler.records import KEYS as PROFILE_KEYS, LeftOutRecord, MenuRecord, ResidentBytes
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Action, Schedule
 from solvers.problem.chain_simulator import replay
@@ -101,6 +101,7 @@ class Plan:
         unseen: as in the profile.
         restricted: status and bound hold among the plans that do what was stated.
         unsteady: as in the profile.
+        left_out: blocks that keep much and cannot run again, whatever the budget.
     """
 
     model_class: str
@@ -136,6 +137,7 @@ class Plan:
     headroom_bytes: int = 0
     unseen: tuple[str, ...] = ()
     unsteady: tuple[str, ...] = ()
+    left_out: tuple[LeftOutRecord, ...] = ()
 
     def offload_units_of(self, stage: int, option: int | None) -> tuple[tuple[int, ...], ...]:
         """Of each offload unit of a stage its storages if it is kept, its input tensors if dropped; by number."""

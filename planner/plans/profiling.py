@@ -13,6 +13,7 @@ from profiler.op_graph import Choice, ChoiceError, NamedStage, StageOp, StageOps
 from profiler.records import Profile
 from profiler.trace.partition import StagePattern
 from profiler.workload.compiled_forwards import is_compiled
+from profiler.workload.steps import check_workload
 from profiler.workload.workload import Workload
 from solvers.saved_tensors import HeldTensor, RerunCandidate, SavedSetProblem, frontier
 
@@ -50,6 +51,7 @@ def profile(
         ChoiceError: a rule names what is not there, or an op that must not run again.
         ValueError: rules that cannot be read.
     """
+    check_workload(workload, "profile")
     stated = None if rules is None else rules_from(rules)
     compiled = is_compiled(workload.model)
     return profiling.profile(

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from planner.plans.cost_model import chain_of
+from planner.plans.given_sources import given_profile
 from planner.plans.headroom import Headroom, headroom_from
+from planner.plans.left_out import never_rerun, obstacle_in_words, remedy_in_words
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.plan import Plan, PlannedStage, chain_in
 from planner.plans.stage_decisions import undecided_stage, with_decisions
 from planner.units import format_bytes, format_seconds, parse_bytes
-from profiler.records import MenuRecord, Profile, states_bytes
+from profiler.records import LeftOutRecord, MenuRecord, Profile, states_bytes
 from solvers import Problem, Schedule, Solution, replay, solve_chain
 from solvers.problem.solution import AnySchedule
 
@@ -41,6 +43,7 @@ class NoPlan(ValueError):
         lower_bound_seconds: of a whole step; None where nothing finite is known.
         solve_seconds: time that the solver took; None where it is not known.
         remedy: what to do.
+        left_out: blocks that keep much and cannot run again.
     """
 
     status: ClassVar[Literal["infeasible", "unknown"]]
@@ -52,6 +55,7 @@ class NoPlan(ValueError):
     lower_bound_seconds: float | None = None
     solve_seconds: float | None = None
     remedy: str = "raise the budget, make the batch smaller"
+    left_out: tuple[LeftOutRecord, ...] = ()
 
     def __post_init__(self) -> None:
         super().__init__(self._message())
@@ -66,6 +70,10 @@ class NoPlan(ValueError):
     @property
     def _known(self) -> str:
         return f"{self.minimum_budget_bytes} bytes ({format_bytes(self.minimum_budget_bytes)})"
+
+    @property
+    def _advised(self) -> str:
+        return f"{self.remedy}; or " if self.left_out else ""
 
     @property
     def _or_auto(self) -> str:
@@ -95,7 +103,7 @@ class NothingFound(NoPlan):
         return (
             f"budget: expected a schedule within it, got none{spent} for {self._asked}; it is not proven that there is "
             f"none{bound}; the smallest budget known to be feasible is {self._known}: {self.reason}; "
-            f"allow more time, raise the budget{self._or_auto}"
+            f"{self._advised}allow more time, raise the budget{self._or_auto}"
         )
 
 
@@ -124,11 +132,10 @@ def solve(
 
     Raises:
         Infeasible: nothing fits; carries the smallest feasible budget.
-        ValueError: unknown solver, a budget or headroom that does not parse, or offloading demanded where nothing can
-            be sent.
+        ValueError: no profile, unknown solver, a budget or headroom that does not parse, or offloading demanded where
+            nothing can be sent.
     """
-    if not isinstance(profile, Profile):
-        profile = Profile.load(profile)
+    profile = given_profile(profile, "solve")
     budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
     chain = chain_of(profile)
     offload_request = offload_from(offload)
@@ -141,13 +148,26 @@ def solve(
         try:
             solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
         except NoPlan as refusal:
-            excess = _states_excess(profile, planned_bytes)
-            if not excess:
-                raise
-            raise replace(refusal, reason=f"{refusal.reason}, and {excess}", remedy=_FEWER_STATES) from refusal
+            raise explained(refusal, profile) from refusal
         return plan_of(profile, problem, solution, no_offload=why, offload_only=method == OFFLOAD_ONLY)
 
     return plan_with_headroom(budget_bytes, headroom_from(headroom), plan_within)
+
+
+def explained(refusal: NoPlan, profile: Profile) -> NoPlan:
+    """A refusal with what of the profile forces it, and what helps then."""
+    if excess := _states_excess(profile, refusal.budget_bytes):
+        return replace(refusal, reason=f"{refusal.reason}, and {excess}", remedy=_FEWER_STATES)
+    left_out = never_rerun(profile)
+    if not left_out:
+        return refusal
+    remedy = remedy_in_words(left_out)
+    return replace(
+        refusal,
+        reason=f"{refusal.reason}, and {obstacle_in_words(left_out)}",
+        remedy=f"{remedy}, and profile again; or raise the budget" if remedy else refusal.remedy,
+        left_out=left_out,
+    )
 
 
 def quick_plan(profile: Profile, budget_bytes: int, offload_request: Offload) -> Plan:
@@ -288,6 +308,7 @@ def plan_of(
         menus=profile.menus,
         chain=problem.chain,
         resident=profile.resident,
+        left_out=never_rerun(profile),
         link=problem.link,
         no_offload=no_offload,
         offload_only=offload_only,

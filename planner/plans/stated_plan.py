@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from planner.plans.cost_model import chain_of
+from planner.plans.given_sources import given_profile
 from planner.plans.headroom import headroom_from
 from planner.plans.plan import Plan
 from planner.plans.rule_resolution import ResolvedRules, StageDirective, resolve_rules
@@ -55,7 +56,7 @@ def state(
         ValueError: a stage that cannot be recomputed, a choice that the profile has not measured, a missing budget.
     """
     start = time.perf_counter()
-    profile = profile if isinstance(profile, Profile) else Profile.load(profile)
+    profile = given_profile(profile, "state")
     outside = {op.module for op in profile.op_records if op.place == "outside"}
     resolved = resolve_rules(rules_from(rules), _named_stages(profile), outside)
     spans = _spans(profile, resolved)

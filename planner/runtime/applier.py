@@ -6,6 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.compiled_models import CompiledCalls, made_compiled, module_named
 from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.cuda_link import CudaCopyEngine
+from planner.runtime.given_arguments import check_sharded, given_model, given_plan
 from planner.runtime.kept_runs import Deviations
 from planner.runtime.plan_checks import ParameterTypes, running_backward, transformed, warn_once
 from planner.runtime.planned_step import PlannedStep
@@ -23,9 +25,10 @@ from planner.runtime.simulated_link import SimulatedCopyEngine
 from planner.runtime.stage_input import BatchCopies
 from planner.runtime.stage_places import StagePlaces, split_name
 from profiler.recomputation.selection import Selection
-from profiler.workload.compiled_forwards import COMPILED, plain_name, unwrapped
+from profiler.workload.compiled_forwards import COMPILED, plain_name
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
 from profiler.workload.precision import autocast_now, autocast_part, precision_of, types_part
+from profiler.workload.wrapped_models import autocasts_inside, class_name, inner_model
 from solvers.problem.chain_schedule import RUNS
 
 _PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
@@ -57,7 +60,7 @@ class Handle:
         self.remove()
 
 
-def apply(model: nn.Module, plan: Plan) -> Handle:
+def apply(model: nn.Module, plan: Plan | str | Path) -> Handle:
     """Install ``plan`` on ``model``, in place and reversibly.
 
     Only the ``forward`` of the model and of recomputed stages is wrapped: the
@@ -66,8 +69,9 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
     model runs as without it.
 
     Args:
-        model: the model that was profiled, or one with the same stages.
-        plan: from ``planner.solve`` or ``Plan.load``.
+        model: the model that was profiled, or one with the same stages; also where it was compiled, or wrapped by
+            DistributedDataParallel or fully_shard since.
+        plan: from ``planner.solve`` or ``Plan.load``, or the path of its file.
 
     Returns:
         A handle with ``remove()``; also a context manager.
@@ -76,10 +80,11 @@ def apply(model: nn.Module, plan: Plan) -> Handle:
         PlanMismatch: stage names, parameter shapes or the parameters' types differ. So says the model's forward
             where it runs under another autocast than the profiled step, or its parameters have become others since.
         UnsupportedPlan: the plan's schedule cannot be carried out.
-        ValueError: another plan is applied already.
+        ValueError: another plan is applied already, an argument is of another kind, or the file is no plan.
     """
-    model = unwrapped(model)
+    model, plan = inner_model(given_model(model)), given_plan(plan)
     check_unplanned(model)
+    check_sharded(model, plan)
     _check_model(model, plan)
     _check_types(model, plan)
     lowered = lower_schedule(plan.stages, plan.schedule)
@@ -117,7 +122,7 @@ def register(model: nn.Module, handle: Handle) -> None:
 
 def handle_of(model: nn.Module) -> Handle | None:
     """The handle of the plan that is applied to ``model``; None where there is none."""
-    return _PLANNED.get(unwrapped(model))
+    return _PLANNED.get(inner_model(model))
 
 
 class Wrappers(Protocol):
@@ -167,6 +172,7 @@ class PlannedCalls:
         self._step: PlannedStep | None = None
         self._bypassing: weakref.ref[PlannedStep] | None = None
         self._inside = False
+        self._casts_inside = False
 
     def whole(self, forward: Forward) -> Forward:
         """The model's own forward: begins and ends a planned step."""
@@ -190,7 +196,9 @@ class PlannedCalls:
         """Another forward begins."""
         model = self._model()
         assert model is not None
-        if autocast_now(self._device) != self._autocast or self._types.differ():
+        differs = autocast_now(self._device) != self._autocast
+        self._casts_inside = differs and autocasts_inside(model)
+        if (differs and not self._casts_inside) or self._types.differ():
             check_precision(model, self._plan, autocast_now(self._device))
         if (device := model_device(model)) != self._device:
             self._device = device
@@ -230,6 +238,8 @@ class PlannedCalls:
             place = None if step is None else self._places.next_of(name, inside=self._inside)
             if step is None or place is None:
                 return forward(*args, **kwargs)
+            if self._casts_inside and autocast_now(self._device) != self._autocast:
+                check_precision(self._model() or module, self._plan, autocast_now(self._device))
             self._inside = True
             try:
                 if place.unseen:
@@ -283,8 +293,8 @@ def _difference(model: nn.Module, stage: PlannedStage) -> str:
         module = module_named(model, name)
     except AttributeError:
         return f"it has no module {name!r}"
-    if type(module).__name__ != stage.module_class:
-        return f"{name!r} is a {type(module).__name__}, expected {stage.module_class}"
+    if class_name(module) != stage.module_class:
+        return f"{name!r} is a {class_name(module)}, expected {stage.module_class}"
     shapes = {plain_name(key): tuple(p.shape) for key, p in module.named_parameters()}
     expected = dict(stage.parameter_shapes)
     for key in sorted({*shapes, *expected}):

@@ -17,6 +17,7 @@ from profiler.workload.compiled_forwards import (
     uncompiled,
     unwrapped,
 )
+from profiler.workload.wrapped_models import inner_model
 
 
 def module_named(model: nn.Module, name: str) -> nn.Module:
@@ -25,7 +26,7 @@ def module_named(model: nn.Module, name: str) -> nn.Module:
     Raises:
         AttributeError: there is none.
     """
-    module = unwrapped(model)
+    module = inner_model(model)
     for part in plain_name(name).split("."):
         module = unwrapped(module.get_submodule(part))
     return module

@@ -16,6 +16,7 @@ from planner.training.dynamic_profiles import Training
 from planner.training.dynamic_shapes import apply_dynamic
 from planner.training.plan_cache import CACHE_SIZE
 from profiler.trace.partition import StagePattern
+from profiler.workload.optimizers import Optimizers
 from profiler.workload.workload import LossFunction, Workload
 
 
@@ -25,7 +26,7 @@ def auto_checkpoint(
     *,
     budget: str | int,
     loss: LossFunction | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     autocast: torch.dtype | str | None = None,
     stages: Sequence[StagePattern] | None = None,
     solver: str = "auto",

@@ -16,6 +16,7 @@ from planner.training.input_signatures import Signature, SignatureReader
 from profiler.measurement import profiling
 from profiler.records import Profile
 from profiler.trace.partition import StagePattern
+from profiler.workload.optimizers import Optimizers
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import LossFunction, Workload
 
@@ -25,7 +26,7 @@ class Training:
     """How a model is trained, whatever the batch; the fields are those of ``Workload``."""
 
     loss: LossFunction | None
-    optimizer: torch.optim.Optimizer | None
+    optimizer: Optimizers
     autocast: torch.dtype | str | None
 
     def on(self, model: nn.Module, inputs: Any) -> Workload:

@@ -53,7 +53,7 @@ class StepRollback:
     def _begin(self, phase: StepPhase, _: Tensor | None) -> None:
         if phase == "forward":
             self._remember(self._step)
-        if phase != "end":
+        if phase not in ("evaluation", "end"):  # An evaluation is a part of the optimizer's step.
             self.phase = phase
 
     def _remember(self, step: int) -> None:

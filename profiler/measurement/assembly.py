@@ -6,16 +6,27 @@ import platform
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
+from profiler.measurement.alike_stages import alike
 from profiler.measurement.meter import Mark, MarkedPhases, Place
 from profiler.measurement.stage_probe import StageTensor
 from profiler.measurement.stage_reruns import RerunTimes
-from profiler.records import MenuRecord, OpRecord, Phase, Profile, ResidentBytes, SharedRecord, StageRecord
-from profiler.trace.partition import ChosenStage, why_not_recomputable
+from profiler.records import (
+    LeftOutRecord,
+    MenuRecord,
+    OpRecord,
+    Phase,
+    Profile,
+    ResidentBytes,
+    SharedRecord,
+    StageRecord,
+)
+from profiler.trace.obstacles import remedy_for, why_not_recomputable
+from profiler.trace.partition import ChosenStage
 from profiler.trace.stage_names import parents_of
 from profiler.trace.step_record import Call, Op, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
@@ -24,6 +35,7 @@ from profiler.workload.storages import distinct_bytes
 from profiler.workload.tensor_parts import sizes_of
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
+from profiler.workload.wrapped_models import class_name, inner_model
 
 PhasesOfMark = dict[Mark, list[Phase]]
 
@@ -47,6 +59,7 @@ class Measured:
     menu_of: dict[int, int]
     unsteady: tuple[str, ...]
     unseen: tuple[str, ...] = ()
+    left_out: tuple[LeftOutRecord, ...] = ()
 
 
 def by_mark(phases: MarkedPhases) -> PhasesOfMark:
@@ -66,48 +79,14 @@ def typical_seconds(runs: list[MarkedPhases]) -> dict[Mark, float]:
     return {mark: statistics.median_low(values) for mark, values in seconds.items()}
 
 
-def alike(stages: Sequence[ChosenStage]) -> list[int]:
-    """A number for each stage; equal where structure, shapes and hooks are equal."""
-    numbers: dict[Any, int] = {}
-    kinds = []
-    for stage in stages:
-        call = stage.call
-        key = (
-            type(call.module),
-            tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in call.module.named_parameters()),
-            tuple((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in call.inputs),
-            call.end_op - call.first_op,
-            call.end_save - call.first_save,
-            call.draws_random,
-            _hooks_of(call.module),
-        )
-        kinds.append(numbers.setdefault(key, len(numbers)))
-    return kinds
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def _hooks_of(module: nn.Module) -> tuple[tuple[str, str, str], ...]:
-    """Which hooks run with a call: on which module in it, or for the gradient of which parameter."""
-    on_modules = [
-        (name, kind, getattr(hook, "__qualname__", type(hook).__name__))
-        for name, inner in module.named_modules()
-        for kind in _HOOKS
-        for hook in getattr(inner, kind).values()
-    ]
-    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    on_parameters = [(name, kind, "") for name, p in module.named_parameters() for kind in kinds if getattr(p, kind)]
-    return (*on_modules, *on_parameters)
-
-
 def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) -> Profile:
     """The profile of what was measured."""
     optimizer = _joined(measured.memory.get(Mark("optimizer")), measured.seconds.get(Mark("optimizer"), 0.0))
+    evaluations = measured.memory.get(Mark("evaluation"), [])
     device = workload.device
-    assembly = _Assembly(measured, resident.total)
+    assembly = _Assembly(measured, resident.total, workload.model)
     return Profile(
-        model_class=type(workload.model).__name__,
+        model_class=class_name(inner_model(workload.model)),
         input_shapes=tuple(map(sizes_of, tensors_in(workload.inputs))),
         device=str(device),
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
@@ -124,6 +103,9 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         menus=tuple(measured.menus),
         unseen=measured.unseen,
         unsteady=measured.unsteady,
+        left_out=measured.left_out,
+        evaluation=_highest(evaluations, measured.seconds.get(Mark("evaluation"), 0.0)),
+        evaluations=1 + len(evaluations),
     )
 
 
@@ -139,6 +121,18 @@ def _joined(phases: Sequence[Phase] | None, seconds: float) -> Phase:
     )
 
 
+def _highest(phases: Sequence[Phase], seconds: float) -> Phase:
+    """Phases of one kind as one that begins, reaches and ends at the most of them."""
+    if not phases:
+        return Phase()
+    return Phase(
+        start_bytes=max(phase.start_bytes for phase in phases),
+        peak_bytes=max(phase.peak_bytes for phase in phases),
+        end_bytes=max(phase.end_bytes for phase in phases),
+        seconds=seconds,
+    )
+
+
 def _extended(phase: Phase, following: Phase) -> Phase:
     return _joined([phase, following], phase.seconds + following.seconds)
 
@@ -146,7 +140,8 @@ def _extended(phase: Phase, following: Phase) -> Phase:
 class _Assembly:
     """Puts the phases of stages, and of what runs outside of them, together in forward order."""
 
-    def __init__(self, measured: Measured, resident_bytes: int) -> None:
+    def __init__(self, measured: Measured, resident_bytes: int, model: nn.Module) -> None:
+        self._model = model
         self._measured = measured
         self._alike = alike(measured.stages)
         backward = [p for mark, phases in measured.memory.items() if mark.phase == "backward" for p in phases]
@@ -299,6 +294,7 @@ class _Assembly:
             links=stage.links,
             recomputable=not reason,
             reason=reason,
+            remedy=remedy_for(stage.call, self._model) or rerun.remedy if reason else "",
             menu=m.menu_of[k],
             parents=parents_of(m.trace, stage.call),
             calls=sum(call.module is stage.call.module for call in m.trace.calls),
@@ -352,7 +348,7 @@ def _with_call(record: StageRecord, call: Call) -> StageRecord:
     parameters = dict(call.module.named_parameters())
     return replace(
         record,
-        module_class=type(call.module).__name__,
+        module_class=class_name(call.module),
         forward_ops=call.end_op - call.first_op,
         parameter_bytes=distinct_bytes(parameters.values()),
         parameter_gradient_bytes=distinct_bytes(p for p in parameters.values() if p.requires_grad),

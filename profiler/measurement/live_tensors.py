@@ -18,9 +18,10 @@ from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.forward_patches import Forward, ForwardPatches
+from profiler.workload.optimizers import optimizer_tensors
 from profiler.workload.storages import allocated_bytes
 from profiler.workload.tensor_trees import tensors_in
-from profiler.workload.workload import Workload, optimizer_tensors, scaler_tensors
+from profiler.workload.workload import Workload, scaler_tensors
 
 StorageOrigin = Literal["parameter", "buffer", "optimizer state", "batch", "gradient", "made in step"]
 
@@ -157,7 +158,7 @@ class _StorageLog:
         self.add((p.grad for p in others if p.grad is not None), LiveStorage(kind="gradient"))
         self.add(scaler_tensors(workload.scaler), LiveStorage(kind="optimizer state"))
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for owner, _, tensor in optimizer_tensors(workload.optimizer):
+        for owner, _, tensor in optimizer_tensors(workload.optimizers):
             self.add([tensor], LiveStorage(kind="optimizer state", module=names.get(id(owner), "")))
         self.add(tensors_in(workload.inputs), LiveStorage(kind="batch"))
 

@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.measurement.meter import Mark, memory_meter, metered, metered_step, time_meter
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
+from profiler.workload.optimizers import optimizer_tensors
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import ProfileError, checked_step, resident_bytes_of
 from profiler.workload.storages import allocated_bytes, distinct_bytes, storage_key
-from profiler.workload.workload import StepPhase, Workload, optimizer_tensors, varied
+from profiler.workload.workload import StepPhase, Workload, varied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ def measure_states(workload: Workload) -> MeasuredStates:
         raise ProfileError("model states: expected a model in training mode, got one in eval mode; call model.train()")
     with preserved(workload):
         randomness = RandomState.capture()
-        fresh = workload.optimizer is not None and not workload.optimizer.state
+        fresh = bool(workload.optimizers) and not any(each.state for each in workload.optimizers)
         first_bytes = checked_step(workload, lambda: _step(workload))
         randomness.restore()
         steady = checked_step(workload, lambda: _step(workload))
@@ -123,7 +124,7 @@ def _by_name(workload: Workload) -> tuple[tuple[str, int], ...]:
     """The optimizer's states; a storage that several of them share counts for the first one."""
     names: dict[str, list[Tensor]] = {}
     seen: set[int] = set()
-    for _, name, tensor in optimizer_tensors(workload.optimizer):
+    for _, name, tensor in optimizer_tensors(workload.optimizers):
         if tensor.device.type == workload.device.type and storage_key(tensor) not in seen:
             seen.add(storage_key(tensor))
             names.setdefault(name, []).append(tensor)

@@ -63,6 +63,8 @@ class _MarkedPlannedStep(MarkedStep):
         super().enter_backward(place)
 
     def position_of(self, module: nn.Module) -> int | None:
+        if self._now.phase in ("optimizer", "evaluation"):
+            return None
         return self._position_again(module) if self._in_backward else super().position_of(module)
 
     def _position_again(self, module: nn.Module) -> int | None:

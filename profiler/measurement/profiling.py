@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from profiler.measurement.assembly import Measured, PhasesOfMark, alike, assemble, by_mark, typical_seconds
+from profiler.measurement.alike_stages import alike
+from profiler.measurement.assembly import Measured, PhasesOfMark, assemble, by_mark, typical_seconds
 from profiler.measurement.largest_step import DrawnStep, largest_steps
 from profiler.measurement.link_bandwidth import measure_link
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, memory_meter, time_meter
@@ -19,6 +20,7 @@ from profiler.measurement.unsteady_bytes import what_is_unsteady
 from profiler.op_graph import ChoiceError
 from profiler.records import MenuRecord, Phase, Profile
 from profiler.trace.compiled_trace import trace_compiled
+from profiler.trace.left_out import left_out_of
 from profiler.trace.partition import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
 from profiler.trace.stage_names import StateChoices, names_unseen
 from profiler.trace.step_record import Trace
@@ -104,7 +106,9 @@ def profile(
                 f"profile: expected a step that runs the same way several times and under saved-tensor hooks, got "
                 f"{type(error).__name__}: {error}; leave what fails out of the workload"
             ) from error
-        return replace(assemble(workload, measured, resident), link=measure_link(workload.device))
+        profile = assemble(workload, measured, resident)
+        # A step that runs forward several times would send as often as that over the link.
+        return replace(profile, link=measure_link(workload.device) if profile.evaluations == 1 else None)
 
 
 def _warmed_up_for_the_largest(workload: Workload, randomness: RandomState, report: _ProgressReporter) -> DrawnStep:
@@ -152,6 +156,7 @@ class _Measuring:
         """Everything that a profile is made of."""
         optimizer_bytes = resident_bytes_of(self._workload).optimizer
         uncompiled_trace, uncompiled_stages = trace, stages = self._trace(patterns)
+        left_out = left_out_of(trace, stages, self._workload.model) if patterns is None else ()
         if self._compiled:
             self._begin("trace, compiled")
             trace, calls = trace_compiled(self._workload, trace, [stage.call for stage in stages])
@@ -188,18 +193,20 @@ class _Measuring:
             ],
             menu_of={k: number for number, group in enumerate(groups) for k in group.members},
             unsteady=what_is_unsteady(self._workload, uncompiled_trace, uncompiled_stages, optimizer_bytes),
+            left_out=left_out,
         )
 
     def _late_update(self, probe: StageProbe) -> list[Phase]:
-        """The optimizer's part of a step late in training: some do more from a certain number of steps on."""
-        optimizer = self._workload.optimizer
-        if optimizer is None or not counts_steps(optimizer):
+        """The optimizers' part of a step late in training: some do more from a certain number of steps on."""
+        counting = [optimizer for optimizer in self._workload.optimizers if counts_steps(optimizer)]
+        if not counting:
             return []
-        hook = optimizer.register_step_pre_hook(lambda aged, *_: count_many_steps(aged))
+        hooks = [each.register_step_pre_hook(lambda aged, *_: count_many_steps(aged)) for each in counting]
         try:
             step = self._step("memory, late in training", lambda: probe.step(self._memory_meter()))
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         return by_mark(step)[Mark("optimizer")]
 
     def _begin(self, what: str) -> None:

@@ -90,7 +90,7 @@ class MarkedStep:
             self._node_ends.append((Place("outside", len(self._positions)), next_node()))
             self._mark_backward_of(loss)
             self.mark(Mark("loss"))  # What backward allocates first belongs to no forward.
-        elif phase == "end" or self._workload.optimizer is not None:
+        elif phase == "end" or self._workload.optimizers:
             self.mark(Mark(phase))
 
     def mark(self, mark: Mark) -> None:

@@ -26,6 +26,23 @@ class RerunTimes:
     seconds: float = 0.0
     failure: str = ""
 
+    @property
+    def remedy(self) -> str:
+        """What to change in the model, so that it can run again; empty where that is not known."""
+        return _REMEDIES.get(self.failure, "")
+
+
+_CHANGED_AFTERWARDS = "its input is changed in place afterwards"
+_STORES = "it stores tensors of its forward (in an attribute, a cache or a hook)"
+_OTHER_SAVES = "running it a second time saves other tensors (a cache or a counter changed)"
+_OTHER_RESULT = "running it a second time gives another result"
+_REMEDIES = {
+    _CHANGED_AFTERWARDS: "write into a new tensor there (x = x + y for x += y)",
+    _STORES: "store them detached (tensor.detach()), or return them",
+    _OTHER_SAVES: "change caches and counters outside of forward; of transformers: set model.config.use_cache = False",
+    _OTHER_RESULT: "let forward depend on inputs, parameters and buffers alone, and draw with torch.rand and its like",
+}
+
 
 HELD = "its backward keeps what it saved, as does something else (a hook with a graph of its own); it would be twice"
 
@@ -62,7 +79,7 @@ def rerun_stages(
     reruns = []
     for first, kind in zip(first_runs, kinds, strict=True):
         if first.input_changed():
-            reruns.append(RerunTimes(failure="its input is changed in place afterwards"))
+            reruns.append(RerunTimes(failure=_CHANGED_AFTERWARDS))
         elif kind in first_of and not first_of[kind].failure:
             reruns.append(first_of[kind])
         else:
@@ -90,20 +107,18 @@ def _why_not_the_same(first: FirstRun, device: torch.device, *, compiled: bool) 
     difference = _difference(first, saved, output, device)
     del saved, output, args, kwargs
     if escaped.any_left():
-        return difference or "it stores tensors of its forward (in an attribute, a cache or a hook)"
+        return difference or _STORES
     return difference
 
 
 def _difference(first: FirstRun, saved: list[Tensor], output: Any, device: torch.device) -> str:
     if [(sizes_of(t), t.dtype) for t in saved] != first.saved:
-        return (
-            "running it a second time saves other tensors (a cache or a counter changed; for transformers: use_cache)"
-        )
+        return _OTHER_SAVES
     for before, after in zip(_parts_in(first.output), _parts_in(output), strict=True):
         # GPU kernels may add in another order; a wrong mask or input differs by far more than this.
         tolerance = 0.0 if device.type == "cpu" else 0.05
         if not torch.allclose(before, after, rtol=tolerance, atol=tolerance, equal_nan=True):
-            return "running it a second time gives another result"
+            return _OTHER_RESULT
     return ""
 
 

@@ -9,7 +9,7 @@ from profiler.measurement.device_memory import faulted_bytes, release_cache, res
 from profiler.measurement.meter import Meter, memory_meter, metered, time_meter
 from profiler.records import Phase
 from profiler.workload.snapshot import RandomState, preserved
-from profiler.workload.steps import first_step, resident_bytes_of, until_stepped
+from profiler.workload.steps import check_workload, first_step, resident_bytes_of, until_stepped
 from profiler.workload.workload import Workload
 
 
@@ -45,6 +45,7 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
         ProfileError: the step fails.
         ValueError: ``repeats`` is below one.
     """
+    check_workload(workload, "measure")
     if repeats < 1:
         raise ValueError(f"measure: expected repeats of at least 1, got {repeats}; pass a whole number")
     device = workload.device

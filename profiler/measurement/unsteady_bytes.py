@@ -9,8 +9,9 @@ import torch
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Trace
 from profiler.trace.value_sized import in_words
+from profiler.workload.optimizers import optimizer_tensors
 from profiler.workload.steps import resident_bytes_of
-from profiler.workload.workload import Workload, optimizer_tensors
+from profiler.workload.workload import Workload
 
 
 def what_is_unsteady(
@@ -54,7 +55,7 @@ def _hooks(workload: Workload) -> Iterator[str]:
 
 
 def _states(workload: Workload, first_bytes: int) -> Iterator[str]:
-    tensors = optimizer_tensors(workload.optimizer)
+    tensors = optimizer_tensors(workload.optimizers)
     names = sorted({name for _, name, tensor in tensors if tensor.layout is not torch.strided})
     if names:
         yield f"the optimizer's {names[0]!r} is sparse, and grows from step to step; use one that keeps dense states"

@@ -6,11 +6,12 @@ import difflib
 import fnmatch
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
+from profiler.trace.obstacles import why_not_recomputable
 from profiler.trace.step_record import Call, Trace
 
 StagePattern = str | type[nn.Module]
@@ -54,51 +55,48 @@ def choose_stages(trace: Trace, patterns: Sequence[StagePattern] | None = None) 
     Raises:
         StagesError: a pattern matches no module that ran.
     """
-    chosen = _best_cut(trace) if patterns is None else _matching(trace, patterns)
+    chosen = best_cut(trace) if patterns is None else _matching(trace, patterns)
     calls = sorted(chosen, key=lambda i: trace.calls[i].first_node)
     return stages_of(trace, [trace.calls[i] for i in calls])
-
-
-def why_not_recomputable(call: Call) -> str:
-    """Why a second run would not be the same, as far as one run can show; empty where nothing speaks against it."""
-    if call.mutates_input:
-        return "it changes its input in place"
-    if call.opaque:
-        return (
-            f"it passes a {call.opaque} that holds tensors, which a second run would change "
-            "(for a cache of transformers: set model.config.use_cache = False)"
-        )
-    if not call.outputs:
-        return "it returns no tensor"
-    if call.goes_backward:
-        return "the forward goes backward through it (for forces, or a penalty on gradients)"
-    return call.side_effect
 
 
 def _has_backward(call: Call) -> bool:
     return call.end_node > call.first_node and call.end_save > call.first_save
 
 
+def could_be_stage(call: Call) -> bool:
+    """Whether a call is a part of the model with something to keep, whatever speaks against running it again."""
+    return call.parent >= 0 and _has_backward(call)
+
+
 def _usable(call: Call) -> bool:
-    return call.parent >= 0 and _has_backward(call) and not why_not_recomputable(call)
+    return could_be_stage(call) and not why_not_recomputable(call)
 
 
-def _best_cut(trace: Trace) -> list[int]:
-    """Minimise the memory that recomputation can reach (see ``_memory_of``), preferring coarse cuts."""
+def best_cut(trace: Trace, usable: Callable[[Call], bool] = _usable) -> list[int]:
+    """Minimise the memory that recomputation can reach (see ``_memory_of``), preferring coarse cuts.
+
+    Args:
+        trace: one traced step.
+        usable: says which calls may be stages.
+
+    Returns:
+        Positions of calls in the trace, none inside another.
+    """
     children = _children(trace.calls)
     weights = [
         trace.storages.total_bytes(trace.saved(c.first_save, c.end_save) - c.input_storages) for c in trace.calls
     ]
     cuts = []
-    for largest in sorted({weights[i] for i, call in enumerate(trace.calls) if _usable(call)}):
-        cut = _without_needless(trace, _cut_below(trace, children, weights, largest), weights)
+    for largest in sorted({weights[i] for i, call in enumerate(trace.calls) if usable(call)}):
+        cut = _without_needless(trace, _cut_below(trace, children, weights, largest, usable), weights)
         if cut:
             cuts.append((_memory_of(trace, cut, weights), len(cut), cut))
     if not cuts:
         return []
     limit = COARSER_WITHIN * min(memory for memory, _, _ in cuts)
     best = min((count, memory, cut) for memory, count, cut in cuts if memory <= limit)[2]
-    return _without_needless(trace, _with_chains_opened(trace, children, best), weights)
+    return _without_needless(trace, _with_chains_opened(trace, children, best, usable), weights)
 
 
 def _without_needless(trace: Trace, cut: list[int], weights: Sequence[int]) -> list[int]:
@@ -106,22 +104,24 @@ def _without_needless(trace: Trace, cut: list[int], weights: Sequence[int]) -> l
     return [i for run in _runs(trace, cut) for i in run if len(run) > 1 or weights[i] > 0]
 
 
-def _with_chains_opened(trace: Trace, children: dict[int, list[int]], cut: list[int]) -> list[int]:
+def _with_chains_opened(
+    trace: Trace, children: dict[int, list[int]], cut: list[int], usable: Callable[[Call], bool]
+) -> list[int]:
     """Replace stages that are nothing but a chain of smaller modules: segments can put them together again."""
     opened: list[int] = []
     waiting = list(cut)
     while waiting:
         index = waiting.pop()
         inner = children.get(index, [])
-        if _is_pure_chain(trace, index, inner) and all(children.get(i) for i in inner):
+        if _is_pure_chain(trace, index, inner, usable) and all(children.get(i) for i in inner):
             waiting.extend(inner)
         else:
             opened.append(index)
     return sorted(opened)
 
 
-def _is_pure_chain(trace: Trace, index: int, inner: list[int]) -> bool:
-    if len(inner) < 2 or not all(_usable(trace.calls[i]) for i in inner):
+def _is_pure_chain(trace: Trace, index: int, inner: list[int], usable: Callable[[Call], bool]) -> bool:
+    if len(inner) < 2 or not all(usable(trace.calls[i]) for i in inner):
         return False
     calls = [trace.calls[i] for i in inner]
     parent = trace.calls[index]
@@ -146,13 +146,19 @@ def _children(calls: Sequence[Call]) -> dict[int, list[int]]:
     return children
 
 
-def _cut_below(trace: Trace, children: dict[int, list[int]], weights: Sequence[int], largest: int) -> list[int]:
+def _cut_below(
+    trace: Trace,
+    children: dict[int, list[int]],
+    weights: Sequence[int],
+    largest: int,
+    usable: Callable[[Call], bool],
+) -> list[int]:
     """The outermost usable calls that keep at most ``largest`` bytes."""
     cut: list[int] = []
     waiting = list(children.get(-1, ()))
     while waiting:
         position = waiting.pop()
-        if _usable(trace.calls[position]) and weights[position] <= largest:
+        if usable(trace.calls[position]) and weights[position] <= largest:
             cut.append(position)
         else:
             waiting.extend(children.get(position, ()))
@@ -226,11 +232,14 @@ def _no_match(trace: Trace, pattern: StagePattern) -> str:
     return f"stages: expected a module name, glob pattern or class that ran, got {text!r}; nearest: {', '.join(near)}"
 
 
+def stage_name(call: Call) -> str:
+    """The module's name, with ``#n`` for its n-th further call."""
+    return call.name if call.index == 0 else f"{call.name}#{call.index}"
+
+
 def stages_of(trace: Trace, calls: Sequence[Call]) -> tuple[ChosenStage, ...]:
     """Calls of a trace, in forward order, as stages."""
-    stages = [
-        ChosenStage(name=call.name if call.index == 0 else f"{call.name}#{call.index}", call=call) for call in calls
-    ]
+    stages = [ChosenStage(name=stage_name(call), call=call) for call in calls]
     for k in range(1, len(calls)):
         links = _links(calls[k - 1], calls[k])
         if links and _nothing_between(calls[k - 1], calls[k]):

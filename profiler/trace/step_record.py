@@ -34,6 +34,7 @@ class Call:
         first_save, end_save: its saved tensors are ``Trace.saves[first_save:end_save]``.
         opaque: class of an object in its arguments or output that holds tensors but is no known container.
         side_effect: what else it changed that a second run would change again.
+        scripted: which part of its module ``torch.jit.script`` has compiled, in words; empty for none.
         goes_backward: some of what it saved was used before the step's forward was over.
     """
 
@@ -54,6 +55,7 @@ class Call:
     mutated_buffers: tuple[str, ...] = ()
     opaque: str = ""
     side_effect: str = ""
+    scripted: str = ""
     goes_backward: bool = False
 
     @property

@@ -23,6 +23,7 @@ from profiler.workload.tensor_memory import same_values
 from profiler.workload.tensor_parts import is_dense, sizes_of
 from profiler.workload.tensor_trees import opaque_holder, tensors_in
 from profiler.workload.workload import Workload
+from profiler.workload.wrapped_models import inner_model
 
 leave_uncompiled(__name__)
 
@@ -33,7 +34,7 @@ def trace_step(workload: Workload) -> Trace:
     The step is run with gradients cleared; the caller preserves the workload.
     """
     recorder = StepRecorder(workload)
-    modules = [(plain_name(n), m) for n, m in workload.model.named_modules() if unwrapped(m) is m]
+    modules = [(plain_name(n), m) for n, m in inner_model(workload.model).named_modules() if unwrapped(m) is m]
     return recorder.record_step(modules, recorder)
 
 
@@ -160,6 +161,7 @@ class StepRecorder(TorchDispatchMode):
         call.mutated_buffers = changes.changed_buffers()
         call.opaque = call.opaque or opaque_holder(changes.arguments) or opaque_holder(output)
         call.side_effect = changes.side_effect()
+        call.scripted = _scripted_part(call.module)
 
     def _leaf(self, tensor: Tensor) -> Leaf:
         # Identities are compared later, so the objects must not be freed in between.
@@ -251,6 +253,12 @@ class StepRecorder(TorchDispatchMode):
             op.module = module_of.get(op.node, "")
         self._alive.clear()
         return trace
+
+
+def _scripted_part(module: nn.Module) -> str:
+    """A module in it that ``torch.jit.script`` or ``torch.jit.trace`` has made, in words; empty where there is none."""
+    parts = (name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule))
+    return next((f"its {name}" if name else "it" for name in parts), "")
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:

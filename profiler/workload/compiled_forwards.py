@@ -108,8 +108,8 @@ def _skip_code(code: types.CodeType) -> None:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module itself, also where it is given as the result of ``torch.compile(module)``."""
-    inner = module._modules.get(_WRAPPED)
-    return module if inner is None else unwrapped(inner)
+    # Not by get: the modules of what torch.jit.script has made are no dict.
+    return unwrapped(module._modules[_WRAPPED]) if _WRAPPED in module._modules else module  # type: ignore[arg-type]
 
 
 def plain_name(name: str) -> str:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from profiler.workload.host_numbers import host_states
-from profiler.workload.restoring import RestoreError, Restoring
+from profiler.workload.ready_models import check_ready
+from profiler.workload.restoring import Restoring
 from profiler.workload.tensor_memory import TensorMemory
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.torch_flags import current_flags
@@ -61,6 +62,7 @@ def captured(workload: Workload) -> Callable[[], None]:
 
     Raises:
         RestoreError: as for ``preserved``.
+        ValueError: the model has lazy modules that never ran, or is on the meta device; nothing is changed then.
     """
     back = Restoring()
     _remember(workload, back)
@@ -69,6 +71,9 @@ def captured(workload: Workload) -> Callable[[], None]:
 
 def _remember(workload: Workload, back: Restoring) -> None:
     modules = modules_of(workload)
+    for root in (workload.model, workload.loss):
+        if isinstance(root, nn.Module):
+            check_ready(root, "Workload")
     parameters = _named_parameters(workload, modules)
     back.add("the flags of torch", current_flags())
     back.add("random states", RandomState.capture().restore)
@@ -78,8 +83,8 @@ def _remember(workload: Workload, back: Restoring) -> None:
     known = {id(parameter) for _, parameter in parameters}
     inputs = workload.inputs
     back.remember("inputs", lambda: _inputs_restore(inputs, known))
-    if (optimizer := workload.optimizer) is not None:
-        back.remember("optimizer", lambda: _optimizer_restore(optimizer))
+    for optimizer in workload.optimizers:
+        back.remember("optimizer", lambda o=optimizer: _optimizer_restore(o))
     if workload.scaler is not None:
         back.remember("scaler", lambda: Attributes([workload.scaler], ignored=()).restore)
     for name, parameter in parameters:  # Last: once all else can be put back, these can be taken away.
@@ -136,14 +141,8 @@ def _registered(module: nn.Module) -> Callable[[], None]:
 
 
 def _named_parameters(workload: Workload, modules: Mapping[nn.Module, str]) -> list[tuple[str, Tensor]]:
-    """Those of the modules, of the optimizer and the tensors of the inputs, each once; none of them may be lazy."""
+    """Those of the modules, of the optimizer and the tensors of the inputs, each once."""
     named = [(f"{name}.{leaf}", p) for m, name in modules.items() for leaf, p in m._parameters.items() if p is not None]
-    for name, tensor in [*named, *((f"{m}.{n}", b) for o, m in modules.items() for n, b in o._buffers.items())]:
-        if tensor is not None and is_lazy(tensor):
-            raise RestoreError(
-                f"{name}: expected a tensor of a known shape, got one of a lazy module that has not run; run one "
-                "forward first, and make the optimizer after it"
-            )
     named += [("a parameter of the optimizer or the loss", p) for p in workload.parameters_beside()]
     named += [("an input", tensor) for tensor in tensors_in(workload.inputs)]
     return list({id(tensor): (name, tensor) for name, tensor in reversed(named)}.values())[::-1]

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from profiler.records import ResidentBytes
+from profiler.workload.optimizers import fill_history, optimizer_tensors, stepped_parameters, wants_closure
 from profiler.workload.storages import distinct_bytes
 from profiler.workload.tensor_trees import tensors_in
-from profiler.workload.workload import Workload, optimizer_tensors, scaler_tensors
+from profiler.workload.workload import StepPhase, Workload, scaler_tensors
 
 Result = TypeVar("Result")
 # GradScaler's scale begins at 65536 and halves with every skipped step; below 1 it no longer serves its end.
 SKIPPED_STEPS = 24
-
-
 # ASGD begins to average after a million steps, RAdam to rectify after five.
 _LATE = 100_000_000
 
@@ -26,10 +25,74 @@ class ProfileError(ValueError):
     """The workload cannot be profiled; the message says what failed and what to do."""
 
 
+def check_workload(workload: Any, who: str) -> None:
+    """Refuse what is no workload; ``who`` begins the message. Raises ProfileError."""
+    if not isinstance(workload, Workload):
+        raise ProfileError(
+            f"{who}: expected a planner.Workload, got a {type(workload).__name__}; "
+            "say what a step is first: planner.Workload(model=..., inputs=..., loss=..., optimizer=...)"
+        )
+
+
 def first_step(workload: Workload) -> None:
-    """Run a step to warm up; raises ProfileError as ``checked_step`` does."""
-    checked_step(workload, workload.step)
+    """Run a step to warm up, and bring the optimizers' states to the size that they stay at.
+
+    Raises:
+        ProfileError: as ``checked_step``, or an optimizer steps nothing of this model.
+    """
+    watch = _UnknownOptimizers(workload)
+    checked_step(workload, lambda: workload.step(watch.note))
+    watch.check()
+    if any(map(wants_closure, workload.optimizers)):  # The second step is the first that has a history.
+        checked_step(workload, workload.step)
+    fill_history(workload.optimizers)
     workload.zero_grad()
+
+
+class _UnknownOptimizers:
+    """Watches optimizers all of whose parameters are neither the model's nor the loss's.
+
+    Such parameters may be used by the loss, and have gradients then; or be copies, from which the step writes the
+    model's. Where nothing of this is seen, they are those of another model.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._model = workload.model
+        modules = [workload.model, *([workload.loss] if isinstance(workload.loss, nn.Module) else [])]
+        known = {id(parameter) for module in modules for parameter in module.parameters()}
+        self._unknown = [each for each in workload.optimizers if known.isdisjoint(map(id, stepped_parameters([each])))]
+        self._used: set[int] = set()
+        self._alone = len(self._unknown) == len(workload.optimizers)  # Else others change the model anyway.
+        self._before = self._values() if self._unknown and self._alone else []
+
+    def note(self, phase: StepPhase, _: Tensor | None) -> None:
+        """See which of them have gradients."""
+        if phase in ("optimizer", "end"):
+            for optimizer in self._unknown:
+                if optimizer.state or any(p.grad is not None for p in stepped_parameters([optimizer])):
+                    self._used.add(id(optimizer))
+
+    def check(self) -> None:
+        """Refuse those that nothing was seen of; raises ProfileError."""
+        if not self._unknown:
+            return
+        if self._alone and any(not torch.equal(a, b) for a, b in zip(self._before, self._values(), strict=True)):
+            return
+        for optimizer in self._unknown:
+            if id(optimizer) not in self._used:
+                count = len(stepped_parameters([optimizer]))
+                raise ProfileError(
+                    f"optimizer: expected one of this model's or its loss's parameters, got {_a(optimizer)} of "
+                    f"{count} others, which have no gradient after backward; make it from model.parameters()"
+                )
+
+    def _values(self) -> list[Tensor]:
+        return [parameter.detach().to("cpu", copy=True) for parameter in self._model.parameters()]
+
+
+def _a(optimizer: torch.optim.Optimizer) -> str:
+    name = type(optimizer).__name__
+    return f"an {name}" if name[:1] in "AEIOU" else f"a {name}"
 
 
 def checked_step(workload: Workload, run: Callable[[], Result]) -> Result:
@@ -82,13 +145,13 @@ def count_many_steps(optimizer: torch.optim.Optimizer) -> None:
 
 def resident_bytes_of(workload: Workload) -> ResidentBytes:
     """Bytes that are there between two steps, each storage once."""
-    optimizer, model, device = workload.optimizer, workload.model, workload.device
+    model, device = workload.model, workload.device
     of_model = {id(parameter) for parameter in model.parameters()}
     return ResidentBytes(
         parameters=distinct_bytes(model.parameters()),
         buffers=distinct_bytes(model.buffers()),
         optimizer=distinct_bytes(
-            tensor for *_, tensor in optimizer_tensors(optimizer) if tensor.device.type == device.type
+            tensor for *_, tensor in optimizer_tensors(workload.optimizers) if tensor.device.type == device.type
         ),
         inputs=distinct_bytes(tensors_in(workload.inputs)),
         gradients=distinct_bytes(p.grad for p in workload.with_gradients() if p.grad is not None),

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from profiler.workload.optimizers import (
+    Optimizers,
+    given_optimizers,
+    optimizer_names,
+    stepped_parameters,
+    wants_closure,
+)
+from profiler.workload.ready_models import check_ready
 from profiler.workload.tensor_trees import map_tensors, tensors_in
 
 LossFunction = Callable[[Any], Tensor]
-StepPhase = Literal["forward", "backward", "optimizer", "end"]
+StepPhase = Literal["forward", "backward", "optimizer", "evaluation", "end"]
 # Called as a phase of a step begins: with its name, and at the begin of backward with the loss, else None.
 OnPhase = Callable[[StepPhase, Tensor | None], None]
 _AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
@@ -28,7 +36,9 @@ class Workload:
         loss: a callable on the model's output that returns a scalar tensor;
             None takes the output's own ``.loss`` (or ``["loss"]``, or the output
             itself where it is a scalar).
-        optimizer: stepped after backward; None leaves parameters alone.
+        optimizer: stepped after backward, or several of them in a list, stepped in its order; None leaves parameters
+            alone. One that evaluates the loss itself (LBFGS) gets a closure: it clears gradients, runs forward and
+            backward and clips; the first time it gives what the step has computed already.
         autocast: None, a dtype (``torch.bfloat16``) or its name; the forward
             and the loss then run under ``torch.autocast``.
         accumulate: True where gradients are there before the step begins and
@@ -36,10 +46,10 @@ class Workload:
             they are then resident.
         scaler: scales the loss before backward, as float16 needs; where gradients
             come out inf or NaN the optimizer's step is left out, and the scale falls.
-        clip_norm: the norm that the optimizer's gradients, unscaled, are clipped to.
+        clip_norm: the norm that the optimizers' gradients, unscaled, are clipped to, all together.
 
     Attributes:
-        stepped: whether the optimizer's step was run by the last ``update``.
+        stepped: whether every optimizer's step was run by the last ``update``.
 
     Raises:
         ValueError: an argument is of another kind than stated.
@@ -51,23 +61,28 @@ class Workload:
         model: nn.Module,
         inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
         loss: LossFunction | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers = None,
         autocast: torch.dtype | str | None = None,
         accumulate: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         clip_norm: float | None = None,
     ) -> None:
-        _check_kinds(model, inputs, loss, optimizer)
+        _check_kinds(model, inputs, loss)
         self.model = model
         self.inputs = inputs
         self.loss = loss
-        self.optimizer = optimizer
+        self.optimizer: Any = optimizer
         self.autocast = _autocast_dtype(autocast)
         self.accumulate = accumulate
-        _check_update(optimizer, scaler, clip_norm)
+        _check_update(self.optimizers, scaler, clip_norm)
         self.scaler = scaler
         self.clip_norm = clip_norm
         self.stepped = True
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """None, one or several, in the order in which they step."""
+        return given_optimizers(self.optimizer)
 
     @property
     def device(self) -> torch.device:
@@ -80,18 +95,19 @@ class Workload:
         """Move the model (in place) and the inputs; returns self.
 
         Raises:
-            ValueError: the device does not exist here, or the optimizer or
-                the scaler already holds states on another device.
+            ValueError: the device does not exist here, the optimizer or the scaler already holds states on
+                another device, or the model has nothing to move yet (lazy modules, meta device).
         """
         try:
             target = torch.device(device)
         except RuntimeError as error:
             raise ValueError(f"device: expected cpu or cuda, got {str(device)!r}; use one of them") from error
+        check_ready(self.model, "device")
         if target == self.device or (target.index is None and target.type == self.device.type):
             return self
         if target.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device: expected one that this machine has, got {str(device)!r}; use cpu")
-        if self.optimizer is not None and self.optimizer.state:
+        if any(optimizer.state for optimizer in self.optimizers):
             raise ValueError("device: expected an optimizer without states, got a used one; move the model first")
         if scaler_tensors(self.scaler):
             raise ValueError("device: expected a scaler that has not been used, got a used one; move the model first")
@@ -122,11 +138,10 @@ class Workload:
                 parameter.grad = torch.zeros_like(parameter)
 
     def parameters_beside(self) -> Iterator[Tensor]:
-        """Those of the loss, and the optimizer's own (master copies, say); the model's may be among them."""
+        """Those of the loss, and the optimizers' own (master copies, say); the model's may be among them."""
         if isinstance(self.loss, nn.Module):
             yield from self.loss.parameters()
-        for group in self.optimizer.param_groups if self.optimizer is not None else ():
-            yield from group["params"]
+        yield from stepped_parameters(self.optimizers)
 
     def with_gradients(self) -> Iterator[Tensor]:
         """All parameters, and inputs that want a gradient."""
@@ -139,7 +154,8 @@ class Workload:
 
         Args:
             on_phase: called at the begin of each phase: of ``forward`` once gradients are cleared, of ``backward``,
-                of ``optimizer`` (also where there is none), and of ``end``, when only the loss is left.
+                of ``optimizer`` (also where there is none), and of ``end``, when only the loss is left. Where an
+                optimizer evaluates the loss again, also of each ``evaluation``, and of ``optimizer`` after it.
         """
         begin = on_phase or (lambda phase, loss: None)
         self.zero_grad()
@@ -150,7 +166,7 @@ class Workload:
         value = loss.detach()  # Its number outlives its graph, which goes here.
         del loss
         begin("optimizer", None)
-        self.update()
+        self.update(value, begin)
         begin("end", None)
         return float(value)
 
@@ -159,28 +175,66 @@ class Workload:
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         scaled.backward()
 
-    def update(self) -> None:
-        """What follows backward: unscale, clip, the optimizer's step, the next scale."""
-        optimizer = self.optimizer
-        if optimizer is None:
+    def update(self, loss: Tensor | None = None, on_phase: OnPhase | None = None) -> None:
+        """What follows backward: unscale, clip, the optimizers' steps, the next scale.
+
+        Args:
+            loss: that the gradients are of, for a closure to return; without, a closure evaluates it first.
+            on_phase: as for ``step``.
+        """
+        if not self.optimizers:
             return
-        if self.clip_norm is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], self.clip_norm)
+        self._clip()
         if self.scaler is None:
-            optimizer.step()
+            for optimizer in self.optimizers:
+                if wants_closure(optimizer):
+                    optimizer.step(self._closure(loss, on_phase or (lambda phase, loss: None)))  # type: ignore[arg-type]
+                else:
+                    optimizer.step()
             return
-        self.stepped = False
-        hook = optimizer.register_step_post_hook(self._note_step)
+        stepped: list[object] = []
+        hooks = [each.register_step_post_hook(lambda own, *_: stepped.append(own)) for each in self.optimizers]
         try:
-            self.scaler.step(optimizer)
+            for optimizer in self.optimizers:
+                self.scaler.step(optimizer)
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
+        self.stepped = len(stepped) == len(self.optimizers)
         self.scaler.update()
 
-    def _note_step(self, *_: object) -> None:
-        self.stepped = True
+    def _clip(self) -> None:
+        if self.clip_norm is None:
+            return
+        for optimizer in self.optimizers if self.scaler is not None else ():
+            self.scaler.unscale_(optimizer)  # type: ignore[union-attr]
+        torch.nn.utils.clip_grad_norm_(stepped_parameters(self.optimizers), self.clip_norm)
+
+    def _closure(self, loss: Tensor | None, begin: OnPhase) -> Callable[[], Tensor]:
+        """Evaluates the loss and its gradients; as long as no parameter has changed they are those that are there."""
+        known, versions = loss, self._versions()
+
+        def evaluate() -> Tensor:
+            nonlocal known
+            if known is not None and versions == self._versions():
+                known, value = None, known
+                return value
+            known = None
+            self.zero_grad()
+            begin("evaluation", None)
+            with torch.enable_grad():
+                again = self.forward()
+                self.backward(again)
+            self._clip()
+            value = again.detach()
+            del again
+            begin("optimizer", None)
+            return value
+
+        return evaluate
+
+    def _versions(self) -> list[int]:
+        return [parameter._version for parameter in self.with_gradients()]
 
     def _call_model(self) -> Any:
         if isinstance(self.inputs, Mapping):
@@ -214,16 +268,7 @@ def scaler_tensors(scaler: torch.amp.GradScaler | None) -> list[Tensor]:
     return [] if scaler is None else [value for value in vars(scaler).values() if isinstance(value, Tensor)]
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[tuple[Any, str, Tensor]]:
-    """Every tensor that an optimizer keeps, with whose it is (a parameter, mostly) and its name there."""
-    tensors: list[tuple[Any, str, Tensor]] = []
-    for owner, state in ({} if optimizer is None else optimizer.state).items():
-        named = state.items() if isinstance(state, Mapping) else [(owner if isinstance(owner, str) else "", state)]
-        tensors += [(owner, str(name), tensor) for name, value in named for tensor in tensors_in(value)]
-    return tensors
-
-
-def _check_kinds(model: Any, inputs: Any, loss: Any, optimizer: Any) -> None:
+def _check_kinds(model: Any, inputs: Any, loss: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"Workload: expected model to be a torch.nn.Module, got {type(model).__name__}; pass one")
     if not isinstance(inputs, (Tensor, tuple, list, Mapping)):
@@ -233,13 +278,9 @@ def _check_kinds(model: Any, inputs: Any, loss: Any, optimizer: Any) -> None:
         )
     if loss is not None and not callable(loss):
         raise ValueError(f"Workload: expected loss to be callable or None, got {type(loss).__name__}; pass one")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"Workload: expected a torch.optim.Optimizer or None, got {type(optimizer).__name__}; pass an instance"
-        )
 
 
-def _check_update(optimizer: Any, scaler: Any, clip_norm: Any) -> None:
+def _check_update(optimizers: Sequence[torch.optim.Optimizer], scaler: Any, clip_norm: Any) -> None:
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ValueError(
             f"Workload: expected scaler to be a torch.amp.GradScaler or None, got {type(scaler).__name__}; pass one"
@@ -247,7 +288,13 @@ def _check_update(optimizer: Any, scaler: Any, clip_norm: Any) -> None:
     number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool) and clip_norm > 0
     if clip_norm is not None and not number:
         raise ValueError(f"Workload: expected clip_norm to be a number above zero or None, got {clip_norm!r}; pass one")
-    if optimizer is None and not (scaler is None and clip_norm is None):
+    if scaler is not None and (closed := [each for each in optimizers if wants_closure(each)]):
+        raise ValueError(
+            "Workload: expected an optimizer whose step takes no closure beside a scaler, got "
+            f"{optimizer_names(closed)}"
+            ", which torch.amp.GradScaler does not step; leave the scaler out"
+        )
+    if not optimizers and not (scaler is None and clip_norm is None):
         raise ValueError("Workload: expected an optimizer beside scaler and clip_norm, got none; pass optimizer=")
 
 

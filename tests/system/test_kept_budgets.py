@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
 import planner
-from profiler.measurement.assembly import alike
+from profiler.measurement.alike_stages import alike
 from profiler.measurement.meter import memory_meter, metered
 from profiler.trace.partition import choose_stages
 from profiler.trace.step_trace import trace_step

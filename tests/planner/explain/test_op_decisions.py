@@ -15,8 +15,9 @@ from planner.explain.op_decisions import (
     makers,
     storages_kept_by,
 )
-from planner.explain.stage_groups import StageGroup, common_path, groups_of_stages, names_in_short
+from planner.explain.stage_groups import StageGroup, groups_of_stages
 from planner.plans.plan import StageDecision
+from planner.plans.short_names import common_path, names_in_short
 from profiler.op_graph import StageOp, StageOps, StageStorage
 from profiler.records import MenuRecord, OptionRecord
 from tests.support.printed_text import text_of

@@ -229,13 +229,13 @@ def test_an_unknown_optimizer_is_measured_not_guessed() -> None:
     assert of(states, TEMPORARIES)[1] is None and states.formula_held_bytes is None
     unknown = {row.how for row in states.rows if row.formula_bytes is None and row.part != TEMPORARIES}
     assert unknown == {"measured: no formula is known"}
-    assert state_bytes_of(type("Own", (ADAM,), {})([torch.ones(2, requires_grad=True)])) is None
+    assert state_bytes_of([type("Own", (ADAM,), {})([torch.ones(2, requires_grad=True)])]) is None
 
 
 @pytest.mark.parametrize("mode", ["capturable", "differentiable"])
 def test_modes_without_a_formula_are_measured(mode: str) -> None:
     settings: dict[str, Any] = {"foreach": False, mode: True}
-    assert state_bytes_of(ADAM([torch.ones(2, requires_grad=True)], **settings)) is None
+    assert state_bytes_of([ADAM([torch.ones(2, requires_grad=True)], **settings)]) is None
 
 
 def test_measuring_leaves_everything_as_it_was() -> None:

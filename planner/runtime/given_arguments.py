@@ -1,0 +1,72 @@
+"""What ``planner.apply`` is given, a model and a plan or its file; other kinds are refused in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from planner.plans.plan import Plan
+from profiler.records import Profile
+from profiler.workload.ready_models import check_initialised
+from profiler.workload.workload import Workload
+from profiler.workload.wrapped_models import sharded_parts
+
+
+def given_plan(plan: Any) -> Plan:
+    """The plan, read from its file where a path is given.
+
+    Raises:
+        ValueError: it is of another kind, or the file is no plan.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, (str, Path)):
+        return Plan.load(plan)
+    raise ValueError(f"apply: expected a Plan or the path of its file, got {_kind(plan)}; {_remedy(plan)}")
+
+
+def given_model(model: Any) -> nn.Module:
+    """The model, with parameters that have shapes.
+
+    Raises:
+        ValueError: it is of another kind, or has lazy modules that have not run.
+    """
+    if isinstance(model, Workload):
+        raise ValueError("apply: expected a torch.nn.Module, got a Workload; pass workload.model")
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"apply: expected a torch.nn.Module, got {_kind(model)}; call planner.apply(model, plan), the model first"
+        )
+    check_initialised(model, "apply")
+    return model
+
+
+def check_sharded(model: nn.Module, plan: Plan) -> None:
+    """Refuse segments in a model of sharded parts: a part's parameters are there for its own backward alone.
+
+    Raises:
+        ValueError: a stage would run again for the backward of another one.
+    """
+    segment = next((stage.name for stage in plan.stages if stage.decision == "segment"), None)
+    if segment is not None and (parts := sharded_parts(model)):
+        raise ValueError(
+            f"apply: expected a plan without segments for a model with fully_shard in it ({parts[0]!r}), got one that "
+            f"runs {segment!r} again for the backward of another stage, when its parameters are sharded; raise the "
+            "budget, or state a plan that recomputes stages one by one"
+        )
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _remedy(plan: Any) -> str:
+    if isinstance(plan, Profile):
+        return "solve it first: plan = planner.solve(profile, budget=...)"
+    if isinstance(plan, (Workload, nn.Module)):
+        return "profile and solve first: plan = planner.solve(planner.profile(workload), budget=...)"
+    if isinstance(getattr(plan, "plan", None), Plan):
+        return "pass its plan attribute"
+    return "pass what planner.solve returned"

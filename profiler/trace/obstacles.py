@@ -1,0 +1,61 @@
+"""Why a module call may not run a second time, as far as one run can show, and what a person can do about it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from profiler.trace.step_record import Call
+
+_HOST_RANDOM = "it draws from Python's or numpy's random generator"
+_FOREIGN_CHANGE = "it changes a parameter, or a buffer of another module"
+
+
+def why_not_recomputable(call: Call) -> str:
+    """Why a second run would not be the same; empty where nothing speaks against it."""
+    return _obstacle(call)[0]
+
+
+def remedy_for(call: Call, model: nn.Module) -> str:
+    """What to change in the model, or in its settings, so that the call may run again; empty where it may."""
+    if call.opaque and _obstacle(call) == _opaque(call):
+        return _without_cache(call.opaque, model)
+    return _obstacle(call)[1]
+
+
+def _obstacle(call: Call) -> tuple[str, str]:
+    """Reason and remedy."""
+    if call.mutates_input:
+        return "it changes its input in place", "write the result into a new tensor (x = x + y for x += y)"
+    if call.opaque:
+        return _opaque(call)
+    if call.scripted:
+        reason = f"{call.scripted} is compiled by torch.jit, and saves other tensors in its first runs than later"
+        return reason, "use the module as it was before torch.jit"
+    if not call.outputs:
+        return "it returns no tensor", "return its tensors, in a tuple, a dict or a dataclass"
+    if call.goes_backward:
+        reason = "the forward goes backward through it (for forces, or a penalty on gradients)"
+        return reason, "where that is a penalty, compute it in a step of its own: the gradients of both add up"
+    if call.side_effect:
+        return call.side_effect, _SIDE_EFFECTS.get(call.side_effect, "")
+    return "", ""
+
+
+_SIDE_EFFECTS = {
+    _HOST_RANDOM: "draw with torch.rand and its like, whose state is put back for a second run",
+    _FOREIGN_CHANGE: "change it between steps, or keep it in a buffer of the module itself",
+}
+
+
+def _opaque(call: Call) -> tuple[str, str]:
+    return f"it passes a {call.opaque} that holds tensors, which a second run would change", ""
+
+
+def _without_cache(holder: str, model: nn.Module) -> str:
+    """The setting of a model of transformers that has it build a cache; else how tensors are passed in sight."""
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "config", None), "use_cache", False):
+            return f"set model{'.' if name else ''}{name}.config.use_cache = False"
+    if "Cache" in holder:
+        return "pass no cache (use_cache=False)"
+    return "pass its tensors in a tuple, a dict or a dataclass"

@@ -1,0 +1,88 @@
+"""Arguments of other kinds: what is taken, and the words for what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from profiler.workload.workload import Workload
+from tests.support.odd_models import workload
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Workload, planner.Profile, planner.Plan]:
+    work = workload("plain")
+    profile = planner.profile(work, menus=False)
+    return work, profile, planner.solve(profile, "100%", solver="rotor")
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_apply_takes_the_path_of_a_plan(
+    planned: tuple[Workload, planner.Profile, planner.Plan], tmp_path: Path, kind: Callable[[Path], Any]
+) -> None:
+    work, _, plan = planned
+    plan.save(tmp_path / "plan.json")
+    with planner.apply(work.model, kind(tmp_path / "plan.json")) as handle:
+        assert handle.plan == plan
+
+
+def test_apply_says_what_to_pass_instead(
+    planned: tuple[Workload, planner.Profile, planner.Plan], tmp_path: Path
+) -> None:
+    work, profile, plan = planned
+    profile.save(tmp_path / "profile.json")
+    with planner.apply(work.model, plan) as handle:
+        pass
+    wrong: list[tuple[Any, Any, str]] = [
+        (work.model, profile, r"got a Profile; solve it first: plan = planner.solve\(profile, budget="),
+        (work.model, tmp_path / "profile.json", "expected a file of format planner-plan, got 'planner-profile'"),
+        (work.model, work, r"got a Workload; profile and solve first"),
+        (work.model, handle, "got a Handle; pass its plan attribute"),
+        (work.model, None, "got None; pass what planner.solve returned"),
+        (plan, work.model, "got a Plan; call planner.apply.model, plan., the model first"),
+        (work, plan, "got a Workload; pass workload.model"),
+        (nn.Sequential(nn.LazyLinear(4)), plan, r"that have not run \(0.weight, 0.bias\); run one forward"),
+    ]
+    for model, given, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            planner.apply(model, given)
+
+
+def test_planning_says_what_to_pass_instead(planned: tuple[Workload, planner.Profile, planner.Plan]) -> None:
+    work, _, plan = planned
+    calls: list[Callable[[Any], Any]] = [
+        lambda given: planner.solve(given, "80%"),
+        lambda given: planner.state(given, []),
+        planner.pareto,
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"got a Workload; profile it first: profile = planner.profile\(workload"):
+            call(work)
+        with pytest.raises(ValueError, match=r"got a Stack; profile its step first"):
+            call(work.model)
+        with pytest.raises(ValueError, match="got a Plan; pass the profile that it was made from"):
+            call(plan)
+    for measured in (planner.profile, planner.measure):
+        with pytest.raises(ValueError, match=r"expected a planner.Workload, got a Stack; say what a step is first"):
+            measured(work.model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("run", [planner.profile, planner.measure, planner.model_states])
+def test_models_that_cannot_run_yet_are_refused_before_anything_changes(run: Callable[[Workload], Any]) -> None:
+    batch = torch.randn(2, 4)
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    with pytest.raises(ValueError, match=r"lazy modules that have not run \(0.weight, 0.bias, 1.weight and 3 more\)"):
+        run(Workload(model=lazy, inputs=batch, loss=torch.sum))
+    assert isinstance(lazy[0], nn.LazyLinear)
+    with torch.device("meta"):
+        meta = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match=r"on the meta device \(weight, bias\); materialise it: model.to_empty"):
+        run(Workload(model=meta, inputs=batch, loss=torch.sum))
+    with pytest.raises(ValueError, match="materialise it"):
+        Workload(model=meta, inputs=batch, loss=torch.sum).to("cpu")
