@@ -25,7 +25,8 @@ def fresh(work: Workload) -> torch.optim.Optimizer:
 def test_steps_of_any_depth_are_exact_and_within_budget(name: str) -> None:
     work = drawing(name)
     seed_all(3)
-    profile = planner.profile(work)
+    # A stage of which a choice is kept says so where its shorter way runs other ops.
+    profile = planner.profile(work, menus=name != "inside_scaled")
     expected = run_of(work, fresh(work))
     assert expected.peak_bytes <= profile.unplanned_peak_bytes
     with warnings.catch_warnings():
