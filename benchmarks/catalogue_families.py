@@ -177,7 +177,7 @@ _ENCODERS = """
     LukeForMaskedLM MegatronBertForMaskedLM MobileBertForMaskedLM ModernBertForMaskedLM MPNetForMaskedLM
     MraForMaskedLM NomicBertForMaskedLM NystromformerForMaskedLM RemBertForMaskedLM RobertaForMaskedLM
     RobertaPreLayerNormForMaskedLM RoCBertForMaskedLM RoFormerForMaskedLM SqueezeBertForMaskedLM TapasForMaskedLM
-    XLMRobertaForMaskedLM XmodForMaskedLM
+    XLMRobertaForMaskedLM
 """
 _ENCODER_DECODERS = """
     BartForConditionalGeneration BigBirdPegasusForConditionalGeneration BlenderbotForConditionalGeneration
@@ -335,7 +335,7 @@ _OTHERS = (
         "MoonshineForConditionalGeneration",
         _spoken(input_values=(2000,)),
         {f"{side}_num_{what}": 4 for side in ("encoder", "decoder") for what in ("attention_heads", "key_value_heads")}
-        | {"encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2},
+        | {"encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2, "pad_token_id": 0},
     ),
     Family("PatchTSMixerForPrediction", _patched_series, _PATCHES),
     Family("PatchTSTForPrediction", _patched_series, {**_PATCHES, "ffn_dim": 32}),
