@@ -55,6 +55,7 @@ class StageRecord:
         boundary_bytes: bytes handed to the next stage that live only for it.
         kept_output_bytes: the part of them that this stage keeps for its own backward.
         lasting_output_bytes: bytes of its other outputs that are alive when its backward begins.
+        own_output_bytes: bytes of its other outputs that nothing but its own backward needs.
         kept_bytes: bytes saved for backward, each storage once, without
             parameters, buffers and the stage's own input.
         saved_tensors: how many tensors autograd saves.
@@ -84,6 +85,7 @@ class StageRecord:
     boundary_bytes: Bytes = 0
     kept_output_bytes: Bytes = 0
     lasting_output_bytes: Bytes = 0
+    own_output_bytes: Bytes = 0
     kept_bytes: Bytes = 0
     saved_tensors: int = 0
     links: tuple[tuple[int, int], ...] = ()

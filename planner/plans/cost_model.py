@@ -176,16 +176,18 @@ class _UnsharedTimeline:
         """Bytes that stay after a forward of stage k without keeping, beside the boundary.
 
         What is outside the next stage lets go of because nothing was kept (an
-        output that only its own stage saves) counts for the stage before it.
+        output that only its own stage saves, and its input) counts for the stage
+        before it. It may let go of more there that stages further ahead have
+        left; that stays with them.
         """
         stages = self.profile.stages
         if stages[k].kind == "outside":
             return 0
-        residue_bytes = self.dropped_growth_bytes[k] - stages[k].boundary_bytes
-        if k > 0 and stages[k].links:
-            residue_bytes += stages[k - 1].boundary_bytes
+        input_bytes = stages[k - 1].boundary_bytes if k > 0 and stages[k].links else 0
+        residue_bytes = self.dropped_growth_bytes[k] - stages[k].boundary_bytes + input_bytes
         if k + 1 < len(stages) and stages[k + 1].kind == "outside":
-            residue_bytes += self.dropped_growth_bytes[k + 1] - self.growth_bytes[k + 1]
+            released_bytes = self.growth_bytes[k + 1] - self.dropped_growth_bytes[k + 1]
+            residue_bytes -= min(released_bytes, stages[k].own_output_bytes + input_bytes)
         return max(0, residue_bytes)
 
     def dropped_peak(self, k: int) -> int:

@@ -315,9 +315,17 @@ class _Assembly:
             boundary_bytes=total_bytes(boundary),
             kept_output_bytes=total_bytes(boundary & saved),
             lasting_output_bytes=total_bytes(self._lasting(k, boundary)),
+            own_output_bytes=total_bytes((call.output_storages & saved) - boundary - self._needed_elsewhere(k)),
             kept_bytes=total_bytes(saved - call.input_storages),
             saved_tensors=len(saves),
         )
+
+    def _needed_elsewhere(self, k: int) -> set[int]:
+        """Storages that are saved outside of stage k, or go into a stage."""
+        trace, stages = self._measured.trace, self._measured.stages
+        call = stages[k].call
+        saved = trace.saved(0, call.first_save) | trace.saved(call.end_save, len(trace.saves))
+        return saved.union(*(stage.call.input_storages for stage in stages))
 
     def _lasting(self, k: int, boundary: frozenset[int]) -> set[int]:
         """Storages of the output besides the boundary that are alive when the stage's backward begins."""

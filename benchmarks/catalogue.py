@@ -1,0 +1,194 @@
+"""The catalogue: tiny models of every family of transformers, planned at three budgets, against the unplanned model.
+
+Each is trained for three steps from one seed, as a user's loop would, by an outside meter: the events of the device's
+allocator around the whole step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+import planner
+from benchmarks.catalogue_families import FAMILIES, Batch, Family
+from benchmarks.reporting import RESULTS, write_result
+from profiler.workload.workload import own_loss
+
+STEPS = 3
+# Between the smallest feasible budget (0) and the unplanned peak (1).
+DEPTHS = (0.0, 0.4, 0.9)
+_PROFILED_EVENTS = [torch.profiler.ProfilerActivity.CPU]
+
+
+def rows_of(family: Family, *, menus: bool = True) -> Iterator[dict[str, Any]]:
+    """One row per budget: predicted and measured peak, and what differs from the unplanned model's training."""
+    model, batch = _built(family)
+    loss = family.loss or own_loss
+    work = planner.Workload(model=model, inputs=batch, loss=loss, optimizer=_optimizer(model))
+    profile = planner.profile(work, menus=menus)
+    expected, plain_peak = trained(family, None)
+    smallest = _smallest_budget(profile)
+    stages = [stage for stage in profile.stages if stage.kind == "stage"]
+    for depth in DEPTHS:
+        budget = int(smallest + depth * (profile.unplanned_peak_bytes - smallest))
+        plan = planner.solve(profile, budget)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            got, peak = trained(family, plan)
+        yield {
+            "model": family.model,
+            "stages": len(stages),
+            "run_once": sum(not stage.recomputable for stage in stages),
+            "budget_bytes": budget,
+            "of_unplanned": budget / profile.unplanned_peak_bytes,
+            "predicted_peak_bytes": plan.predicted_peak_bytes,
+            "measured_peak_bytes": peak,
+            "unplanned_peak_bytes": plain_peak,
+            "recomputed_ops": plan.recomputed_ops,
+            "differs": ", ".join(sorted(differences(expected, got))[:3]),
+            "said": "; ".join(sorted({str(w.message) for w in warned if "peak is not promised" in str(w.message)})),
+        }
+
+
+def trained(family: Family, plan: planner.Plan | None) -> tuple[dict[str, Any], int]:
+    """What three steps leave (losses, gradients, state, random state), and the highest peak of those that are metered.
+
+    The first step makes the optimizer's states; the others are metered.
+    """
+    model, batch = _built(family)
+    optimizer = _optimizer(model)
+    handle = None if plan is None else planner.apply(model, plan)
+    _seed(1)
+    losses, peaks = [_step(family, model, batch, optimizer)], []
+    for _ in range(STEPS - 1):
+        gc.collect()
+        optimizer.zero_grad()
+        before = _alive_bytes(model, batch, optimizer)
+        with torch.profiler.profile(activities=_PROFILED_EVENTS, profile_memory=True) as profiled:
+            losses.append(_step(family, model, batch, optimizer))
+        peaks.append(before + _highest(profiled))
+    left: dict[str, Any] = {f"loss {k}": loss for k, loss in enumerate(losses)}
+    left |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    left |= {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    left |= {"torch's random state": torch.get_rng_state(), "Python's random state": random.getstate()}
+    left["numpy's random state"] = torch.from_numpy(np.random.get_state()[1].astype(np.int64))  # type: ignore[index]
+    if handle is not None:
+        handle.remove()
+    return left, max(peaks)
+
+
+def differences(expected: dict[str, Any], got: dict[str, Any]) -> set[str]:
+    """Names of what is not the same, bit for bit; NaN equals itself."""
+    return {name for name in expected.keys() | got.keys() if not _equal(expected.get(name), got.get(name))}
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+        return left is right or (not isinstance(left, Tensor) and not isinstance(right, Tensor) and left == right)
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    return torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())
+
+
+def _built(family: Family) -> tuple[nn.Module, Batch]:
+    _seed(0)
+    return family.build()
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def _step(family: Family, model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> Tensor:
+    optimizer.zero_grad()
+    loss = (family.loss or own_loss)(model(**batch))
+    loss.backward()
+    value = loss.detach()
+    del loss
+    optimizer.step()
+    return value
+
+
+def _alive_bytes(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> int:
+    """Parameters, buffers, optimizer states and the batch, each storage once."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [t for t in (*model.parameters(), *model.buffers(), *states, *batch.values()) if isinstance(t, Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _highest(profiled: torch.profiler.profile) -> int:
+    """The highest sum of what was allocated and not yet freed, in bytes above what was there before."""
+    kineto = profiled.profiler
+    assert kineto is not None and kineto.kineto_results is not None
+    changes: list[Any] = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
+    alive = highest = 0
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        highest = max(highest, alive)
+    return highest
+
+
+def _smallest_budget(profile: planner.Profile) -> int:
+    try:
+        planner.solve(profile, 1)
+    except planner.Infeasible as error:
+        return error.minimum_budget_bytes
+    raise AssertionError("a budget of one byte cannot be feasible")
+
+
+def table(names: list[str], *, menus: bool) -> pd.DataFrame:
+    """The rows of these families; one that fails altogether has the error in its ``differs``."""
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        try:
+            rows += rows_of(FAMILIES[name], menus=menus)
+        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError) as error:
+            rows.append({"model": name, "differs": f"{type(error).__name__}: {error}".splitlines()[0]})
+        gc.collect()
+        gc.freeze()  # Modules imported for a model stay: looking through them takes most of the time otherwise.
+    return pd.DataFrame(rows)
+
+
+def summary(frame: pd.DataFrame) -> list[str]:
+    """What the table says about the promises."""
+    over = frame[(frame["measured_peak_bytes"] > frame["budget_bytes"]) & (frame["said"] == "")]
+    errors = frame["measured_peak_bytes"] - frame["predicted_peak_bytes"]
+    return [
+        f"model classes: {frame['model'].nunique()}; plans: {len(frame)}; with a difference or an error: "
+        f"{(frame['differs'] != '').sum()}; above the budget without having said so: {len(over)}",
+        f"measured equals predicted to the byte: {(errors == 0).sum()}; measured above predicted: {(errors > 0).sum()}",
+        "run_once: stages that must not run again, most of them since they fill a cache (use_cache is on by default)",
+    ]
+
+
+def main() -> None:
+    """Measure, print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES))
+    parser.add_argument("--no-menus", action="store_true", help="stages are kept or recomputed as a whole")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    frame = table(options.families, menus=not options.no_menus)
+    write_result(options.out, "catalogue", "Catalogue: families of transformers under a plan", frame, summary(frame))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Peaks of encoder-decoders are right at every budget, also where decoder layers fill a cache and so run only once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import planner
+from planner.plans.cost_model import chain_of
+from profiler.workload.workload import Workload
+from solvers.chain.segments import Segment, segmented_schedule
+from tests.support.encoder_decoder import FRAMES, EncoderDecoder
+from tests.support.exactness import assert_same, budgets, following, state_after
+
+STAGES = ["encoder.*", "middle", "decoder.?", "norm", "head"]
+
+
+def workload(*, cached: bool) -> Workload:
+    torch.manual_seed(0)
+    model = EncoderDecoder(cached=cached).train()
+    return Workload(model=model, inputs=torch.randn(16, FRAMES), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_an_encoder_decoder_is_exact_and_takes_the_predicted_bytes(cached: bool) -> None:
+    profile = planner.profile(workload(cached=cached), stages=STAGES)
+    expected = state_after(workload(cached=cached))
+    for budget in budgets(profile):
+        work = workload(cached=cached)
+        plan = planner.solve(profile, budget, solver="rotor")
+        with planner.apply(work.model, plan):
+            assert_same(state_after(work), expected)
+            assert planner.measure(work, repeats=1).peak_bytes <= plan.predicted_peak_bytes <= budget
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_others_leave_until_the_output_goes_is_not_released_by_the_last_stage(cached: bool) -> None:
+    work = workload(cached=cached)
+    profile = planner.profile(work, stages=STAGES, menus=False)
+    chain = chain_of(profile)
+    names = [stage.name for stage in chain.stages]
+    assert chain.stages[names.index("decoder.1")].recomputable is not cached
+    for k in (k for k, stage in enumerate(chain.stages) if stage.recomputable):
+        alone = [Segment(j, j + 1, None if j == k else 0) for j in range(len(names))]
+        plan = following(profile, segmented_schedule(alone))
+        with planner.apply(work.model, plan):
+            assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes, names[k]
