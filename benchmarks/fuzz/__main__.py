@@ -15,9 +15,8 @@ from pathlib import Path
 from benchmarks.fuzz.cases import Case, case_from, drawn
 from benchmarks.fuzz.report import distinct_failures, habit_table, notes
 from benchmarks.fuzz.script import script
-from benchmarks.fuzz.shrinking import shrunk
 from benchmarks.fuzz.verdicts import BAD, Outcome
-from benchmarks.fuzz.workers import alone, run
+from benchmarks.fuzz.workers import alone, run, smallest
 from benchmarks.reporting import RESULTS, write_result
 
 
@@ -66,9 +65,9 @@ def replay(text: str, prepare: str) -> None:
 
 def show_smallest(failure: Outcome, prepare: str = "") -> None:
     """Print the script of the smallest case that fails as this one did."""
-    smallest = shrunk(failure, lambda case: alone(case, prepare))
-    head = f"\n## {smallest.verdict}: {smallest.detail}\n\n`{as_json(smallest.case)}`\n"
-    print(f"{head}\n```python\n{script(smallest.case)}```")
+    found = smallest(failure, prepare)
+    head = f"\n## {found.verdict}: {found.detail}\n\n`{as_json(found.case)}`\n"
+    print(f"{head}\n```python\n{script(found.case)}```")
 
 
 def as_json(case: Case) -> str:

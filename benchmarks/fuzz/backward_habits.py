@@ -19,8 +19,8 @@ CONTEXTS = [
     Habit(name="matmul precision in backward", during='matmul_precision("medium")', promised=False),
     Habit(name="threads in forward", around="threads(2)", promised=False),
     Habit(name="threads in backward", during="threads(2)", promised=False),
-    Habit(name="fork_rng around forward", around="torch.random.fork_rng()"),
-    Habit(name="fork_rng around backward", during="torch.random.fork_rng()"),
+    Habit(name="fork_rng around forward", around="torch.random.fork_rng()", promised=False),
+    Habit(name="fork_rng around backward", during="torch.random.fork_rng()", promised=False),
     Habit(name="device context", around='torch.device("cpu")'),
     Habit(name="mkldnn off in forward", around="torch.backends.mkldnn.flags(enabled=False)", promised=False),
     Habit(name="anomaly mode", around="torch.autograd.detect_anomaly(check_nan=False)", promised=False),
@@ -28,7 +28,8 @@ CONTEXTS = [
     Habit(name="hooks on saved tensors", promised=False,
           around="torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)"),
     Habit(name="autocast in backward", promised=False, during='torch.autocast("cpu", torch.bfloat16)'),
-    Habit(name="autocast off in backward", facts=("autocast",), during='torch.autocast("cpu", enabled=False)'),
+    Habit(name="autocast off in backward", facts=("autocast",), promised=False,
+          during='torch.autocast("cpu", enabled=False)'),
     Habit(name="autocast without its cache", facts=("autocast",), promised=False,
           around='torch.autocast("cpu", torch.bfloat16, cache_enabled=False)'),
     Habit(name="inference flag off and on", around="torch.set_grad_enabled(True)"),
@@ -82,8 +83,8 @@ loss = loss_fn(call(model, inputs))
 (slope,) = torch.autograd.grad(loss, list(inputs), create_graph=True)
 loss = loss + (slope.norm() - 1) ** 2
 del slope"""),
-    Habit(name="backward in a thread", backward="in_thread(lambda: backward(loss))"),
-    Habit(name="forward in a thread", unless=("autocast",),
+    Habit(name="backward in a thread", promised=False, backward="in_thread(lambda: backward(loss))"),
+    Habit(name="forward in a thread", promised=False, unless=("autocast",),
           forward="loss = in_thread(lambda: loss_fn(call(model, inputs)))"),
     Habit(name="backward fails once", promised=False, backward="""\
 def fail(grad):
@@ -124,5 +125,5 @@ for p in model.parameters():
     if p.requires_grad:
         p.register_post_accumulate_grad_hook(update)""", promised=False),
     Habit(name="hook on the loss", between="loss.register_hook(lambda grad: grad * 2)"),
-    Habit(name="loss scaled by hand", backward="(loss * 8.0).backward()", unless=("scaler",)),
+    Habit(name="loss scaled by hand", promised=False, backward="(loss * 8.0).backward()", unless=("scaler",)),
 ]  # fmt: skip

@@ -74,7 +74,8 @@ def loss_fn(output: Any) -> Tensor:
 
 def remade(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
     """The same kind of optimizer for another model."""
-    made = type(optimizer)([p for p in model.parameters() if p.requires_grad], lr=optimizer.defaults["lr"])
+    kind: Any = type(optimizer)
+    made = kind([p for p in model.parameters() if p.requires_grad], lr=optimizer.defaults["lr"])
     for name, value in optimizer.defaults.items():
         made.param_groups[0][name] = value
     return made

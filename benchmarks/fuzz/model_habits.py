@@ -43,7 +43,7 @@ net = net_of(model)
 net.blocks["0"] = copy.deepcopy(net.blocks["0"])
 optimizer = remade(optimizer, model)"""),
     Habit(name="frozen after apply", setup="for p in list(model.parameters())[2:6]:\n    p.requires_grad_(False)"),
-    Habit(name="moved after apply", setup='model.to("cpu")\nmodel.requires_grad_(True)\nmodel.train()'),
+    Habit(name="moved after apply", setup='model.to("cpu")\nmodel.train()'),
     Habit(name="weights set after apply", setup="""\
 with torch.no_grad():
     for p in model.parameters():

@@ -12,6 +12,8 @@ from benchmarks.fuzz.cases import CROSS_KINDS, SETTING_KINDS, Case, Layer, Model
 from benchmarks.fuzz.habits import HABITS
 
 _IMPORTS = """\
+from __future__ import annotations
+
 import contextlib
 import copy
 import gc
@@ -110,7 +112,7 @@ if __name__ == "__main__":
 def source(case: Case) -> str:
     """The module of a case: its model, its training loop, and ``run(plan)``, which returns records and the peak."""
     parts = [net(case.model), build(case.model), train(case), _RUN]
-    needed = "\n".join(["left_by", *parts, *(HABITS[name].setup for name in case.habits)])
+    needed = "\n".join(["left_by differences", *parts, *(HABITS[name].setup for name in case.habits)])
     return "\n\n".join([_IMPORTS, *library(needed), *parts])
 
 
@@ -124,23 +126,25 @@ def promised(case: Case) -> bool:
     return all(HABITS[name].promised for name in case.habits)
 
 
+# Read once: files may change while the fuzz runs.
+_SOURCES = {
+    name: inspect.getsource(value)
+    for module in (blocks, stateful_blocks, loop, observed)
+    for name, value in vars(module).items()
+    if getattr(value, "__module__", None) == module.__name__
+}
+
+
 def library(text: str) -> Iterable[str]:
     """Sources of the blocks and functions that ``text`` names, and of those that they need, in a fitting order."""
-    known = {
-        name: value
-        for module in (blocks, stateful_blocks, loop, observed)
-        for name, value in vars(module).items()
-        if getattr(value, "__module__", None) == module.__name__
-    }
     chosen: dict[str, str] = {}
 
     def choose(words: str) -> None:
         for name in re.findall(r"\b[A-Za-z_]\w*\b", words):
-            if name in known and name not in chosen:
+            if name in _SOURCES and name not in chosen:
                 chosen[name] = ""  # begun
-                text_of = inspect.getsource(known[name])
-                choose(text_of)
-                chosen[name] = chosen.pop(name) or _untyped(text_of)
+                choose(_SOURCES[name])
+                chosen[name] = chosen.pop(name) or _untyped(_SOURCES[name])
 
     choose(text)
     return list(chosen.values())

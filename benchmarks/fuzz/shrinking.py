@@ -52,6 +52,12 @@ def smaller_cases(case: Case) -> Iterator[Case]:
 
 def smaller_models(model: Model) -> Iterator[Model]:
     """Models with a layer less, or one that is plainer, or without a feature."""
+    plain = replace(_PLAIN, layers=model.layers, batch=model.batch)
+    if plain != model:
+        yield plain
+    for size in {1, len(model.layers) // 2} - {0, len(model.layers)}:
+        for begin in range(len(model.layers) - size + 1):
+            yield replace(model, layers=_only(model.layers, begin, begin + size))
     if len(model.layers) > 1:
         for number in range(len(model.layers)):
             yield replace(model, layers=without(model.layers, number))
@@ -72,6 +78,13 @@ def _plainer(layer: Layer) -> Iterator[Layer]:
         yield replace(layer, module_of=None)
     elif layer.kind != "Plain":
         yield Layer(kind="Plain")
+
+
+def _only(layers: tuple[Layer, ...], begin: int, end: int) -> tuple[Layer, ...]:
+    for number in reversed(range(len(layers))):
+        if not begin <= number < end:
+            layers = without(layers, number)
+    return layers
 
 
 def without(layers: tuple[Layer, ...], number: int) -> tuple[Layer, ...]:

@@ -44,7 +44,7 @@ for part in model.modules():
         begin=_EVERY_DROPOUT.format(0.4),
         between=_EVERY_DROPOUT.format(0.0),
     ),
-    Habit(name="dropout rate grows", begin=_EVERY_DROPOUT.format("0.1 * step")),
+    Habit(name="dropout rate grows", needs=_DROPS, begin=_EVERY_DROPOUT.format("0.1 * step")),
     Habit(
         name="momentum of norms before backward",
         needs=_NORMS,
@@ -142,6 +142,7 @@ with torch.no_grad():
     ),
     Habit(
         name="buffers replaced before backward",
+        promised=False,
         needs=_BUFFERED + _NORMS,
         between="""\
 for part in model.modules():
@@ -181,12 +182,14 @@ for p in model.parameters():
         name="average of weights loaded for validation",
         promised=False,
         between="""\
-kept = {name: value.clone() for name, value in model.state_dict().items()}
-model.load_state_dict({name: value * 0.5 if value.is_floating_point() else value for name, value in kept.items()})
+kept = {name: p.data for name, p in model.named_parameters()}
+for p in model.parameters():
+    p.data = p.data * 0.5
 model.eval()
 with torch.no_grad():
     call(model, inputs)
-model.load_state_dict(kept)
+for name, p in model.named_parameters():
+    p.data = kept[name]
 model.train()""",
     ),
     Habit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -318,7 +319,7 @@ class Hooked(nn.Module):
         self.seen += 1
         return torch.tanh(output)
 
-    def back(self, module: nn.Module, inward: tuple[Tensor], outward: tuple[Tensor]) -> tuple[Tensor]:
+    def back(self, module: nn.Module, inward: Any, outward: Any) -> tuple[Tensor]:
         return (inward[0] * 0.5,)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def judged(cases: Sequence[Case], begin: Callable[[Case], None] = lambda case: N
             prepared = _prepared(case)
             model = case.model
         outcome = _judged(case, prepared)
-        if prepared.left and outcome.verdict not in BAD:
+        if prepared.left and outcome.verdict in ("exact", "said"):
             outcome = replace(outcome, verdict="unrestored", detail=f"after profiling: {', '.join(prepared.left[:4])}")
             prepared.left = []  # once a model
         yield outcome
@@ -210,7 +210,7 @@ def loaded(text: str) -> types.ModuleType:
     module = types.ModuleType(name)
     sys.modules[name] = module
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    exec(compile(text, name, "exec"), module.__dict__)
+    exec(compile(text, name, "exec", dont_inherit=True), module.__dict__)
     return module
 
 

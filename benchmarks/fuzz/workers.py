@@ -13,9 +13,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from benchmarks.fuzz.cases import Case
+from benchmarks.fuzz.shrinking import shrunk
 from benchmarks.fuzz.verdicts import Outcome, judged, quiet_process
 
 CASE_SECONDS = 60.0  # a case takes about half a second; the first one of a model has its profile as well
+SHRINK_SECONDS = 300.0
 CASES_OF_A_PROCESS = 400
 # A server that has loaded torch and run nothing forks workers at once.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -45,13 +47,17 @@ class _Worker:
 
 
 def _work(pipe: Connection, cases: list[Case], prepare: str) -> None:
+    _begin(prepare)
+    for outcome in judged(cases, begin=pipe.send):
+        pipe.send(outcome)
+    pipe.send(None)
+
+
+def _begin(prepare: str) -> None:
     quiet_process()
     if prepare:
         module, _, name = prepare.partition(":")
         getattr(importlib.import_module(module), name)()
-    for outcome in judged(cases, begin=pipe.send):
-        pipe.send(outcome)
-    pipe.send(None)
 
 
 def run(
@@ -127,6 +133,30 @@ def _loads(groups: Iterable[Sequence[Case]]) -> Iterator[list[Case]]:
             load = []
     if load:
         yield load
+
+
+def smallest(failure: Outcome, prepare: str = "") -> Outcome:
+    """The smallest case that fails as this one does, looked for in a process of its own.
+
+    Where that ends, as it does with a segmentation fault, every case is tried in its own.
+    """
+    here, there = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=_shrink, args=(there, failure, prepare), daemon=True)
+    process.start()
+    there.close()
+    try:
+        return here.recv() if here.poll(SHRINK_SECONDS) else failure
+    except EOFError:
+        return shrunk(failure, lambda case: alone(case, prepare))
+    finally:
+        process.kill()
+        process.join()
+        here.close()
+
+
+def _shrink(pipe: Connection, failure: Outcome, prepare: str) -> None:
+    _begin(prepare)
+    pipe.send(shrunk(failure, lambda case: next(judged([case]))))
 
 
 def alone(case: Case, prepare: str = "") -> Outcome:
