@@ -16,8 +16,11 @@ from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.compiled_models import CompiledCalls, made_compiled, module_named
 from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.cuda_link import CudaCopyEngine
+from planner.runtime.kept_runs import Deviations
+from planner.runtime.plan_checks import transformed
 from planner.runtime.planned_step import PlannedStep
 from planner.runtime.simulated_link import SimulatedCopyEngine
+from planner.runtime.stage_input import BatchCopies
 from profiler.recomputation.selection import Selection
 from profiler.workload.compiled_forwards import COMPILED, plain_name, unwrapped
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
@@ -143,7 +146,7 @@ class PlannedCalls:
         self._compiled = CompiledCalls(plan, lowered.selective)
         self._plan = plan
         self._selections = selections_of(plan)
-        self._diverged_stages: set[int] = set()
+        self._deviations = Deviations()
         self._lowered = lowered
         self._model = weakref.ref(model)
         self._positions = {split_name(plan.stages[k].name): k for k in planned}
@@ -156,7 +159,7 @@ class PlannedCalls:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             model = self._model()
-            if self._step is not None or model is None or not (model.training and torch.is_grad_enabled()):
+            if self._step is not None or model is None or not self._acts(model):
                 return forward(*args, **kwargs)
             if autocast_now(self._device) != self._autocast:
                 check_precision(model, self._plan, autocast_now(self._device))
@@ -164,8 +167,8 @@ class PlannedCalls:
             if (device := model_device(model)) != self._device:
                 self._device = device
                 self._engine = engine_for(self._plan, self._lowered, device)
-            runs = self._plan, self._lowered, self._selections, self._diverged_stages
-            self._step = PlannedStep(*runs, self._engine)
+            runs = self._plan, self._lowered, self._selections, self._deviations
+            self._step = PlannedStep(*runs, BatchCopies((args, kwargs)), self._engine)
             self._counts.clear()
             try:
                 output = forward(*args, **kwargs)
@@ -176,6 +179,10 @@ class PlannedCalls:
                 self._step = None
 
         return run
+
+    def _acts(self, model: nn.Module) -> bool:
+        """Whether a forward that begins now is one of training, which the plan is for."""
+        return model.training and torch.is_grad_enabled() and not transformed()
 
     def stage(self, forward: Forward, name: str, module: nn.Module) -> Forward:
         """A stage's forward: keeps what the plan says while a planned step is under way."""
@@ -190,7 +197,7 @@ class PlannedCalls:
             if position is None or self._inside:
                 return forward(*args, **kwargs)
             self._inside = True
-            planned = self._compiled.in_stage(position, module, forward, self._diverged_stages)
+            planned = self._compiled.in_stage(position, module, forward, self._deviations.diverged_stages)
             try:
                 return step.run(position, module, planned, args, kwargs)
             finally:

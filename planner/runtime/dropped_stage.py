@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,17 @@ from planner.runtime.offloaded_tensors import OffloadedStorage
 from planner.runtime.plan_checks import warn_once
 from planner.runtime.stage_input import StageInput, links_between
 from profiler.recomputation.module_rerun import CallState, rerun_dropping, rerun_until_saved
-from profiler.recomputation.saved_tensors import TensorStandIn, unpack
+from profiler.recomputation.saved_signatures import (
+    SavedSignature,
+    SignatureCheck,
+    is_undefined,
+    signature_of,
+    undefined_memory_shown,
+)
+from profiler.recomputation.saved_tensors import RerunError, TensorStandIn, unpack
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.tensor_trees import device_of, tensors_in
+from profiler.workload.storages import storage_key
+from profiler.workload.tensor_trees import device_of, in_new_containers, tensors_in
 
 leave_uncompiled(__name__)
 
@@ -73,7 +82,8 @@ class DroppedStage:
         self._input: StageInput
         self._previous: DroppedStage | None = None
         self._state: CallState | None = None
-        self._parameters: list[tuple[Tensor, int]] = []
+        self._signatures: list[SavedSignature | None] = []
+        self._saved_storages: set[int] = set()
         self._placeholders: list[Callable[[], SavedPlaceholder | None]] = []
 
     # Forward -----------------------------------------------------------------
@@ -99,20 +109,30 @@ class DroppedStage:
 
     def run_first(self, args: Any, kwargs: Any) -> Any:
         """The first forward: autograd gets placeholders in place of what it saves."""
-        self._parameters = [(parameter, parameter._version) for parameter in self._module.parameters()]
         # Whether it draws is not asked of the profile: a dropout's rate may have been changed since.
-        device, buffers = device_of((args, kwargs)), self.stage.mutated_buffers
-        self._state = CallState(self._module, device, draws_random=True, mutated_buffers=buffers)
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
-            return self._forward(*args, **kwargs)
+        device, changing = device_of((args, kwargs)), self.stage.mutated_buffers
+        self._state = CallState(self._module, device, draws_random=True, changing=changing)
+        state_storages = self._state.state_storages()
+        undefined = self._runs.deviations.undefined.get(self.position, ())
 
-    def _pack(self, tensor: Tensor) -> Tensor | SavedPlaceholder:
-        if tensor.is_leaf and tensor.requires_grad:
-            self._placeholders.append(_gone)  # A parameter: there anyway. Its place in the order still counts.
-            return tensor
-        placeholder = SavedPlaceholder(self)
-        self._placeholders.append(weakref.ref(placeholder))
-        return placeholder
+        def pack(tensor: Tensor) -> Tensor | SavedPlaceholder:
+            number, storage = len(self._placeholders), storage_key(tensor)
+            self._saved_storages.add(storage)
+            # What a buffer holds, the run itself may change.
+            values = number not in undefined and storage not in state_storages
+            self._signatures.append(signature := signature_of(tensor, values=values))
+            if signature is None:
+                self._placeholders.append(_gone)  # A parameter: there anyway. Its place in the order still counts.
+                return tensor
+            placeholder = SavedPlaceholder(self)
+            self._placeholders.append(weakref.ref(placeholder))
+            return placeholder
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            output = self._forward(*args, **kwargs)
+        self._input.copy_batch(self._runs.batch, self._saved_storages)
+        self._saved_storages.clear()
+        return output
 
     # Backward ----------------------------------------------------------------
 
@@ -147,32 +167,87 @@ class DroppedStage:
 
     def _rerun(self, rerun: Rerun, before: _RerunOutput | None) -> _RerunOutput | None:
         """Run again, on the output of the rerun before where the input is not held."""
-        self._check_parameters()
         inputs = self._inputs(before)
         if before is not None:
             before.tensors.clear()  # What else the stage before returned goes now, as it does in a first forward.
         args, kwargs = self._input.arguments(inputs)
-        assert self._state is not None
-        if rerun.mode == "until_saved":
-            self._fill(rerun_until_saved(self._forward, self._state, args, kwargs, len(self._placeholders)))
-            return None
-        if rerun.mode == "keep":
-            call = self._module, self._forward, self._state
-            saved, output = self._runs.rerun(self.position, rerun.option, *call, args, kwargs)
+        try:
+            saved, output = self._run_again(rerun, args, kwargs)
+        except RerunError as error:
+            raise RerunError(f"stage {self.stage.name!r}: {error}") from error
+        if rerun.mode == "drop" and rerun.hold:
+            self._input.hold(inputs)
+        if saved is not None:
             self._fill(saved)
+        return None if rerun.mode == "until_saved" else _RerunOutput(self.position, tensors_in(output))
+
+    def _run_again(self, rerun: Rerun, args: Any, kwargs: Any) -> tuple[Sequence[Tensor | TensorStandIn] | None, Any]:
+        """What a second run saves (None where nothing is to be kept) and returns.
+
+        Raises:
+            RerunError: it is not what the first run saved.
+        """
+        assert self._state is not None
+        state, given, named = self._state, in_new_containers(args), in_new_containers(kwargs)
+        if rerun.mode == "drop":
+            return None, rerun_dropping(self._forward, state, given, named)
+        check = SignatureCheck(self._signatures, self._runs.deviations.undefined.get(self.position, ()))
+        if rerun.mode == "until_saved":
+            saved = rerun_until_saved(self._forward, state, given, named, len(self._placeholders), check.saw)
+            output = None
         else:
-            output = rerun_dropping(self._forward, self._state, args, kwargs)
-            if rerun.hold:
-                self._input.hold(inputs)
-        return _RerunOutput(self.position, tensors_in(output))
+            call = self._module, self._forward, state, given, named
+            saved, output = self._runs.rerun(self.position, rerun.option, *call, check.saw)
+        if not check.difference and len(saved) != len(self._placeholders):
+            check.difference = f"{len(saved)} tensors, not {len(self._placeholders)}"
+        if check.difference:
+            raise self._not_the_same(check.difference)
+        if check.other_values:
+            del saved, output  # The run that looks into it must not need more memory than the plan has.
+            self._note_undefined(check.other_values, args, kwargs)
+            return self._run_again(rerun, args, kwargs)
+        return saved, output
+
+    def _note_undefined(self, second: Mapping[int, bytes], args: Any, kwargs: Any) -> None:
+        """Run once more to see whether other values of saved tensors are no more than memory that nothing filled.
+
+        Raises:
+            RerunError: they are not.
+        """
+        assert self._state is not None
+        undefined: set[int] = set()
+        numbers = itertools.count()
+
+        def saw(tensor: Tensor) -> None:
+            number = next(numbers)
+            expected = self._signatures[number] if number < len(self._signatures) else None
+            if number in second and expected is not None and is_undefined(tensor, expected.values, second[number]):
+                undefined.add(number)
+
+        def showing(*args: Any, **kwargs: Any) -> Any:
+            with undefined_memory_shown():
+                return self._forward(*args, **kwargs)
+
+        rerun_dropping(showing, self._state, in_new_containers(args), in_new_containers(kwargs), saw)
+        wrong = sorted(set(second) - undefined)
+        if wrong:
+            raise self._not_the_same(f"other values in its {wrong[0] + 1}. tensor")
+        self._runs.deviations.undefined.setdefault(self.position, set()).update(undefined)
+
+    def _not_the_same(self, difference: str) -> RerunError:
+        return RerunError(
+            f"expected its second run to save what the first one saved, got {difference}; it depends on something that "
+            "changed in between and is not kept by its modules (a global, weights written through .data, a generator "
+            f"outside of torch). Change that after backward, or keep this stage: a rule with modules = "
+            f'{self.stage.name!r} and action = "keep"'
+        )
 
     def _inputs(self, before: _RerunOutput | None) -> list[Tensor]:
         """Every input tensor: held, or from the stage before, which is run again where need be."""
         held = self._input.held()
         inputs = [tensor for tensor in held if tensor is not None]
         if len(inputs) == len(held):
-            self._input.check_unchanged(inputs)
-            return inputs
+            return self._unchanged(inputs)
         assert self._previous is not None
         if before is None or before.position != self._previous.position:
             before = self._previous._rerun(Rerun(self._previous.position, "drop", False), None)
@@ -180,31 +255,22 @@ class DroppedStage:
         links = self._input.links
         return [before.tensors[links[i]] if tensor is None else tensor for i, tensor in enumerate(held)]
 
-    def _check_parameters(self) -> None:
-        now = list(self._module.parameters())
-        same = len(now) == len(self._parameters) and all(
-            a is b and a._version == version for a, (b, version) in zip(now, self._parameters, strict=True)
-        )
-        if not same:
-            raise RuntimeError(
-                f"stage {self.stage.name!r}: expected its parameters to be as they were in forward, got changed or "
-                "other ones; call backward before the optimizer steps or parameters are replaced"
-            )
+    def _unchanged(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        try:
+            return self._input.unchanged(inputs)
+        except RerunError as error:
+            raise RerunError(f"stage {self.stage.name!r}: {error}") from error
 
     def _fill(self, saved: Sequence[Tensor | TensorStandIn]) -> None:
         """Put what was made again into the graph; nothing else of the call is needed then."""
-        if len(saved) != len(self._placeholders):
-            raise RuntimeError(
-                f"stage {self.stage.name!r}: expected {len(self._placeholders)} tensors saved for backward as in "
-                f"forward, got {len(saved)}; it depends on something that changed in between"
-            )
         for reference, tensor in zip(self._placeholders, saved, strict=True):
             placeholder = reference()
             if placeholder is not None:
                 placeholder.value = tensor
         self.done = True
         self._input.release()
-        self._parameters = []
+        self._state = None
+        self._signatures = []
         self._previous = None
 
 

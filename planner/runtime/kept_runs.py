@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from planner.plans.plan import Plan
 from planner.runtime.offload_matching import SavedTensorLog
 from planner.runtime.offloaded_tensors import OffloadableTensor
 from planner.runtime.plan_checks import warn_once
+from planner.runtime.stage_input import BatchCopies
 from planner.runtime.transfers import TransferExecutor
-from profiler.recomputation.module_rerun import CallState, rerun_keeping
+from profiler.recomputation.module_rerun import CallState, Saw, rerun_keeping
 from profiler.recomputation.saved_tensors import SavedTensor, unpack
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall, rerun_selecting
@@ -24,14 +26,27 @@ from profiler.workload.tensor_trees import tensors_in
 leave_uncompiled(__name__)
 
 
+@dataclass(slots=True)
+class Deviations:
+    """What the stages of an applied plan were seen to do otherwise than was profiled, from step to step.
+
+    Attributes:
+        diverged_stages: selective stages that ran other ops: they are recomputed whole.
+        undefined: by stage, numbers of saved tensors some of whose values are undefined memory.
+    """
+
+    diverged_stages: set[int] = field(default_factory=set)
+    undefined: dict[int, set[int]] = field(default_factory=dict)
+
+
 class KeptRuns:
     """Runs the stages of one planned step where something is kept of them.
 
     Args:
         plan, lowered: of the step.
         selections: by stage and option, which ops run again.
-        diverged_stages: selective stages that were seen to run other ops than when profiled: they are recomputed
-            whole. More may be added.
+        deviations: what was seen of the model's stages since the plan was applied; more may be added.
+        batch: what the model was given.
         transfers: of the step; None where nothing is sent.
     """
 
@@ -40,13 +55,15 @@ class KeptRuns:
         plan: Plan,
         lowered: LoweredSchedule,
         selections: dict[tuple[int, int], Selection],
-        diverged_stages: set[int],
+        deviations: Deviations,
+        batch: BatchCopies,
         transfers: TransferExecutor | None,
     ) -> None:
         self.plan = plan
         self.lowered = lowered
         self.transfers = transfers
-        self.diverged_stages = diverged_stages
+        self.deviations = deviations
+        self.batch = batch
         self._selections = selections
 
     def first_run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -81,16 +98,17 @@ class KeptRuns:
         state: CallState,
         args: Any,
         kwargs: Any,
+        saw: Saw,
     ) -> tuple[list[Any], Any]:
         """Run a stage again to its end: what it saves in order, and its output cut off from the graph."""
         transfers = self._transfers_of(position, option)
         keep = SavedTensor if transfers is None else OffloadableTensor
         if option:
             selection = self._selections[position, option]
-            call, saved, output = rerun_selecting(forward, module, state, args, kwargs, selection, keep)
+            call, saved, output = rerun_selecting(forward, module, state, args, kwargs, selection, keep, saw)
             self._check_followed(position, call)
         else:
-            call, (saved, output) = None, rerun_keeping(forward, state, args, kwargs)
+            call, (saved, output) = None, rerun_keeping(forward, state, args, kwargs, saw)
             saved = saved if transfers is None else [OffloadableTensor(tensor) for tensor in saved]
         if transfers is not None:
             kept = [tensor if isinstance(tensor, OffloadableTensor) else None for tensor in saved]
@@ -118,4 +136,4 @@ class KeptRuns:
             f"it runs other ops than when profiled (from its {call.diverged + 1}. watched op on); it {instead}",
         )
         if stage.recomputable:
-            self.diverged_stages.add(position)
+            self.deviations.diverged_stages.add(position)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+from torch.autograd import forward_ad
 
 from planner.plans.plan import Plan
 from profiler.workload.compiled_forwards import leave_uncompiled
@@ -13,7 +14,7 @@ from profiler.workload.workload import Workload
 
 leave_uncompiled(__name__)
 
-_WARNED: set[tuple[str, str]] = set()
+_WARNED: set[str] = set()
 
 
 def check_inputs(workload: Workload, plan: Plan) -> None:
@@ -36,8 +37,26 @@ def check_device(workload: Workload, plan: Plan) -> None:
         )
 
 
+def transformed() -> bool:
+    """Whether a transform of ``torch.func`` or forward-mode differentiation is under way; says once what that means.
+
+    Its tensors stand for others, for a batch of them or with tangents: what is saved of them cannot be made again.
+    """
+    if torch._C._functorch.maybe_current_level() is None and forward_ad._current_level < 0:
+        return False
+    _warn_once(
+        "planner.apply: the model runs under torch.func or forward-mode differentiation; the plan does not act there: "
+        "everything is kept, and the peak is not promised"
+    )
+    return True
+
+
 def warn_once(stage: str, what: str) -> None:
     """Warn of a planned stage, each thing once in a process."""
-    if (stage, what) not in _WARNED:
-        _WARNED.add((stage, what))
-        warnings.warn(f"planned stage {stage!r}: {what}", RuntimeWarning, stacklevel=3)
+    _warn_once(f"planned stage {stage!r}: {what}")
+
+
+def _warn_once(text: str) -> None:
+    if text not in _WARNED:
+        _WARNED.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=4)

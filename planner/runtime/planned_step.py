@@ -13,7 +13,8 @@ from planner.plans.lowering import LoweredSchedule
 from planner.plans.plan import Plan
 from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.dropped_stage import DroppedStage
-from planner.runtime.kept_runs import KeptRuns
+from planner.runtime.kept_runs import Deviations, KeptRuns
+from planner.runtime.stage_input import BatchCopies
 from planner.runtime.transfers import TransferExecutor, before_backward
 from profiler.recomputation.selection import Selection
 from profiler.workload.autograd_nodes import next_node
@@ -27,7 +28,7 @@ class PlannedStep:
     """The stages of one forward, and what its backward will need.
 
     Args:
-        plan, lowered, selections, diverged_stages: as for ``KeptRuns``.
+        plan, lowered, selections, deviations, batch: as for ``KeptRuns``.
         engine: copies to and from host memory; None where nothing is sent.
     """
 
@@ -36,7 +37,8 @@ class PlannedStep:
         plan: Plan,
         lowered: LoweredSchedule,
         selections: dict[tuple[int, int], Selection],
-        diverged_stages: set[int],
+        deviations: Deviations,
+        batch: BatchCopies,
         engine: CopyEngine | None = None,
     ) -> None:
         self._plan = plan
@@ -44,7 +46,7 @@ class PlannedStep:
         self._dropped: weakref.WeakValueDictionary[int, DroppedStage] = weakref.WeakValueDictionary()
         self._latest: tuple[DroppedStage, list[weakref.ref[Tensor]]] | None = None
         self._transfers = None if engine is None else TransferExecutor(plan, lowered, engine, self._dropped)
-        self._runs = KeptRuns(plan, lowered, selections, diverged_stages, self._transfers)
+        self._runs = KeptRuns(plan, lowered, selections, deviations, batch, self._transfers)
         self._node_after_stage = next_node()
 
     def run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -75,7 +77,7 @@ class PlannedStep:
         self._latest = None
 
     def _run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if position not in self._runs.lowered.dropped and position not in self._runs.diverged_stages:
+        if position not in self._runs.lowered.dropped and position not in self._runs.deviations.diverged_stages:
             return self._runs.first_run(position, module, forward, args, kwargs)
         stage = DroppedStage(position, module, forward, self._runs, self._dropped)
         previous, outputs = self._latest or (None, [])

@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from planner.runtime.offload_matching import input_storages
 from planner.runtime.offloaded_tensors import OffloadableTensor, OffloadedStorage
+from profiler.recomputation.host_copies import host_copy
 from profiler.recomputation.module_rerun import detached
+from profiler.recomputation.saved_tensors import Geometry, RerunError, geometry_of, version_of
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.tensor_trees import with_tensors, without_tensors
+from profiler.workload.storages import storage_key
+from profiler.workload.tensor_trees import tensors_in, with_tensors, without_tensors
 
 leave_uncompiled(__name__)
+
+
+class BatchCopies:
+    """Copies of what a model was given, of tensors that backward does not check: the loop may write to those before.
+
+    Args:
+        batch: the model's arguments.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._storages = {storage_key(t) for t in tensors_in(batch) if t.grad_fn is None and not t.requires_grad}
+        self._copies: dict[tuple[int, int, Geometry], Tensor | None] = {}
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it is a part of the batch."""
+        return storage_key(tensor) in self._storages
+
+    def copy_of(self, tensor: Tensor) -> Tensor | None:
+        """Its values in host memory, once a step; None for tensors that cannot be copied as they lie."""
+        if tensor.layout is not torch.strided:
+            return None
+        key = storage_key(tensor), version_of(tensor), geometry_of(tensor)
+        if key not in self._copies:
+            self._copies[key] = host_copy(tensor)
+        return self._copies[key]
 
 
 class StageInput:
@@ -27,7 +56,7 @@ class StageInput:
         hold_linked: whether linked tensors are held as well; else the stage before makes them again.
     """
 
-    __slots__ = ("_arguments", "_stage_name", "_tensors", "_versions", "links")
+    __slots__ = ("_arguments", "_copies", "_stage_name", "_tensors", "_versions", "links")
 
     def __init__(
         self, stage_name: str, arguments: Any, tensors: Sequence[Tensor], links: dict[int, int], hold_linked: bool
@@ -37,7 +66,21 @@ class StageInput:
         self._arguments = without_tensors(arguments)
         held = [None if i in links and not hold_linked else tensor for i, tensor in enumerate(tensors)]
         self._tensors: list[Tensor | OffloadableTensor | None] = detached(held)
-        self._versions = [tensor._version for tensor in tensors]
+        self._versions = [version_of(tensor) for tensor in tensors]
+        self._copies: dict[int, Tensor] = {}
+
+    def copy_batch(self, batch: BatchCopies, saved: Collection[int]) -> None:
+        """Copy what is of the batch, unless autograd has saved it: then it checks itself that it stays.
+
+        Args:
+            batch: of the step.
+            saved: storages that the call saved for backward.
+        """
+        for i, tensor in enumerate(self._tensors):
+            if isinstance(tensor, Tensor) and batch.holds(tensor) and storage_key(tensor) not in saved:
+                copied = batch.copy_of(tensor)
+                if copied is not None:
+                    self._copies[i] = copied
 
     def held(self) -> list[Tensor | None]:
         """The tensors that are held, None for the others; what is in host memory is brought back."""
@@ -46,16 +89,26 @@ class StageInput:
         for i, tensor in enumerate(self._tensors):
             if isinstance(tensor, OffloadableTensor):
                 self._tensors[i] = fetched = tensor.tensor() if offloaded[i] else tensor.value
-                self._versions[i] = fetched._version if offloaded[i] else self._versions[i]
+                self._versions[i] = version_of(fetched) if offloaded[i] else self._versions[i]
         return [None if isinstance(tensor, OffloadableTensor) else tensor for tensor in self._tensors]
 
-    def check_unchanged(self, tensors: Sequence[Tensor]) -> None:
-        """Refuse held tensors that were changed in place since the first run."""
-        if any(tensor._version != version for tensor, version in zip(tensors, self._versions, strict=True)):
-            raise RuntimeError(
-                f"stage {self._stage_name!r}: expected its input to be as it was in forward, got one that was "
-                "changed in place since; leave this stage out of the plan or change a copy"
-            )
+    def unchanged(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The held tensors as they were in the first run: those changed in place since are their copies.
+
+        Raises:
+            RerunError: there is none.
+        """
+        now = list(tensors)
+        for i, (tensor, version) in enumerate(zip(tensors, self._versions, strict=True)):
+            if version_of(tensor) != version:
+                if i not in self._copies:
+                    raise RerunError(
+                        "expected its input to be as it was in forward, got one that was changed in place since; "
+                        f"change a copy, or keep this stage: a rule with modules = {self._stage_name!r} and "
+                        'action = "keep"'
+                    )
+                now[i] = self._copies[i].as_strided(tensor.size(), tensor.stride())
+        return now
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         """The positional and keyword arguments with these tensors in their places."""
@@ -64,7 +117,7 @@ class StageInput:
     def hold(self, tensors: Sequence[Tensor]) -> None:
         """Hold these from now on."""
         self._tensors = list(tensors)
-        self._versions = [tensor._version for tensor in tensors]
+        self._versions = [version_of(tensor) for tensor in tensors]
 
     def release_linked(self) -> None:
         """Hold no linked tensors any more."""
@@ -73,13 +126,14 @@ class StageInput:
     def release(self) -> None:
         """Hold nothing any more."""
         self._tensors = []
+        self._copies = {}
 
     def offload(self, numbers: Sequence[int]) -> list[OffloadedStorage]:
         """The storages under some of the tensors, which may leave the device; those changed in place since stay."""
         views: dict[int, OffloadableTensor] = {}
         for i in numbers:
             tensor = self._tensors[i]
-            if isinstance(tensor, Tensor) and tensor._version == self._versions[i]:
+            if isinstance(tensor, Tensor) and version_of(tensor) == self._versions[i]:
                 self._tensors[i] = views.setdefault(id(tensor), OffloadableTensor(tensor))
         return input_storages(list(views.values()))
 

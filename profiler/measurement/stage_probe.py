@@ -207,8 +207,8 @@ class DroppingForward(MarkedStep):
             return tensor.detach() if call.goes_backward else None
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            device, buffers = device_of((args, kwargs)), call.mutated_buffers
-            state = CallState(call.module, device, draws_random=call.draws_random, mutated_buffers=buffers)
+            device, changing = device_of((args, kwargs)), call.mutated_buffers
+            state = CallState(call.module, device, draws_random=call.draws_random, changing=changing)
             self._hold_inputs(position, args, kwargs)
             if not self._hold_all:
                 return forward(*args, **kwargs)

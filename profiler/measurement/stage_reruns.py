@@ -13,7 +13,7 @@ from torch import Tensor
 from profiler.measurement.stage_probe import FirstRun
 from profiler.recomputation.module_rerun import rerun_keeping, rerun_until_saved
 from profiler.recomputation.recompute_checks import EscapedTensors
-from profiler.workload.tensor_trees import map_tensors, tensors_in
+from profiler.workload.tensor_trees import in_new_containers, tensors_in
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,22 +58,17 @@ def _rerun(first: FirstRun, device: torch.device, *, compiled: bool) -> RerunTim
 
 def _why_not_the_same(first: FirstRun, device: torch.device, *, compiled: bool) -> str:
     """What is different in a second run, or stays of it; empty where nothing is."""
-    args, kwargs = _in_new_containers(first.arguments)
+    args, kwargs = in_new_containers(first.arguments)
     with EscapedTensors() as escaped:
         saved, output = rerun_keeping(first.call, first.state, args, kwargs)
     if compiled:  # Under a dispatch mode it ran uncompiled.
-        args, kwargs = _in_new_containers(first.arguments)
+        args, kwargs = in_new_containers(first.arguments)
         saved, output = rerun_keeping(first.call, first.state, args, kwargs)
     difference = _difference(first, saved, output, device)
     del saved, output, args, kwargs
     if escaped.any_left():
         return difference or "it stores tensors of its forward (in an attribute, a cache or a hook)"
     return difference
-
-
-def _in_new_containers(arguments: Any) -> Any:
-    """The same tensors in containers of their own, which the call may add to."""
-    return map_tensors(lambda tensor: tensor, arguments)
 
 
 def _difference(first: FirstRun, saved: list[Tensor], output: Any, device: torch.device) -> str:
@@ -90,7 +85,7 @@ def _difference(first: FirstRun, saved: list[Tensor], output: Any, device: torch
 
 
 def _timed(first: FirstRun, device: torch.device) -> float:
-    args, kwargs = _in_new_containers(first.arguments)
+    args, kwargs = in_new_containers(first.arguments)
     _synchronize(device)
     begin = time.perf_counter()
     rerun_until_saved(first.call, first.state, args, kwargs, len(first.saved))

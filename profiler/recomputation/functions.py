@@ -15,12 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
 from profiler.recomputation.op_tape import OpTape, RecomputedTensor
-from profiler.recomputation.saved_tensors import SavedTensor, TensorStandIn, geometry_of, unpack
+from profiler.recomputation.saved_tensors import PLAIN_TENSORS, SavedTensor, TensorStandIn, geometry_of, unpack
 from profiler.workload.storages import storage_key
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_PLAIN = (Tensor, nn.Parameter)
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -96,7 +95,7 @@ class _RecomputedCall:
         recomputed = self._recorder.tape.recomputed_storage_of(tensor)
         if recomputed is not None:
             return RecomputedTensor(self._recorder.tape, recomputed, tensor)
-        with torch._C._DisableTorchDispatch() if type(tensor) in _PLAIN else self._recorder.not_recording():
+        with torch._C._DisableTorchDispatch() if type(tensor) in PLAIN_TENSORS else self._recorder.not_recording():
             kept = tensor.detach()
         saved = SavedTensor(kept)
         if self._outer_hooks is not None:
@@ -122,7 +121,7 @@ class _RerunnableOps(TorchDispatchMode):
             return func(*args, **kwargs)
         given = _tensors((*args, *kwargs.values()))
         self._before_writing(func, args, kwargs)
-        plain = all(type(tensor) in _PLAIN and tensor.layout is torch.strided for tensor in given)
+        plain = all(type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided for tensor in given)
         if not plain or why_not_rerunnable(traits_of(func), args, kwargs):
             self.tape.keep_written(func, args, kwargs)
             return func(*args, **kwargs)

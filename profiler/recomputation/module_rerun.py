@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from profiler.recomputation.module_state import ModuleState
+from profiler.recomputation.rng_state import drawing_from_all, states_on
+from profiler.recomputation.torch_state import TorchState
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.tensor_trees import map_tensors
 
 leave_uncompiled(__name__)
 
 Packed = TypeVar("Packed")
+Saw = Callable[[Tensor], None]
 # How deep what runs now is a second run inside another one; 0 in a first run.
 RERUN_DEPTH: ContextVar[int] = ContextVar("RERUN_DEPTH", default=0)
 
@@ -26,45 +28,40 @@ class _AllSaved(BaseException):
     """Raised inside a rerun once everything that backward needs has been made; no user code should catch it."""
 
 
-class RerunError(RuntimeError):
-    """A second run did not do what the first one did."""
-
-
 class CallState:
-    """What a call depends on besides its arguments, captured before its first run: autocast, random state, buffers.
+    """What a call depends on besides its arguments, captured before its first run.
 
-    Random states and buffers are copied to host memory, outside the device's budget.
+    That is what its modules hold, random numbers, and what torch keeps for the whole process (autocast, flags, modes).
 
     Args:
         module: whose call it is.
         device: of its arguments.
         draws_random: it advances a random generator.
-        mutated_buffers: names (relative to the module) of buffers that it changes.
+        changing: names (relative to the module) of buffers that it is known to change.
     """
 
-    __slots__ = ("_autocast", "_buffers", "_cpu_random", "_cuda_random", "_device", "_module")
+    __slots__ = ("_modules", "_random", "_torch")
 
     def __init__(
-        self, module: nn.Module, device: torch.device, *, draws_random: bool, mutated_buffers: tuple[str, ...] = ()
+        self, module: nn.Module, device: torch.device, *, draws_random: bool, changing: Collection[str] = ()
     ) -> None:
-        self._module = module
-        self._device = device
-        self._autocast = _autocast_state(device)
-        self._cpu_random: Any = None
-        self._cuda_random: Tensor | None = None
-        if draws_random:
-            self._cpu_random = torch.get_rng_state().numpy().copy()
-            if device.type == "cuda":
-                self._cuda_random = torch.cuda.get_rng_state(device)
-        names = (*mutated_buffers, *_norm_buffers(module))
-        self._buffers = {name: _value_before(module, name) for name in dict.fromkeys(names)}
+        self._torch = TorchState(device)
+        self._random = states_on(device) if draws_random else []
+        self._modules = ModuleState(module, changing)
 
     @contextmanager
     def reinstated(self) -> Iterator[None]:
-        """Inside, everything is as before the first run; on leaving, it is as it was on entering."""
-        buffers, autocast = _with_buffers(self._module, self._buffers), _with_autocast(self._autocast)
-        with running_again(), _with_random_state(self), buffers, autocast:
+        """Inside, everything is as before the first run; on leaving, it is as it was on entering.
+
+        Raises:
+            RerunError: something has changed that cannot be put back.
+        """
+        with running_again(), self._torch.reinstated(), drawing_from_all(self._random), self._modules.reinstated():
             yield
+
+    def state_storages(self) -> set[int]:
+        """The storages of the tensors that the modules hold besides parameters."""
+        return self._modules.storages()
 
 
 @contextmanager
@@ -77,18 +74,28 @@ def running_again() -> Iterator[None]:
         RERUN_DEPTH.reset(token)
 
 
-def rerun_dropping(call: Callable[..., Any], state: CallState, args: Any, kwargs: Any) -> Any:
-    """Run again, keep nothing for backward, return the output cut off from the graph."""
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _not_to_be_unpacked)
+def rerun_dropping(call: Callable[..., Any], state: CallState, args: Any, kwargs: Any, saw: Saw | None = None) -> Any:
+    """Run again, keep nothing for backward, return the output cut off from the graph.
+
+    Args:
+        call, args, kwargs: what to run.
+        state: of the first run.
+        saw: is called with each tensor that autograd saves, in order.
+    """
+    hooks = torch.autograd.graph.saved_tensors_hooks(saw or (lambda tensor: None), _not_to_be_unpacked)
     with state.reinstated(), torch.enable_grad(), hooks:
         return detached(call(*args, **kwargs))
 
 
-def rerun_keeping(call: Callable[..., Any], state: CallState, args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
+def rerun_keeping(
+    call: Callable[..., Any], state: CallState, args: Any, kwargs: Any, saw: Saw | None = None
+) -> tuple[list[Tensor], Any]:
     """Run again to the end; returns what autograd saved, in order, and the output cut off from the graph."""
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> None:
+        if saw is not None:
+            saw(tensor)
         saved.append(tensor.detach())
 
     with state.reinstated(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _not_to_be_unpacked):
@@ -97,16 +104,14 @@ def rerun_keeping(call: Callable[..., Any], state: CallState, args: Any, kwargs:
 
 
 def rerun_until_saved(
-    call: Callable[..., Any], state: CallState, args: Any, kwargs: Any, expected: int
+    call: Callable[..., Any], state: CallState, args: Any, kwargs: Any, expected: int, saw: Saw | None = None
 ) -> list[Tensor]:
-    """Run again only until ``expected`` tensors have been saved; returns them in order.
-
-    Raises:
-        RerunError: the call ended before.
-    """
+    """Run again only until ``expected`` tensors have been saved; returns them in order, fewer where it ended before."""
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> None:
+        if saw is not None:
+            saw(tensor)
         saved.append(tensor.detach())
         if len(saved) == expected:
             raise _AllSaved
@@ -118,11 +123,8 @@ def rerun_until_saved(
             with torch.autograd.graph.saved_tensors_hooks(pack, _not_to_be_unpacked):
                 call(*args, **kwargs)
         except _AllSaved:
-            return emptied(saved)
-    raise RerunError(
-        f"expected {expected} tensors saved for backward as in the first run, got {len(saved)}; "
-        "the call depends on something that changed in between (a cache, a counter, other inputs)"
-    )
+            pass
+    return emptied(saved)
 
 
 def emptied(saved: list[Packed]) -> list[Packed]:
@@ -171,112 +173,3 @@ class _Cut(torch.autograd.Function):
 
 def _not_to_be_unpacked(_: Any) -> Tensor:
     raise AssertionError("a rerun's graph is never walked")
-
-
-_NORMS: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, _BatchNorm]]] = weakref.WeakKeyDictionary()
-
-
-def _norm_buffers(module: nn.Module) -> list[str]:
-    """Statistics of BatchNorms that are in training mode now, whatever they were when profiled."""
-    norms = _NORMS.get(module)
-    if norms is None:
-        norms = [(name, inner) for name, inner in module.named_modules() if isinstance(inner, _BatchNorm)]
-        _NORMS[module] = norms
-    return [
-        f"{name}.{leaf}" if name else leaf
-        for name, norm in norms
-        if norm.training and norm.track_running_stats
-        for leaf in norm._buffers
-    ]
-
-
-def _value_before(module: nn.Module, name: str) -> Any:
-    """The buffer's value before the first run; None where the result does not depend on it."""
-    holder, leaf = _holder(module, name)
-    # A BatchNorm that updates its statistics normalises by the batch's own: their old values are not needed.
-    if isinstance(holder, _BatchNorm) and holder.training:
-        return None
-    buffer = holder._buffers[leaf]
-    return None if buffer is None else _copy_of(buffer)
-
-
-def _holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    owner, _, leaf = name.rpartition(".")
-    return module.get_submodule(owner), leaf
-
-
-def _copy_of(buffer: Tensor) -> Any:
-    """A copy of a buffer's values: on the CPU as bytes outside torch's allocator, so that it needs none of the budget.
-
-    On a GPU it is a clone, because a copy to the host would wait for the device; the cost model counts it.
-    """
-    if buffer.device.type != "cpu":
-        return buffer.detach().clone()
-    # As bytes: numpy has no bfloat16.
-    return buffer.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _write_values(buffer: Tensor, values: Any) -> None:
-    if not isinstance(values, Tensor):
-        values = torch.frombuffer(bytearray(values), dtype=buffer.dtype).reshape(buffer.shape)
-    # Through .data: the version counter, which autograd checks, stays as it was.
-    buffer.data.copy_(values)
-
-
-@contextmanager
-def _with_buffers(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
-    """The rerun sees the buffers as the first run did; on leaving, they are as they were: updated once."""
-    before: list[tuple[nn.Module, str, Tensor, Any]] = []
-    try:
-        for name, value in values.items():
-            holder, leaf = _holder(module, name)
-            buffer = holder._buffers[leaf]
-            if buffer is None:
-                continue
-            before.append((holder, leaf, buffer, _copy_of(buffer)))
-            if value is not None:
-                _write_values(buffer, value)
-        yield
-    finally:
-        for holder, leaf, buffer, now in before:
-            holder._buffers[leaf] = buffer
-            _write_values(buffer, now)
-
-
-@contextmanager
-def _with_random_state(state: CallState) -> Iterator[None]:
-    if state._cpu_random is None:
-        yield
-        return
-    now = torch.get_rng_state().numpy().copy()
-    cuda_now = torch.cuda.get_rng_state(state._device) if state._cuda_random is not None else None
-    torch.set_rng_state(torch.from_numpy(state._cpu_random))
-    if state._cuda_random is not None:
-        torch.cuda.set_rng_state(state._cuda_random, state._device)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch.from_numpy(now))
-        if cuda_now is not None:
-            torch.cuda.set_rng_state(cuda_now, state._device)
-
-
-_Autocast = tuple[tuple[str, bool, torch.dtype], ...]
-
-
-def _autocast_state(device: torch.device) -> tuple[_Autocast, bool]:
-    kinds = dict.fromkeys((device.type, "cpu"))
-    states = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-    return states, torch.is_autocast_cache_enabled()
-
-
-@contextmanager
-def _with_autocast(state: tuple[_Autocast, bool]) -> Iterator[None]:
-    kinds, cache = state
-    if not any(on or torch.is_autocast_enabled(kind) for kind, on, _ in kinds):
-        yield  # Nothing to change; entering the contexts would cost time on small stages.
-        return
-    with ExitStack() as contexts:
-        for kind, on, dtype in kinds:
-            contexts.enter_context(torch.autocast(kind, enabled=on, dtype=dtype, cache_enabled=cache))
-        yield

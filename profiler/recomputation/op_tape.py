@@ -28,6 +28,7 @@ from profiler.recomputation.saved_tensors import (
     view_of,
     without_graph,
 )
+from profiler.recomputation.torch_state import flags_now, with_flags
 
 
 @dataclass(slots=True, eq=False)
@@ -182,6 +183,7 @@ class OpTape:
         self._records: dict[int, RecordedOp] = {}
         self._recording = True
         self._inputs_passed_on = False
+        self._flags = flags_now()
 
     # Forward -----------------------------------------------------------------
 
@@ -297,7 +299,12 @@ class OpTape:
     def _encoded(self, args: tuple[Any, ...], record: RecordedOp, given: set[int]) -> list[Any]:
         if record.traits.shape_only and args[0].layout is torch.strided:
             return [_ShapeOnly(args[0]), *(self._encode(value, record, given) for value in args[1:])]
-        return [self._encode(value, record, given) for value in args]
+        encoded = [self._encode(value, record, given) for value in args]
+        if record.traits.statistics:
+            for place in record.traits.statistics:  # The op itself changes them, and counts no change.
+                if isinstance(encoded[place], RecordedInput):
+                    encoded[place].values = b""
+        return encoded
 
     def _encode(self, value: Any, record: RecordedOp, given: set[int]) -> Any:
         if isinstance(value, Tensor):
@@ -323,7 +330,8 @@ class OpTape:
             for record in self._ops_needed_for(recomputed.writers[-1]):
                 for recorded_input in recorded_inputs_in((record.args, record.kwargs)):
                     recorded_input.tensor()
-        with running_again(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch.no_grad():
+        plain = torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch.no_grad()
+        with running_again(), with_flags(self._flags), plain[0], plain[1], plain[2]:
             if self._recording and recomputed.original() is not None:
                 self._fill(recomputed)
                 return

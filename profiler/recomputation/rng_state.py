@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+RecordedState = tuple[torch.device, Any]  # a device, and the state of its generator
 
-def random_state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device, Any]:
-    """The device that an op may draw on, and its generator's state; the CPU's as numpy's, outside torch's allocator."""
+
+def states_on(device: torch.device) -> list[RecordedState]:
+    """The states of the generators that ops on a device may draw from: its own and the CPU's."""
+    devices = dict.fromkeys((torch.device("cpu"), device if device.type == "cuda" else torch.device("cpu")))
+    return [(on, _state_on(on)) for on in devices]
+
+
+def random_state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedState:
+    """The device that an op may draw on, and its generator's state."""
     device = _device(args, kwargs)
-    state = _state_on(device)
-    return device, state if device.type == "cuda" else state.numpy().copy()
+    return device, _state_on(device)
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
@@ -25,31 +32,40 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     return next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
 
 
-def _state_on(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+def _state_on(device: torch.device) -> Any:
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    # As numpy's, outside torch's allocator: it is held for as long as what draws from it.
+    with torch._C._DisableTorchDispatch():
+        return torch.get_rng_state().numpy().copy()
 
 
-def _set_state(device: torch.device, state: Tensor) -> None:
+def _set_state(device: torch.device, state: Any) -> None:
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:
-        torch.set_rng_state(state)
+        torch.set_rng_state(torch.from_numpy(state))
 
 
 @contextmanager
-def drawing_from(recorded: tuple[torch.device, Any] | None) -> Iterator[None]:
+def drawing_from(recorded: RecordedState | None) -> Iterator[None]:
     """Inside, random numbers come as they did when the state was recorded; on leaving, the generator is as before.
 
     Args:
         recorded: of ``random_state_of``; None for what draws none.
     """
-    if recorded is None:
+    with drawing_from_all([] if recorded is None else [recorded]):
         yield
-        return
-    device, state = recorded
-    now = _state_on(device)
-    _set_state(device, state if isinstance(state, Tensor) else torch.from_numpy(state))
+
+
+@contextmanager
+def drawing_from_all(recorded: Sequence[RecordedState]) -> Iterator[None]:
+    """The same for several generators."""
+    now = [(device, _state_on(device)) for device, _ in recorded]
+    for device, state in recorded:
+        _set_state(device, state)
     try:
         yield
     finally:
-        _set_state(device, now)
+        for device, state in now:
+            _set_state(device, state)

@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from profiler.recomputation.module_rerun import RerunError
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
 
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView
+PLAIN_TENSORS = (Tensor, nn.Parameter)  # the types whose memory is all that they are
+
+
+class RerunError(RuntimeError):
+    """A second run cannot be what the first one was, or did not do what that one did."""
 
 
 class TensorStandIn(Protocol):
@@ -62,14 +66,29 @@ class SavedTensor:
 
 
 class RecordedInput(SavedTensor):
-    """Stands in an op's recorded arguments for a tensor that is not made again."""
+    """Stands in an op's recorded arguments for a tensor that is not made again.
 
-    __slots__ = ()
+    Attributes:
+        values: some of the tensor's, which are compared; empty for none.
+    """
+
+    __slots__ = ("values",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self.values = some_values_of(tensor)
+
+    def tensor(self) -> Tensor:
+        """The tensor; raises RerunError where it was changed in place, also where torch does not count it."""
+        tensor = super().tensor()
+        if self.values and self._holder is None and some_values_of(tensor) != self.values:
+            raise self._changed()
+        return tensor
 
     def _changed(self) -> RuntimeError:
         return RerunError(
             "expected a tensor that a recomputed op reads to be as it was in forward, got one that was changed in "
-            "place since; change a copy, or leave this stage out of the plan"
+            'place since; change it after backward, or a copy of it, or keep the stage: a rule with action = "keep"'
         )
 
 
@@ -82,6 +101,32 @@ def recorded_inputs_in(value: Any) -> Iterator[RecordedInput]:
             yield from recorded_inputs_in(item)
     elif isinstance(value, dict):
         yield from recorded_inputs_in(list(value.values()))
+
+
+# How many values of a tensor are compared, spread evenly; on the CPU only, where reading them waits for nothing.
+_COMPARED_VALUES = 16
+# numpy knows some types not: their values are read as integers of the same size.
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def some_values_of(tensor: Tensor) -> bytes:
+    """Some values of a plain tensor on the CPU, those at every ``compared_step`` of its elements; empty for others."""
+    if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return b""
+    with torch._C._DisableTorchDispatch():
+        plain = tensor.detach()
+        try:
+            array = plain.numpy()
+        except (TypeError, RuntimeError):
+            if plain.is_conj() or plain.is_neg() or plain.element_size() not in _AS_INTEGERS or plain.is_quantized:
+                return b""
+            array = plain.view(_AS_INTEGERS[plain.element_size()]).numpy()
+    return (array.reshape(-1) if array.flags.c_contiguous else array.flat)[:: compared_step(array.size)].tobytes()
+
+
+def compared_step(size: int) -> int:
+    """How far apart compared values are among ``size`` of them."""
+    return size // _COMPARED_VALUES | 1  # Odd, so that it does not walk down one column.
 
 
 def version_of(tensor: Tensor) -> int:

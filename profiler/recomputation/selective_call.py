@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.recomputation.module_rerun import CallState, detached, emptied
+from profiler.recomputation.module_rerun import CallState, Saw, detached, emptied
 from profiler.recomputation.op_tape import OpTape, RecomputedTensor
 from profiler.recomputation.recording_mode import RecordingMode
 from profiler.recomputation.saved_tensors import RecordedInput, SavedTensor, TensorStandIn, unpack
@@ -49,11 +49,21 @@ class SelectiveCall:
         """Run the call and return its output."""
         return self._run(call, args, kwargs, torch.autograd.graph.saved_tensors_hooks(self._pack, unpack))
 
-    def run_for_saved(self, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[TensorStandIn], Any]:
-        """Run the call for what it would save, in order; its own graph must not be walked."""
+    def run_for_saved(
+        self, call: Callable[..., Any], args: Any, kwargs: Any, saw: Saw | None = None
+    ) -> tuple[list[TensorStandIn], Any]:
+        """Run the call for what it would save, in order; its own graph must not be walked.
+
+        Args:
+            call, args, kwargs: what to run.
+            saw: is called with each tensor that is saved.
+        """
         saved: list[TensorStandIn] = []
 
         def pack(tensor: Tensor) -> None:
+            if saw is not None:
+                with self._mode.not_recording(tensor):
+                    saw(tensor)
             saved.append(self._pack(tensor))
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -98,9 +108,10 @@ def rerun_selecting(
     kwargs: Any,
     selection: Selection,
     keep: Callable[[Tensor], TensorStandIn] = SavedTensor,
+    saw: Saw | None = None,
 ) -> tuple[SelectiveCall, list[TensorStandIn], Any]:
     """Run a call again under a selection: the run, what it saves in order, and the output cut off from the graph."""
     selective = SelectiveCall(module, selection, keep)
     with state.reinstated(), torch.enable_grad():
-        saved, output = selective.run_for_saved(call, args, kwargs)
+        saved, output = selective.run_for_saved(call, args, kwargs, saw)
     return selective, saved, output

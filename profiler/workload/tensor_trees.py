@@ -54,6 +54,11 @@ def map_tensors(change: Callable[[Any], Any], tree: Any, kind: type = Tensor) ->
     return tree
 
 
+def in_new_containers(tree: Any) -> Any:
+    """The same tensors in containers of their own, which a call may add to."""
+    return map_tensors(lambda tensor: tensor, tree)
+
+
 def opaque_holder(tree: Any) -> str:
     """Class of an object in ``tree`` that holds tensors out of ``map_tensors``'s sight; empty if there is none."""
     holders: list[str] = []

@@ -41,6 +41,10 @@ def assert_same(left: Any, right: Any) -> None:
         assert list(left) == list(right)
         for key in left:
             assert_same(left[key], right[key])
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_same(one, other)
     else:
         assert left == right
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import planner
 from planner import recompute
-from profiler.recomputation.module_rerun import RerunError
+from profiler.recomputation.saved_tensors import RerunError
 
 WIDTH = 32
 

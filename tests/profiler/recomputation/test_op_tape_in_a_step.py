@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.recomputation.module_rerun import RERUN_DEPTH, RerunError
+from profiler.recomputation.module_rerun import RERUN_DEPTH
+from profiler.recomputation.saved_tensors import RerunError
 from tests.support.op_cases.calls import Call, assert_exact
 from tests.support.op_cases.registry import ROWS, WIDTH, Pair
 from tests.support.op_cases.runs import total

@@ -1,0 +1,288 @@
+"""What the modules of a call hold: attributes, parameters and buffers, as they were before its first run."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from operator import is_
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from profiler.recomputation.host_copies import host_copy, put_back
+from profiler.recomputation.saved_tensors import Geometry, RerunError, geometry_of, tensor_over, version_of
+from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.snapshot import MOST_ITEMS
+from profiler.workload.storages import storage_key
+
+leave_uncompiled(__name__)
+
+# Larger tensors that no run was seen to change are not copied in case that one does.
+MOST_COPIED_BYTES = 16 * 2**20
+_DEPTH = 3  # of objects in objects, from a module's attribute on
+_TABLES = ("_parameters", "_buffers", "_modules")
+_OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}
+_DICTS = (dict, OrderedDict, defaultdict)
+_LISTS = (list, deque)
+
+
+class ModuleState:
+    """What a module and those inside it hold now: for a second run, everything that was read in the first.
+
+    Plain attributes, containers of them and objects that modules keep are remembered by identity, tensors by identity
+    and version. Values are copied, to host memory, where a run may change them in place: of buffers and of attributes,
+    once for each version.
+
+    Args:
+        module: the one that is about to be called.
+        changing: names (relative to the module) of buffers that its run changes; kernels may do so uncounted.
+    """
+
+    __slots__ = ("_changing", "_contents", "_data", "_generators", "_known", "_statistics", "_tensors", "_values")
+
+    def __init__(self, module: nn.Module, changing: Collection[str] = ()) -> None:
+        self._contents: list[tuple[Any, Any]] = []  # each mutable holder with what is in it
+        self._known: set[int] = set()  # ids of holders
+        self._generators: list[tuple[Any, Any]] = []
+        self._tensors: dict[int, tuple[str, Tensor, int]] = {}
+        self._data: list[tuple[str, Tensor, torch.UntypedStorage, Geometry]] = []  # parameters with their memory
+        self._statistics: set[int] = set()  # ids of tensors that the call changes and does not read
+        self._changing: set[int] = set()  # of those that it changes
+        self._values: dict[int, Tensor] = {}
+        for inner in _modules_under(module):
+            self._note_module(inner)
+        parameters = {id(parameter) for _, parameter, *_ in self._data}
+        self._changing |= self._statistics | {id(buffer) for buffer in _buffers_named(module, changing)}
+        for key, (_, tensor, _) in self._tensors.items():
+            if key not in parameters and key not in self._statistics:
+                copied = host_copy(tensor) if key in self._changing else _copy_of_version(tensor)
+                if copied is not None:
+                    self._values[key] = copied
+
+    # Before the first run ------------------------------------------------------
+
+    def _note_module(self, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):  # Its tables are no dicts of Python's.
+            for tensor in (*module.parameters(), *module.buffers()):
+                self._note_tensor(type(module).__name__, tensor)
+            return
+        attributes = vars(module)
+        self._contents.append((attributes, attributes.copy()))
+        for table in _TABLES:
+            self._contents.append((attributes[table], dict(attributes[table])))
+        for name, parameter in attributes["_parameters"].items():
+            if parameter is not None:
+                self._note_tensor(name, parameter)
+                if type(parameter) is nn.Parameter and parameter.layout is torch.strided:
+                    self._data.append((name, parameter, parameter.untyped_storage(), geometry_of(parameter)))
+        for name, buffer in attributes["_buffers"].items():
+            if buffer is not None:
+                self._note_tensor(name, buffer)
+        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+            # Their kernels count no change. A BatchNorm normalises by the batch's own: it does not read the old values.
+            kept = self._statistics if isinstance(module, _BatchNorm) else self._changing
+            kept.update(id(buffer) for buffer in attributes["_buffers"].values() if buffer is not None)
+        for name, value in attributes.items():
+            kind = _KINDS[type(value)]
+            if kind is not None and name not in _OF_MODULES:
+                kind(self, name, value, _DEPTH)
+
+    def _note_tensor(self, name: str, tensor: Tensor, _: int = 0) -> None:
+        self._tensors.setdefault(id(tensor), (name, tensor, version_of(tensor)))
+
+    def _note_items(self, name: str, container: Any, depth: int) -> None:
+        if len(container) > MOST_ITEMS or id(container) in self._known:
+            return
+        self._known.add(id(container))
+        self._contents.append((container, _copied(container)))
+        if depth and not isinstance(container, set):
+            for item in list(container.values() if isinstance(container, _DICTS) else container):
+                kind = _KINDS[type(item)]
+                if kind is not None:
+                    kind(self, name, item, depth - 1)
+
+    def _note_tuple(self, name: str, items: Any, depth: int) -> None:
+        for item in items if depth else ():
+            kind = _KINDS[type(item)]
+            if kind is not None:
+                kind(self, name, item, depth - 1)
+
+    def _note_object(self, name: str, value: Any, depth: int) -> None:
+        if depth:
+            self._note_items(name, vars(value), min(depth, 1))
+
+    def _note_generator(self, name: str, generator: Any, _: int) -> None:
+        self._generators.append((generator, _STATES[type(generator)][0](generator)))
+
+    def storages(self) -> set[int]:
+        """The storages of all tensors that are held besides parameters."""
+        parameters = {id(parameter) for _, parameter, *_ in self._data}
+        return {storage_key(tensor) for key, (_, tensor, _) in self._tensors.items() if key not in parameters}
+
+    # Around the second run -----------------------------------------------------
+
+    @contextmanager
+    def reinstated(self) -> Iterator[None]:
+        """Inside, everything is as before the first run; on leaving, it is as it was on entering.
+
+        Raises:
+            RerunError: the values of a tensor have changed that were not copied.
+        """
+        changed = [
+            key
+            for key, (_, tensor, version) in self._tensors.items()
+            if version_of(tensor) != version or key in self._changing
+        ]
+        for key in changed:
+            self._check_known(key)
+        for name, parameter, storage, _ in self._data:
+            if parameter.numel() and not storage.nbytes():
+                raise RerunError(
+                    f"expected the memory of {name!r} as in forward, got a parameter whose memory was freed"
+                )
+        contents = [(holder, _copied(holder)) for holder, _ in self._contents]
+        generators = [(generator, _STATES[type(generator)][0](generator)) for generator, _ in self._generators]
+        data = [(p, storage, lies, p.data) for _, p, storage, lies in self._data if _has_other_memory(p, storage)]
+        # What the first run has changed in place, the second will change again.
+        tensors = [self._tensors[key][1] for key in changed]
+        values = [(tensor, version_of(tensor), host_copy(tensor)) for tensor in tensors]
+        try:
+            for holder, before in self._contents:
+                _fill(holder, before)
+            for generator, state in self._generators:
+                _STATES[type(generator)][1](generator, state)
+            for parameter, storage, lies, _ in data:
+                parameter.data = tensor_over(storage, lies)
+            for key in changed:
+                if key in self._values:
+                    put_back(self._tensors[key][1], self._values[key])
+            yield
+        finally:
+            for tensor, version, now in values:
+                if now is not None:
+                    put_back(tensor, now)
+                    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # type: ignore[attr-defined]
+            for parameter, _, _, now in data:
+                parameter.data = now
+            for generator, state in generators:
+                _STATES[type(generator)][1](generator, state)
+            for holder, now in contents:
+                _fill(holder, now)
+
+    def _check_known(self, key: int) -> None:
+        name, tensor, _ = self._tensors[key]
+        if key in self._statistics or (key in self._values and self._values[key].shape == tensor.shape):
+            return
+        whose = "a parameter" if any(tensor is parameter for _, parameter, *_ in self._data) else "a tensor"
+        raise RerunError(
+            f"expected {name!r}, {whose} of shape {tuple(tensor.shape)}, to be as it was in forward, got one that was "
+            "changed in place since; call backward before the optimizer steps or anything else writes to it"
+        )
+
+
+def _buffers_named(module: nn.Module, names: Collection[str]) -> Iterator[Tensor]:
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        try:
+            buffer = module.get_submodule(owner)._buffers.get(leaf)
+        except AttributeError:  # It is gone since it was profiled.
+            continue
+        if buffer is not None:
+            yield buffer
+
+
+def _modules_under(module: nn.Module) -> list[nn.Module]:
+    found, known = [module], {id(module)}
+    for inner in found:  # It grows meanwhile.
+        for child in vars(inner)["_modules"].values() if not isinstance(inner, torch.jit.ScriptModule) else ():
+            if child is not None and id(child) not in known:
+                known.add(id(child))
+                found.append(child)
+    return found
+
+
+def _has_other_memory(parameter: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether ``.data`` of a parameter was replaced since; one whose memory was given back and taken anew was not."""
+    return storage_key(parameter) != storage._cdata and storage.nbytes() > 0
+
+
+def _copied(holder: Any) -> Any:
+    return dict(holder) if isinstance(holder, dict) else holder.copy()
+
+
+def _fill(holder: Any, contents: Any) -> None:
+    """Make a mutable container hold this, unless it does."""
+    if isinstance(holder, dict):
+        same = len(holder) == len(contents) and all(map(is_, holder.values(), contents.values()))
+        if not (same and all(map(is_, holder, contents))):
+            if holder.keys() != contents.keys():
+                holder.clear()
+            holder.update(contents)
+    elif isinstance(holder, set):
+        if holder != contents:
+            holder.clear()
+            holder.update(contents)
+    elif len(holder) != len(contents) or not all(map(is_, holder, contents)):
+        holder.clear()
+        holder.extend(contents)
+
+
+_COPIES: dict[int, tuple[weakref.ref[Tensor], int, int, Tensor | None]] = {}
+
+
+def _copy_of_version(tensor: Tensor) -> Tensor | None:
+    """A copy of a tensor's values, the same one as long as its version stays; None where none is made."""
+    key, version, storage = id(tensor), version_of(tensor), storage_key(tensor)
+    known = _COPIES.get(key)
+    if known is not None and known[0]() is tensor and known[1:3] == (version, storage):
+        return known[3]
+    small = tensor.grad_fn is None and tensor.numel() * tensor.element_size() <= MOST_COPIED_BYTES
+    # A large one that has changed before is copied all the same.
+    copied = host_copy(tensor) if small or (known is not None and known[0]() is tensor) else None
+    _COPIES[key] = weakref.ref(tensor, lambda _: _COPIES.pop(key, None)), version, storage, copied
+    return copied
+
+
+_STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
+    random.Random: (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
+    np.random.RandomState: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
+    np.random.Generator: (
+        lambda g: g.bit_generator.state,
+        lambda g, state: setattr(g.bit_generator, "state", state),
+    ),
+}
+
+_Note = Callable[[ModuleState, str, Any, int], None]
+
+
+class _Kinds(dict[type, "_Note | None"]):
+    """How a value of a type is remembered besides by identity; None where that is enough."""
+
+    def __missing__(self, kind: type) -> _Note | None:
+        self[kind] = note = _how_to_note(kind)
+        return note
+
+
+def _how_to_note(kind: type) -> _Note | None:
+    if issubclass(kind, Tensor):
+        return ModuleState._note_tensor
+    if kind in _DICTS or kind in _LISTS or kind is set:
+        return ModuleState._note_items
+    if issubclass(kind, tuple):
+        return ModuleState._note_tuple
+    if kind in _STATES:
+        return ModuleState._note_generator
+    callable_ones = any("__call__" in vars(base) for base in kind.__mro__)
+    opaque = callable_ones or issubclass(kind, (ModuleType, type)) or kind.__module__.startswith("torch.")
+    return ModuleState._note_object if kind.__dictoffset__ and not opaque else None
+
+
+_KINDS = _Kinds()
