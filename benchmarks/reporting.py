@@ -74,7 +74,7 @@ def write_result(folder: Path, name: str, title: str, frame: pd.DataFrame, notes
 
 def _module() -> str:
     spec = sys.modules["__main__"].__spec__
-    return spec.name if spec is not None else Path(sys.argv[0]).name
+    return spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).name
 
 
 def _markdown(frame: pd.DataFrame) -> str:
