@@ -185,6 +185,7 @@ class SharedRecord:
 class ResidentBytes:
     """Bytes that are there before the step begins and after it ends.
 
+    ``buffers``: also other tensors that modules keep as attributes from step to step.
     ``other_parameters``: of the loss, and those of the optimizer that are not the model's (master copies, say).
     """
 
@@ -277,6 +278,7 @@ class Profile:
         menus: per kind of stage, its ops and its options inside the stage.
         link: that to host memory; None where the device has none.
         unseen: modules of the same class and parameter shapes as a stage's that the step did not call.
+        forward_nodes: autograd nodes that the model's forward makes; 0 where that is not known, or it is compiled.
         unsteady: what takes other bytes in other steps, a line each; the peak is not promised where there is any.
         left_out: blocks that no stage could be made of although they keep much.
     """
@@ -299,6 +301,7 @@ class Profile:
     link: LinkRecord | None = None
     unseen: tuple[str, ...] = ()
     unsteady: tuple[str, ...] = ()
+    forward_nodes: int = 0
     left_out: tuple[LeftOutRecord, ...] = ()
     evaluation: Phase = Phase()
     evaluations: int = 1

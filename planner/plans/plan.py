@@ -100,7 +100,7 @@ class Plan:
         stated: what was stated by hand and what it came to, one line each; empty for a plan that was solved for.
         unseen: as in the profile.
         restricted: status and bound hold among the plans that do what was stated.
-        unsteady: as in the profile.
+        unsteady, forward_nodes: as in the profile.
         left_out: blocks that keep much and cannot run again, whatever the budget.
     """
 
@@ -137,6 +137,7 @@ class Plan:
     headroom_bytes: int = 0
     unseen: tuple[str, ...] = ()
     unsteady: tuple[str, ...] = ()
+    forward_nodes: int = 0
     left_out: tuple[LeftOutRecord, ...] = ()
 
     def offload_units_of(self, stage: int, option: int | None) -> tuple[tuple[int, ...], ...]:

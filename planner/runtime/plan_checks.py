@@ -61,6 +61,15 @@ def running_backward() -> bool:
     return RERUN_DEPTH.get() > 0 or torch._C._current_graph_task_id() != -1
 
 
+def warn_of_a_larger_step(nodes: int) -> None:
+    """Say once that a forward did more than the profiled one: what it saves besides is in no plan."""
+    _warn_once(
+        f"planner.apply: expected the forward that was profiled, got one with {nodes} more differentiable ops (a rate "
+        "that was 0, a frozen part that is trained now, another branch); the peak is not promised. Profile it as it is "
+        "now"
+    )
+
+
 def warn_once(stage: str, what: str) -> None:
     """Warn of a planned stage, each thing once in a process."""
     _warn_once(f"planned stage {stage!r}: {what}")

@@ -15,7 +15,7 @@ from planner.plans.plan import Plan
 from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.dropped_stage import DroppedStage
 from planner.runtime.kept_runs import Deviations, KeptRuns
-from planner.runtime.plan_checks import warn_once
+from planner.runtime.plan_checks import warn_of_a_larger_step, warn_once
 from planner.runtime.stage_input import BatchCopies
 from planner.runtime.transfers import TransferExecutor, before_backward
 from profiler.recomputation.selection import Selection
@@ -50,7 +50,8 @@ class PlannedStep:
         self._ran: set[int] = set()
         self._transfers = None if engine is None else TransferExecutor(plan, lowered, engine, self._dropped)
         self._runs = KeptRuns(plan, lowered, selections, deviations, batch, self._transfers)
-        self._node_after_stage = next_node()
+        self._node_after_stage = self._first_node = next_node()
+        self._own_nodes = 0  # those that no forward makes without a plan
 
     def run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run stage ``position`` for the first time, keeping on the device nothing but what the plan says."""
@@ -101,6 +102,9 @@ class PlannedStep:
 
     def leave(self, output: Any) -> None:
         """The model's forward is over, and has returned this."""
+        made = next_node() - self._first_node - self._own_nodes
+        if self._plan.forward_nodes and made > self._plan.forward_nodes:
+            warn_of_a_larger_step(made - self._plan.forward_nodes)
         if self._transfers is not None:
             last = len(self._plan.stages) - 1
             self._transfers.forward_done(last)
@@ -117,7 +121,9 @@ class PlannedStep:
         previous, outputs = self._latest or (None, [])
         # A step may leave the stage before out.
         stage.expects_links = self._latest is not None and position - 1 in self._ran
+        before = next_node()
         stage.take_input((args, kwargs), previous, [reference() for reference in outputs])
+        self._own_nodes += next_node() - before
         output = stage.run_first(args, kwargs)
         self._dropped[position] = stage
         self._latest = stage, [weakref.ref(tensor) for tensor in tensors_in(output)]

@@ -103,10 +103,17 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         menus=tuple(measured.menus),
         unseen=measured.unseen,
         unsteady=measured.unsteady,
+        forward_nodes=_forward_nodes(workload, measured.trace),
         left_out=measured.left_out,
         evaluation=_highest(evaluations, measured.seconds.get(Mark("evaluation"), 0.0)),
         evaluations=1 + len(evaluations),
     )
+
+
+def _forward_nodes(workload: Workload, trace: Trace) -> int:
+    if is_compiled(workload.model):
+        return 0
+    return sum(call.end_node - call.first_node for call in trace.calls if call.parent < 0)
 
 
 def _joined(phases: Sequence[Phase] | None, seconds: float) -> Phase:

@@ -192,7 +192,9 @@ class _Measuring:
                 for menu, group in zip(menus, groups, strict=True)
             ],
             menu_of={k: number for number, group in enumerate(groups) for k in group.members},
-            unsteady=what_is_unsteady(self._workload, uncompiled_trace, uncompiled_stages, optimizer_bytes),
+            unsteady=what_is_unsteady(
+                self._workload, uncompiled_trace, uncompiled_stages, optimizer_bytes, saving.varied
+            ),
             left_out=left_out,
         )
 

@@ -65,11 +65,14 @@ class SavingStep(MarkedStep):
         input_deaths: for input tensors of stages, what ran as their storage was freed.
         output_deaths: the same for their output tensors.
         held: tensors that stages saved, and that autograd still held when their backward was over.
+        varied: names of the stages that saved more or fewer tensors than in the traced step.
     """
 
     def __init__(self, probe: StageProbe, meter: Meter) -> None:
         super().__init__(probe, meter)
         self.held: set[StageTensor] = set()
+        self.varied: list[str] = []
+        self._stages = probe.stages
         self._saved: dict[int, list[weakref.ref[Tensor]]] = {}
         self.input_deaths: dict[StageTensor, Mark] = {}
         self.output_deaths: dict[StageTensor, Mark] = {}
@@ -100,7 +103,10 @@ class SavingStep(MarkedStep):
             self._inputs.update(_storages(position, (args, kwargs)))
             output = forward(*args, **kwargs)
             self._outputs.update(_storages(position, output))
-            return output
+        stage = self._stages[position]
+        if len(saved) != stage.call.end_save - stage.call.first_save:
+            self.varied.append(stage.name)
+        return output
 
 
 def _storages(position: int, tree: Any) -> dict[StageTensor, weakref.ref[Any]]:

@@ -15,7 +15,7 @@ from profiler.workload.workload import Workload
 
 
 def what_is_unsteady(
-    workload: Workload, trace: Trace, stages: Sequence[ChosenStage], optimizer_bytes: int
+    workload: Workload, trace: Trace, stages: Sequence[ChosenStage], optimizer_bytes: int, varied: Sequence[str]
 ) -> tuple[str, ...]:
     """One line for each thing.
 
@@ -23,9 +23,11 @@ def what_is_unsteady(
         workload: after the last of the measured steps.
         trace, stages: of its step, uncompiled.
         optimizer_bytes: of its optimizer's states after the first step.
+        varied: names of stages that did not save as many tensors in every step.
     """
     return (
         *in_words(_ops(trace, stages)),
+        *_steps(varied),
         *_gradients(trace),
         *_hooks(workload),
         *_states(workload, optimizer_bytes),
@@ -38,6 +40,12 @@ def _ops(trace: Trace, stages: Sequence[ChosenStage]) -> Iterator[tuple[str, str
     for op in trace.by_values:
         if not op.branch or any(first <= op.position < end for first, end in spans):
             yield op.name, op.module
+
+
+def _steps(varied: Sequence[str]) -> Iterator[str]:
+    if varied:
+        more = f" and {len(varied) - 1} more" if len(varied) > 1 else ""
+        yield f"{varied[0]!r}{more}: what is saved differs from one step to the next (by a counter, or a branch)"
 
 
 def _gradients(trace: Trace) -> Iterator[str]:

@@ -45,7 +45,17 @@ class ModuleState:
         changing: names (relative to the module) of buffers that its run changes; kernels may do so uncounted.
     """
 
-    __slots__ = ("_changing", "_contents", "_data", "_generators", "_known", "_statistics", "_tensors", "_values")
+    __slots__ = (
+        "_changing",
+        "_contents",
+        "_data",
+        "_frozen",
+        "_generators",
+        "_known",
+        "_statistics",
+        "_tensors",
+        "_values",
+    )
 
     def __init__(self, module: nn.Module, changing: Collection[str] = ()) -> None:
         self._contents: list[tuple[Any, Any]] = []  # each mutable holder with what is in it
@@ -53,6 +63,7 @@ class ModuleState:
         self._generators: list[tuple[Any, Any]] = []
         self._tensors: dict[int, tuple[str, Tensor, int]] = {}
         self._data: list[tuple[str, Tensor, torch.UntypedStorage, Geometry]] = []  # parameters with their memory
+        self._frozen: list[tuple[Tensor, bool]] = []  # parameters, and whether they take no gradient
         self._statistics: set[int] = set()  # ids of tensors that the call changes and does not read
         self._changing: set[int] = set()  # of those that it changes
         self._values: dict[int, Tensor] = {}
@@ -80,6 +91,7 @@ class ModuleState:
         for name, parameter in attributes["_parameters"].items():
             if parameter is not None:
                 self._note_tensor(name, parameter)
+                self._frozen.append((parameter, not parameter.requires_grad))
                 if type(parameter) is nn.Parameter and parameter.layout is torch.strided:
                     self._data.append((name, parameter, parameter.untyped_storage(), geometry_of(parameter)))
         for name, buffer in attributes["_buffers"].items():
@@ -147,6 +159,7 @@ class ModuleState:
                 raise RerunError(
                     f"expected the memory of {name!r} as in forward, got a parameter whose memory was freed"
                 )
+        thawed = [p for p, frozen in self._frozen if p.is_leaf and p.requires_grad is frozen]
         contents = [(holder, _copied(holder)) for holder, _ in self._contents]
         generators = [(generator, _STATES[type(generator)][0](generator)) for generator, _ in self._generators]
         data = [(p, storage, lies, p.data) for _, p, storage, lies in self._data if _has_other_memory(p, storage)]
@@ -158,6 +171,8 @@ class ModuleState:
                 _fill(holder, before)
             for generator, state in self._generators:
                 _STATES[type(generator)][1](generator, state)
+            for parameter in thawed:
+                parameter.requires_grad_(not parameter.requires_grad)
             for parameter, storage, lies, _ in data:
                 parameter.data = tensor_over(storage, lies)
             for key in changed:
@@ -173,6 +188,8 @@ class ModuleState:
                     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # type: ignore[attr-defined]
             for parameter, _, _, now in data:
                 parameter.data = now
+            for parameter in thawed:
+                parameter.requires_grad_(not parameter.requires_grad)
             for generator, state in generators:
                 _STATES[type(generator)][1](generator, state)
             for holder, now in contents:
@@ -257,7 +274,8 @@ def _copy_of_version(tensor: Tensor) -> Tensor | None:
 
 
 _STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
+    # As numpy's, outside torch's allocator.
+    torch.Generator: (lambda g: g.get_state().numpy().copy(), lambda g, state: g.set_state(torch.from_numpy(state))),
     random.Random: (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
     np.random.RandomState: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
     np.random.Generator: (

@@ -214,6 +214,12 @@ class OpTape:
         self._recording = False
         self._made.clear()
 
+    def settle_inputs(self) -> None:
+        """The call was a second run, and has put back the buffers that it changed."""
+        for record in self._records.values():
+            for recorded_input in recorded_inputs_in((record.args, record.kwargs)):
+                recorded_input.settle()
+
     def pass_inputs_on(self, holder_of: Callable[[Tensor], TensorStandIn]) -> None:
         """Let other stand-ins hold what the recorded ops read from outside; for after the call."""
         for _, recorded_input in self.recorded_inputs():

@@ -50,6 +50,10 @@ class SavedTensor:
             self._holder = holder_of(self._tensor)
             del self._tensor
 
+    def settle(self) -> None:
+        """The run that made this is over, and has put back what it changed in place: versions count from now on."""
+        self._version = version_of(self._tensor)
+
     def tensor(self) -> Tensor:
         """The tensor; raises RuntimeError where it was changed in place, as autograd does."""
         if self._holder is not None:
@@ -78,6 +82,11 @@ class RecordedInput(SavedTensor):
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)
         self.values = some_values_of(tensor)
+
+    def settle(self) -> None:
+        """The same, where values tell that it holds what it held."""
+        if self.values and some_values_of(self._tensor) == self.values:
+            super().settle()
 
     def tensor(self) -> Tensor:
         """The tensor; raises RerunError where it was changed in place, also where torch does not count it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,13 @@ class SelectiveCall:
         self._tape.end_recording()
         return output
 
+    def settle(self, saved: Sequence[TensorStandIn]) -> None:
+        """What the call has changed in place is put back, for those that hold it, too."""
+        self._tape.settle_inputs()
+        for kept in saved:
+            if isinstance(kept, SavedTensor):
+                kept.settle()
+
     def recorded_inputs(self) -> list[tuple[int, RecordedInput]]:
         """What the ops that run again hold until then, each with the op's position in the selection.
 
@@ -115,7 +122,8 @@ def rerun_selecting(
     saw: Saw | None = None,
 ) -> tuple[SelectiveCall, list[TensorStandIn], Any]:
     """Run a call again under a selection: the run, what it saves in order, and the output cut off from the graph."""
-    selective = SelectiveCall(module, selection, keep)
     with state.reinstated(), torch.enable_grad():
+        selective = SelectiveCall(module, selection, keep)  # Inside: it remembers the flags for ops that run later.
         saved, output = selective.run_for_saved(call, args, kwargs, saw)
+    selective.settle(saved)
     return selective, saved, output

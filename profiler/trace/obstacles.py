@@ -7,6 +7,7 @@ from torch import nn
 from profiler.trace.step_record import Call
 
 _HOST_RANDOM = "it draws from Python's or numpy's random generator"
+_FILLS_LATE = "an op in it saves a tensor for backward before it fills it (rrelu its noise)"
 _FOREIGN_CHANGE = "it changes a parameter, or a buffer of another module"
 
 
@@ -33,6 +34,8 @@ def _obstacle(call: Call) -> tuple[str, str]:
         return reason, "use the module as it was before torch.jit"
     if not call.outputs:
         return "it returns no tensor", "return its tensors, in a tuple, a dict or a dataclass"
+    if call.fills_late:
+        return _FILLS_LATE, "use leaky_relu for rrelu, or draw the noise with torch.rand"
     if call.goes_backward:
         reason = "the forward goes backward through it (for forces, or a penalty on gradients)"
         return reason, "where that is a penalty, compute it in a step of its own: the gradients of both add up"

@@ -35,6 +35,7 @@ class Call:
         opaque: class of an object in its arguments or output that holds tensors but is no known container.
         side_effect: what else it changed that a second run would change again.
         scripted: which part of its module ``torch.jit.script`` has compiled, in words; empty for none.
+        fills_late: an op in it writes to a tensor that it has saved for backward before it ran.
         goes_backward: some of what it saved was used before the step's forward was over.
     """
 
@@ -56,6 +57,7 @@ class Call:
     opaque: str = ""
     side_effect: str = ""
     scripted: str = ""
+    fills_late: bool = False
     goes_backward: bool = False
 
     @property

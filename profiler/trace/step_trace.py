@@ -162,6 +162,8 @@ class StepRecorder(TorchDispatchMode):
         call.opaque = call.opaque or opaque_holder(changes.arguments) or opaque_holder(output)
         call.side_effect = changes.side_effect()
         call.scripted = _scripted_part(call.module)
+        ops, saves = self.trace.ops, self.trace.saves[call.first_save : call.end_save]
+        call.fills_late = any(save.storage in ops[save.op].access.writes for save in saves if save.op < len(ops))
 
     def _leaf(self, tensor: Tensor) -> Leaf:
         # Identities are compared later, so the objects must not be freed in between.

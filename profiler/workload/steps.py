@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from profiler.records import ResidentBytes
 from profiler.workload.optimizers import fill_history, optimizer_tensors, stepped_parameters, wants_closure
-from profiler.workload.storages import distinct_bytes
+from profiler.workload.storages import distinct_bytes, storage_key
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import StepPhase, Workload, scaler_tensors
 
@@ -147,9 +147,10 @@ def resident_bytes_of(workload: Workload) -> ResidentBytes:
     """Bytes that are there between two steps, each storage once."""
     model, device = workload.model, workload.device
     of_model = {id(parameter) for parameter in model.parameters()}
+    buffers = distinct_bytes(model.buffers()) + distinct_bytes(_kept_in_attributes(workload))
     return ResidentBytes(
         parameters=distinct_bytes(model.parameters()),
-        buffers=distinct_bytes(model.buffers()),
+        buffers=buffers,
         optimizer=distinct_bytes(
             tensor for *_, tensor in optimizer_tensors(workload.optimizers) if tensor.device.type == device.type
         ),
@@ -158,3 +159,18 @@ def resident_bytes_of(workload: Workload) -> ResidentBytes:
         other_parameters=distinct_bytes(p for p in workload.parameters_beside() if id(p) not in of_model),
         scaler=distinct_bytes(scaler_tensors(workload.scaler)),
     )
+
+
+def _kept_in_attributes(workload: Workload) -> list[Tensor]:
+    """Tensors that modules keep as plain attributes, but for those that are counted as something else."""
+    roots = [root for root in (workload.model, workload.loss) if isinstance(root, nn.Module)]
+    modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
+    counted = [*workload.with_gradients(), *tensors_in(workload.inputs)]
+    counted += [parameter.grad for parameter in counted if parameter.is_leaf and parameter.grad is not None]
+    counted += [buffer for root in roots for buffer in root.buffers()]
+    counted += [tensor for *_, tensor in optimizer_tensors(workload.optimizers)]
+    known = {storage_key(tensor) for tensor in counted}
+    own = set(vars(nn.Module()))
+    attributes = [value for module in modules for name, value in vars(module).items() if name not in own]
+    kept = [tensor for tensor in tensors_in(attributes) if tensor.device.type == workload.device.type]
+    return [tensor for tensor in kept if storage_key(tensor) not in known]

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
 
 import planner
+from profiler.workload.workload import Workload
 from tests.support.exactness import assert_same
 from tests.support.habits import WIDTH, Habit, Net, Plain, batch, evaluating, loss_of, net, plain, recomputing, trained
 
@@ -62,8 +63,31 @@ class Recurrent(nn.Module):
         return x + self.inner(x.unsqueeze(1))[0].squeeze(1)
 
 
+class Doubled(torch.autograd.Function):
+    """Saves memory that it does not fill, as some kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.empty(300 * x.numel()))
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        assert len(ctx.saved_tensors) == 1
+        return 2 * gradients[0]
+
+
+class Unfilled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(Doubled.apply(self.first(x)))  # pyright: ignore[reportArgumentType]
+
+
 class Noisy(nn.Module):
-    """The noise that it saves is memory that nothing has filled where its input is positive."""
+    """RReLU saves its noise before it draws it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,6 +95,17 @@ class Noisy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.last(nn.functional.rrelu(self.first(x), training=True))
+
+
+class OldSpectral(nn.Module):
+    """Changes buffers in place, and sets its weight as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(torch.tanh(self.inner(x))))
 
 
 class Instances(nn.Module):
@@ -115,7 +150,8 @@ def in_double(model: nn.Module, x: Tensor) -> Tensor:
         (Orthogonal, plain),
         (Recurrent, plain),
         (Recurrent, evaluating),
-        (Noisy, plain),
+        (Unfilled, plain),
+        (OldSpectral, plain),
         (Instances, plain),
         (Norms, in_double),
     ],
@@ -125,6 +161,41 @@ def test_contexts_that_have_ended_and_kernels_of_all_kinds(make: Callable[[], nn
     plan, model = recomputing(net(make)), net(make)
     with planner.apply(model, plan):
         assert_same(trained(model, habit), expected)
+
+
+def test_what_is_saved_before_it_is_filled_is_kept() -> None:
+    work = Workload(model=net(Noisy), inputs=(batch(),), loss=loss_of)
+    profile = planner.profile(work, stages=["blocks.*"], menus=False)
+    reasons = {stage.reason for stage in profile.stages if stage.module_class == "Noisy"}
+    assert reasons == {"an op in it saves a tensor for backward before it fills it (rrelu its noise)"}
+    expected = trained(net(Noisy), plain)
+    model = net(Noisy)
+    with planner.apply(model, planner.solve(profile, profile.unplanned_peak_bytes)):
+        assert_same(trained(model, plain), expected)
+
+
+def in_backward(model: nn.Module, x: Tensor) -> Tensor:
+    loss = loss_of(model(x))
+    torch.set_float32_matmul_precision("medium")
+    try:
+        loss.backward()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    return loss
+
+
+def test_ops_that_a_second_run_leaves_for_later_run_under_the_flags_of_the_first() -> None:
+    work = Workload(model=net(Attention), inputs=(batch(),), loss=loss_of)
+    profile = planner.profile(work)
+    with pytest.raises(planner.Infeasible) as caught:
+        planner.solve(profile, 1)
+    smallest = caught.value.minimum_budget_bytes
+    expected = trained(net(Attention), in_backward)
+    for share in (0.0, 0.2, 0.5):
+        plan = planner.solve(profile, int(smallest + share * (profile.unplanned_peak_bytes - smallest)))
+        model = net(Attention)
+        with planner.apply(model, plan):
+            assert_same(trained(model, in_backward), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float32])

@@ -71,7 +71,7 @@ def test_a_meter_that_was_started_is_stopped_where_the_step_fails(
 ) -> None:
     work, meter = workload("plain"), Listing()
 
-    def fail() -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("no room")
 
     def mark(phase: StepPhase, _: Tensor | None) -> None:
