@@ -128,12 +128,13 @@ class DroppedStage:
         def pack(tensor: Tensor) -> Tensor | SavedPlaceholder:
             number, storage = len(self._placeholders), storage_key(tensor)
             self._saved_storages.add(storage)
+            if tensor.is_leaf and tensor.requires_grad:
+                self._placeholders.append(_gone)  # A parameter: there anyway. Its place in the order still counts.
+                self._signatures.append(None)
+                return tensor
             # What a buffer holds, the run itself may change.
             values = number not in undefined and storage not in state_storages
-            self._signatures.append(signature := signature_of(tensor, values=values))
-            if signature is None:
-                self._placeholders.append(_gone)  # A parameter: there anyway. Its place in the order still counts.
-                return tensor
+            self._signatures.append(signature_of(tensor, values=values))
             placeholder = SavedPlaceholder(self)
             self._placeholders.append(weakref.ref(placeholder))
             return placeholder

@@ -100,7 +100,13 @@ def _why_not_the_same(first: FirstRun, device: torch.device, *, compiled: bool) 
     """What is different in a second run, or stays of it; empty where nothing is."""
     args, kwargs = in_new_containers(first.arguments)
     with EscapedTensors() as escaped:
-        saved, output = rerun_keeping(first.call, first.state, args, kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = first.call(*args, **kwargs)
+            escaped.note_stored(first.state.tensors_now())  # What modules store, the second run takes back.
+            return output
+
+        saved, output = rerun_keeping(call, first.state, args, kwargs)
     if compiled:  # Under a dispatch mode it ran uncompiled.
         args, kwargs = in_new_containers(first.arguments)
         saved, output = rerun_keeping(first.call, first.state, args, kwargs)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from profiler.trace.partition import ChosenStage
-from profiler.trace.step_record import Trace
+from profiler.trace.step_record import Op, Trace
 from profiler.trace.value_sized import in_words
 from profiler.workload.optimizers import optimizer_tensors
 from profiler.workload.steps import resident_bytes_of
@@ -35,11 +35,30 @@ def what_is_unsteady(
 
 
 def _ops(trace: Trace, stages: Sequence[ChosenStage]) -> Iterator[tuple[str, str]]:
-    """Branches outside of stages are left out: nearly every model asks there whether a mask is needed."""
+    """Branches outside of stages are left out: nearly every model asks there whether a mask is needed.
+
+    So are those by numbers that are drawn: the profile is of the largest step that may be drawn.
+    """
     spans = [(stage.call.first_op, stage.call.end_op) for stage in stages]
+    drawn = _drawn(trace)
     for op in trace.by_values:
-        if not op.branch or any(first <= op.position < end for first, end in spans):
+        inside = any(first <= op.position < end for first, end in spans)
+        if not op.branch or (inside and not (op.position < len(trace.ops) and _reads(trace.ops[op.position]) <= drawn)):
             yield op.name, op.module
+
+
+def _drawn(trace: Trace) -> set[int]:
+    """Storages of random numbers, and of what is computed from nothing else."""
+    drawn: set[int] = set()
+    for op in trace.ops:
+        reads = _reads(op)
+        if (op.access.random and not reads) or (reads and reads <= drawn):
+            drawn.update(op.storages)
+    return drawn
+
+
+def _reads(op: Op) -> set[int]:
+    return {storage for storage, _ in op.access.reads}
 
 
 def _steps(varied: Sequence[str]) -> Iterator[str]:

@@ -59,6 +59,10 @@ class CallState:
         with running_again(), self._torch.reinstated(), drawing_from_all(self._random), self._modules.reinstated():
             yield
 
+    def tensors_now(self) -> list[Tensor]:
+        """The tensors that the modules hold now."""
+        return self._modules.tensors_now()
+
     def state_storages(self) -> set[int]:
         """The storages of the tensors that the modules hold besides parameters."""
         return self._modules.storages()

@@ -21,6 +21,7 @@ from profiler.recomputation.saved_tensors import Geometry, RerunError, geometry_
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.snapshot import MOST_ITEMS
 from profiler.workload.storages import storage_key
+from profiler.workload.tensor_trees import tensors_in
 
 leave_uncompiled(__name__)
 
@@ -98,9 +99,11 @@ class ModuleState:
             if buffer is not None:
                 self._note_tensor(name, buffer)
         if isinstance(module, _NormBase) and module.training and module.track_running_stats:
-            # Their kernels count no change. A BatchNorm normalises by the batch's own: it does not read the old values.
-            kept = self._statistics if isinstance(module, _BatchNorm) else self._changing
-            kept.update(id(buffer) for buffer in attributes["_buffers"].values() if buffer is not None)
+            # Their kernels count no change.
+            statistics = [buffer for buffer in attributes["_buffers"].values() if buffer is not None]
+            self._changing.update(map(id, statistics))
+            if isinstance(module, _BatchNorm):  # It normalises by the batch's own; a GPU is spared the copies.
+                self._statistics.update(id(buffer) for buffer in statistics if buffer.device.type != "cpu")
         for name, value in attributes.items():
             kind = _KINDS[type(value)]
             if kind is not None and name not in _OF_MODULES:
@@ -132,6 +135,10 @@ class ModuleState:
 
     def _note_generator(self, name: str, generator: Any, _: int) -> None:
         self._generators.append((generator, _STATES[type(generator)][0](generator)))
+
+    def tensors_now(self) -> list[Tensor]:
+        """The tensors in all that is remembered, as it is now."""
+        return tensors_in([list(h.values()) if isinstance(h, dict) else list(h) for h, _ in self._contents])
 
     def storages(self) -> set[int]:
         """The storages of all tensors that are held besides parameters."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ class EscapedTensors(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._storages: list[weakref.ref[Any]] = []
+        self._stored = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -89,8 +91,16 @@ class EscapedTensors(TorchDispatchMode):
                 self._storages.append(weakref.ref(storage))
         return output
 
+    def note_stored(self, tensors: Iterable[Tensor]) -> None:
+        """These are stored now, by somebody who will have let go of them when ``any_left`` is asked."""
+        made = {id(storage) for reference in self._storages if (storage := reference()) is not None}
+        strided = (tensor for tensor in tensors if tensor.layout is torch.strided)
+        self._stored = self._stored or any(id(tensor.untyped_storage()) in made for tensor in strided)
+
     def any_left(self) -> bool:
-        """Whether a storage made inside is still alive, cyclic garbage aside."""
+        """Whether a storage made inside is still alive, or was stored, cyclic garbage aside."""
+        if self._stored:
+            return True
         if not any(reference() is not None for reference in self._storages):
             return False
         gc.collect()

@@ -27,15 +27,13 @@ class SavedSignature(NamedTuple):
     values: bytes
 
 
-def signature_of(tensor: Tensor, *, values: bool = True) -> SavedSignature | None:
-    """The signature of a tensor as it is now; None for trained leaves, which are the same objects in a second run.
+def signature_of(tensor: Tensor, *, values: bool = True) -> SavedSignature:
+    """The signature of a tensor as it is now.
 
     Args:
         tensor: that autograd saves.
         values: whether its values count.
     """
-    if tensor.is_leaf and tensor.requires_grad:
-        return None
     layout = tensor.layout
     if layout is not torch.strided or type(tensor) not in PLAIN_TENSORS:
         shape = torch.Size(()) if tensor.is_nested else tensor.shape  # Ragged lengths are no plain numbers.
@@ -49,7 +47,7 @@ class SignatureCheck:
     """Holds what a second run saves, tensor by tensor, against the signatures of the first.
 
     Args:
-        expected: of the first run, in order.
+        expected: of the first run, in order; None for trained leaves, which are there anyway.
         undefined: numbers of those of which some values are undefined memory.
 
     Attributes:
@@ -69,13 +67,13 @@ class SignatureCheck:
         if self.difference or number >= len(self._expected):
             return
         expected = self._expected[number]
-        values = expected is not None and bool(expected.values) and number not in self._undefined
+        if expected is None:
+            return
+        values = bool(expected.values) and number not in self._undefined
         got = signature_of(tensor, values=values)
         if got == expected:
             return
-        if got is None or expected is None:
-            self.difference = f"a parameter in place of another tensor (its {number + 1}.), or the reverse"
-        elif got[:4] != expected[:4]:
+        if got[:4] != expected[:4]:
             self.difference = f"{_words(got)} as its {number + 1}. tensor, not {_words(expected)}"
         elif values and got.values:
             self.other_values[number] = got.values

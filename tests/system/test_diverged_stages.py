@@ -12,7 +12,7 @@ from torch import nn
 import planner
 from planner import Rule, Rules
 from profiler.workload.workload import Workload
-from tests.support.exactness import assert_same, state_after
+from tests.support.exactness import assert_same, state_after, state_of
 from tests.support.odd_models import workload
 
 RULES = Rules(rules=[Rule(modules="blocks.*", ops=["gelu", "native_layer_norm"])])
@@ -62,12 +62,12 @@ def test_a_stage_that_strays_says_so_once_and_is_recomputed_whole_from_the_next_
             for _ in range(2):
                 losses.append(work.step())
                 runs.append((stray(), other()))
-    assert len(caught) == 1
+    assert len([warning for warning in caught if "runs other ops" in str(warning.message)]) == 1
     assert runs == [(1, 1), (2, 1), (2, 1)]
     found = {
         "losses": losses,
         "gradients": {n: None if p.grad is None else p.grad.clone() for n, p in work.model.named_parameters()},
-        "state": work.model.state_dict(),
+        "state": state_of(work),
         "random": torch.get_rng_state(),
     }
     assert_same(found, expected)

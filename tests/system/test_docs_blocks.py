@@ -151,7 +151,8 @@ def check_command(words: list[str]) -> None:
     if words[0] == "planner":
         check_options(words[1], words[2:])
     elif words[:2] == ["python", "-m"]:
-        assert ROOT.joinpath(*words[2].split(".")).with_suffix(".py").is_file(), words
+        module = ROOT.joinpath(*words[2].split("."))
+        assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file(), words
     elif words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
         assert {word for word in words[1:] if "=" not in word} <= set(targets), words

@@ -65,12 +65,14 @@ def muted_around(manager: Any) -> Any:
 @pytest.fixture
 def bookkeeping_muted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_rerun.CallState, "__init__", muted(module_rerun.CallState.__init__))
-    for name in ("_with_random_state", "_with_buffers"):
-        monkeypatch.setattr(module_rerun, name, muted_around(getattr(module_rerun, name)))
+    monkeypatch.setattr(module_rerun.CallState, "reinstated", muted_around(module_rerun.CallState.reinstated))
     for name in ("view_of", "tensor_over", "random_state_of", "_scratch_copy"):
         monkeypatch.setattr(op_tape, name, muted(getattr(op_tape, name)))
     monkeypatch.setattr(op_tape._ShapeOnly, "tensor", muted(op_tape._ShapeOnly.tensor))
     monkeypatch.setattr(op_tape, "drawing_from", muted_around(op_tape.drawing_from))
+
+
+RANDOM_STATE_BYTES = torch.get_rng_state().nbytes
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -296,4 +298,8 @@ def test_keeping_everything_replays_every_measured_phase_exactly(name: str) -> N
         if moment.action.kind == "free":
             continue
         phase = record.forward if moment.action.kind == "forward" else record.backward
-        assert (moment.before_bytes, moment.peak_bytes) == (phase.start_bytes, phase.peak_bytes), record.name
+        peak_bytes = phase.peak_bytes
+        if moment.action.kind == "forward" and record.kind == "stage" and record.recomputable:
+            # Each may be a second run, which reads the random state first; without making the whole plan's peak higher.
+            peak_bytes = max(peak_bytes, min(phase.start_bytes + RANDOM_STATE_BYTES, profile.unplanned_peak_bytes))
+        assert (moment.before_bytes, moment.peak_bytes) == (phase.start_bytes, peak_bytes), record.name

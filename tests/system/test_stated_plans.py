@@ -231,7 +231,7 @@ def test_wrong_names_are_refused_before_anything_is_measured():
     runs = []
     with pytest.raises(ChoiceError, match="nearest: blocks.1"):
         planner.profile(workload("plain"), rules=[Rule(modules="block.1")], progress=lambda *what: runs.append(what[0]))
-    assert set(runs) <= {"warm up", "trace", "memory"}
+    assert set(runs) <= {"warm up", "look for what is drawn at random", "trace", "memory"}
 
 
 def test_a_stage_that_cannot_be_recomputed_is_refused_with_the_reason_and_its_ops_are_not():

@@ -65,4 +65,6 @@ def test_ops_that_communicate_are_refused_by_name(alone):
     plan = planner.state(planner.profile(work, stages=["Talks"], rules=rules), rules)
     assert [stage.decision for stage in plan.stages if stage.kind == "stage"] == ["selective"] * 3
     with planner.apply(model, plan):
-        assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
+        measured = planner.measure(work, repeats=1).peak_bytes
+    # Every forward counts with the random state that second runs read: nearly all there is in a model as small as this.
+    assert measured <= plan.predicted_peak_bytes <= measured + torch.get_rng_state().nbytes

@@ -165,7 +165,7 @@ def test_plans_under_lbfgs_keep_to_their_peak_with_the_whole_history(settings: d
     assert caught.value.minimum_budget_bytes < 0.7 * profile.unplanned_peak_bytes
     plan = planner.solve(profile, caught.value.minimum_budget_bytes, solver="rotor")
     with planner.apply(model, plan):
-        assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
+        assert planner.measure(work, repeats=1).peak_bytes <= plan.predicted_peak_bytes
         for _ in range(5):
             work.step()
         assert planner.measure(work, repeats=1).peak_bytes <= plan.budget_bytes
