@@ -24,7 +24,7 @@ from profiler.recomputation.saved_signatures import (
     signature_of,
     undefined_memory_shown,
 )
-from profiler.recomputation.saved_tensors import RerunError, TensorStandIn, unpack
+from profiler.recomputation.saved_tensors import RerunError, TensorStandIn, is_there_anyway, unpack
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.storages import storage_key
 from profiler.workload.tensor_trees import device_of, in_new_containers, tensors_in
@@ -128,7 +128,7 @@ class DroppedStage:
         def pack(tensor: Tensor) -> Tensor | SavedPlaceholder:
             number, storage = len(self._placeholders), storage_key(tensor)
             self._saved_storages.add(storage)
-            if tensor.is_leaf and tensor.requires_grad:
+            if is_there_anyway(tensor):
                 self._placeholders.append(_gone)  # A parameter: there anyway. Its place in the order still counts.
                 self._signatures.append(None)
                 return tensor

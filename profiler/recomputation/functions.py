@@ -15,7 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
 from profiler.recomputation.op_tape import OpTape, RecomputedTensor
-from profiler.recomputation.saved_tensors import PLAIN_TENSORS, SavedTensor, TensorStandIn, geometry_of, unpack
+from profiler.recomputation.saved_tensors import (
+    PLAIN_TENSORS,
+    SavedTensor,
+    TensorStandIn,
+    geometry_of,
+    is_there_anyway,
+    unpack,
+)
 from profiler.workload.storages import storage_key
 
 P = ParamSpec("P")
@@ -90,7 +97,7 @@ class _RecomputedCall:
         return output
 
     def _pack(self, tensor: Tensor) -> TensorStandIn:
-        if tensor.is_leaf and tensor.requires_grad:
+        if is_there_anyway(tensor):
             return SavedTensor(tensor)
         recomputed = self._recorder.tape.recomputed_storage_of(tensor)
         if recomputed is not None:

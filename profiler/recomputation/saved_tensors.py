@@ -146,6 +146,11 @@ def compared_step(size: int) -> int:
     return size // _COMPARED_VALUES | 1  # Odd, so that it does not walk down one column.
 
 
+def is_there_anyway(tensor: Tensor) -> bool:
+    """Whether a saved tensor is a parameter, frozen ones too: backward takes it as it is then, whatever its data."""
+    return tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
+
+
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place."""
     return -1 if tensor.is_inference() else tensor._version  # Inference tensors count no changes.

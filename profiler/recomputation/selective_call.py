@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from profiler.recomputation.module_rerun import CallState, Saw, detached, emptied
 from profiler.recomputation.op_tape import OpTape, RecomputedTensor
 from profiler.recomputation.recording_mode import RecordingMode
-from profiler.recomputation.saved_tensors import RecordedInput, SavedTensor, TensorStandIn, unpack
+from profiler.recomputation.saved_tensors import RecordedInput, SavedTensor, TensorStandIn, is_there_anyway, unpack
 from profiler.recomputation.selection import Selection
 from profiler.workload.compiled_forwards import leave_uncompiled
 
@@ -102,7 +102,7 @@ class SelectiveCall:
         return packed
 
     def _packed(self, tensor: Tensor) -> TensorStandIn:
-        if tensor.is_leaf and tensor.requires_grad:
+        if is_there_anyway(tensor):
             return self._keep(tensor)
         recomputed = self._tape.recomputed_storage_of(tensor)
         if recomputed is not None:
