@@ -82,6 +82,8 @@ def _hooks(workload: Workload) -> Iterator[str]:
 
 
 def _states(workload: Workload, first_bytes: int) -> Iterator[str]:
+    if any(group.get("line_search_fn") for each in workload.optimizers for group in each.param_groups):
+        yield "the optimizer's line search keeps more or fewer gradients as the loss goes: its bytes depend on values"
     tensors = optimizer_tensors(workload.optimizers)
     names = sorted({name for _, name, tensor in tensors if tensor.layout is not torch.strided})
     if names:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from profiler.recomputation.host_copies import host_copy, put_back
-from profiler.recomputation.saved_tensors import Geometry, RerunError, geometry_of, tensor_over, version_of
+from profiler.recomputation.saved_tensors import Geometry, RerunError, tensor_over, version_of
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.snapshot import MOST_ITEMS
 from profiler.workload.storages import storage_key
@@ -28,7 +28,6 @@ leave_uncompiled(__name__)
 # Larger tensors that no run was seen to change are not copied in case that one does.
 MOST_COPIED_BYTES = 16 * 2**20
 _DEPTH = 3  # of objects in objects, from a module's attribute on
-_TABLES = ("_parameters", "_buffers", "_modules")
 _OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}
 _DICTS = (dict, OrderedDict, defaultdict)
 _LISTS = (list, deque)
@@ -70,10 +69,11 @@ class ModuleState:
         self._values: dict[int, Tensor] = {}
         for inner in _modules_under(module):
             self._note_module(inner)
-        parameters = {id(parameter) for _, parameter, *_ in self._data}
         self._changing |= self._statistics | {id(buffer) for buffer in _buffers_named(module, changing)}
-        for key, (_, tensor, _) in self._tensors.items():
-            if key not in parameters and key not in self._statistics:
+        parameters = {id(parameter) for parameter, _ in self._frozen}
+        for key in self._tensors.keys() - parameters:
+            if key not in self._statistics:
+                tensor = self._tensors[key][1]
                 copied = host_copy(tensor) if key in self._changing else _copy_of_version(tensor)
                 if copied is not None:
                     self._values[key] = copied
@@ -81,33 +81,44 @@ class ModuleState:
     # Before the first run ------------------------------------------------------
 
     def _note_module(self, module: nn.Module) -> None:
-        if isinstance(module, torch.jit.ScriptModule):  # Its tables are no dicts of Python's.
+        if _SCRIPTED[type(module)]:  # Its tables are no dicts of Python's.
             for tensor in (*module.parameters(), *module.buffers()):
                 self._note_tensor(type(module).__name__, tensor)
             return
-        attributes = vars(module)
-        self._contents.append((attributes, attributes.copy()))
-        for table in _TABLES:
-            self._contents.append((attributes[table], dict(attributes[table])))
-        for name, parameter in attributes["_parameters"].items():
+        attributes = module.__dict__
+        parameters, buffers, modules = attributes["_parameters"], attributes["_buffers"], attributes["_modules"]
+        self._contents += (
+            (attributes, attributes.copy()),
+            (parameters, parameters.copy()),
+            (buffers, buffers.copy()),
+            (modules, modules.copy()),
+        )
+        for name, parameter in parameters.items():
             if parameter is not None:
-                self._note_tensor(name, parameter)
-                self._frozen.append((parameter, not parameter.requires_grad))
-                if type(parameter) is nn.Parameter and parameter.layout is torch.strided:
-                    self._data.append((name, parameter, parameter.untyped_storage(), geometry_of(parameter)))
-        for name, buffer in attributes["_buffers"].items():
+                self._note_parameter(name, parameter)
+        for name, buffer in buffers.items():
             if buffer is not None:
                 self._note_tensor(name, buffer)
-        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+        if buffers and isinstance(module, _NormBase) and module.training and module.track_running_stats:
             # Their kernels count no change.
-            statistics = [buffer for buffer in attributes["_buffers"].values() if buffer is not None]
+            statistics = [buffer for buffer in buffers.values() if buffer is not None]
             self._changing.update(map(id, statistics))
             if isinstance(module, _BatchNorm):  # It normalises by the batch's own; a GPU is spared the copies.
                 self._statistics.update(id(buffer) for buffer in statistics if buffer.device.type != "cpu")
-        for name, value in attributes.items():
-            kind = _KINDS[type(value)]
-            if kind is not None and name not in _OF_MODULES:
-                kind(self, name, value, _DEPTH)
+        for name in attributes.keys() - _OF_MODULES:
+            value = attributes[name]
+            note = _KINDS[type(value)]
+            if note is not None:
+                note(self, name, value, _DEPTH)
+
+    def _note_parameter(self, name: str, parameter: Tensor) -> None:
+        key = id(parameter)
+        if key not in self._tensors:
+            self._tensors[key] = name, parameter, version_of(parameter)
+            if type(parameter) is nn.Parameter and parameter.layout is torch.strided:
+                lies = parameter.size(), parameter.stride(), parameter.storage_offset(), parameter.dtype, False, False
+                self._data.append((name, parameter, parameter.untyped_storage(), lies))
+            self._frozen.append((parameter, not parameter.requires_grad))
 
     def _note_tensor(self, name: str, tensor: Tensor, _: int = 0) -> None:
         self._tensors.setdefault(id(tensor), (name, tensor, version_of(tensor)))
@@ -142,8 +153,8 @@ class ModuleState:
 
     def storages(self) -> set[int]:
         """The storages of all tensors that are held besides parameters."""
-        parameters = {id(parameter) for _, parameter, *_ in self._data}
-        return {storage_key(tensor) for key, (_, tensor, _) in self._tensors.items() if key not in parameters}
+        parameters = {id(parameter) for parameter, _ in self._frozen}
+        return {storage_key(self._tensors[key][1]) for key in self._tensors.keys() - parameters}
 
     # Around the second run -----------------------------------------------------
 
@@ -227,11 +238,24 @@ def _buffers_named(module: nn.Module, names: Collection[str]) -> Iterator[Tensor
 def _modules_under(module: nn.Module) -> list[nn.Module]:
     found, known = [module], {id(module)}
     for inner in found:  # It grows meanwhile.
-        for child in vars(inner)["_modules"].values() if not isinstance(inner, torch.jit.ScriptModule) else ():
-            if child is not None and id(child) not in known:
-                known.add(id(child))
-                found.append(child)
+        children = inner.__dict__["_modules"]
+        if children and not _SCRIPTED[type(inner)]:
+            for child in children.values():
+                if child is not None and id(child) not in known:
+                    known.add(id(child))
+                    found.append(child)
     return found
+
+
+class _Scripted(dict[type, bool]):
+    """Whether modules of a type are made by ``torch.jit``: to ask their type itself takes long."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = scripted = issubclass(kind, torch.jit.ScriptModule)
+        return scripted
+
+
+_SCRIPTED = _Scripted()
 
 
 def _lies_as(tensor: Tensor, placed: Tensor) -> bool:

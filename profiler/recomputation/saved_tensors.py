@@ -120,25 +120,24 @@ _COMPARED_VALUES = 16
 class _Memory:
     """Memory for numpy to read, without torch knowing: a storage that it gives to numpy can never be resized again."""
 
-    __slots__ = ("__array_interface__",)
-
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], kind: str) -> None:
-        self.__array_interface__ = {"data": (address, True), "shape": shape, "strides": strides, "typestr": kind}
+    __array_interface__: dict[str, Any]
 
 
 def some_values_of(tensor: Tensor) -> bytes:
     """Some values of a plain tensor on the CPU, those at every ``compared_step`` of its elements; empty for others."""
-    if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+    if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or not tensor.is_cpu:
         return b""
-    count, size = tensor.numel(), tensor.element_size()
-    if count == 0 or tensor.untyped_storage().nbytes() == 0:
+    address, count, size = tensor.data_ptr(), tensor.numel(), tensor.element_size()
+    if count == 0 or address == 0:
         return b""
     step = compared_step(count)
-    if tensor.is_contiguous():
-        chosen = _Memory(tensor.data_ptr(), (-(-count // step),), (step * size,), f"|V{size}")
-        return np.asarray(chosen).tobytes()
-    strides = tuple(stride * size for stride in tensor.stride())
-    return np.asarray(_Memory(tensor.data_ptr(), tuple(tensor.size()), strides, f"|V{size}")).flat[::step].tobytes()
+    whole = not tensor.is_contiguous()
+    shape = tuple(tensor.size()) if whole else (-(-count // step),)
+    strides = tuple(stride * size for stride in tensor.stride()) if whole else (step * size,)
+    memory = _Memory()
+    memory.__array_interface__ = {"data": (address, True), "shape": shape, "strides": strides, "typestr": f"|V{size}"}
+    values = np.asarray(memory)
+    return (values.flat[::step] if whole else values).tobytes()
 
 
 def compared_step(size: int) -> int:

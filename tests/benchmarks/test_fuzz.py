@@ -17,6 +17,7 @@ from benchmarks.fuzz.script import script, source
 from benchmarks.fuzz.shrinking import shrunk, smaller_cases
 from benchmarks.fuzz.verdicts import BAD, Outcome, has_remedy, judged, loaded
 from benchmarks.fuzz.workers import run
+from profiler.recomputation import saved_signatures
 
 SAMPLE = 240  # cases; about two minutes on one core
 DROPPING = Model(layers=(Layer(kind="Norms"), Layer(kind="Dropping"), Layer(kind="Attends"), Layer(kind="Mlp")))
@@ -36,7 +37,7 @@ def test_a_sample_holds_the_promises():
     assert len(outcomes) == SAMPLE
     failed = [f"{o.verdict}: {o.detail[:300]}\n    --replay '{as_json(o.case)}'" for o in outcomes if o.verdict in BAD]
     assert not failed, f"{len(failed)} cases failed:\n" + "\n".join(failed)
-    assert sum(o.verdict == "exact" for o in outcomes) > SAMPLE / 2
+    assert sum(o.verdict in ("exact", "said") for o in outcomes) > SAMPLE / 2
 
 
 def test_random_numbers_that_are_not_put_back_are_found(monkeypatch: pytest.MonkeyPatch):
@@ -44,6 +45,8 @@ def test_random_numbers_that_are_not_put_back_are_found(monkeypatch: pytest.Monk
     assert judge(case).verdict == "exact"
     with monkeypatch.context() as broken:
         forget_random_states(broken)
+        assert judge(case).verdict == "refused"
+        broken.setattr(saved_signatures, "some_values_of", lambda tensor: b"")  # Else values tell.
         failure = judge(case)
         assert failure.verdict == "wrong" and "gradient" in failure.detail
         smallest = shrunk(failure, judge)
@@ -89,7 +92,8 @@ def test_the_end_of_a_process_is_the_outcome_of_one_case():
 
 
 def test_a_case_without_an_end_is_ended():
-    (outcome,) = run([[Case(model=DROPPING)]], case_seconds=0.0)
+    prepare = "tests.support.fuzz_sabotage:never_end"
+    (outcome,) = run([[Case(model=DROPPING)]], prepare=prepare, case_seconds=1.0)
     assert outcome.verdict == "crash" and "did not end" in outcome.detail
 
 

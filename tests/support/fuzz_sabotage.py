@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 from benchmarks.fuzz import verdicts
@@ -18,3 +19,13 @@ def die_at_two_losses() -> None:
         return judge(case, prepared)
 
     verdicts._judged = dying
+
+
+def never_end() -> None:
+    """From now on no case comes to an end."""
+
+    def waiting(case: Any, prepared: Any) -> Any:
+        while True:
+            time.sleep(60)
+
+    verdicts._judged = waiting

@@ -97,17 +97,6 @@ class Noisy(nn.Module):
         return x + self.last(nn.functional.rrelu(self.first(x), training=True))
 
 
-class OldSpectral(nn.Module):
-    """Changes buffers in place, and sets its weight as an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.inner(torch.tanh(self.inner(x))))
-
-
 class Instances(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +140,6 @@ def in_double(model: nn.Module, x: Tensor) -> Tensor:
         (Recurrent, plain),
         (Recurrent, evaluating),
         (Unfilled, plain),
-        (OldSpectral, plain),
         (Instances, plain),
         (Norms, in_double),
     ],
