@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from operator import is_
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from profiler.recomputation.host_copies import host_copy, put_back
-from profiler.recomputation.saved_tensors import Geometry, RerunError, tensor_over, version_of
+from profiler.recomputation.saved_tensors import RerunError, tensor_over, version_of
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.snapshot import MOST_ITEMS
 from profiler.workload.storages import storage_key
@@ -48,10 +48,10 @@ class ModuleState:
     __slots__ = (
         "_changing",
         "_contents",
-        "_data",
-        "_frozen",
+        "_empty",
         "_generators",
         "_known",
+        "_parameters",
         "_statistics",
         "_tensors",
         "_values",
@@ -59,21 +59,20 @@ class ModuleState:
 
     def __init__(self, module: nn.Module, changing: Collection[str] = ()) -> None:
         self._contents: list[tuple[Any, Any]] = []  # each mutable holder with what is in it
+        self._empty: list[dict[str, Any]] = []  # registers of modules in which there is nothing
         self._known: set[int] = set()  # ids of holders
         self._generators: list[tuple[Any, Any]] = []
-        self._tensors: dict[int, tuple[str, Tensor, int]] = {}
-        self._data: list[tuple[str, Tensor, torch.UntypedStorage, Geometry]] = []  # parameters with their memory
-        self._frozen: list[tuple[Tensor, bool]] = []  # parameters, and whether they take no gradient
+        self._parameters: list[_Parameter] = []
+        self._tensors: dict[int, tuple[str, Tensor, int]] = {}  # what is held besides, with its version
         self._statistics: set[int] = set()  # ids of tensors that the call changes and does not read
         self._changing: set[int] = set()  # of those that it changes
         self._values: dict[int, Tensor] = {}
         for inner in _modules_under(module):
             self._note_module(inner)
-        self._changing |= self._statistics | {id(buffer) for buffer in _buffers_named(module, changing)}
-        parameters = {id(parameter) for parameter, _ in self._frozen}
-        for key in self._tensors.keys() - parameters:
+        if changing or self._changing:
+            self._changing |= {id(buffer) for buffer in _buffers_named(module, changing)}
+        for key, (_, tensor, _) in self._tensors.items():
             if key not in self._statistics:
-                tensor = self._tensors[key][1]
                 copied = host_copy(tensor) if key in self._changing else _copy_of_version(tensor)
                 if copied is not None:
                     self._values[key] = copied
@@ -82,46 +81,41 @@ class ModuleState:
 
     def _note_module(self, module: nn.Module) -> None:
         if _SCRIPTED[type(module)]:  # Its tables are no dicts of Python's.
-            for tensor in (*module.parameters(), *module.buffers()):
-                self._note_tensor(type(module).__name__, tensor)
+            self._parameters += map(_remembered, module.parameters())
+            for buffer in module.buffers():
+                self._note_tensor(type(module).__name__, buffer)
             return
         attributes = module.__dict__
-        parameters, buffers, modules = attributes["_parameters"], attributes["_buffers"], attributes["_modules"]
-        self._contents += (
-            (attributes, attributes.copy()),
-            (parameters, parameters.copy()),
-            (buffers, buffers.copy()),
-            (modules, modules.copy()),
-        )
-        for name, parameter in parameters.items():
-            if parameter is not None:
-                self._note_parameter(name, parameter)
-        for name, buffer in buffers.items():
-            if buffer is not None:
-                self._note_tensor(name, buffer)
-        if buffers and isinstance(module, _NormBase) and module.training and module.track_running_stats:
-            # Their kernels count no change.
-            statistics = [buffer for buffer in buffers.values() if buffer is not None]
-            self._changing.update(map(id, statistics))
-            if isinstance(module, _BatchNorm):  # It normalises by the batch's own; a GPU is spared the copies.
-                self._statistics.update(id(buffer) for buffer in statistics if buffer.device.type != "cpu")
+        self._contents.append((attributes, attributes.copy()))
+        parameters, buffers = attributes["_parameters"], attributes["_buffers"]
+        for table in (parameters, buffers, attributes["_modules"]):
+            if table:
+                self._contents.append((table, table.copy()))
+            else:
+                self._empty.append(table)
+        if parameters:
+            self._parameters += [_remembered(p) for p in parameters.values() if p is not None]
+        if buffers:
+            self._note_buffers(module, buffers)
         for name in attributes.keys() - _OF_MODULES:
             value = attributes[name]
             note = _KINDS[type(value)]
             if note is not None:
                 note(self, name, value, _DEPTH)
 
-    def _note_parameter(self, name: str, parameter: Tensor) -> None:
-        key = id(parameter)
-        if key not in self._tensors:
-            self._tensors[key] = name, parameter, version_of(parameter)
-            if type(parameter) is nn.Parameter and parameter.layout is torch.strided:
-                lies = parameter.size(), parameter.stride(), parameter.storage_offset(), parameter.dtype, False, False
-                self._data.append((name, parameter, parameter.untyped_storage(), lies))
-            self._frozen.append((parameter, not parameter.requires_grad))
+    def _note_buffers(self, module: nn.Module, buffers: dict[str, Any]) -> None:
+        present = {name: buffer for name, buffer in buffers.items() if buffer is not None}
+        for name, buffer in present.items():
+            self._note_tensor(name, buffer)
+        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+            # Their kernels count no change.
+            self._changing.update(map(id, present.values()))
+            if isinstance(module, _BatchNorm):  # It normalises by the batch's own; a GPU is spared the copies.
+                self._statistics.update(id(buffer) for buffer in present.values() if buffer.device.type != "cpu")
 
     def _note_tensor(self, name: str, tensor: Tensor, _: int = 0) -> None:
-        self._tensors.setdefault(id(tensor), (name, tensor, version_of(tensor)))
+        if not isinstance(tensor, nn.Parameter):  # One is registered somewhere, or another module's.
+            self._tensors.setdefault(id(tensor), (name, tensor, version_of(tensor)))
 
     def _note_items(self, name: str, container: Any, depth: int) -> None:
         if len(container) > MOST_ITEMS or id(container) in self._known:
@@ -153,8 +147,7 @@ class ModuleState:
 
     def storages(self) -> set[int]:
         """The storages of all tensors that are held besides parameters."""
-        parameters = {id(parameter) for parameter, _ in self._frozen}
-        return {storage_key(self._tensors[key][1]) for key in self._tensors.keys() - parameters}
+        return {storage_key(tensor) for _, tensor, _ in self._tensors.values()}
 
     # Around the second run -----------------------------------------------------
 
@@ -172,27 +165,27 @@ class ModuleState:
         ]
         for key in changed:
             self._check_known(key)
-        for name, parameter, storage, _ in self._data:
-            if parameter.numel() and not storage.nbytes():
-                raise RerunError(
-                    f"expected the memory of {name!r} as in forward, got a parameter whose memory was freed"
-                )
-        thawed = [p for p, frozen in self._frozen if p.is_leaf and p.requires_grad is frozen]
+        for remembered in self._parameters:
+            self._check_parameter(remembered)
+        thawed = [one.parameter for one in self._parameters if one.thawed()]
+        data = [(one, one.parameter.data) for one in self._parameters if one.moved()]
         contents = [(holder, _copied(holder)) for holder, _ in self._contents]
+        filled = [(table, table.copy()) for table in self._empty if table]
         generators = [(generator, _STATES[type(generator)][0](generator)) for generator, _ in self._generators]
-        data = [(p, storage, lies, p.data) for _, p, storage, lies in self._data if _has_other_memory(p, storage)]
         # What the first run has changed in place, the second will change again.
         tensors = [self._tensors[key][1] for key in changed]
         values = [(tensor, version_of(tensor), tensor.data, host_copy(tensor)) for tensor in tensors]
         try:
+            for table, _ in filled:
+                table.clear()
             for holder, before in self._contents:
                 _fill(holder, before)
             for generator, state in self._generators:
                 _STATES[type(generator)][1](generator, state)
             for parameter in thawed:
                 parameter.requires_grad_(not parameter.requires_grad)
-            for parameter, storage, lies, _ in data:
-                parameter.data = tensor_over(storage, lies)
+            for one, _ in data:
+                one.parameter.data = one.data()
             for key in changed:
                 if key in self._values:
                     put_back(self._tensors[key][1], self._values[key])
@@ -204,24 +197,79 @@ class ModuleState:
                         tensor.data = placed
                     put_back(tensor, now)
                     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # type: ignore[attr-defined]
-            for parameter, _, _, now in data:
-                parameter.data = now
+            for one, now in data:
+                one.parameter.data = now
             for parameter in thawed:
                 parameter.requires_grad_(not parameter.requires_grad)
             for generator, state in generators:
                 _STATES[type(generator)][1](generator, state)
+            for table in self._empty:
+                table.clear()
+            for table, now in filled:
+                table.update(now)
             for holder, now in contents:
                 _fill(holder, now)
 
     def _check_known(self, key: int) -> None:
         name, tensor, _ = self._tensors[key]
-        if key in self._statistics or key in self._values:
-            return
-        whose = "a parameter" if any(tensor is parameter for _, parameter, *_ in self._data) else "a tensor"
-        raise RerunError(
-            f"expected {name!r}, {whose} of shape {tuple(tensor.shape)}, to be as it was in forward, got one that was "
-            "changed in place since; call backward before the optimizer steps or anything else writes to it"
-        )
+        if key not in self._statistics and key not in self._values:
+            raise _changed_in_place(f"{name!r}, a tensor of shape {tuple(tensor.shape)}")
+
+    def _check_parameter(self, remembered: _Parameter) -> None:
+        parameter, version, _, storage = remembered[:4]
+        if version_of(parameter) != version:
+            names = (
+                n
+                for holder, _ in self._contents
+                if isinstance(holder, dict)
+                for n, v in holder.items()
+                if v is parameter
+            )
+            raise _changed_in_place(f"{next(names, '')!r}, a parameter of shape {tuple(parameter.shape)}")
+        if storage is not None and parameter.numel() and not storage.nbytes():
+            raise RerunError("expected parameters as in forward, got one whose memory was given back")
+
+
+class _Parameter(NamedTuple):
+    """A parameter with its version, whether it takes a gradient, and where its values lie."""
+
+    parameter: Tensor
+    version: int
+    takes_gradient: bool
+    storage: torch.UntypedStorage | None
+    offset: int
+    stride: tuple[int, ...]
+
+    def thawed(self) -> bool:
+        """Whether it takes a gradient now and did not, or the reverse."""
+        return self.parameter.is_leaf and self.parameter.requires_grad is not self.takes_gradient
+
+    def moved(self) -> bool:
+        """Whether its ``.data`` was replaced since."""
+        return self.storage is not None and storage_key(self.parameter) != self.storage._cdata
+
+    def data(self) -> Tensor:
+        """What its ``.data`` was; raises RerunError where it had another size or type."""
+        size, dtype = self.parameter.size(), self.parameter.dtype
+        span = self.offset + 1 + sum((n - 1) * stride for n, stride in zip(size, self.stride, strict=True))
+        assert self.storage is not None
+        if span * dtype.itemsize > self.storage.nbytes():
+            raise RerunError("expected parameters as in forward, got one of another shape or type")
+        return tensor_over(self.storage, (size, self.stride, self.offset, dtype, False, False))
+
+
+def _remembered(parameter: Tensor) -> _Parameter:
+    if type(parameter) is nn.Parameter and parameter.layout is torch.strided and not parameter.is_inference():
+        lies: Any = parameter.storage_offset(), parameter.stride()
+        return _Parameter(parameter, parameter._version, parameter.requires_grad, parameter.untyped_storage(), *lies)
+    return _Parameter(parameter, version_of(parameter), parameter.requires_grad, None, 0, ())
+
+
+def _changed_in_place(what: str) -> RerunError:
+    return RerunError(
+        f"expected {what}, to be as it was in forward, got one that was changed in place since; call backward before "
+        "the optimizer steps or anything else writes to it"
+    )
 
 
 def _buffers_named(module: nn.Module, names: Collection[str]) -> Iterator[Tensor]:
@@ -260,11 +308,6 @@ _SCRIPTED = _Scripted()
 
 def _lies_as(tensor: Tensor, placed: Tensor) -> bool:
     return (tensor.shape, tensor.dtype, tensor.data_ptr()) == (placed.shape, placed.dtype, placed.data_ptr())
-
-
-def _has_other_memory(parameter: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether ``.data`` of a parameter was replaced since; one whose memory was given back and taken anew was not."""
-    return storage_key(parameter) != storage._cdata and storage.nbytes() > 0
 
 
 def _copied(holder: Any) -> Any:
