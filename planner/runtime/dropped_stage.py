@@ -24,7 +24,7 @@ from profiler.recomputation.saved_signatures import (
     signature_of,
     undefined_memory_shown,
 )
-from profiler.recomputation.saved_tensors import RerunError, TensorStandIn, is_there_anyway, unpack
+from profiler.recomputation.saved_tensors import RerunError, SavedParameter, TensorStandIn, is_there_anyway, unpack
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.storages import storage_key
 from profiler.workload.tensor_trees import device_of, in_new_containers, tensors_in
@@ -125,13 +125,13 @@ class DroppedStage:
         state_storages = self._state.state_storages()
         undefined = self._runs.deviations.undefined.get(self.position, ())
 
-        def pack(tensor: Tensor) -> Tensor | SavedPlaceholder:
+        def pack(tensor: Tensor) -> SavedParameter | SavedPlaceholder:
             number, storage = len(self._placeholders), storage_key(tensor)
             self._saved_storages.add(storage)
             if is_there_anyway(tensor):
                 self._placeholders.append(_gone)  # A parameter: there anyway. Its place in the order still counts.
                 self._signatures.append(None)
-                return tensor
+                return SavedParameter(tensor)
             # What a buffer holds, the run itself may change.
             values = number not in undefined and storage not in state_storages
             self._signatures.append(signature_of(tensor, values=values))
@@ -314,9 +314,9 @@ class DroppedStage:
         self._previous = None
 
 
-def _unpack(packed: Tensor | SavedPlaceholder) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
+def _unpack(packed: SavedParameter | SavedPlaceholder) -> Tensor:
+    if isinstance(packed, SavedParameter):
+        return packed.tensor()
     if packed.value is None:
         packed.stage.materialise()
     assert packed.value is not None

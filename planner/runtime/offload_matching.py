@@ -11,7 +11,7 @@ from torch import Tensor
 
 from planner.runtime.offloaded_tensors import OffloadableTensor, OffloadedStorage
 from profiler.op_graph import StageOps
-from profiler.recomputation.saved_tensors import is_there_anyway
+from profiler.recomputation.saved_tensors import SavedParameter, is_there_anyway
 from profiler.recomputation.selective_call import SelectiveCall
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.storages import allocated_bytes, storage_key
@@ -34,7 +34,7 @@ class SavedTensorLog:
 
     def pack(self, tensor: Tensor) -> Any:
         """What a stage that is kept gives to autograd: a parameter is there anyway."""
-        packed = tensor if is_there_anyway(tensor) else OffloadableTensor(tensor.detach())
+        packed = SavedParameter(tensor) if is_there_anyway(tensor) else OffloadableTensor(tensor.detach())
         self.note(packed)
         return packed
 

@@ -17,6 +17,7 @@ from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
 from profiler.recomputation.op_tape import OpTape, RecomputedTensor
 from profiler.recomputation.saved_tensors import (
     PLAIN_TENSORS,
+    SavedParameter,
     SavedTensor,
     TensorStandIn,
     geometry_of,
@@ -98,7 +99,7 @@ class _RecomputedCall:
 
     def _pack(self, tensor: Tensor) -> TensorStandIn:
         if is_there_anyway(tensor):
-            return SavedTensor(tensor)
+            return SavedParameter(tensor)
         recomputed = self._recorder.tape.recomputed_storage_of(tensor)
         if recomputed is not None:
             return RecomputedTensor(self._recorder.tape, recomputed, tensor)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.storages import storage_key
 
 leave_uncompiled(__name__)
 
@@ -68,6 +69,33 @@ class SavedTensor:
             f"a tensor of shape {tuple(self._tensor.shape)} is at version {self._tensor._version}, "
             f"expected version {self._version}"
         )
+
+
+class SavedParameter(SavedTensor):
+    """Stands in the graph for a parameter.
+
+    A graph of gradients (``create_graph``) holds it with the memory that it has then. Without hooks torch would look
+    at it again later, and find what its ``.data`` is by then.
+    """
+
+    __slots__ = ("_storage",)
+
+    def __init__(self, parameter: Tensor) -> None:
+        super().__init__(parameter)
+        self._storage: int | None = None
+
+    def tensor(self) -> Tensor:
+        """The parameter; raises RerunError where its ``.data`` was replaced since a graph of gradients took it."""
+        parameter = super().tensor()
+        if self._storage is None:
+            if torch.is_grad_enabled():
+                self._storage = storage_key(parameter)
+        elif self._storage != storage_key(parameter):
+            raise RerunError(
+                "expected a parameter to stay where it was when gradients were taken with create_graph=True, got one "
+                "whose .data was replaced since; replace it after the last backward of the step"
+            )
+        return parameter
 
 
 class RecordedInput(SavedTensor):

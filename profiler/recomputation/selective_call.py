@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from profiler.recomputation.module_rerun import CallState, Saw, detached, emptied
 from profiler.recomputation.op_tape import OpTape, RecomputedTensor
 from profiler.recomputation.recording_mode import RecordingMode
-from profiler.recomputation.saved_tensors import RecordedInput, SavedTensor, TensorStandIn, is_there_anyway, unpack
+from profiler.recomputation.saved_tensors import (
+    RecordedInput,
+    SavedParameter,
+    SavedTensor,
+    TensorStandIn,
+    is_there_anyway,
+    unpack,
+)
 from profiler.recomputation.selection import Selection
 from profiler.workload.compiled_forwards import leave_uncompiled
 
@@ -103,7 +110,7 @@ class SelectiveCall:
 
     def _packed(self, tensor: Tensor) -> TensorStandIn:
         if is_there_anyway(tensor):
-            return self._keep(tensor)
+            return SavedParameter(tensor)
         recomputed = self._tape.recomputed_storage_of(tensor)
         if recomputed is not None:
             return RecomputedTensor(self._tape, recomputed, tensor)

@@ -200,12 +200,23 @@ def stepped(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
+def replaced_between_orders(model: nn.Module, x: Tensor) -> Tensor:
+    loss = loss_of(model(x))
+    slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    loss = loss + torch.stack([slope.pow(2).sum() for slope in slopes]).sum()
+    for block in blocks_of(model):
+        block.norm.weight.data = block.norm.weight.data * 1.5
+    loss.backward()
+    return loss
+
+
 @pytest.mark.parametrize(
     ("habit", "words"),
     [
         (written_data, r"stage 'blocks\.\d'.*other values.*written through \.data.*keep this stage"),
         (other_global, r"stage 'blocks\.\d'.*other values.*a global.*keep this stage"),
         (stepped, r"stage 'blocks\.\d'.*'bias', a parameter.*changed in place.*call backward before"),
+        (replaced_between_orders, r"create_graph=True, got one whose \.data was replaced.*after the last backward"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
