@@ -10,7 +10,7 @@ from torch import Tensor
 
 from planner.runtime.offload_matching import input_storages
 from planner.runtime.offloaded_tensors import OffloadableTensor, OffloadedStorage
-from profiler.recomputation.host_copies import host_copy
+from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
 from profiler.recomputation.module_rerun import detached
 from profiler.recomputation.saved_tensors import Geometry, RerunError, geometry_of, version_of
 from profiler.workload.compiled_forwards import leave_uncompiled
@@ -29,7 +29,7 @@ class BatchCopies:
 
     def __init__(self, batch: Any) -> None:
         self._storages = None if batch is None else {storage_key(tensor) for tensor in tensors_in(batch)}
-        self._copies: dict[tuple[int, int, Geometry], Tensor | None] = {}
+        self._copies: dict[tuple[int, int, Geometry], UncountedCopy | None] = {}
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether it is a part of the batch."""
@@ -37,13 +37,13 @@ class BatchCopies:
             return False
         return self._storages is None or storage_key(tensor) in self._storages
 
-    def copy_of(self, tensor: Tensor) -> Tensor | None:
+    def copy_of(self, tensor: Tensor) -> UncountedCopy | None:
         """Its values in host memory, once a step; None for tensors that cannot be copied as they lie."""
         if tensor.layout is not torch.strided:
             return None
         key = storage_key(tensor), version_of(tensor), geometry_of(tensor)
         if key not in self._copies:
-            self._copies[key] = host_copy(tensor)
+            self._copies[key] = uncounted_copy(tensor)
         return self._copies[key]
 
 
@@ -69,7 +69,7 @@ class StageInput:
         held = [None if i in links and not hold_linked else tensor for i, tensor in enumerate(tensors)]
         self._tensors: list[Tensor | OffloadableTensor | None] = detached(held)
         self._versions = [version_of(tensor) for tensor in tensors]
-        self._copies: dict[int, Tensor] = {}
+        self._copies: dict[int, UncountedCopy] = {}
 
     def copy_batch(self, batch: BatchCopies, saved: Collection[int]) -> None:
         """Copy what is of the batch, unless autograd has saved it: then it checks itself that it stays.
@@ -109,7 +109,7 @@ class StageInput:
                         f"change a copy, or keep this stage: a rule with modules = {self._stage_name!r} and "
                         'action = "keep"'
                     )
-                now[i] = self._copies[i].as_strided(tensor.size(), tensor.stride())
+                now[i] = self._copies[i].on(tensor.device)
         return now
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:

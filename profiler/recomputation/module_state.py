@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import random
+import functools
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from profiler.recomputation.host_copies import host_copy, put_back
+from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
 from profiler.recomputation.saved_tensors import RerunError, tensor_over, version_of
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.snapshot import MOST_ITEMS
+from profiler.workload.snapshot import GENERATORS, MAPPINGS, MOST_ITEMS, SEQUENCES
 from profiler.workload.storages import storage_key
 from profiler.workload.tensor_trees import tensors_in
 
@@ -29,8 +27,6 @@ leave_uncompiled(__name__)
 MOST_COPIED_BYTES = 16 * 2**20
 _DEPTH = 3  # of objects in objects, from a module's attribute on
 _OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}
-_DICTS = (dict, OrderedDict, defaultdict)
-_LISTS = (list, deque)
 
 
 class ModuleState:
@@ -66,21 +62,21 @@ class ModuleState:
         self._tensors: dict[int, tuple[str, Tensor, int]] = {}  # what is held besides, with its version
         self._statistics: set[int] = set()  # ids of tensors that the call changes and does not read
         self._changing: set[int] = set()  # of those that it changes
-        self._values: dict[int, Tensor] = {}
+        self._values: dict[int, UncountedCopy] = {}
         for inner in _modules_under(module):
             self._note_module(inner)
         if changing or self._changing:
             self._changing |= {id(buffer) for buffer in _buffers_named(module, changing)}
         for key, (_, tensor, _) in self._tensors.items():
             if key not in self._statistics:
-                copied = host_copy(tensor) if key in self._changing else _copy_of_version(tensor)
+                copied = uncounted_copy(tensor) if key in self._changing else _copy_of_version(tensor)
                 if copied is not None:
                     self._values[key] = copied
 
     # Before the first run ------------------------------------------------------
 
     def _note_module(self, module: nn.Module) -> None:
-        if _SCRIPTED[type(module)]:  # Its tables are no dicts of Python's.
+        if _is_scripted(type(module)):  # Its tables are no dicts of Python's.
             self._parameters += map(_remembered, module.parameters())
             for buffer in module.buffers():
                 self._note_tensor(type(module).__name__, buffer)
@@ -98,10 +94,7 @@ class ModuleState:
         if buffers:
             self._note_buffers(module, buffers)
         for name in attributes.keys() - _OF_MODULES:
-            value = attributes[name]
-            note = _KINDS[type(value)]
-            if note is not None:
-                note(self, name, value, _DEPTH)
+            self._note_value(name, attributes[name], _DEPTH)
 
     def _note_buffers(self, module: nn.Module, buffers: dict[str, Any]) -> None:
         present = {name: buffer for name, buffer in buffers.items() if buffer is not None}
@@ -117,22 +110,22 @@ class ModuleState:
         if not isinstance(tensor, nn.Parameter):  # One is registered somewhere, or another module's.
             self._tensors.setdefault(id(tensor), (name, tensor, version_of(tensor)))
 
+    def _note_value(self, name: str, value: Any, depth: int) -> None:
+        note = _how_to_note(type(value))
+        if note is not None:
+            note(self, name, value, depth)
+
     def _note_items(self, name: str, container: Any, depth: int) -> None:
         if len(container) > MOST_ITEMS or id(container) in self._known:
             return
         self._known.add(id(container))
         self._contents.append((container, _copied(container)))
-        if depth and not isinstance(container, set):
-            for item in list(container.values() if isinstance(container, _DICTS) else container):
-                kind = _KINDS[type(item)]
-                if kind is not None:
-                    kind(self, name, item, depth - 1)
+        if not isinstance(container, set):
+            self._note_tuple(name, list(container.values() if isinstance(container, dict) else container), depth)
 
-    def _note_tuple(self, name: str, items: Any, depth: int) -> None:
+    def _note_tuple(self, name: str, items: Iterable[Any], depth: int) -> None:
         for item in items if depth else ():
-            kind = _KINDS[type(item)]
-            if kind is not None:
-                kind(self, name, item, depth - 1)
+            self._note_value(name, item, depth - 1)
 
     def _note_object(self, name: str, value: Any, depth: int) -> None:
         if depth:
@@ -174,7 +167,7 @@ class ModuleState:
         generators = [(generator, _STATES[type(generator)][0](generator)) for generator, _ in self._generators]
         # What the first run has changed in place, the second will change again.
         tensors = [self._tensors[key][1] for key in changed]
-        values = [(tensor, version_of(tensor), tensor.data, host_copy(tensor)) for tensor in tensors]
+        values = [(tensor, version_of(tensor), tensor.data, uncounted_copy(tensor)) for tensor in tensors]
         try:
             for table, _ in filled:
                 table.clear()
@@ -188,14 +181,14 @@ class ModuleState:
                 one.parameter.data = one.data()
             for key in changed:
                 if key in self._values:
-                    put_back(self._tensors[key][1], self._values[key])
+                    self._values[key].put_back(self._tensors[key][1])
             yield
         finally:
             for tensor, version, placed, now in values:
                 if now is not None:
                     if not _lies_as(tensor, placed):
                         tensor.data = placed
-                    put_back(tensor, now)
+                    now.put_back(tensor)
                     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # type: ignore[attr-defined]
             for one, now in data:
                 one.parameter.data = now
@@ -287,7 +280,7 @@ def _modules_under(module: nn.Module) -> list[nn.Module]:
     found, known = [module], {id(module)}
     for inner in found:  # It grows meanwhile.
         children = inner.__dict__["_modules"]
-        if children and not _SCRIPTED[type(inner)]:
+        if children and not _is_scripted(type(inner)):
             for child in children.values():
                 if child is not None and id(child) not in known:
                     known.add(id(child))
@@ -295,15 +288,10 @@ def _modules_under(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-class _Scripted(dict[type, bool]):
-    """Whether modules of a type are made by ``torch.jit``: to ask their type itself takes long."""
-
-    def __missing__(self, kind: type) -> bool:
-        self[kind] = scripted = issubclass(kind, torch.jit.ScriptModule)
-        return scripted
-
-
-_SCRIPTED = _Scripted()
+@functools.cache
+def _is_scripted(kind: type) -> bool:
+    """Whether modules of a type are made by ``torch.jit``."""
+    return issubclass(kind, torch.jit.ScriptModule)
 
 
 def _lies_as(tensor: Tensor, placed: Tensor) -> bool:
@@ -331,10 +319,10 @@ def _fill(holder: Any, contents: Any) -> None:
         holder.extend(contents)
 
 
-_COPIES: dict[int, tuple[weakref.ref[Tensor], int, int, Tensor | None]] = {}
+_COPIES: dict[int, tuple[weakref.ref[Tensor], int, int, UncountedCopy | None]] = {}
 
 
-def _copy_of_version(tensor: Tensor) -> Tensor | None:
+def _copy_of_version(tensor: Tensor) -> UncountedCopy | None:
     """A copy of a tensor's values, the same one as long as its version stays; None where none is made."""
     key, version, storage = id(tensor), version_of(tensor), storage_key(tensor)
     known = _COPIES.get(key)
@@ -342,37 +330,25 @@ def _copy_of_version(tensor: Tensor) -> Tensor | None:
         return known[3]
     small = tensor.grad_fn is None and tensor.numel() * tensor.element_size() <= MOST_COPIED_BYTES
     # A large one that has changed before is copied all the same.
-    copied = host_copy(tensor) if small or (known is not None and known[0]() is tensor) else None
+    copied = uncounted_copy(tensor) if small or (known is not None and known[0]() is tensor) else None
     _COPIES[key] = weakref.ref(tensor, lambda _: _COPIES.pop(key, None)), version, storage, copied
     return copied
 
 
-_STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+_STATES = GENERATORS | {
     # As numpy's, outside torch's allocator.
     torch.Generator: (lambda g: g.get_state().numpy().copy(), lambda g, state: g.set_state(torch.from_numpy(state))),
-    random.Random: (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
-    np.random.RandomState: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
-    np.random.Generator: (
-        lambda g: g.bit_generator.state,
-        lambda g, state: setattr(g.bit_generator, "state", state),
-    ),
 }
 
 _Note = Callable[[ModuleState, str, Any, int], None]
 
 
-class _Kinds(dict[type, "_Note | None"]):
-    """How a value of a type is remembered besides by identity; None where that is enough."""
-
-    def __missing__(self, kind: type) -> _Note | None:
-        self[kind] = note = _how_to_note(kind)
-        return note
-
-
+@functools.cache
 def _how_to_note(kind: type) -> _Note | None:
+    """How a value of a type is remembered besides by identity; None where that is enough."""
     if issubclass(kind, Tensor):
         return ModuleState._note_tensor
-    if kind in _DICTS or kind in _LISTS or kind is set:
+    if kind in MAPPINGS or kind in SEQUENCES or kind is set:
         return ModuleState._note_items
     if issubclass(kind, tuple):
         return ModuleState._note_tuple
@@ -381,6 +357,3 @@ def _how_to_note(kind: type) -> _Note | None:
     callable_ones = any("__call__" in vars(base) for base in kind.__mro__)
     opaque = callable_ones or issubclass(kind, (ModuleType, type)) or kind.__module__.startswith("torch.")
     return ModuleState._note_object if kind.__dictoffset__ and not opaque else None
-
-
-_KINDS = _Kinds()

@@ -218,8 +218,8 @@ def _optimizer_restore(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 # More items are a table (a vocabulary, say), which no step changes and which it would take long to go through.
 MOST_ITEMS = 1000
 _DEPTH = 8  # Containers further inside are left alone: they may hold themselves.
-_MAPPINGS = (dict, OrderedDict, defaultdict)
-_SEQUENCES = (list, deque)
+MAPPINGS = (dict, OrderedDict, defaultdict)
+SEQUENCES = (list, deque)
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -265,7 +265,7 @@ class Snapshot:
             return rebuilt
         shell = copy.copy(value)
         shell.clear()
-        if isinstance(value, _MAPPINGS):
+        if isinstance(value, MAPPINGS):
             pairs = {key: remember(item) for key, item in value.items()}
 
             def back(now: Any) -> Any:
@@ -291,15 +291,19 @@ def _filled(container: Any, fill: Callable[[Any], None], items: Any) -> Any:
 
 def is_container(value: Any) -> bool:
     """Whether it is opened: subclasses of other people may mean something else by what is in them."""
-    return type(value) in (tuple, *_MAPPINGS, *_SEQUENCES) or (isinstance(value, tuple) and hasattr(value, "_make"))
+    return type(value) in (tuple, *MAPPINGS, *SEQUENCES) or (isinstance(value, tuple) and hasattr(value, "_make"))
 
 
-# Objects that a step changes inside: how what is in them is read, and written.
-_OBJECTS: tuple[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], object]], ...] = (
-    (torch.Generator, lambda g: g.get_state(), lambda g, state: g.set_state(state)),
-    (np.random.Generator, lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)),
-    (np.random.RandomState, lambda g: g.get_state(), lambda g, state: g.set_state(state)),
-    (random.Random, lambda g: g.getstate(), lambda g, state: g.setstate(state)),
+_Ways = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]  # how what is in an object is read, and written
+GENERATORS: dict[type, _Ways] = {
+    torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
+    np.random.Generator: (lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)),
+    np.random.RandomState: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
+    random.Random: (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
+}
+# Objects that a step changes inside.
+_OBJECTS: tuple[tuple[Any, *_Ways], ...] = (
+    *((kind, *ways) for kind, ways in GENERATORS.items()),
     (np.ndarray, lambda a: a.copy(), lambda a, values: np.copyto(a, values, casting="no")),
     (set, set, lambda s, items: _filled(s, s.update, items)),
 )
