@@ -35,16 +35,22 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 def _state_on(device: torch.device) -> Any:
     if device.type == "cuda":
         return torch.cuda.get_rng_state(device)
-    # As numpy's, outside torch's allocator: it is held for as long as what draws from it.
+    return torch.default_generator.clone_state()  # No tensor: it is held for as long as what draws from it.
+
+
+def _read(device: torch.device, state: Any) -> Tensor:
+    """A state in memory that the device's allocator does not count."""
+    if device.type == "cuda":
+        return state
     with torch._C._DisableTorchDispatch():
-        return torch.get_rng_state().numpy().copy()
+        return torch.from_numpy(state.get_state().numpy().copy())
 
 
-def _set_state(device: torch.device, state: Any) -> None:
+def _set_state(device: torch.device, state: Tensor) -> None:
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:
-        torch.set_rng_state(torch.from_numpy(state))
+        torch.set_rng_state(state)
 
 
 @contextmanager
@@ -61,9 +67,9 @@ def drawing_from(recorded: RecordedState | None) -> Iterator[None]:
 @contextmanager
 def drawing_from_all(recorded: Sequence[RecordedState]) -> Iterator[None]:
     """The same for several generators."""
-    now = [(device, _state_on(device)) for device, _ in recorded]
+    now = [(device, _read(device, _state_on(device))) for device, _ in recorded]
     for device, state in recorded:
-        _set_state(device, state)
+        _set_state(device, _read(device, state))
     try:
         yield
     finally:
