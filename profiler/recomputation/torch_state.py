@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from operator import is_not
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class TorchState:
         with with_flags(self._flags), ExitStack() as contexts:
             _enter_autocast(contexts, *self._autocast)
             modes = _function_modes()
-            if len(modes) != len(self._function_modes) or any(map(_differ, modes, self._function_modes)):
+            if len(modes) != len(self._function_modes) or any(map(is_not, modes, self._function_modes)):
                 contexts.callback(_set_function_modes, modes)
                 _set_function_modes(self._function_modes)
             if self._cached_parametrizations is not None or parametrize._cache_enabled:
@@ -48,12 +49,8 @@ class TorchState:
             yield
 
 
-def _differ(one: Any, other: Any) -> bool:
-    return one is not other
-
-
 def _autocast_state(device: torch.device) -> tuple[_Autocast, bool]:
-    kinds = dict.fromkeys((device.type, "cpu"))
+    kinds = ("cpu",) if device.type == "cpu" else (device.type, "cpu")
     states = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
     return states, torch.is_autocast_cache_enabled()
 

@@ -67,32 +67,25 @@ def flags_now() -> list[Any]:
     return [read() for read in _READERS]
 
 
+def _set_flags(flags: list[Any], now: list[Any]) -> None:
+    """Set those flags that are others now."""
+    for (_, write), flag, is_now in zip(_FLAGS, flags, now, strict=True):
+        if flag != is_now:
+            write(flag)
+
+
 @contextmanager
 def with_flags(flags: list[Any]) -> Iterator[None]:
     """Inside, the flags are these; on leaving, as on entering."""
     now = flags_now()
-    if now == flags:
-        yield
-        return
-    changed = [k for k, value in enumerate(now) if value != flags[k]]
-    _set_flags({k: flags[k] for k in changed})
+    _set_flags(flags, now)
     try:
         yield
     finally:
-        _set_flags({k: now[k] for k in changed})
-
-
-def _set_flags(values: dict[int, Any]) -> None:
-    for k, value in values.items():
-        _FLAGS[k][1](value)
+        _set_flags(now, flags)
 
 
 def current_flags() -> Callable[[], None]:
     """Read the flags; the returned function sets those that have changed since."""
     before = flags_now()
-
-    def restore() -> None:
-        now = flags_now()
-        _set_flags({k: value for k, value in enumerate(before) if value != now[k]})
-
-    return restore
+    return lambda: _set_flags(before, flags_now())
