@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,14 @@ from profiler.recomputation.saved_signatures import (
     signature_of,
     undefined_memory_shown,
 )
-from profiler.recomputation.saved_tensors import RerunError, SavedParameter, TensorStandIn, is_there_anyway, unpack
+from profiler.recomputation.saved_tensors import (
+    RerunError,
+    SavedParameter,
+    TensorStandIn,
+    Values,
+    is_there_anyway,
+    unpack,
+)
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.storages import storage_key
 from profiler.workload.tensor_trees import device_of, in_new_containers, tensors_in
@@ -91,7 +99,6 @@ class DroppedStage:
         self._previous: DroppedStage | None = None
         self._state: CallState | None = None
         self._signatures: list[SavedSignature | None] = []
-        self._saved_storages: set[int] = set()
         self._placeholders: list[Callable[[], SavedPlaceholder | None]] = []
 
     # Forward -----------------------------------------------------------------
@@ -124,10 +131,11 @@ class DroppedStage:
         self._state = CallState(self._module, device, draws_random=True, changing=changing)
         state_storages = self._state.state_storages()
         undefined = self._runs.deviations.undefined.get(self.position, ())
+        saved_storages: set[int] = set()
 
         def pack(tensor: Tensor) -> SavedParameter | SavedPlaceholder:
             number, storage = len(self._placeholders), storage_key(tensor)
-            self._saved_storages.add(storage)
+            saved_storages.add(storage)
             if is_there_anyway(tensor):
                 self._placeholders.append(_gone)  # A parameter: there anyway. Its place in the order still counts.
                 self._signatures.append(None)
@@ -141,8 +149,7 @@ class DroppedStage:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             output = self._forward(*args, **kwargs)
-        self._input.copy_batch(self._runs.batch, self._saved_storages)
-        self._saved_storages.clear()
+        self._input.copy_batch(self._runs.batch, saved_storages)
         return output
 
     # Backward ----------------------------------------------------------------
@@ -211,10 +218,8 @@ class DroppedStage:
         if before is not None:
             before.tensors.clear()  # What else the stage before returned goes now, as it does in a first forward.
         args, kwargs = self._input.arguments(inputs)
-        try:
+        with self._naming_the_stage():
             saved, output = self._run_again(rerun, args, kwargs)
-        except RerunError as error:
-            raise RerunError(f"stage {self.stage.name!r}: {error}") from error
         if rerun.mode == "drop" and self._held_boundaries:
             self._input.hold(inputs)
         if saved is not None:
@@ -248,7 +253,7 @@ class DroppedStage:
             return self._run_again(rerun, args, kwargs)
         return saved, output
 
-    def _note_undefined(self, second: Mapping[int, bytes], args: Any, kwargs: Any) -> None:
+    def _note_undefined(self, second: Mapping[int, Values], args: Any, kwargs: Any) -> None:
         """Run once more to see whether other values of saved tensors are no more than memory that nothing filled.
 
         Raises:
@@ -287,7 +292,8 @@ class DroppedStage:
         held = self._input.held()
         inputs = [tensor for tensor in held if tensor is not None]
         if len(inputs) == len(held):
-            return self._unchanged(inputs)
+            with self._naming_the_stage():
+                return self._input.unchanged(inputs)
         assert self._previous is not None
         if before is None or before.position != self._previous.position:
             before = self._previous._rerun(Rerun(self._previous.position, "drop", False), None)
@@ -295,9 +301,10 @@ class DroppedStage:
         links = self._input.links
         return [before.tensors[links[i]] if tensor is None else tensor for i, tensor in enumerate(held)]
 
-    def _unchanged(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    @contextmanager
+    def _naming_the_stage(self) -> Iterator[None]:
         try:
-            return self._input.unchanged(inputs)
+            yield
         except RerunError as error:
             raise RerunError(f"stage {self.stage.name!r}: {error}") from error
 

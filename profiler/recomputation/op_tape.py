@@ -309,7 +309,7 @@ class OpTape:
         if record.traits.statistics:
             for place in record.traits.statistics:  # The op itself changes them, and counts no change.
                 if isinstance(encoded[place], RecordedInput):
-                    encoded[place].values = b""
+                    encoded[place].values = ()
         return encoded
 
     def _encode(self, value: Any, record: RecordedOp, given: set[int]) -> Any:

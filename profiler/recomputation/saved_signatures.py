@@ -7,24 +7,24 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from profiler.recomputation.saved_tensors import PLAIN_TENSORS, compared_step, some_values_of
+from profiler.recomputation.saved_tensors import PLAIN_TENSORS, Values, compared_places, some_values_of
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.torch_flags import current_flags
 
 leave_uncompiled(__name__)
 
 
 class SavedSignature(NamedTuple):
-    """Of one saved tensor: how it lies in memory, and on the CPU some of its values as bytes."""
+    """Of one saved tensor: how it lies in memory, and on the CPU the bits of some of its values."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     layout: torch.layout
-    values: bytes
+    values: Values
 
 
 def signature_of(tensor: Tensor, *, values: bool = True) -> SavedSignature:
@@ -37,10 +37,8 @@ def signature_of(tensor: Tensor, *, values: bool = True) -> SavedSignature:
     layout = tensor.layout
     if layout is not torch.strided or type(tensor) not in PLAIN_TENSORS:
         shape = torch.Size(()) if tensor.is_nested else tensor.shape  # Ragged lengths are no plain numbers.
-        return SavedSignature(shape, (), tensor.dtype, layout, b"")
-    return SavedSignature(
-        tensor.shape, tensor.stride(), tensor.dtype, layout, some_values_of(tensor) if values else b""
-    )
+        return SavedSignature(shape, (), tensor.dtype, layout, ())
+    return SavedSignature(tensor.shape, tensor.stride(), tensor.dtype, layout, some_values_of(tensor) if values else ())
 
 
 class SignatureCheck:
@@ -57,7 +55,7 @@ class SignatureCheck:
 
     def __init__(self, expected: Sequence[SavedSignature | None], undefined: Collection[int] = ()) -> None:
         self.difference = ""
-        self.other_values: dict[int, bytes] = {}
+        self.other_values: dict[int, Values] = {}
         self._expected, self._undefined = expected, undefined
         self._count = 0
 
@@ -87,31 +85,27 @@ def _words(signature: SavedSignature) -> str:
 @contextmanager
 def undefined_memory_shown() -> Iterator[None]:
     """Inside, memory that a kernel takes and does not fill holds what ``is_undefined`` tells."""
-    on, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch._C._get_deterministic_fill_uninitialized_memory()
+    put_back = current_flags()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch._C._set_deterministic_fill_uninitialized_memory(True)
         try:
+            torch._C._set_deterministic_algorithms(True, warn_only=True)
+            torch._C._set_deterministic_fill_uninitialized_memory(True)
             yield
         finally:
-            torch._C._set_deterministic_fill_uninitialized_memory(fills)
-            torch.use_deterministic_algorithms(on, warn_only=warn_only)
+            put_back()
 
 
-def is_undefined(tensor: Tensor, first: bytes, second: bytes) -> bool:
+def is_undefined(tensor: Tensor, first: Values, second: Values) -> bool:
     """Whether all values in which two runs differ are undefined memory, as a third run shows it.
 
     Args:
         tensor: saved by the third run, inside ``undefined_memory_shown``.
         first, second: values of the two runs.
     """
-    sampled = tensor.detach().reshape(-1)[:: compared_step(tensor.numel())]
-    if sampled.is_floating_point() or sampled.is_complex():
-        shown = sampled.isnan()
+    compared = tensor.detach().reshape(-1)[list(compared_places(tensor.numel()))]
+    if compared.is_floating_point() or compared.is_complex():
+        shown = compared.isnan()
     else:
-        shown = sampled == (True if sampled.dtype is torch.bool else torch.iinfo(sampled.dtype).max)
-    size = tensor.element_size()
-    differs = (np.frombuffer(first, np.uint8) != np.frombuffer(second, np.uint8)).reshape(-1, size).any(axis=1)
-    return bool(shown.numpy()[differs].all())
+        shown = compared == (True if compared.dtype is torch.bool else torch.iinfo(compared.dtype).max)
+    return all(is_shown or one == other for one, other, is_shown in zip(first, second, shown.tolist(), strict=True))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -143,34 +146,45 @@ def recorded_inputs_in(value: Any) -> Iterator[RecordedInput]:
 
 # How many values of a tensor are compared, spread evenly; on the CPU only, where reading them waits for nothing.
 _COMPARED_VALUES = 16
+# Memory as numbers of so many bytes, of any length; of complex128 the first half of each value.
+_NUMBERS: dict[int, Any] = {
+    size: of * (2**62 // size)
+    for size, of in ((1, ctypes.c_uint8), (2, ctypes.c_uint16), (4, ctypes.c_uint32), (8, ctypes.c_uint64))
+}
+_NUMBERS[16] = _NUMBERS[8]
+Values = tuple[int, ...]  # the bits of each
 
 
-class _Memory:
-    """Memory for numpy to read, without torch knowing: a storage that it gives to numpy can never be resized again."""
-
-    __array_interface__: dict[str, Any]
-
-
-def some_values_of(tensor: Tensor) -> bytes:
-    """Some values of a plain tensor on the CPU, those at every ``compared_step`` of its elements; empty for others."""
+def some_values_of(tensor: Tensor) -> Values:
+    """Some values of a plain tensor on the CPU, those at ``compared_places``; empty for others."""
     if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or not tensor.is_cpu:
-        return b""
-    address, count, size = tensor.data_ptr(), tensor.numel(), tensor.element_size()
-    if count == 0 or address == 0:
-        return b""
-    step = compared_step(count)
-    whole = not tensor.is_contiguous()
-    shape = tuple(tensor.size()) if whole else (-(-count // step),)
-    strides = tuple(stride * size for stride in tensor.stride()) if whole else (step * size,)
-    memory = _Memory()
-    memory.__array_interface__ = {"data": (address, True), "shape": shape, "strides": strides, "typestr": f"|V{size}"}
-    values = np.asarray(memory)
-    return (values.flat[::step] if whole else values).tobytes()
+        return ()
+    address = tensor.data_ptr()  # Read as it lies: numpy may not see it, or its storage can never be resized again.
+    if address == 0:
+        return ()
+    size = tensor.element_size()
+    return _reader(tensor.shape, tensor.stride(), size)(_NUMBERS[size].from_address(address))
 
 
-def compared_step(size: int) -> int:
-    """How far apart compared values are among ``size`` of them."""
-    return size // _COMPARED_VALUES | 1  # Odd, so that it does not walk down one column.
+@functools.lru_cache(maxsize=10_000)
+def _reader(shape: tuple[int, ...], stride: tuple[int, ...], element_bytes: int) -> Callable[[Any], Values]:
+    """What reads the compared values of a tensor that lies so."""
+    numbers = 2 if element_bytes == 16 else 1
+    offsets = []
+    for place in compared_places(math.prod(shape)):
+        offset = 0
+        for length, step in zip(reversed(shape), reversed(stride), strict=True):
+            place, index = divmod(place, length)
+            offset += index * step
+        offsets.append(numbers * offset)
+    if len(offsets) < 2:  # An itemgetter of one returns no tuple.
+        return lambda memory: tuple(memory[offset] for offset in offsets)
+    return operator.itemgetter(*offsets)
+
+
+def compared_places(size: int) -> range:
+    """Which of ``size`` elements, in the order of their indices, are compared."""
+    return range(0, size, size // _COMPARED_VALUES | 1)  # Odd, so that it does not walk down one column.
 
 
 def is_there_anyway(tensor: Tensor) -> bool:

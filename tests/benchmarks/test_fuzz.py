@@ -46,7 +46,7 @@ def test_random_numbers_that_are_not_put_back_are_found(monkeypatch: pytest.Monk
     with monkeypatch.context() as broken:
         forget_random_states(broken)
         assert judge(case).verdict == "refused"
-        broken.setattr(saved_signatures, "some_values_of", lambda tensor: b"")  # Else values tell.
+        broken.setattr(saved_signatures, "some_values_of", lambda tensor: ())  # Else values tell.
         failure = judge(case)
         assert failure.verdict == "wrong" and "gradient" in failure.detail
         smallest = shrunk(failure, judge)
