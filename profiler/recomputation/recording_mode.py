@@ -143,16 +143,16 @@ class RecordingMode(TorchDispatchMode):
         finally:
             self._recording = True
 
-    @property
-    def diverged(self) -> bool:
-        """Whether the call has run another op than expected so far."""
-        return self._diverged is not None
+    def end_call(self) -> tuple[int | None, bool]:
+        """The call is over; the op at which it diverged, if it did, and whether it only ended before the last one.
 
-    def end_call(self) -> int | None:
-        """The call is over; the op at which it diverged, if it did. Fewer ops than expected are a divergence too."""
-        if self._diverged is None and self._ordinal != len(self._expected):
-            self._diverged = self._ordinal
-        return self._diverged
+        Where it ends with the op that is expected last, something in the middle may have been left out: what followed
+        was taken for that, and other ops will run again than were chosen.
+        """
+        run, expected = self._ordinal, self._expected
+        if self._diverged is not None or run == len(expected):
+            return self._diverged, False
+        return run, run == 0 or expected[run - 1] is not expected[-1]
 
 
 def _switches_in(module: nn.Module, selection: Selection) -> list[tuple[nn.Module | None, ModuleSwitch]]:

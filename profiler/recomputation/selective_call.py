@@ -82,9 +82,7 @@ class SelectiveCall:
     def _run(self, call: Callable[..., Any], args: Any, kwargs: Any, hooks: Any) -> Any:
         with self._mode.switching(hooks):
             output = self._mode.run_stage(call, args, kwargs)
-        followed = not self._mode.diverged
-        self.diverged = self._mode.end_call()
-        self.ended_early = followed and self.diverged is not None
+        self.diverged, self.ended_early = self._mode.end_call()
         self._tape.end_recording()
         return output
 
