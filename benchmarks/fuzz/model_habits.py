@@ -10,12 +10,10 @@ optimizer = remade(optimizer, model)"""
 _HAS_INNER = 'hasattr(part, "inner") and isinstance(part.inner, nn.Linear)'
 
 CHANGES = [
-    Habit(name="double after apply", setup="""\
-model.double()
-inputs = cast(inputs, torch.float64)"""),
-    Habit(name="bfloat16 after apply", setup="""\
-model.bfloat16()
-inputs = cast(inputs, torch.bfloat16)"""),
+    Habit(name="converted after apply", setup="""\
+dtype = torch.bfloat16 if len(net_of(model).blocks) % 2 else torch.float64
+model.to(dtype)
+inputs = cast(inputs, dtype)"""),
     Habit(name="norm added after apply", promised=False, setup=each_module(_HAS_INNER, """\
 norm = nn.BatchNorm1d(part.inner.out_features)
 part.inner = nn.Sequential(part.inner, nn.Flatten(0, 1), norm, nn.Unflatten(0, (-1, 8)))""")),

@@ -124,19 +124,17 @@ for buffer in model.buffers():
     if buffer.is_floating_point():
         buffer.data.mul_(0.5)""",
     ),
-    Habit(
-        name="weights written through data",
+    Habit(  # All of them through data, or biases under no_grad, by how many there are.
+        name="parameters written before backward",
         between="""\
-for p in model.parameters():
-    p.data.mul_(0.9)""",
-    ),
-    Habit(
-        name="biases written under no_grad",
-        between="""\
-with torch.no_grad():
-    for name, p in model.named_parameters():
-        if name.endswith("bias") and "norm" not in name:
-            p.add_(0.5)""",
+if len(list(model.parameters())) % 2:
+    for p in model.parameters():
+        p.data.mul_(0.9)
+else:
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("bias") and "norm" not in name:
+                p.add_(0.5)""",
     ),
     Habit(
         name="weights swapped through data",
