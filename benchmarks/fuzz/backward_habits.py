@@ -8,6 +8,12 @@ _ATTENDS = ("AttendsPlainly", "Attends", "Encodes", "CrossReads")
 _PARAMETRIZED = ("SpectralNorm", "Orthogonal", "WeightNorm")
 _LAST_WEIGHTS = "[p for p in model.parameters() if p.requires_grad][-2:]"
 
+_TWO_LOSSES = """\
+output = call(model, inputs)
+loss = loss_fn(output)
+other = (first_of(output).float() ** 4).mean()
+del output"""
+
 CONTEXTS = [
     Habit(name="sdpa_kernel", needs=_ATTENDS, around="sdpa_kernel([SDPBackend.MATH])", promised=False),
     Habit(name="parametrize.cached", needs=_PARAMETRIZED, around="parametrize.cached()", promised=False),
@@ -49,16 +55,9 @@ BACKWARDS = [
           backward="(0.5 * loss).backward(retain_graph=True)\nbackward(loss)"),
     Habit(name="graph retained and left", promised=False, unless=("scaler",),
           backward="loss.backward(retain_graph=True)"),
-    Habit(name="two losses", promised=False, forward="""\
-output = call(model, inputs)
-loss = loss_fn(output)
-other = (first_of(output).float() ** 4).mean()
-del output""", backward="backward(loss + other)\ndel other"),
-    Habit(name="two losses, graph retained", promised=False, forward="""\
-output = call(model, inputs)
-loss = loss_fn(output)
-other = (first_of(output).float() ** 4).mean()
-del output""", backward="other.backward(retain_graph=True)\nbackward(loss)\ndel other"),
+    Habit(name="two losses", promised=False, forward=_TWO_LOSSES, backward="backward(loss + other)\ndel other"),
+    Habit(name="two losses, graph retained", promised=False, forward=_TWO_LOSSES,
+          backward="other.backward(retain_graph=True)\nbackward(loss)\ndel other"),
     Habit(name="output kept", promised=False, forward="output = call(model, inputs)\nloss = loss_fn(output)"),
     Habit(name="part of the graph", promised=False, backward=f"""\
 first = torch.autograd.grad(loss, {_LAST_WEIGHTS}, retain_graph=True, allow_unused=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.fuzz.habit import Habit
+from benchmarks.fuzz.habit import Habit, validation
 
 # Under functorch a forward must not write what it did not make.
 _WRITING = (
@@ -26,15 +26,16 @@ _WRITING += (
     "Checkpoints",
 )
 
+_OF_WEIGHTS = """\
+named = {name: p.detach() for name, p in model.named_parameters()}
+def of_weights(weights):
+    return loss_fn(torch.func.functional_call(model, weights, args_of(inputs), kwargs_of(inputs)))"""
+
 FORWARDS = [
     Habit(
         name="validation before backward",
         promised=False,
-        between="""\
-model.eval()
-with torch.no_grad():
-    call(model, inputs)
-model.train()""",
+        between=validation("torch.no_grad()"),
     ),
     Habit(
         name="no_grad forward before backward", promised=False, between="with torch.no_grad():\n    call(model, inputs)"
@@ -42,11 +43,7 @@ model.train()""",
     Habit(
         name="inference_mode forward before backward",
         promised=False,
-        between="""\
-model.eval()
-with torch.inference_mode():
-    call(model, inputs)
-model.train()""",
+        between=validation("torch.inference_mode()"),
     ),
     Habit(
         name="other forward before backward", promised=False, between="other = call(model, copied(inputs))\ndel other"
@@ -84,11 +81,7 @@ loss = loss_fn(call(model, inputs))""",
     Habit(name="smaller batch", promised=False, forward="loss = loss_fn(call(model, halved(inputs)))"),
     Habit(
         name="validation between steps",
-        begin="""\
-model.eval()
-with torch.no_grad():
-    call(model, inputs)
-model.train()""",
+        begin=validation("torch.no_grad()"),
     ),
     Habit(
         name="eval forward with gradients",
@@ -149,10 +142,7 @@ del first, named, grads, fast""",
         promised=False,
         unless=("autocast",),
         lacks=_WRITING,
-        begin="""\
-named = {name: p.detach() for name, p in model.named_parameters()}
-def of_weights(weights):
-    return loss_fn(torch.func.functional_call(model, weights, args_of(inputs), kwargs_of(inputs)))
+        begin=f"""{_OF_WEIGHTS}
 seen = torch.func.grad(of_weights)(named)
 del named, of_weights, seen""",
     ),
@@ -173,11 +163,8 @@ del named, of_sample, seen""",
         promised=False,
         unless=("autocast",),
         lacks=_WRITING,
-        begin="""\
-named = {name: p.detach() for name, p in model.named_parameters()}
-def of_weights(weights):
-    return loss_fn(torch.func.functional_call(model, weights, args_of(inputs), kwargs_of(inputs)))
-seen = torch.func.jvp(of_weights, (named,), ({name: torch.ones_like(p) for name, p in named.items()},))
+        begin=f"""{_OF_WEIGHTS}
+seen = torch.func.jvp(of_weights, (named,), ({{name: torch.ones_like(p) for name, p in named.items()}},))
 del named, of_weights, seen""",
     ),
 ]

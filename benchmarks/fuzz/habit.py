@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -61,3 +62,13 @@ class Habit:
 def places_of(habit: Habit) -> list[str]:
     """Where it acts."""
     return [field.name for field in fields(habit) if field.name in PLACES and getattr(habit, field.name)]
+
+
+def each_module(condition: str, lines: str) -> str:
+    """The lines that do ``lines`` to every module ``part`` of the model for which the condition holds."""
+    return f"for part in model.modules():\n    if {condition}:\n{textwrap.indent(lines, 8 * ' ')}"
+
+
+def validation(context: str) -> str:
+    """The lines of a forward in eval mode inside a context, as ``torch.no_grad()``."""
+    return f"model.eval()\nwith {context}:\n    call(model, inputs)\nmodel.train()"

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from benchmarks.fuzz.habit import Habit
+from benchmarks.fuzz.habit import Habit, each_module
 
 _ROUND_TRIP = """\
 model = {}
 optimizer = remade(optimizer, model)"""
+_HAS_INNER = 'hasattr(part, "inner") and isinstance(part.inner, nn.Linear)'
 
 CHANGES = [
-    Habit(name="double after apply", setup="""\
-model.double()
-inputs = cast(inputs, torch.float64)"""),
-    Habit(name="bfloat16 after apply", setup="""\
-model.bfloat16()
-inputs = cast(inputs, torch.bfloat16)"""),
-    Habit(name="norm added after apply", promised=False, setup="""\
-for part in model.modules():
-    if hasattr(part, "inner") and isinstance(part.inner, nn.Linear):
-        norm = nn.BatchNorm1d(part.inner.out_features)
-        part.inner = nn.Sequential(part.inner, nn.Flatten(0, 1), norm, nn.Unflatten(0, (-1, 8)))"""),
-    Habit(name="dropout added after apply", promised=False, setup="""\
-for part in model.modules():
-    if hasattr(part, "inner") and isinstance(part.inner, nn.Linear):
-        part.inner = nn.Sequential(part.inner, nn.Dropout(0.3))"""),
+    Habit(name="converted after apply", setup="""\
+dtype = torch.bfloat16 if len(net_of(model).blocks) % 2 else torch.float64
+model.to(dtype)
+inputs = cast(inputs, dtype)"""),
+    Habit(name="norm added after apply", promised=False, setup=each_module(_HAS_INNER, """\
+norm = nn.BatchNorm1d(part.inner.out_features)
+part.inner = nn.Sequential(part.inner, nn.Flatten(0, 1), norm, nn.Unflatten(0, (-1, 8)))""")),
+    Habit(name="dropout added after apply", promised=False, setup=each_module(
+        _HAS_INNER, "part.inner = nn.Sequential(part.inner, nn.Dropout(0.3))")),
     Habit(name="hooks added after apply", promised=False, setup="""\
 for part in list(model.modules())[1:]:
     if isinstance(part, nn.Linear):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks.fuzz.habit import Habit
+from benchmarks.fuzz.habit import Habit, each_module, validation
 
 _DROPS = ("Dropping", "Convolves", "Recurs", "Encodes", "CrossReads", "LayerDrop", "Checkpoints", "Deep")
 _BUFFERED = ("MovingScale", "ReplacedScale", "Codebook", "LateStatistics", "SpectralNorm", "OldSpectralNorm")
 _NORMS = ("Norms", "AveragingNorms", "InstanceNorms", "Convolves")
-_EVERY_DROPOUT = (
-    "for part in model.modules():\n    if isinstance(part, nn.modules.dropout._DropoutNd):\n        part.p = {}"
-)
+_IS_NORM = "isinstance(part, nn.modules.batchnorm._NormBase)"
+_IS_DROPOUT = "isinstance(part, nn.modules.dropout._DropoutNd)"
+_HAS_SCALE = 'hasattr(part, "scale") and isinstance(part.scale, float)'
 
 # Flags, rates and attributes that differ when backward comes
 FLAGS = [
@@ -18,100 +18,67 @@ FLAGS = [
         name="eval of norms before backward",
         needs=_NORMS,
         after="model.train()",
-        between="""\
-for part in model.modules():
-    if isinstance(part, nn.modules.batchnorm._NormBase):
-        part.eval()""",
+        between=each_module(_IS_NORM, "part.eval()"),
     ),
     Habit(
         name="train of a frozen norm before backward",
         needs=_NORMS,
         between="model.train()",
-        begin="""\
-for part in model.modules():
-    if isinstance(part, nn.modules.batchnorm._NormBase):
-        part.eval()""",
+        begin=each_module(_IS_NORM, "part.eval()"),
     ),
     Habit(
         name="dropout rate before backward",
         needs=_DROPS,
-        begin=_EVERY_DROPOUT.format(0.3),
-        between=_EVERY_DROPOUT.format(0.9),
+        begin=each_module(_IS_DROPOUT, "part.p = 0.3"),
+        between=each_module(_IS_DROPOUT, "part.p = 0.9"),
     ),
     Habit(
         name="dropout off before backward",
         needs=_DROPS,
-        begin=_EVERY_DROPOUT.format(0.4),
-        between=_EVERY_DROPOUT.format(0.0),
+        begin=each_module(_IS_DROPOUT, "part.p = 0.4"),
+        between=each_module(_IS_DROPOUT, "part.p = 0.0"),
     ),
-    Habit(name="dropout rate grows", needs=_DROPS, begin=_EVERY_DROPOUT.format("0.1 * step")),
+    Habit(name="dropout rate grows", needs=_DROPS, begin=each_module(_IS_DROPOUT, "part.p = 0.1 * step")),
     Habit(
         name="momentum of norms before backward",
         needs=_NORMS,
-        between="""\
-for part in model.modules():
-    if isinstance(part, nn.modules.batchnorm._NormBase):
-        part.momentum = 0.5""",
+        between=each_module(_IS_NORM, "part.momentum = 0.5"),
     ),
     Habit(
         name="eps of norms before backward",
-        begin="""\
-for part in model.modules():
-    if hasattr(part, "eps"):
-        part.eps = 1e-5""",
-        between="""\
-for part in model.modules():
-    if hasattr(part, "eps"):
-        part.eps = 1e-1""",
+        begin=each_module('hasattr(part, "eps")', "part.eps = 1e-5"),
+        between=each_module('hasattr(part, "eps")', "part.eps = 1e-1"),
     ),
     Habit(
         name="cond set before backward",
         needs=("Conditioned",),
-        between="""\
-for part in model.modules():
-    if hasattr(part, "cond"):
-        part.cond = torch.zeros(())""",
+        between=each_module('hasattr(part, "cond")', "part.cond = torch.zeros(())"),
     ),
     Habit(
         name="cond deleted before backward",
         needs=("Conditioned",),
-        between="""\
-for part in model.modules():
-    if hasattr(part, "cond"):
-        del part.cond""",
+        between=each_module('hasattr(part, "cond")', "del part.cond"),
     ),
     Habit(
         name="cond changed in place before backward",
         needs=("Conditioned",),
         promised=False,
-        between="""\
-for part in model.modules():
-    if hasattr(part, "cond"):
-        part.cond = part.cond.detach() + 1.0""",
+        between=each_module('hasattr(part, "cond")', "part.cond = part.cond.detach() + 1.0"),
     ),
     Habit(
         name="scale set each step",
         needs=("Scaled",),
-        begin="""\
-for part in model.modules():
-    if hasattr(part, "scale") and isinstance(part.scale, float):
-        part.scale = 1.0 + step""",
+        begin=each_module(_HAS_SCALE, "part.scale = 1.0 + step"),
     ),
     Habit(
         name="scale set before backward",
         needs=("Scaled",),
-        between="""\
-for part in model.modules():
-    if hasattr(part, "scale") and isinstance(part.scale, float):
-        part.scale += 1.0""",
+        between=each_module(_HAS_SCALE, "part.scale += 1.0"),
     ),
     Habit(
         name="counter advanced before backward",
         needs=("Counts", "LateStatistics"),
-        between="""\
-for part in model.modules():
-    if hasattr(part, "calls"):
-        part.calls += 1""",
+        between=each_module('hasattr(part, "calls")', "part.calls += 1"),
     ),
     Habit(
         name="frozen before backward",
@@ -157,19 +124,17 @@ for buffer in model.buffers():
     if buffer.is_floating_point():
         buffer.data.mul_(0.5)""",
     ),
-    Habit(
-        name="weights written through data",
+    Habit(  # All of them through data, or biases under no_grad, by how many there are.
+        name="parameters written before backward",
         between="""\
-for p in model.parameters():
-    p.data.mul_(0.9)""",
-    ),
-    Habit(
-        name="biases written under no_grad",
-        between="""\
-with torch.no_grad():
-    for name, p in model.named_parameters():
-        if name.endswith("bias") and "norm" not in name:
-            p.add_(0.5)""",
+if len(list(model.parameters())) % 2:
+    for p in model.parameters():
+        p.data.mul_(0.9)
+else:
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("bias") and "norm" not in name:
+                p.add_(0.5)""",
     ),
     Habit(
         name="weights swapped through data",
@@ -181,16 +146,13 @@ for p in model.parameters():
     Habit(
         name="average of weights loaded for validation",
         promised=False,
-        between="""\
-kept = {name: p.data for name, p in model.named_parameters()}
+        between=f"""\
+kept = {{name: p.data for name, p in model.named_parameters()}}
 for p in model.parameters():
     p.data = p.data * 0.5
-model.eval()
-with torch.no_grad():
-    call(model, inputs)
+{validation("torch.no_grad()")}
 for name, p in model.named_parameters():
-    p.data = kept[name]
-model.train()""",
+    p.data = kept[name]""",
     ),
     Habit(
         name="input zeroed before backward",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from planner.plans.given_sources import object_or_file, type_in_words
 from planner.plans.plan import Plan
 from profiler.records import Profile
 from profiler.workload.ready_models import check_initialised
@@ -20,11 +20,7 @@ def given_plan(plan: Any) -> Plan:
     Raises:
         ValueError: it is of another kind, or the file is no plan.
     """
-    if isinstance(plan, Plan):
-        return plan
-    if isinstance(plan, (str, Path)):
-        return Plan.load(plan)
-    raise ValueError(f"apply: expected a Plan or the path of its file, got {_kind(plan)}; {_remedy(plan)}")
+    return object_or_file(plan, Plan, "apply", _remedy)
 
 
 def given_model(model: Any) -> nn.Module:
@@ -37,7 +33,8 @@ def given_model(model: Any) -> nn.Module:
         raise ValueError("apply: expected a torch.nn.Module, got a Workload; pass workload.model")
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"apply: expected a torch.nn.Module, got {_kind(model)}; call planner.apply(model, plan), the model first"
+            f"apply: expected a torch.nn.Module, got {type_in_words(model)}; "
+            "call planner.apply(model, plan), the model first"
         )
     check_initialised(model, "apply")
     return model
@@ -56,10 +53,6 @@ def check_sharded(model: nn.Module, plan: Plan) -> None:
             f"runs {segment!r} again for the backward of another stage, when its parameters are sharded; raise the "
             "budget, or state a plan that recomputes stages one by one"
         )
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _remedy(plan: Any) -> str:

@@ -25,6 +25,8 @@ from profiler.workload.tensor_trees import tensors_in
 
 leave_uncompiled(__name__)
 
+_Latest = tuple[DroppedStage, list[weakref.ref[Tensor]]]  # a stage and what it returned
+
 
 class PlannedStep:
     """The stages of one forward, and what its backward will need.
@@ -46,7 +48,7 @@ class PlannedStep:
         self._plan = plan
         # Only the graph holds dropped stages, but for the latest one while the forward is under way.
         self._dropped: weakref.WeakValueDictionary[int, DroppedStage] = weakref.WeakValueDictionary()
-        self._latest: tuple[DroppedStage, list[weakref.ref[Tensor]]] | None = None
+        self._latest: _Latest | None = None
         self._ran: set[int] = set()
         self._transfers = None if engine is None else TransferExecutor(plan, lowered, engine, self._dropped)
         self._runs = KeptRuns(plan, lowered, selections, deviations, batch, self._transfers)
@@ -87,9 +89,7 @@ class PlannedStep:
             return forward(*args, **kwargs)
         position, first_node = len(self._plan.stages) + len(self._ran), next_node()
         stage = DroppedStage(position, module, forward, self._runs, self._dropped, replace(kin, name=name, links=()))
-        stage.take_input((args, kwargs), None, [])
-        output = stage.run_first(args, kwargs)
-        self._dropped[position] = stage
+        output = self._run_dropped(stage, None, args, kwargs)
         self._ran.add(position)
         self._latest = None
         self._expect_backward(position, tensors_in(output), first_node)
@@ -118,15 +118,20 @@ class PlannedStep:
         if position not in self._runs.lowered.dropped and position not in self._runs.deviations.diverged_stages:
             return self._runs.first_run(position, module, forward, args, kwargs)
         stage = DroppedStage(position, module, forward, self._runs, self._dropped)
-        previous, outputs = self._latest or (None, [])
         # A step may leave the stage before out.
         stage.expects_links = self._latest is not None and position - 1 in self._ran
+        output = self._run_dropped(stage, self._latest, args, kwargs)
+        self._latest = stage, [weakref.ref(tensor) for tensor in tensors_in(output)]
+        return output
+
+    def _run_dropped(self, stage: DroppedStage, latest: _Latest | None, args: Any, kwargs: Any) -> Any:
+        """The first run of a dropped stage, whose input may be what the ``latest`` one returned."""
+        previous, outputs = latest or (None, [])
         before = next_node()
         stage.take_input((args, kwargs), previous, [reference() for reference in outputs])
         self._own_nodes += next_node() - before
         output = stage.run_first(args, kwargs)
-        self._dropped[position] = stage
-        self._latest = stage, [weakref.ref(tensor) for tensor in tensors_in(output)]
+        self._dropped[stage.position] = stage
         return output
 
     def _expect_backward(self, position: int, outputs: Sequence[Tensor], first_node: int) -> None:

@@ -16,7 +16,7 @@ from profiler.measurement.meter import Mark, memory_meter, metered, metered_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.optimizers import optimizer_tensors
 from profiler.workload.snapshot import RandomState, preserved
-from profiler.workload.steps import ProfileError, checked_step, resident_bytes_of
+from profiler.workload.steps import ProfileError, checked_step, optimizer_state_bytes, resident_bytes_of
 from profiler.workload.storages import allocated_bytes, distinct_bytes, storage_key
 from profiler.workload.workload import StepPhase, Workload, varied
 
@@ -109,7 +109,7 @@ def _step(workload: Workload) -> StepBytes:
         meter.mark(Mark(phase))
 
     phases = dict(metered_step(workload, meter, Mark("forward"), mark))
-    made_bytes = resident_bytes_of(workload).optimizer - before.optimizer
+    made_bytes = optimizer_state_bytes(workload) - before.optimizer
     highest = max(phases, key=lambda mark: phases[mark].peak_bytes)
     optimizer = phases[Mark("optimizer")]
     return StepBytes(

@@ -18,7 +18,7 @@ from profiler.measurement.stage_probe import StageProbe
 from profiler.measurement.stage_reruns import HELD, RerunTimes, kept_by_hooks, rerun_stages
 from profiler.measurement.unsteady_bytes import what_is_unsteady
 from profiler.op_graph import ChoiceError
-from profiler.records import MenuRecord, Phase, Profile
+from profiler.records import MenuRecord, Phase, Profile, ResidentBytes
 from profiler.trace.compiled_trace import trace_compiled
 from profiler.trace.left_out import left_out_of
 from profiler.trace.partition import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
@@ -96,7 +96,7 @@ def profile(
         try:
             largest = _warmed_up_for_the_largest(workload, randomness, report)
             resident = resident_bytes_of(workload)
-            measuring = _Measuring(workload, resident.total, largest.randomness, report)
+            measuring = _Measuring(workload, resident, largest.randomness, report)
             with largest.drawn():
                 measured = measuring.measure(stages, propose or (lambda ops: ()), state)
         except (StagesError, ChoiceError):
@@ -141,12 +141,12 @@ class _Measuring:
     """The runs of one profile, each from the same random numbers."""
 
     def __init__(
-        self, workload: Workload, resident_bytes: int, randomness: RandomState, report: _ProgressReporter
+        self, workload: Workload, resident: ResidentBytes, randomness: RandomState, report: _ProgressReporter
     ) -> None:
         self._workload = workload
         self._device = workload.device
         self._compiled = is_compiled(workload.model)
-        self._resident_bytes = resident_bytes
+        self._resident = resident
         self._randomness = randomness
         self._report = report
 
@@ -154,7 +154,6 @@ class _Measuring:
         self, patterns: Sequence[StagePattern] | None, propose: ProposeChoices, state: StateChoices | None
     ) -> Measured:
         """Everything that a profile is made of."""
-        optimizer_bytes = resident_bytes_of(self._workload).optimizer
         uncompiled_trace, uncompiled_stages = trace, stages = self._trace(patterns)
         left_out = left_out_of(trace, stages, self._workload.model) if patterns is None else ()
         if self._compiled:
@@ -193,7 +192,7 @@ class _Measuring:
             ],
             menu_of={k: number for number, group in enumerate(groups) for k in group.members},
             unsteady=what_is_unsteady(
-                self._workload, uncompiled_trace, uncompiled_stages, optimizer_bytes, saving.varied
+                self._workload, uncompiled_trace, uncompiled_stages, self._resident.optimizer, saving.varied
             ),
             left_out=left_out,
         )
@@ -216,7 +215,7 @@ class _Measuring:
         self._randomness.restore()
 
     def _memory_meter(self) -> Meter:
-        return memory_meter(self._device, self._resident_bytes)
+        return memory_meter(self._device, self._resident.total)
 
     def _step(self, what: str, run: Callable[[], Result]) -> Result:
         """Run a whole step, again where the scaler leaves the optimizer out."""
@@ -254,6 +253,6 @@ class _Measuring:
     def _measure_menus(
         self, probe: StageProbe, groups: Sequence[OptionGroup], memory: PhasesOfMark, propose: ProposeChoices
     ) -> list[MenuRecord]:
-        steps = OptionSteps(probe, memory, self._resident_bytes, self._randomness, self._report)
+        steps = OptionSteps(probe, memory, self._resident.total, self._randomness, self._report)
         steps.check(groups, propose)
         return steps.measure(groups)

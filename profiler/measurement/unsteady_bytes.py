@@ -10,7 +10,7 @@ from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Op, Trace
 from profiler.trace.value_sized import in_words
 from profiler.workload.optimizers import optimizer_tensors
-from profiler.workload.steps import resident_bytes_of
+from profiler.workload.steps import optimizer_state_bytes
 from profiler.workload.workload import Workload
 
 
@@ -88,5 +88,5 @@ def _states(workload: Workload, first_bytes: int) -> Iterator[str]:
     names = sorted({name for _, name, tensor in tensors if tensor.layout is not torch.strided})
     if names:
         yield f"the optimizer's {names[0]!r} is sparse, and grows from step to step; use one that keeps dense states"
-    elif (grown := resident_bytes_of(workload).optimizer - first_bytes) > 0:
+    elif (grown := optimizer_state_bytes(workload) - first_bytes) > 0:
         yield f"the optimizer's states grow from step to step: by {grown} bytes in the steps that were measured"

@@ -21,6 +21,7 @@ from profiler.recomputation.rng_state import drawing_from, random_state_of
 from profiler.recomputation.saved_tensors import (
     RecordedInput,
     TensorStandIn,
+    below_autograd,
     geometry_of,
     recorded_inputs_in,
     tensor_over,
@@ -244,7 +245,7 @@ class OpTape:
 
     def fill_all(self) -> None:
         """Fill every placeholder and take no more: what comes now may change what the recorded ops read."""
-        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch.no_grad():
+        with below_autograd():
             for recomputed in self._allocated():
                 self._fill(recomputed)
         self._made.clear()
@@ -336,8 +337,7 @@ class OpTape:
             for record in self._ops_needed_for(recomputed.writers[-1]):
                 for recorded_input in recorded_inputs_in((record.args, record.kwargs)):
                     recorded_input.tensor()
-        plain = torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch.no_grad()
-        with running_again(), with_flags(self._flags), plain[0], plain[1], plain[2]:
+        with running_again(), with_flags(self._flags), below_autograd():
             if self._recording and recomputed.original() is not None:
                 self._fill(recomputed)
                 return

@@ -7,6 +7,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -208,6 +209,13 @@ def without_graph(tensor: Tensor) -> Tensor:
         return tensor.detach()
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_VIEWS, without)
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Ops inside run as the forward's kernels did: without autograd, autocast or gradients."""
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch.no_grad():
+        yield
 
 
 # Size, stride, offset, dtype, and whether it is read as its conjugate, or as its negative.

@@ -64,7 +64,7 @@ def _gone(put_back: Callable[[], object]) -> BaseException | None:
     """Go a way to its end, also where something interrupts; what did."""
     try:
         put_back()
-    except Exception:
+    except Exception:  # The way itself failed: that goes to the caller; only after interrupts is it gone again.
         raise
     except BaseException as interrupt:  # noqa: BLE001  It is raised once all is back.
         put_back()

@@ -145,20 +145,24 @@ def count_many_steps(optimizer: torch.optim.Optimizer) -> None:
 
 def resident_bytes_of(workload: Workload) -> ResidentBytes:
     """Bytes that are there between two steps, each storage once."""
-    model, device = workload.model, workload.device
+    model = workload.model
     of_model = {id(parameter) for parameter in model.parameters()}
     buffers = distinct_bytes(model.buffers()) + distinct_bytes(_kept_in_attributes(workload))
     return ResidentBytes(
         parameters=distinct_bytes(model.parameters()),
         buffers=buffers,
-        optimizer=distinct_bytes(
-            tensor for *_, tensor in optimizer_tensors(workload.optimizers) if tensor.device.type == device.type
-        ),
+        optimizer=optimizer_state_bytes(workload),
         inputs=distinct_bytes(tensors_in(workload.inputs)),
         gradients=distinct_bytes(p.grad for p in workload.with_gradients() if p.grad is not None),
         other_parameters=distinct_bytes(p for p in workload.parameters_beside() if id(p) not in of_model),
         scaler=distinct_bytes(scaler_tensors(workload.scaler)),
     )
+
+
+def optimizer_state_bytes(workload: Workload) -> int:
+    """Bytes of the optimizers' states on the workload's device, each storage once."""
+    kind = workload.device.type
+    return distinct_bytes(tensor for *_, tensor in optimizer_tensors(workload.optimizers) if tensor.device.type == kind)
 
 
 def _kept_in_attributes(workload: Workload) -> list[Tensor]:

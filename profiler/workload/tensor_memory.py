@@ -97,14 +97,6 @@ def host_copy(tensor: Tensor) -> Tensor:
         return plain.clone() if plain.is_mkldnn else plain.to("cpu", copy=True)
 
 
-def put_values(tensor: Tensor, values: Tensor) -> None:
-    """Write values into a tensor unless it has them; through ``.data``, so that its version stays as it was."""
-    if _form(tensor) == _form(values):
-        _overwrite(tensor, values)
-    else:
-        tensor.data = values.to(tensor.device, copy=True)
-
-
 def same_values(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors are the same, bit for bit, in type, shape, layout and values."""
     return _form(left) == _form(right) and all(map(_same_bits, parts_of(left), parts_of(right)))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from benchmarks.fuzz.stateful_blocks import Square
 from tests.support.small_blocks import WIDTH, Residual, Stack, block
 
 
@@ -165,19 +166,6 @@ class EatsModel(nn.Module):
         for each in self.blocks:
             x = each(x)
         return x
-
-
-class Square(torch.autograd.Function):
-    """Keeps a tensor where no saved-tensor hook can see it."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.hidden = x.clone()
-        return x * x
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return 2 * ctx.hidden * grad
 
 
 class HidesTensor(nn.Module):
