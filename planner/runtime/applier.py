@@ -200,6 +200,7 @@ class PlannedCalls:
         self._casts_inside = differs and autocasts_inside(model)
         if (differs and not self._casts_inside) or self._types.differ():
             check_precision(model, self._plan, autocast_now(self._device))
+        self._types.check_trained()
         if (device := model_device(model)) != self._device:
             self._device = device
             self._engine = engine_for(self._plan, self._lowered, device)

@@ -81,8 +81,16 @@ def _warn_once(text: str) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
+def warn_of_other_trained_parameters(what: str) -> None:
+    """Say once that others take gradients than when the plan was applied."""
+    _warn_once(
+        f"planner.apply: expected the parameters that were trained when the plan was applied, got {what}; the peak is "
+        "not promised. Profile it as it is now"
+    )
+
+
 class ParameterTypes:
-    """The types of a model's parameters, to be looked at in every step: that takes microseconds.
+    """A model's parameters, to be looked at in every step: their types, and which are trained. It takes microseconds.
 
     Args:
         model: whose parameters they are.
@@ -92,7 +100,23 @@ class ParameterTypes:
     def __init__(self, model: nn.Module, precision: str) -> None:
         self._owned = [module._parameters for module in model.modules() if module._parameters]
         self._expected = {getattr(torch, name) for name in types_part(precision).split("+") if name}
+        self._cast = "autocast" in precision
+        self._trained = self._trained_now()
 
     def differ(self) -> bool:
         """Whether they are others than they should be."""
         return self._expected != {p.dtype for owned in self._owned for p in owned.values() if p is not None}
+
+    def check_trained(self) -> None:
+        """Warn where a frozen one is trained now, or one under autocast is frozen, whose casts are more then."""
+        now = self._trained_now()
+        if now == self._trained:
+            return
+        pairs = list(zip(self._trained, now, strict=False))
+        if any(trained and not before for before, trained in pairs):
+            warn_of_other_trained_parameters("a frozen one that is trained now")
+        elif self._cast and any(before and not trained for before, trained in pairs):
+            warn_of_other_trained_parameters("one that is frozen now, whose casts autocast makes anew for every use")
+
+    def _trained_now(self) -> list[bool]:
+        return [p.requires_grad for owned in self._owned for p in owned.values() if p is not None]

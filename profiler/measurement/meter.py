@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -12,8 +13,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from profiler.recomputation.saved_tensors import PLAIN_TENSORS, geometry_of, tensor_over
 from profiler.records import Phase
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.steps import kept_in_attributes
+from profiler.workload.storages import has_storage, storage_key
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
 leave_uncompiled(__name__)
@@ -57,7 +61,7 @@ class Meter(Protocol):
     def stop(self) -> MarkedPhases: ...
 
 
-def memory_meter(device: torch.device, resident_bytes: int) -> Meter:
+def memory_meter(device: torch.device, resident_bytes: int, workload: Workload | None = None) -> Meter:
     """The exact memory meter for ``device``.
 
     Args:
@@ -65,12 +69,14 @@ def memory_meter(device: torch.device, resident_bytes: int) -> Meter:
         resident_bytes: bytes already alive when ``start`` is called. On the
             CPU the events only count changes, so this is where they start
             from; on CUDA the allocator's own total is shifted to it.
+        workload: whose modules may keep tensors in attributes from step to
+            step; that the metered step lets go of them is seen only with it.
 
     Raises:
         ValueError: another kind of device.
     """
     if device.type == "cpu":
-        return _CpuMemoryMeter(resident_bytes)
+        return _CpuMemoryMeter(resident_bytes, workload)
     if device.type == "cuda":
         return _CudaMemoryMeter(device, resident_bytes)
     raise ValueError(f"device: expected cpu or cuda, got {device.type!r}; move the model to one of them")
@@ -82,13 +88,17 @@ def time_meter(device: torch.device) -> Meter:
 
 
 class _CpuMemoryMeter:
-    def __init__(self, resident_bytes: int) -> None:
+    def __init__(self, resident_bytes: int, workload: Workload | None) -> None:
         self._resident_bytes = resident_bytes
+        self._workload = workload
+        self._moved: list[_Moved] = []
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         self._marks: list[Mark] = []
 
     def start(self, mark: Mark) -> None:
         self._profiler.start()
+        if self._workload is not None:
+            self._moved = _moved(kept_in_attributes(self._workload))
         self.mark(mark)
 
     def mark(self, mark: Mark) -> None:
@@ -100,8 +110,42 @@ class _CpuMemoryMeter:
     def stop(self) -> MarkedPhases:
         self._profiler.stop()
         kineto = self._profiler.profiler
+        for moved in self._moved:
+            moved.put_back()
         assert kineto is not None and kineto.kineto_results is not None
         return _cumulated(kineto.kineto_results.events(), self._marks, self._resident_bytes)
+
+
+class _Moved:
+    """Tensors over one storage that lie in another one for as long as the profiler runs.
+
+    It tells of memory that is given back only where it saw it taken. For other memory it tells nothing, or the bytes of
+    what lay there before.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._before = [(weakref.ref(tensor), tensor.data) for tensor in tensors]
+        self._storage = tensors[0].untyped_storage()
+        self._moved_to = weakref.ref(copied := self._storage.clone())
+        for tensor in tensors:
+            tensor.data = tensor_over(copied, geometry_of(tensor))
+
+    def put_back(self) -> None:
+        """Those that are still there lie where they lay, with the values that they have now."""
+        now = self._moved_to()
+        for reference, before in self._before:
+            tensor = reference()
+            if tensor is not None and now is not None and storage_key(tensor) == now._cdata:
+                self._storage.copy_(now)
+                tensor.data = before
+
+
+def _moved(tensors: list[Tensor]) -> list[_Moved]:
+    by_storage: dict[int, dict[int, Tensor]] = {}
+    for tensor in tensors:
+        if type(tensor) in PLAIN_TENSORS and has_storage(tensor):
+            by_storage.setdefault(storage_key(tensor), {})[id(tensor)] = tensor
+    return [_Moved(list(together.values())) for together in by_storage.values()]
 
 
 def _cumulated(events: list[Any], marks: list[Mark], resident_bytes: int) -> MarkedPhases:
@@ -112,8 +156,9 @@ def _cumulated(events: list[Any], marks: list[Mark], resident_bytes: int) -> Mar
     for event in timed:
         name = event.name()
         if name == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
+            if mark is not None:
+                live += event.nbytes()
+                peak = max(peak, live)
             continue
         if mark is not None:
             phases.append((mark, Phase(start_bytes=start, peak_bytes=peak, end_bytes=live)))

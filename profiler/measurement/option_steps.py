@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from profiler.measurement.assembly import PhasesOfMark, by_mark
-from profiler.measurement.meter import MarkedPhases, Meter, memory_meter, time_meter
+from profiler.measurement.meter import MarkedPhases, Meter, time_meter
 from profiler.measurement.stage_options import (
     KEEP,
     Assignment,
@@ -41,14 +41,14 @@ class OptionSteps:
         self,
         probe: StageProbe,
         plain: PhasesOfMark,
-        resident_bytes: int,
+        memory_meter: Callable[[], Meter],
         randomness: RandomState,
         report: Callable[[str], None],
     ) -> None:
         self._probe = probe
         self._plain = plain
         self._device = probe.workload.device
-        self._resident_bytes = resident_bytes
+        self._memory_meter = memory_meter
         self._randomness = randomness
         self._report = report
         self._diverged: set[int] = set()
@@ -109,8 +109,7 @@ class OptionSteps:
         try:
             for assignment in memory_assignments(groups):
                 self._report("memory, options")
-                meter = memory_meter(self._device, self._resident_bytes)
-                costs.add_memory(assignment, by_mark(self._step(meter, groups, assignment)))
+                costs.add_memory(assignment, by_mark(self._step(self._memory_meter(), groups, assignment)))
             for shift in range(rounds_for(len(time_assignments(families)))):
                 for assignment in time_assignments(families, shift):
                     self._report("time, options")

@@ -172,6 +172,9 @@ class _Measuring:
             menus = self._measure_menus(probe, groups, memory, propose)
             if late := self._late_update(probe):
                 memory[Mark("optimizer")] = [*memory[Mark("optimizer")], *late]
+            varied = list(dict.fromkeys([*saving.varied, *dropping.varied]))
+            if not varied and len(probe.nodes_of_steps) > 1:
+                varied = [""]
             kept_twice = kept_by_hooks(trace, stages, saving.held & dropping.hidden)
         return Measured(
             trace=trace,
@@ -192,7 +195,7 @@ class _Measuring:
             ],
             menu_of={k: number for number, group in enumerate(groups) for k in group.members},
             unsteady=what_is_unsteady(
-                self._workload, uncompiled_trace, uncompiled_stages, self._resident.optimizer, saving.varied
+                self._workload, uncompiled_trace, uncompiled_stages, self._resident.optimizer, varied
             ),
             left_out=left_out,
         )
@@ -215,7 +218,7 @@ class _Measuring:
         self._randomness.restore()
 
     def _memory_meter(self) -> Meter:
-        return memory_meter(self._device, self._resident.total)
+        return memory_meter(self._device, self._resident.total, self._workload)
 
     def _step(self, what: str, run: Callable[[], Result]) -> Result:
         """Run a whole step, again where the scaler leaves the optimizer out."""
@@ -253,6 +256,6 @@ class _Measuring:
     def _measure_menus(
         self, probe: StageProbe, groups: Sequence[OptionGroup], memory: PhasesOfMark, propose: ProposeChoices
     ) -> list[MenuRecord]:
-        steps = OptionSteps(probe, memory, self._resident.total, self._randomness, self._report)
+        steps = OptionSteps(probe, memory, self._memory_meter, self._randomness, self._report)
         steps.check(groups, propose)
         return steps.measure(groups)

@@ -69,10 +69,12 @@ class MarkedStep:
 
     Attributes:
         phases: what lay between the marks, once the step is over.
+        nodes: how many autograd nodes there were when backward began.
     """
 
     def __init__(self, probe: StepProbe, meter: Meter) -> None:
         self.phases: MarkedPhases = []
+        self.nodes = 0
         self._workload, self._positions = probe.workload, probe.positions
         self._meter = meter
         self._calls: dict[nn.Module, int] = {}
@@ -82,11 +84,13 @@ class MarkedStep:
 
     def run(self) -> None:
         """Run the step."""
+        self._first_node = next_node()
         self.phases = metered_step(self._workload, self._meter, self._now, self._begin)
 
     def _begin(self, phase: StepPhase, loss: Tensor | None) -> None:
         if phase == "backward":
             assert loss is not None
+            self.nodes = next_node() - self._first_node
             self._node_ends.append((Place("outside", len(self._positions)), next_node()))
             self._mark_backward_of(loss)
             self.mark(Mark("loss"))  # What backward allocates first belongs to no forward.

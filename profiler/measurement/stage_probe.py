@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from profiler.measurement.meter import Mark, MarkedPhases, Meter
-from profiler.measurement.stage_marks import MarkedStep, StepProbe
+from profiler.measurement.stage_marks import AnyStep, MarkedStep, StepProbe
 from profiler.recomputation.module_rerun import CallState, detached
 from profiler.recomputation.recompute_checks import CheckedCall
 from profiler.recomputation.selection import Selection
@@ -32,20 +32,28 @@ class StageProbe(StepProbe):
     """Patches the chosen stages of a workload's model and runs steps under a meter.
 
     Use as a context manager; on leaving, the model's forwards are its own again.
+
+    Attributes:
+        nodes_of_steps: how many autograd nodes the plain steps made: more than one number where they differ.
     """
 
     def __init__(self, workload: Workload, stages: Sequence[ChosenStage]) -> None:
         positions = {(stage.call.module, stage.call.index): k for k, stage in enumerate(stages)}
         super().__init__(workload, positions, compile_safe=True)
         self.stages = stages
+        self.nodes_of_steps: set[int] = set()
 
     def step(self, meter: Meter) -> MarkedPhases:
         """One plain step: forward, backward, optimizer."""
-        return self.ran(MarkedStep(self, meter)).phases
+        return self._counted(MarkedStep(self, meter)).phases
 
     def saving_step(self, meter: Meter) -> SavingStep:
         """One plain step with a mark at every tensor that is saved inside a stage."""
-        return self.ran(SavingStep(self, meter))
+        return self._counted(SavingStep(self, meter))
+
+    def _counted(self, step: AnyStep) -> AnyStep:
+        self.nodes_of_steps.add(self.ran(step).nodes)
+        return step
 
     def selective_step(
         self, meter: Meter, selections: Mapping[int, Selection], *, check: bool = False
@@ -103,10 +111,12 @@ class SavingStep(MarkedStep):
             self._inputs.update(_storages(position, (args, kwargs)))
             output = forward(*args, **kwargs)
             self._outputs.update(_storages(position, output))
-        stage = self._stages[position]
-        if len(saved) != stage.call.end_save - stage.call.first_save:
-            self.varied.append(stage.name)
+        self.varied += _varied(self._stages[position], len(saved))
         return output
+
+
+def _varied(stage: ChosenStage, saved: int) -> list[str]:
+    return [] if saved == stage.call.end_save - stage.call.first_save else [stage.name]
 
 
 def _storages(position: int, tree: Any) -> dict[StageTensor, weakref.ref[Any]]:
@@ -186,6 +196,7 @@ class DroppingForward(MarkedStep):
         first_runs: each stage's call, where all of them are held.
         freed: for each stage, whether the boundary before it was freed once nothing held it.
         hidden: tensors that stages would have saved, and that were alive at the end of the forward all the same.
+        varied: names of the stages that would have saved more or fewer tensors than in the traced step.
     """
 
     def __init__(self, probe: StageProbe, meter: Meter, *, hold_all: bool) -> None:
@@ -193,6 +204,7 @@ class DroppingForward(MarkedStep):
         self.first_runs: list[FirstRun] = []
         self.freed = [True] * len(probe.stages)
         self.hidden: set[StageTensor] = set()
+        self.varied: list[str] = []
         self._dropped: dict[StageTensor, weakref.ref[Any]] = {}
         self._stages = probe.stages
         self._hold_all = hold_all
@@ -232,7 +244,9 @@ class DroppingForward(MarkedStep):
             state = CallState(call.module, device, draws_random=call.draws_random, changing=changing)
             self._hold_inputs(position, args, kwargs)
             if not self._hold_all:
-                return forward(*args, **kwargs)
+                output = forward(*args, **kwargs)
+                self.varied += _varied(self._stages[position], len(saved))
+                return output
             arguments = detached((args, kwargs))  # Before: the call may add to a list.
             versions = [tensor._version for tensor in tensors_in(arguments)]
             output = forward(*args, **kwargs)

@@ -66,7 +66,7 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
                 faults.append((faulted_bytes(device) or 0) - before)
             return step
 
-        peak_bytes = until_stepped(workload, lambda: again(memory_meter(device, resident_bytes))).peak_bytes
+        peak_bytes = until_stepped(workload, lambda: again(memory_meter(device, resident_bytes, workload))).peak_bytes
         reserved_bytes = reserved_for(device, peak_bytes)
         times = [until_stepped(workload, lambda: again(time_meter(device))).seconds for _ in range(repeats)]
     return Measurement(

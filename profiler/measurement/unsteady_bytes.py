@@ -23,7 +23,7 @@ def what_is_unsteady(
         workload: after the last of the measured steps.
         trace, stages: of its step, uncompiled.
         optimizer_bytes: of its optimizer's states after the first step.
-        varied: names of stages that did not save as many tensors in every step.
+        varied: names of stages that did not save as many tensors in every step; empty for the model itself.
     """
     return (
         *in_words(_ops(trace, stages)),
@@ -63,8 +63,9 @@ def _reads(op: Op) -> set[int]:
 
 def _steps(varied: Sequence[str]) -> Iterator[str]:
     if varied:
+        name = repr(varied[0]) if varied[0] else "the model"
         more = f" and {len(varied) - 1} more" if len(varied) > 1 else ""
-        yield f"{varied[0]!r}{more}: what is saved differs from one step to the next (by a counter, or a branch)"
+        yield f"{name}{more}: what is saved differs from one step to the next (by a counter, or a branch)"
 
 
 def _gradients(trace: Trace) -> Iterator[str]:

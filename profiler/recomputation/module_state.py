@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
@@ -107,7 +108,8 @@ class ModuleState:
                 self._statistics.update(id(buffer) for buffer in present.values() if buffer.device.type != "cpu")
 
     def _note_tensor(self, name: str, tensor: Tensor, _: int = 0) -> None:
-        if not isinstance(tensor, nn.Parameter):  # One is registered somewhere, or another module's.
+        # A parameter is registered somewhere, or another module's; what ``torch.func`` left behind cannot be read.
+        if not isinstance(tensor, nn.Parameter) and not is_functorch_wrapped_tensor(tensor):
             self._tensors.setdefault(id(tensor), (name, tensor, version_of(tensor)))
 
     def _note_value(self, name: str, value: Any, depth: int) -> None:

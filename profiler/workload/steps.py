@@ -147,7 +147,7 @@ def resident_bytes_of(workload: Workload) -> ResidentBytes:
     """Bytes that are there between two steps, each storage once."""
     model = workload.model
     of_model = {id(parameter) for parameter in model.parameters()}
-    buffers = distinct_bytes(model.buffers()) + distinct_bytes(_kept_in_attributes(workload))
+    buffers = distinct_bytes(model.buffers()) + distinct_bytes(kept_in_attributes(workload))
     return ResidentBytes(
         parameters=distinct_bytes(model.parameters()),
         buffers=buffers,
@@ -165,7 +165,7 @@ def optimizer_state_bytes(workload: Workload) -> int:
     return distinct_bytes(tensor for *_, tensor in optimizer_tensors(workload.optimizers) if tensor.device.type == kind)
 
 
-def _kept_in_attributes(workload: Workload) -> list[Tensor]:
+def kept_in_attributes(workload: Workload) -> list[Tensor]:
     """Tensors that modules keep as plain attributes, but for those that are counted as something else."""
     roots = [root for root in (workload.model, workload.loss) if isinstance(root, nn.Module)]
     modules = list(dict.fromkeys(module for root in roots for module in root.modules()))

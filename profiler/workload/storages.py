@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from profiler.workload.tensor_parts import parts_of
@@ -22,7 +23,12 @@ def allocated_bytes(storage: torch.UntypedStorage) -> int:
 
 def storage_key(tensor: Tensor) -> int:
     """The same for tensors over one storage, as long as it lives; a tensor without one (a sparse one) is its own."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+    return tensor.untyped_storage()._cdata if has_storage(tensor) else id(tensor)
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether a tensor lies in one storage: no sparse one does, and none of those that ``torch.func`` wraps."""
+    return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
 
 
 class StorageTable:

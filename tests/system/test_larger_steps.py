@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import planner
+from planner.plans.cost_model import chain_of
 from profiler.workload.workload import Workload
+from tests.support.exactness import choosing_inside, following
 from tests.support.small_blocks import WIDTH, Residual, Stack
 
 
-def workload(blocks: list[nn.Module]) -> Workload:
+def workload(blocks: list[nn.Module], **settings: Any) -> Workload:
     torch.manual_seed(0)
     model = Stack(blocks)
     return Workload(
@@ -21,6 +24,7 @@ def workload(blocks: list[nn.Module]) -> Workload:
         inputs=(torch.randn(64, WIDTH),),
         loss=lambda output: output.pow(2).mean(),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        **settings,
     )
 
 
@@ -67,6 +71,55 @@ class Alternating(nn.Module):
 def test_stages_that_differ_from_step_to_step_are_named() -> None:
     profile = planner.profile(workload([Alternating() for _ in range(4)]), menus=False)
     assert any("'blocks.0' and 3 more: what is saved differs from one step" in line for line in profile.unsteady)
+
+
+def test_a_model_that_differs_from_step_to_step_outside_of_its_stages_is_named() -> None:
+    profile = planner.profile(workload([Alternating() for _ in range(4)]), stages=["head"], menus=False)
+    assert any("the model: what is saved differs from one step" in line for line in profile.unsteady)
+
+
+def test_a_frozen_part_that_is_trained_now_is_said_once() -> None:
+    work = workload([Residual() for _ in range(6)])
+    work.model.get_submodule("blocks.3").requires_grad_(False)
+    with planner.apply(work.model, smallest_plan(work)):
+        assert said_in(work) == []
+        work.model.get_submodule("blocks.3").requires_grad_(True)
+        said = said_in(work)
+    assert sum("a frozen one that is trained now; the peak is not promised" in line for line in said) == 1
+
+
+def test_a_part_that_is_frozen_is_said_where_its_casts_were_shared() -> None:
+    plain, cast = (workload([Residual() for _ in range(6)], autocast=autocast) for autocast in (None, "bfloat16"))
+    for work, expected in ((plain, 0), (cast, 1)):
+        with planner.apply(work.model, smallest_plan(work)):
+            work.model.get_submodule("blocks.3").requires_grad_(False)
+            said = said_in(work)
+        assert ["whose casts autocast makes anew" in line for line in said] == expected * [True]
+
+
+class Skipping(nn.Module):
+    """Three blocks, the middle one of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.skips = nn.ModuleList(Residual() for _ in range(3)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, inner in enumerate(self.inner):
+            if number != 1 or not self.skips:
+                x = inner(x)
+        return x
+
+
+def test_ops_that_are_taken_for_those_that_were_left_out_are_said() -> None:
+    work = workload([Skipping() for _ in range(4)])
+    profile = planner.profile(work, stages=["blocks.*"])
+    with planner.apply(work.model, following(profile, choosing_inside(chain_of(profile)))):
+        assert said_in(work) == []
+        skipping = [part for part in work.model.modules() if isinstance(part, Skipping)]
+        skipping[2].skips = True
+        (said,) = said_in(work)
+    assert "'blocks.2': it runs other ops than when profiled" in said
 
 
 class Storing(nn.Module):

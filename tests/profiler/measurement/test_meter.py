@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import planner
 from profiler.measurement.meter import Mark, MarkedPhases, memory_meter, metered, metered_step, time_meter
 from profiler.records import Phase
-from profiler.workload.workload import StepPhase
+from profiler.workload.workload import StepPhase, Workload
 from tests.support.odd_models import workload
 
 CPU = torch.device("cpu")
@@ -81,3 +84,37 @@ def test_a_meter_that_was_started_is_stopped_where_the_step_fails(
     with pytest.raises(RuntimeError, match="no room"):
         metered_step(work, meter, Mark("forward"), mark)
     assert meter.calls == calls
+
+
+class Remembering(nn.Module):
+    """Puts another tensor in an attribute in every call, and reads one that somebody else writes to."""
+
+    def __init__(self, shared: Tensor) -> None:
+        super().__init__()
+        self.inner, self.state, self.shared = nn.Linear(32, 32), torch.zeros(64, 32), shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.inner(x) + self.state) * self.shared
+        self.state = y.detach().clone()
+        return x + y
+
+
+def test_what_modules_let_go_of_in_a_metered_step_is_seen() -> None:
+    outside = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    values = np.ones(32, dtype=np.float32)
+    shared = torch.from_numpy(values)
+    outside.start()  # Before the model is made: then it sees everything given back.
+    model = nn.Sequential(*(Remembering(shared) for _ in range(4)))
+    work = Workload(model=model, inputs=torch.randn(64, 32), loss=lambda output: output.square().mean())
+    for _ in range(3):
+        work.step()
+        work.zero_grad()
+    outside.stop()
+    results: Any = outside.profiler
+    changes = [event.nbytes() for event in results.kineto_results.events() if event.name() == "[memory]"]
+    expected = max(itertools.accumulate(changes)) + values.nbytes
+    for _ in range(2):  # The second finds what the first one left in the profiler's tables.
+        assert planner.profile(work, menus=False).unplanned_peak_bytes == expected
+        assert planner.measure(work).peak_bytes == expected
+    values[:] = 2.0
+    assert torch.equal(shared, torch.full((32,), 2.0))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from profiler.measurement import stage_options
-from profiler.measurement.meter import Mark, Place
+from profiler.measurement.meter import Mark, Place, memory_meter
 from profiler.measurement.option_steps import OptionSteps, _beaten, _menu
 from profiler.measurement.stage_options import (
     KEEP,
@@ -323,7 +323,9 @@ class FailingProbe(StageProbe):
 
 
 def checking(error: Exception) -> OptionSteps:
-    return OptionSteps(FailingProbe(error), {}, 0, RandomState.capture(), lambda _: None)
+    return OptionSteps(
+        FailingProbe(error), {}, lambda: memory_meter(torch.device("cpu"), 0), RandomState.capture(), lambda _: None
+    )
 
 
 def test_choices_that_torch_refuses_to_check_together_are_left_to_the_measurement() -> None:
