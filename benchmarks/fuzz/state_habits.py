@@ -51,6 +51,7 @@ FLAGS = [
     ),
     Habit(
         name="cond set before backward",
+        promised=False,  # The new tensor is the loop's own.
         needs=("Conditioned",),
         between=each_module('hasattr(part, "cond")', "part.cond = torch.zeros(())"),
     ),
