@@ -27,6 +27,7 @@ from profiler.workload.workload import own_loss
 STEPS = 3
 # Between the smallest feasible budget (0) and the unplanned peak (1).
 DEPTHS = (0.0, 0.4, 0.9)
+_STEP = "catalogue: a step"
 _PROFILED_EVENTS = [torch.profiler.ProfilerActivity.CPU]
 
 
@@ -65,18 +66,20 @@ def trained(family: Family, plan: planner.Plan | None) -> tuple[dict[str, Any], 
 
     The first step makes the optimizer's states; the others are metered.
     """
-    model, batch = _built(family)
-    optimizer = _optimizer(model)
-    handle = None if plan is None else planner.apply(model, plan)
-    _seed(1)
-    losses, peaks = [_step(family, model, batch, optimizer)], []
-    for _ in range(STEPS - 1):
-        gc.collect()
-        optimizer.zero_grad()
-        before = _alive_bytes(model, batch, optimizer)
-        with torch.profiler.profile(activities=_PROFILED_EVENTS, profile_memory=True) as profiled:
-            losses.append(_step(family, model, batch, optimizer))
-        peaks.append(before + _highest(profiled))
+    # From before the model is made: what it did not see allocated, it does not see freed.
+    with torch.profiler.profile(activities=_PROFILED_EVENTS, profile_memory=True) as profiled:
+        model, batch = _built(family)
+        optimizer = _optimizer(model)
+        handle = None if plan is None else planner.apply(model, plan)
+        _seed(1)
+        losses, before = [_step(family, model, batch, optimizer)], []
+        for _ in range(STEPS - 1):
+            gc.collect()
+            optimizer.zero_grad()
+            before.append(_alive_bytes(model, batch, optimizer))
+            with torch.profiler.record_function(_STEP):
+                losses.append(_step(family, model, batch, optimizer))
+    peaks = [alive + most for alive, most in zip(before, _highest(profiled), strict=True)]
     left: dict[str, Any] = {f"loss {k}": loss for k, loss in enumerate(losses)}
     left |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
     left |= {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
@@ -133,15 +136,20 @@ def _alive_bytes(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimize
     return sum(storages.values())
 
 
-def _highest(profiled: torch.profiler.profile) -> int:
-    """The highest sum of what was allocated and not yet freed, in bytes above what was there before."""
+def _highest(profiled: torch.profiler.profile) -> list[int]:
+    """Of each step, the highest sum of what was allocated and not yet freed, in bytes above what was there before."""
     kineto = profiled.profiler
     assert kineto is not None and kineto.kineto_results is not None
-    changes: list[Any] = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
-    alive = highest = 0
-    for event in sorted(changes, key=lambda event: event.start_ns()):
+    events: list[Any] = [e for e in kineto.kineto_results.events() if e.name() in ("[memory]", _STEP)]
+    alive, begin, highest = 0, 0, []
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == _STEP:
+            begin = alive
+            highest.append(0)
+            continue
         alive += event.nbytes()
-        highest = max(highest, alive)
+        if highest:
+            highest[-1] = max(highest[-1], alive - begin)
     return highest
 
 

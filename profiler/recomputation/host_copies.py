@@ -71,7 +71,7 @@ class UncountedCopy:
             if (tensor.shape, tensor.dtype) == (self._size, self._dtype):
                 tensor.data.copy_(values, non_blocking=True)
             else:
-                tensor.data = values
+                tensor.data = values.clone()  # Numpy's memory could not be resized again.
 
 
 def _has_memory(tensor: Tensor, span: int) -> bool:

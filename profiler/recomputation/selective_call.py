@@ -108,7 +108,7 @@ class SelectiveCall:
 
     def _packed(self, tensor: Tensor) -> TensorStandIn:
         if is_there_anyway(tensor):
-            return SavedParameter(tensor)
+            return SavedParameter(tensor) if isinstance(tensor, nn.Parameter) else self._keep(tensor)
         recomputed = self._tape.recomputed_storage_of(tensor)
         if recomputed is not None:
             return RecomputedTensor(self._tape, recomputed, tensor)
