@@ -189,7 +189,7 @@ def summary(frame: pd.DataFrame) -> list[str]:
 def main() -> None:
     """Measure, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--families", nargs="+", default=list(FAMILIES))
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), metavar="CLASS")
     parser.add_argument("--no-menus", action="store_true", help="stages are kept or recomputed as a whole")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
