@@ -68,6 +68,8 @@ class StageRecord:
         menu: number of its menu in ``Profile.menus``; -1 for what has none.
         parents: pairs (name, class) of the modules whose call it is a part of, the model first.
         calls: how often the step called its module; 0 in files of older releases.
+        late_releases: pairs (number of a later stage, bytes): what this one saved, and what went again in that one's
+            forward, since the loss does not depend on it.
     """
 
     name: str
@@ -101,6 +103,7 @@ class StageRecord:
     menu: int = -1
     parents: tuple[tuple[str, str], ...] = ()
     calls: int = 0
+    late_releases: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

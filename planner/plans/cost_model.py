@@ -87,7 +87,9 @@ class _UnsharedTimeline:
 
     Attributes:
         random_state_bytes: the state is read into, before anything else.
-        growth_bytes: what the unplanned forward adds.
+        growth_bytes: what the unplanned forward adds, without what a later one lets go of before backward.
+        late_release_bytes: the bytes of that, by the stage that saved it.
+        unreleased_bytes: the bytes of that, by the stages in whose forward it is still there.
         dropped_growth_bytes: what a forward without keeping adds.
         backward_base_bytes: alive at the start of the backward beside everything kept (gradients).
         later_gradient_bytes: of that, parameter gradients of the stages behind.
@@ -108,6 +110,14 @@ class _UnsharedTimeline:
             for k, record in enumerate(profile.stages)
         ]
         self.dropped_growth_bytes[last] += _released_cast_bytes(profile)
+        self.late_release_bytes, self.unreleased_bytes = [0] * (last + 1), [0] * (last + 1)
+        for k, record in enumerate(profile.stages):
+            for end, size_bytes in record.late_releases:
+                self.growth_bytes[k] -= size_bytes
+                self.growth_bytes[end] += size_bytes
+                self.late_release_bytes[k] += size_bytes
+                for between in range(k + 1, end + 1):
+                    self.unreleased_bytes[between] += size_bytes
         self.backward_base_bytes = self._backward_base()
         self.later_gradient_bytes = self._later_gradients()
 
@@ -254,7 +264,9 @@ def _stage(timeline: _UnsharedTimeline, k: int) -> Stage:
         boundary_bytes=record.boundary_bytes,
         # Not keeping cannot be faster than keeping: where it was measured so, that was noise.
         forward_seconds=max(record.dropped.seconds, record.forward.seconds),
-        forward_peak_bytes=max(timeline.dropped_peak(k), timeline.random_state_bytes) + recast_bytes,
+        forward_peak_bytes=max(timeline.dropped_peak(k), timeline.random_state_bytes)
+        + timeline.unreleased_bytes[k]
+        + recast_bytes,
         residue_bytes=timeline.residue(k),
         parameter_gradient_bytes=timeline.parameter_gradient(k),
         gradient_bytes=timeline.backward_base_bytes[k] - timeline.later_gradient_bytes[k],
@@ -276,9 +288,8 @@ def _options(timeline: _UnsharedTimeline, k: int) -> Iterator[Option]:
         backward_seconds=record.backward.seconds,
         kept_bytes=timeline.growth_bytes[k] - record.boundary_bytes,
         kept_output_bytes=record.kept_output_bytes,
-        forward_peak_bytes=max(
-            record.forward.peak_bytes - record.forward.start_bytes, timeline.room_for_random_state(k)
-        ),
+        forward_peak_bytes=timeline.unreleased_bytes[k]
+        + max(record.forward.peak_bytes - record.forward.start_bytes, timeline.room_for_random_state(k)),
         backward_peak_bytes=record.backward.peak_bytes - record.backward.start_bytes,
         recompute_seconds=record.recompute_seconds,
         recompute_peak_bytes=timeline.second_run_peak(k, record.recompute_peak_bytes),
@@ -315,9 +326,10 @@ def _option(timeline: _UnsharedTimeline, k: int, keep: Option, measured: OptionR
         name=measured.name,
         forward_seconds=forward_seconds,
         backward_seconds=keep.backward_seconds + extra_backward_seconds,
-        kept_bytes=keep.kept_bytes - measured.freed_bytes + extra_bytes,
+        kept_bytes=keep.kept_bytes + timeline.late_release_bytes[k] - measured.freed_bytes + extra_bytes,
         kept_output_bytes=min(record.kept_output_bytes, _kept_output_bytes(measured, menu.ops)),
-        forward_peak_bytes=max(measured.forward_peak_bytes, timeline.room_for_random_state(k)),
+        forward_peak_bytes=timeline.unreleased_bytes[k]
+        + max(measured.forward_peak_bytes, timeline.room_for_random_state(k)),
         backward_peak_bytes=measured.backward_peak_bytes,
         # It runs to its end then: the ops to run again are recorded along with it.
         recompute_seconds=max(forward_seconds, keep.recompute_seconds),

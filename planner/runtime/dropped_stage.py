@@ -237,12 +237,18 @@ class DroppedStage:
         if rerun.mode == "drop":
             return None, rerun_dropping(self._forward, state, given, named)
         check = SignatureCheck(self._signatures, self._runs.deviations.undefined.get(self.position, ()))
+        references = iter(self._placeholders)
+
+        def saw(tensor: Tensor) -> bool:
+            check.saw(tensor)
+            return next(references, _gone)() is not None  # What the loss does not depend on has gone from the graph.
+
         if rerun.mode == "until_saved":
-            saved = rerun_until_saved(self._forward, state, given, named, len(self._placeholders), check.saw)
+            saved = rerun_until_saved(self._forward, state, given, named, len(self._placeholders), saw)
             output = None
         else:
             call = self._module, self._forward, state, given, named
-            saved, output = self._runs.rerun(self.position, rerun.option, *call, check.saw)
+            saved, output = self._runs.rerun(self.position, rerun.option, *call, saw)
         if not check.difference and len(saved) != len(self._placeholders):
             check.difference = f"{len(saved)} tensors, not {len(self._placeholders)}"
         if check.difference:
@@ -263,11 +269,12 @@ class DroppedStage:
         undefined: set[int] = set()
         numbers = itertools.count()
 
-        def saw(tensor: Tensor) -> None:
+        def saw(tensor: Tensor) -> bool:
             number = next(numbers)
             expected = self._signatures[number] if number < len(self._signatures) else None
             if number in second and expected is not None and is_undefined(tensor, expected.values, second[number]):
                 undefined.add(number)
+            return False
 
         def showing(*args: Any, **kwargs: Any) -> Any:
             with undefined_memory_shown():

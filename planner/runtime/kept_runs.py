@@ -16,7 +16,7 @@ from planner.runtime.offloaded_tensors import OffloadableTensor
 from planner.runtime.plan_checks import warn_once
 from planner.runtime.stage_input import BatchCopies
 from planner.runtime.transfers import TransferExecutor
-from profiler.recomputation.module_rerun import CallState, Saw, rerun_keeping
+from profiler.recomputation.module_rerun import NOT_NEEDED, CallState, Saw, rerun_keeping
 from profiler.recomputation.saved_tensors import SavedTensor, unpack
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall, rerun_selecting
@@ -122,7 +122,8 @@ class KeptRuns:
             self._check_followed(position, call)
         else:
             call, (saved, output) = None, rerun_keeping(forward, state, args, kwargs, saw)
-            saved = saved if transfers is None else [OffloadableTensor(tensor) for tensor in saved]
+            if transfers is not None:
+                saved = [tensor if tensor is NOT_NEEDED else OffloadableTensor(tensor) for tensor in saved]
         if transfers is not None:
             kept = [tensor if isinstance(tensor, OffloadableTensor) else None for tensor in saved]
             transfers.kept(position, option, kept, call)

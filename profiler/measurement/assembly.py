@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -49,6 +49,7 @@ class Measured:
     memory: PhasesOfMark
     input_deaths: dict[StageTensor, Mark]
     output_deaths: dict[StageTensor, Mark]
+    late_releases: list[tuple[int, int, Mark]]
     seconds: dict[Mark, float]
     step_seconds: list[float]
     dropped_memory: PhasesOfMark
@@ -163,7 +164,17 @@ class _Assembly:
             if k < len(self._measured.stages):
                 self._records.append(self._stage(k))
                 self._index[Place("stage", k)] = len(self._records) - 1
-        return tuple(self._records)
+        return tuple(self._with_late_releases())
+
+    def _with_late_releases(self) -> Iterator[StageRecord]:
+        released: dict[tuple[int, int], int] = {}
+        for k, size_bytes, mark in self._measured.late_releases:
+            if mark.place is not None:
+                pair = self._index[Place("stage", k)], self._index[mark.place]
+                released[pair] = released.get(pair, 0) + size_bytes
+        for number, record in enumerate(self._records):
+            later = tuple((end, size) for (begin, end), size in sorted(released.items()) if begin == number < end)
+            yield replace(record, late_releases=later)
 
     def shared(self) -> tuple[SharedRecord, ...]:
         """The storages that stages take as input, but for boundaries that live for one link only."""

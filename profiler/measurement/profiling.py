@@ -182,6 +182,7 @@ class _Measuring:
             memory=memory,
             input_deaths=saving.input_deaths,
             output_deaths=saving.output_deaths,
+            late_releases=saving.late_releases,
             seconds=typical_seconds(steps),
             step_seconds=[sum(phase.seconds for _, phase in step) for step in steps],
             dropped_memory=by_mark(dropping.phases),

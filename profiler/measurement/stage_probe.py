@@ -19,6 +19,7 @@ from profiler.recomputation.selective_call import SelectiveCall
 from profiler.trace.partition import ChosenStage
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import Forward
+from profiler.workload.storages import allocated_bytes, has_storage, storage_key
 from profiler.workload.tensor_parts import sizes_of
 from profiler.workload.tensor_trees import device_of, map_tensors, tensors_in
 from profiler.workload.workload import Workload
@@ -74,12 +75,15 @@ class SavingStep(MarkedStep):
         output_deaths: the same for their output tensors.
         held: tensors that stages saved, and that autograd still held when their backward was over.
         varied: names of the stages that saved more or fewer tensors than in the traced step.
+        late_releases: stages and bytes of what they saved and what went in a later forward, and in which one.
     """
 
     def __init__(self, probe: StageProbe, meter: Meter) -> None:
         super().__init__(probe, meter)
         self.held: set[StageTensor] = set()
         self.varied: list[str] = []
+        self.late_releases: list[tuple[int, int, Mark]] = []
+        self._saved_storages: dict[int, tuple[int, int, weakref.ref[Any]]] = {}  # by stage, with their bytes
         self._stages = probe.stages
         self._saved: dict[int, list[weakref.ref[Tensor]]] = {}
         self.input_deaths: dict[StageTensor, Mark] = {}
@@ -93,6 +97,10 @@ class SavingStep(MarkedStep):
             for tensor in [tensor for tensor, storage in living.items() if storage() is None]:
                 deaths[tensor] = self._now
                 del living[tensor]
+        for key in [key for key, (*_, storage) in self._saved_storages.items() if storage() is None]:
+            self._release(key)
+        if mark.phase != "forward":
+            self._saved_storages.clear()
         if self._now.phase == "backward" and self._now.place is not None and self._now.place.kind == "stage":
             k = self._now.place.index
             self.held |= {(k, n) for n, saved in enumerate(self._saved.pop(k, ())) if saved() is not None}
@@ -100,11 +108,16 @@ class SavingStep(MarkedStep):
 
     def run_stage(self, position: int, forward: Forward, args: Any, kwargs: Any) -> Any:
         now, saved = self._now, self._saved.setdefault(position, [])
+        given = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+        for key in given & self._saved_storages.keys():  # They are counted as boundaries, or as shared.
+            del self._saved_storages[key]
 
         def pack(tensor: Tensor) -> Tensor:
             self._meter.mark(now)
             packed = tensor.detach()
             saved.append(weakref.ref(packed))
+            if storage_key(tensor) not in given:
+                self._note_saved(position, tensor)
             return packed
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -113,6 +126,20 @@ class SavingStep(MarkedStep):
             self._outputs.update(_storages(position, output))
         self.varied += _varied(self._stages[position], len(saved))
         return output
+
+    def _note_saved(self, position: int, tensor: Tensor) -> None:
+        key = storage_key(tensor)
+        known = self._saved_storages.get(key)
+        if known is not None and known[2]() is None:  # Another one lies there now.
+            self._release(key)
+            known = None
+        if known is None and has_storage(tensor):
+            storage = tensor.untyped_storage()
+            self._saved_storages[key] = position, allocated_bytes(storage), weakref.ref(storage)
+
+    def _release(self, key: int) -> None:
+        position, size_bytes, _ = self._saved_storages.pop(key)
+        self.late_releases.append((position, size_bytes, self._now))
 
 
 def _varied(stage: ChosenStage, saved: int) -> list[str]:

@@ -19,7 +19,8 @@ from profiler.workload.tensor_trees import map_tensors
 leave_uncompiled(__name__)
 
 Packed = TypeVar("Packed")
-Saw = Callable[[Tensor], None]
+Saw = Callable[[Tensor], bool]  # is told of each tensor that is saved, in order; whether it is needed
+NOT_NEEDED = torch.empty(0)  # in the place of a saved tensor that is not
 # How deep what runs now is a second run inside another one; 0 in a first run.
 RERUN_DEPTH: ContextVar[int] = ContextVar("RERUN_DEPTH", default=0)
 
@@ -84,9 +85,9 @@ def rerun_dropping(call: Callable[..., Any], state: CallState, args: Any, kwargs
     Args:
         call, args, kwargs: what to run.
         state: of the first run.
-        saw: is called with each tensor that autograd saves, in order.
+        saw: is told of each tensor that autograd saves.
     """
-    hooks = torch.autograd.graph.saved_tensors_hooks(saw or (lambda tensor: None), _not_to_be_unpacked)
+    hooks = torch.autograd.graph.saved_tensors_hooks(saw or (lambda tensor: False), _not_to_be_unpacked)
     with state.reinstated(), torch.enable_grad(), hooks:
         return detached(call(*args, **kwargs))
 
@@ -98,9 +99,7 @@ def rerun_keeping(
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> None:
-        if saw is not None:
-            saw(tensor)
-        saved.append(tensor.detach())
+        saved.append(tensor.detach() if saw is None or saw(tensor) else NOT_NEEDED)
 
     with state.reinstated(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _not_to_be_unpacked):
         output = detached(call(*args, **kwargs))
@@ -114,9 +113,7 @@ def rerun_until_saved(
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> None:
-        if saw is not None:
-            saw(tensor)
-        saved.append(tensor.detach())
+        saved.append(tensor.detach() if saw is None or saw(tensor) else NOT_NEEDED)
         if len(saved) == expected:
             raise _AllSaved
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.recomputation.module_rerun import CallState, Saw, detached, emptied
+from profiler.recomputation.module_rerun import NOT_NEEDED, CallState, Saw, detached, emptied
 from profiler.recomputation.op_tape import OpTape, RecomputedTensor
 from profiler.recomputation.recording_mode import RecordingMode
 from profiler.recomputation.saved_tensors import (
@@ -65,15 +65,14 @@ class SelectiveCall:
 
         Args:
             call, args, kwargs: what to run.
-            saw: is called with each tensor that is saved.
+            saw: is told of each tensor that is saved.
         """
         saved: list[TensorStandIn] = []
 
         def pack(tensor: Tensor) -> None:
-            if saw is not None:
-                with self._mode.not_recording(tensor):
-                    saw(tensor)
-            saved.append(self._pack(tensor))
+            with self._mode.not_recording(tensor):
+                needed = saw is None or saw(tensor)
+            saved.append(self._pack(tensor) if needed else SavedTensor(NOT_NEEDED))
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             output = detached(self._run(call, args, kwargs, None))

@@ -231,3 +231,60 @@ def test_what_an_optimizer_does_late_in_training_is_within_the_budget(
     profile = planner.profile(work, menus=False)
     plan = planner.solve(profile, "100%")
     assert max(peaks_of_steps(work, plan, steps=8)) == profile.unplanned_peak_bytes and not profile.unsteady
+
+
+class Weighing(nn.Module):
+    """Returns besides what nobody uses, and what autograd saves for that: attention weights, say."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first, self.last, self.side = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 8 * width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.last(torch.tanh(self.first(x))), torch.tanh(torch.sigmoid(self.side(x)))
+
+
+class Weighed(nn.Module):
+    """Lets go of what its last block returned besides once it returns itself."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.blocks, self.norm = nn.ModuleList(Weighing() for _ in range(4)), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            outputs = block(x)
+            x = outputs[0]
+        return self.norm(x)
+
+
+def test_what_a_later_stage_lets_go_of_is_not_counted_twice() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Weighed(), nn.Linear(32, 1))
+    work = planner.Workload(model=model, inputs=torch.randn(256, 32), loss=lambda output: output.square().mean())
+    profile = planner.profile(work, stages=["0.blocks.*", "0.norm", "1"])
+    for budget in (*budgets(profile), profile.unplanned_peak_bytes):
+        plan = planner.solve(profile, budget, solver="rotor")
+        assert max(peaks_of_steps(work, plan)) <= plan.predicted_peak_bytes <= budget
+
+
+class Discarding(nn.Module):
+    """Computes what nobody uses: what autograd saved for that goes at once, in a second run as in the first one."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first, self.last, self.side = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 8 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            torch.tanh(torch.sigmoid(self.side(x)))
+        return x + self.last(torch.tanh(self.first(x)))
+
+
+def test_second_runs_keep_nothing_of_what_went_in_the_first() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Discarding() for _ in range(4)), nn.Linear(32, 1))
+    work = planner.Workload(model=model, inputs=torch.randn(256, 32), loss=lambda output: output.square().mean())
+    for rule in (planner.Rule(modules="[0-3]"), planner.Rule(modules="[0-3]", ops="tanh")):
+        plan = planner.state(planner.profile(work, stages=["*"], rules=[rule]), rule)
+        assert max(peaks_of_steps(work, plan)) <= plan.predicted_peak_bytes
