@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from benchmarks.catalogue import rows_of
@@ -16,27 +14,19 @@ KINDS = """
     AlbertForMaskedLM ASTForAudioClassification AutoformerForPrediction BartForConditionalGeneration
     BeitForImageClassification BertForMaskedLM BigBirdForMaskedLM BlipForConditionalGeneration BloomForCausalLM
     CLIPModel ConvNextForImageClassification DebertaV2ForMaskedLM DeepseekV3ForCausalLM FNetForMaskedLM
-    GPT2LMHeadModel LlamaForCausalLM MambaForCausalLM MixtralForCausalLM
+    GPT2LMHeadModel InformerForPrediction LlamaForCausalLM MambaForCausalLM MixtralForCausalLM
     MobileNetV1ForImageClassification ModernBertForMaskedLM PatchTSTForPrediction PerceiverForMaskedLM
     ResNetForImageClassification SegformerForImageClassification SwinForImageClassification T5ForConditionalGeneration
     ViTMAEForPreTraining WhisperForConditionalGeneration
 """
 
 
-# By a few bytes at the smallest budget, in some runs: topk by values (Autoformer), two boundaries (Segformer).
-NOT_TO_THE_BYTE = ("AutoformerForPrediction", "SegformerForImageClassification")
-
-
-def _marked(name: str) -> Any:
-    strict = pytest.mark.xfail(strict=False, reason="measured up to 0.4 % above predicted")
-    return pytest.param(name, marks=strict if name in NOT_TO_THE_BYTE else ())
-
-
-@pytest.mark.parametrize("name", [_marked(name) for name in KINDS.split()])
-def test_a_family_is_exact_and_within_its_budgets(name: str) -> None:
+@pytest.mark.parametrize("name", KINDS.split())
+def test_a_family_is_exact_and_within_its_budgets_or_says_that_it_may_not_be(name: str) -> None:
     for row in rows_of(FAMILIES[name]):
         assert not row["differs"], row
-        assert row["measured_peak_bytes"] <= row["predicted_peak_bytes"] <= row["budget_bytes"], row
+        assert row["predicted_peak_bytes"] <= row["budget_bytes"], row
+        assert row["measured_peak_bytes"] <= row["predicted_peak_bytes"] or row["said"], row
 
 
 def test_there_are_at_least_sixty_families_and_their_switches_are_defaults() -> None:
