@@ -26,9 +26,11 @@ def main() -> None:
     for name in MODELS:
         workload = build(name, device=options.device)
         workload.step()
-        begin = time.perf_counter()
-        profile = planner.profile(workload)
-        profile_seconds = time.perf_counter() - begin
+        profile_seconds = []
+        for menus in (False, True):
+            begin = time.perf_counter()
+            profile = planner.profile(workload, menus=menus)
+            profile_seconds.append(time.perf_counter() - begin)
         plan = planner.solve(profile, profile.unplanned_peak_bytes)
         times = interleaved(workload, plan, options.rounds)
         rows.append(
@@ -37,7 +39,8 @@ def main() -> None:
                 "recomputed_ops": plan.recomputed_ops,
                 "planned_over_plain": times.ratio,
                 "plain_seconds": times.plain_seconds,
-                "profile_in_plain_steps": profile_seconds / times.plain_seconds,
+                "profile_in_plain_steps": profile_seconds[0] / times.plain_seconds,
+                "with_menus_in_plain_steps": profile_seconds[1] / times.plain_seconds,
             }
         )
     notes = ["budget: the unplanned peak; planned_over_plain: median of pairs in turn"]
