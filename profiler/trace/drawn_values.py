@@ -41,6 +41,19 @@ def read_instead(values: Mapping[Site, Number]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def lists_noted(note: Callable[[Tensor], None]) -> Iterator[None]:
+    """Inside, ``note`` is called with each tensor of which Python reads several whole numbers at once: sizes, often."""
+
+    def seen(_: Site, tensor: Tensor, value: Any) -> Any:
+        if isinstance(value, list) and len(value) > 1 and all(type(number) is int for number in value):
+            note(tensor)
+        return value
+
+    with _intercepted(seen):
+        yield
+
+
 class DrawnValues(TorchDispatchMode):
     """Follows small random tensors from where they are drawn to where Python reads them.
 
@@ -158,8 +171,8 @@ def _reading(own: Callable[..., Any], change: Callable[[Site, Tensor, Any], Any]
 
 
 def _site() -> Site:
-    """Where a tensor is read: the innermost code that is not torch's."""
+    """Where a tensor is read: the innermost code that is neither torch's nor here."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OF_TORCH):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OF_TORCH, __file__)):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno

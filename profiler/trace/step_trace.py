@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
+from profiler.trace.drawn_values import lists_noted
 from profiler.trace.step_record import Access, Call, Leaf, Op, Save, Trace, ValueOp
 from profiler.trace.value_sized import is_branch, is_sized_by_values
 from profiler.workload.autograd_nodes import next_node
@@ -79,7 +80,7 @@ class StepRecorder(TorchDispatchMode):
                 patches.wrap(module, lambda forward, n=name, m=module: self.recorded(forward, n, m))
             self._workload.zero_grad()
             with mode:
-                with self.saving():
+                with self.saving(), lists_noted(self.note_list):
                     loss = self._workload.forward()
                 self.begin_backward()
                 loss.backward()
@@ -229,6 +230,11 @@ class StepRecorder(TorchDispatchMode):
         branch = is_branch(op)
         if branch or is_sized_by_values(op, args, kwargs):
             self.trace.by_values.append(ValueOp(len(self.trace.ops), str(op.overloadpacket), self.module, branch))
+
+    def note_list(self, tensor: Tensor) -> None:
+        """Remember a tensor by whose values Python may divide others, as a mixture of experts does."""
+        if not tensor.requires_grad:
+            self.trace.by_values.append(ValueOp(len(self.trace.ops), "tolist", self.module, False))
 
     def note_cast(self, op: Any, args: tuple[Any, ...], output: Any) -> None:
         """Autocast caches what it casts of trained float32 parameters, not of views of them (ATen's cached_cast)."""

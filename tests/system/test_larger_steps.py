@@ -122,6 +122,24 @@ def test_ops_that_are_taken_for_those_that_were_left_out_are_said() -> None:
     assert "'blocks.2': it runs other ops than when profiled" in said
 
 
+class Dividing(nn.Module):
+    """Divides its batch by values, as a mixture of experts does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Residual() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = (x[:, 0] > 0).long()
+        sizes = torch.stack([first.sum(), (1 - first).sum()]).tolist()
+        return torch.cat([expert(part) for expert, part in zip(self.experts, x.split(sizes), strict=True)])
+
+
+def test_sizes_that_python_reads_are_said() -> None:
+    profile = planner.profile(workload([Dividing() for _ in range(3)]), stages=["head"], menus=False)
+    assert profile.unsteady == ("tolist in 'blocks.0' and 2 other modules: its bytes depend on values",)
+
+
 class Storing(nn.Module):
     """Keeps a tensor from step to step."""
 
