@@ -53,6 +53,13 @@ class SavedPlaceholder:
         self.stage = stage
         self.value: Tensor | TensorStandIn | None = None
 
+    def tensor(self) -> Tensor:
+        """The tensor, which the stage makes again where it has not yet."""
+        if self.value is None:
+            self.stage.materialise()
+        assert self.value is not None
+        return unpack(self.value)
+
 
 class _RerunOutput(NamedTuple):
     """What the latest rerun of a stage returned; emptied once the next stage has taken its input from it."""
@@ -133,7 +140,7 @@ class DroppedStage:
         undefined = self._runs.deviations.undefined.get(self.position, ())
         saved_storages: set[int] = set()
 
-        def pack(tensor: Tensor) -> SavedParameter | SavedPlaceholder:
+        def pack(tensor: Tensor) -> TensorStandIn:
             number, storage = len(self._placeholders), storage_key(tensor)
             saved_storages.add(storage)
             if is_there_anyway(tensor):
@@ -147,7 +154,7 @@ class DroppedStage:
             self._placeholders.append(weakref.ref(placeholder))
             return placeholder
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             output = self._forward(*args, **kwargs)
         self._input.copy_batch(self._runs.batch, saved_storages)
         return output
@@ -326,15 +333,6 @@ class DroppedStage:
         self._state = None
         self._signatures = []
         self._previous = None
-
-
-def _unpack(packed: SavedParameter | SavedPlaceholder) -> Tensor:
-    if isinstance(packed, SavedParameter):
-        return packed.tensor()
-    if packed.value is None:
-        packed.stage.materialise()
-    assert packed.value is not None
-    return unpack(packed.value)
 
 
 def _gone() -> None:
