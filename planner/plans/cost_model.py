@@ -217,6 +217,10 @@ class _UnsharedTimeline:
         input_bytes = stages[k - 1].boundary_bytes if record.links else 0
         return max(peak_bytes, behind.peak_bytes - record.dropped.start_bytes + input_bytes)
 
+    def first_run_peak(self, k: int, measured_bytes: int) -> int:
+        """Most bytes of a first run of stage k that keeps something, by those that were measured."""
+        return self.unreleased_bytes[k] + max(measured_bytes, self.room_for_random_state(k))
+
     def second_run_peak(self, k: int, first_run_bytes: int) -> int:
         """Most bytes of a second run of stage k, by those of its first.
 
@@ -288,8 +292,7 @@ def _options(timeline: _UnsharedTimeline, k: int) -> Iterator[Option]:
         backward_seconds=record.backward.seconds,
         kept_bytes=timeline.growth_bytes[k] - record.boundary_bytes,
         kept_output_bytes=record.kept_output_bytes,
-        forward_peak_bytes=timeline.unreleased_bytes[k]
-        + max(record.forward.peak_bytes - record.forward.start_bytes, timeline.room_for_random_state(k)),
+        forward_peak_bytes=timeline.first_run_peak(k, record.forward.peak_bytes - record.forward.start_bytes),
         backward_peak_bytes=record.backward.peak_bytes - record.backward.start_bytes,
         recompute_seconds=record.recompute_seconds,
         recompute_peak_bytes=timeline.second_run_peak(k, record.recompute_peak_bytes),
@@ -328,8 +331,7 @@ def _option(timeline: _UnsharedTimeline, k: int, keep: Option, measured: OptionR
         backward_seconds=keep.backward_seconds + extra_backward_seconds,
         kept_bytes=keep.kept_bytes + timeline.late_release_bytes[k] - measured.freed_bytes + extra_bytes,
         kept_output_bytes=min(record.kept_output_bytes, _kept_output_bytes(measured, menu.ops)),
-        forward_peak_bytes=timeline.unreleased_bytes[k]
-        + max(measured.forward_peak_bytes, timeline.room_for_random_state(k)),
+        forward_peak_bytes=timeline.first_run_peak(k, measured.forward_peak_bytes),
         backward_peak_bytes=measured.backward_peak_bytes,
         # It runs to its end then: the ops to run again are recorded along with it.
         recompute_seconds=max(forward_seconds, keep.recompute_seconds),
