@@ -69,6 +69,8 @@ def flags_now() -> list[Any]:
 
 def _set_flags(flags: list[Any], now: list[Any]) -> None:
     """Set those flags that are others now."""
+    if flags == now:
+        return  # As nearly always, and in time that counts: ops that run again ask.
     for (_, write), flag, is_now in zip(_FLAGS, flags, now, strict=True):
         if flag != is_now:
             write(flag)
