@@ -81,14 +81,6 @@ def _warn_once(text: str) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
-def warn_of_other_trained_parameters(what: str) -> None:
-    """Say once that others take gradients than when the plan was applied."""
-    _warn_once(
-        f"planner.apply: expected the parameters that were trained when the plan was applied, got {what}; the peak is "
-        "not promised. Profile it as it is now"
-    )
-
-
 class ParameterTypes:
     """A model's parameters, to be looked at in every step: their types, and which are trained. It takes microseconds.
 
@@ -112,11 +104,17 @@ class ParameterTypes:
         now = self._trained_now()
         if now == self._trained:
             return
-        pairs = list(zip(self._trained, now, strict=False))
-        if any(trained and not before for before, trained in pairs):
-            warn_of_other_trained_parameters("a frozen one that is trained now")
-        elif self._cast and any(before and not trained for before, trained in pairs):
-            warn_of_other_trained_parameters("one that is frozen now, whose casts autocast makes anew for every use")
+        changes = set(zip(self._trained, now, strict=False))
+        if (False, True) in changes:
+            got = "a frozen one that is trained now"
+        elif self._cast and (True, False) in changes:
+            got = "one that is frozen now, whose casts autocast makes anew for every use"
+        else:
+            return
+        _warn_once(
+            f"planner.apply: expected the parameters that were trained when the plan was applied, got {got}; the peak "
+            "is not promised. Profile it as it is now"
+        )
 
     def _trained_now(self) -> list[bool]:
         return [p.requires_grad for owned in self._owned for p in owned.values() if p is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -167,14 +168,13 @@ class _Assembly:
         return tuple(self._with_late_releases())
 
     def _with_late_releases(self) -> Iterator[StageRecord]:
-        released: dict[tuple[int, int], int] = {}
+        released = [Counter[int]() for _ in self._records]
         for k, size_bytes, mark in self._measured.late_releases:
-            if mark.place is not None:
-                pair = self._index[Place("stage", k)], self._index[mark.place]
-                released[pair] = released.get(pair, 0) + size_bytes
-        for number, record in enumerate(self._records):
-            later = tuple((end, size) for (begin, end), size in sorted(released.items()) if begin == number < end)
-            yield replace(record, late_releases=later)
+            begin = self._index[Place("stage", k)]
+            if mark.place is not None and (end := self._index[mark.place]) > begin:
+                released[begin][end] += size_bytes
+        for record, later in zip(self._records, released, strict=True):
+            yield replace(record, late_releases=tuple(sorted(later.items())))
 
     def shared(self) -> tuple[SharedRecord, ...]:
         """The storages that stages take as input, but for boundaries that live for one link only."""

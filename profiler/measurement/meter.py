@@ -132,12 +132,14 @@ class _Moved:
 
     def put_back(self) -> None:
         """Those that are still there lie where they lay, with the values that they have now."""
-        now = self._moved_to()
-        for reference, before in self._before:
-            tensor = reference()
-            if tensor is not None and now is not None and storage_key(tensor) == now._cdata:
-                self._storage.copy_(now)
-                tensor.data = before
+        if (now := self._moved_to()) is None:
+            return
+        alive = [(tensor, before) for reference, before in self._before if (tensor := reference()) is not None]
+        there = [(tensor, before) for tensor, before in alive if storage_key(tensor) == now._cdata]
+        if there:
+            self._storage.copy_(now)
+        for tensor, before in there:
+            tensor.data = before
 
 
 def _moved(tensors: list[Tensor]) -> list[_Moved]:

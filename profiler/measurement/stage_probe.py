@@ -83,7 +83,7 @@ class SavingStep(MarkedStep):
         self.held: set[StageTensor] = set()
         self.varied: list[str] = []
         self.late_releases: list[tuple[int, int, Mark]] = []
-        self._saved_storages: dict[int, tuple[int, int, weakref.ref[Any]]] = {}  # by stage, with their bytes
+        self._saved_storages: dict[int, tuple[int, int, weakref.ref[Any]]] = {}  # with stage and bytes
         self._stages = probe.stages
         self._saved: dict[int, list[weakref.ref[Tensor]]] = {}
         self.input_deaths: dict[StageTensor, Mark] = {}

@@ -106,7 +106,7 @@ class SelectiveCall:
         return packed
 
     def _packed(self, tensor: Tensor) -> TensorStandIn:
-        if is_there_anyway(tensor):
+        if is_there_anyway(tensor):  # What is no parameter is of the batch, and may be offloaded.
             return SavedParameter(tensor) if isinstance(tensor, nn.Parameter) else self._keep(tensor)
         recomputed = self._tape.recomputed_storage_of(tensor)
         if recomputed is not None:
