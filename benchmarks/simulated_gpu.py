@@ -23,7 +23,8 @@ def repeated(chain: Chain, k: int, times: int) -> Chain:
             readers=places(tensor.readers),
             linked_readers=places(tensor.linked_readers),
             savers=places(tensor.savers),
-            held_until=None if tensor.held_until is None else _copies(tensor.held_until, k, times)[0],
+            held_until=_first_copy(tensor.held_until, k, times),
+            early_backward_death=_first_copy(tensor.early_backward_death, k, times),
         )
         for tensor in chain.shared
     )
@@ -42,6 +43,10 @@ def _copies(old: int, k: int, times: int) -> range:
     if old == k:
         return range(k, k + times)
     return range(old, old + 1) if old < k else range(old + times - 1, old + times)
+
+
+def _first_copy(old: int | None, k: int, times: int) -> int | None:
+    return None if old is None else _copies(old, k, times)[0]
 
 
 def on_gpu(chain: Chain, *, batch: int, seconds: float) -> Chain:

@@ -63,13 +63,16 @@ def _shared_tensor(record: SharedRecord, count: int) -> Shared:
     savers = record.savers
     held_until: int | None = None
     forward_death = count - 1
+    early_backward_death: int | None = None
     if record.death_phase == "forward":
         savers, forward_death = (), record.death
     elif record.death_phase == "never":
         held_until = 0
     else:
         savers = tuple(k for k in savers if k >= record.death)
-        if record.death not in savers:
+        if record.death in savers:
+            early_backward_death = record.death
+        else:
             held_until = record.death  # Held by something that is no saved tensor.
     return Shared(
         size_bytes=record.size_bytes,
@@ -79,6 +82,8 @@ def _shared_tensor(record: SharedRecord, count: int) -> Shared:
         linked_readers=record.linked_readers,
         savers=savers,
         held_until=held_until,
+        forward_death_is_early=record.death_phase == "forward",
+        early_backward_death=early_backward_death,
     )
 
 
@@ -325,13 +330,14 @@ def _option(timeline: _UnsharedTimeline, k: int, keep: Option, measured: OptionR
         extra_bytes += _perhaps_stored_bytes(measured, menu.ops)
     extra_forward_seconds, extra_backward_seconds = menu.extra_seconds(measured)
     forward_seconds = keep.forward_seconds + extra_forward_seconds
+    behind_peak_bytes = record.behind_peak_bytes - measured.freed_bytes + extra_bytes if record.behind_peak_bytes else 0
     return Option(
         name=measured.name,
         forward_seconds=forward_seconds,
         backward_seconds=keep.backward_seconds + extra_backward_seconds,
         kept_bytes=keep.kept_bytes + timeline.late_release_bytes[k] - measured.freed_bytes + extra_bytes,
         kept_output_bytes=min(record.kept_output_bytes, _kept_output_bytes(measured, menu.ops)),
-        forward_peak_bytes=timeline.first_run_peak(k, measured.forward_peak_bytes),
+        forward_peak_bytes=timeline.first_run_peak(k, max(measured.forward_peak_bytes, behind_peak_bytes)),
         backward_peak_bytes=measured.backward_peak_bytes,
         # It runs to its end then: the ops to run again are recorded along with it.
         recompute_seconds=max(forward_seconds, keep.recompute_seconds),

@@ -281,16 +281,27 @@ class _Assembly:
     def _add_outside(self, k: int) -> None:
         forward, backward, dropped = self._phases(Place("outside", k))
         if self._records and Mark("backward", Place("outside", k)) not in self._measured.memory:
-            last = self._records[-1]  # Nothing but Python letting go of tensors: part of the stage before.
-            self._records[-1] = replace(
-                last, forward=_extended(last.forward, forward), dropped=_extended(last.dropped, dropped)
-            )
+            self._records[-1] = self._with_behind(self._records[-1], forward, dropped)
             return
         stages = self._measured.stages
         before = f"after {stages[k - 1].name}" if k == len(stages) and k > 0 else ""
         name = f"outside, {before or f'before {stages[k].name}'}" if stages else "the whole model"
         self._records.append(
             StageRecord(name=name, kind="outside", forward=forward, backward=backward, dropped=dropped)
+        )
+
+    def _with_behind(self, record: StageRecord, forward: Phase, dropped: Phase) -> StageRecord:
+        """A stage with what runs outside behind it: Python letting go of tensors, and ops without gradients."""
+        if dropped.peak_bytes > dropped.start_bytes and record.links:
+            # The stage's input may have gone before that peak; a plan that runs the stage again holds it.
+            dropped = replace(dropped, peak_bytes=dropped.peak_bytes + self._records[-2].boundary_bytes)
+        return replace(
+            record,
+            forward=_extended(record.forward, forward),
+            dropped=_extended(record.dropped, dropped),
+            behind_peak_bytes=forward.peak_bytes - record.forward.start_bytes
+            if forward.peak_bytes > forward.start_bytes
+            else 0,
         )
 
     def _stage(self, k: int) -> StageRecord:

@@ -88,7 +88,21 @@ def _schedule_of(path: _Path) -> Schedule:
 
 def _fits(chain: Chain, edge: Edge, budget_bytes: int) -> bool:
     before = live_bytes(chain, edge.before)
-    return max(before + edge.peak_bytes, live_bytes(chain, edge.state)) <= budget_bytes
+    peak_bytes = before + edge.peak_bytes + _held_on_bytes(chain, edge)
+    return max(peak_bytes, live_bytes(chain, edge.state)) <= budget_bytes
+
+
+def _held_on_bytes(chain: Chain, edge: Edge) -> int:
+    """Shared bytes that the unplanned action lets go of before its peak, and that something holds on."""
+    after, before = edge.state, edge.before
+    total = 0
+    for tensor in chain.shared:
+        forward = tensor.forward_death_is_early and before.reached < tensor.forward_death == after.reached
+        forward = forward and not (edge.action.option is None and tensor.forward_death in tensor.readers)
+        backward = edge.action == Action("backward", tensor.early_backward_death)
+        if (forward or backward) and _holds(tensor, after):
+            total += tensor.size_bytes
+    return total
 
 
 def live_bytes(chain: Chain, state: SearchState) -> int:

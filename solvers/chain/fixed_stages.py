@@ -107,6 +107,11 @@ def _hidden_bytes(
         last = span_of[tensor.forward_death]
         if last in rerun and not (tensor.born < spans[last].start == tensor.forward_death):
             hidden_bytes[last] = (hidden_bytes[last][0] + tensor.size_bytes, hidden_bytes[last][1])
+        if last in rerun and tensor.forward_death_is_early:
+            hidden_bytes[last] = (hidden_bytes[last][0] + tensor.size_bytes, hidden_bytes[last][1])
+        early = -1 if tensor.early_backward_death is None else span_of[tensor.early_backward_death]
+        if early in rerun:
+            hidden_bytes[early] = (hidden_bytes[early][0], hidden_bytes[early][1] + tensor.size_bytes)
         for number in rerun & {span_of[k] for k in tensor.savers}:
             if number not in _holders(tensor, span_of, rerun, spans):
                 hidden_bytes[number] = (hidden_bytes[number][0], hidden_bytes[number][1] + tensor.size_bytes)
@@ -116,6 +121,7 @@ def _hidden_bytes(
 def _shared(tensor: Shared, span_of: dict[int, int], rerun: set[int], spans: Sequence[Segment]) -> Shared:
     undecided = {number for number, span in enumerate(spans) if span.undecided}
     savers = {span_of[k] for k in tensor.savers} - rerun
+    early = None if tensor.early_backward_death is None else span_of[tensor.early_backward_death]
     return Shared(
         size_bytes=tensor.size_bytes,
         born=span_of[tensor.born],
@@ -124,6 +130,8 @@ def _shared(tensor: Shared, span_of: dict[int, int], rerun: set[int], spans: Seq
         linked_readers=tuple(sorted({span_of[k] for k in tensor.linked_readers} & undecided)),
         savers=tuple(sorted(savers | _holders(tensor, span_of, rerun, spans))),
         held_until=None if tensor.held_until is None else span_of[tensor.held_until],
+        forward_death_is_early=tensor.forward_death_is_early and span_of[tensor.forward_death] not in rerun,
+        early_backward_death=None if early in rerun else early,
     )
 
 

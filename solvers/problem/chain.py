@@ -106,6 +106,10 @@ class Shared:
         savers: stages that hold it while they are kept.
         held_until: something else holds it until this stage's backward has
             run; None where nothing else does.
+        forward_death_is_early: the forward of ``forward_death`` lets go of it before its own peak, which is larger by
+            its size where something holds it on; but not where that stage is a reader and keeps nothing: its peak is
+            given with it.
+        early_backward_death: the stage whose backward does the same; None where none does.
     """
 
     size_bytes: int
@@ -115,6 +119,8 @@ class Shared:
     linked_readers: tuple[int, ...] = ()
     savers: tuple[int, ...] = ()
     held_until: int | None = None
+    forward_death_is_early: bool = False
+    early_backward_death: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,10 +167,16 @@ class Chain:
         """
         if not self.shared:
             return self
-        extra = [0] * len(self.stages)
+        stages = list(self.stages)
         for tensor in self.shared:
-            extra[tensor.born] += tensor.size_bytes
-        return replace(self, stages=tuple(_larger(s, e) for s, e in zip(self.stages, extra, strict=True)), shared=())
+            stages[tensor.born] = _with_kept(stages[tensor.born], tensor.size_bytes)
+            if tensor.forward_death_is_early:
+                last = stages[tensor.forward_death]
+                stages[tensor.forward_death] = with_higher_peaks(last, tensor.size_bytes, 0)
+            if tensor.early_backward_death is not None:
+                last = stages[tensor.early_backward_death]
+                stages[tensor.early_backward_death] = with_higher_peaks(last, 0, tensor.size_bytes)
+        return replace(self, stages=tuple(stages), shared=())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a problem file (``"format": "planner-chain"``, version 1)."""
@@ -176,16 +188,27 @@ class Chain:
         return from_document(cls, data, FORMAT, VERSION, KEYS)
 
 
-def _larger(stage: Stage, extra_bytes: int) -> Stage:
-    if not extra_bytes:
-        return stage
+def with_higher_peaks(stage: Stage, forward_bytes: int, backward_bytes: int) -> Stage:
+    """The stage with so many bytes more at the peaks of its first forward and of its backward."""
+    options = tuple(
+        replace(
+            option,
+            forward_peak_bytes=option.forward_peak_bytes + forward_bytes,
+            backward_peak_bytes=option.backward_peak_bytes + backward_bytes,
+        )
+        for option in stage.options
+    )
+    return replace(stage, options=options, forward_peak_bytes=stage.forward_peak_bytes + forward_bytes)
+
+
+def _with_kept(stage: Stage, extra_bytes: int) -> Stage:
     options = tuple(replace(option, kept_bytes=option.kept_bytes + extra_bytes) for option in stage.options)
     return replace(stage, options=options, residue_bytes=stage.residue_bytes + extra_bytes)
 
 
 def _check_shared(tensor: Shared, count: int) -> None:
     check_number("shared tensor", "size_bytes", tensor.size_bytes)
-    last = [] if tensor.held_until is None else [tensor.held_until]
+    last = [k for k in (tensor.held_until, tensor.early_backward_death) if k is not None]
     for k in (tensor.born, tensor.forward_death, *tensor.readers, *tensor.linked_readers, *tensor.savers, *last):
         if not is_whole(k) or not 0 <= k < count:
             raise ValueError(f"shared tensor: expected stage numbers from 0 to {count - 1}, got {k!r}; correct it")

@@ -253,10 +253,16 @@ class _ReplayState:
         if action.option is None:
             if first and stage.residue_bytes:
                 self.residues.add(k)
-            return stage.forward_peak_bytes, stage.forward_seconds
+            return stage.forward_peak_bytes + self._held_on_bytes(k, first, dropped=True), stage.forward_seconds
         self.residues.discard(k)
         option = self.kept[k] = self._option(action)
-        return option.forward_peak_bytes, option.forward_seconds
+        return option.forward_peak_bytes + self._held_on_bytes(k, first, dropped=False), option.forward_seconds
+
+    def _held_on_bytes(self, k: int, first: bool, dropped: bool) -> int:
+        """Shared bytes that this forward would let go of before its peak, if nothing held them now that it has run."""
+        early = [t for t in self.chain.shared if first and t.forward_death == k and t.forward_death_is_early]
+        # A reader that is dropped holds them itself, with which its peak is given.
+        return sum(t.size_bytes for t in early if self._holds(t) and not (dropped and k in t.readers))
 
     def _recompute(self, action: Action) -> tuple[int, float]:
         k = action.stage
@@ -276,7 +282,9 @@ class _ReplayState:
         self._need_input(k)
         option = self.kept.pop(k)
         self.pending = k - 1
-        return option.backward_peak_bytes, option.backward_seconds
+        early = [tensor for tensor in self.chain.shared if tensor.early_backward_death == k]
+        held_on_bytes = sum(tensor.size_bytes for tensor in early if self._holds(tensor))
+        return option.backward_peak_bytes + held_on_bytes, option.backward_seconds
 
     def _free(self, action: Action) -> tuple[int, float]:
         k = action.stage

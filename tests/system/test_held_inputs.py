@@ -1,7 +1,9 @@
-"""Predictions count the input of a stage that an option holds, whoever else holds it in the unplanned step."""
+"""Predictions count the input of a stage that a plan holds, though the unplanned step may have let go of it by then."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import warnings
 
 import pytest
@@ -14,7 +16,9 @@ from planner.explain.timeline import Timeline, predicted_timelines
 from planner.plans.cost_model import chain_of
 from solvers import Action, Schedule
 from solvers.chain import baselines
+from solvers.chain.segments import Segment, segmented_schedule
 from tests.support.exactness import following
+from tests.system.test_kept_budgets import peaks_of_steps
 
 WIDTH, BATCH = 32, 256
 
@@ -91,3 +95,92 @@ def test_no_option_of_a_second_run_needs_more_than_predicted(held: bool) -> None
             measured = highest(view_step(work, plan, rounds=1).planned)
         predicted = highest(predicted_timelines(chain, schedule)[1])
         assert all(predicted[name] >= measured[name] for name in (profile.stages[k].name for k in stages))
+
+
+class Squashed(nn.Module):
+    """Autograd saves nothing of what goes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(sum(more, x) + self.shift))
+
+
+class LetGo(nn.Module):
+    """What its stages read goes before the peak of what runs outside behind them, or (``late``) after it."""
+
+    def __init__(self, read_twice: bool, has_gradient: bool, late: bool) -> None:
+        super().__init__()
+        self.read_twice, self.has_gradient, self.late = read_twice, has_gradient, late
+        self.first, self.second, self.third = (Squashed() for _ in range(3))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.first(x) + 1
+        x = self.second(read)
+        x = self.third(x, read) if self.read_twice else self.third(x)
+        if not self.late:
+            del read
+        with torch.no_grad():
+            factor = torch.zeros(BATCH, 10 * WIDTH).add_(1).mean()
+        if self.has_gradient:
+            x = x * x + torch.zeros(BATCH, 3 * WIDTH).sum()
+        return self.last(x) * factor
+
+
+class NarrowAndWide(nn.Module):
+    """Its backward lets go of its first input before it makes the gradient of what is wide, in forward a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        wide = second.square().unsqueeze(1).expand(-1, 16, -1)
+        return wide[:, 0] + self.narrow(first)
+
+
+class LetGoInBackward(nn.Module):
+    """The input of ``second`` is saved by ``third`` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second, self.third = Squashed(), NarrowAndWide()
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.first(x)
+        return self.last(self.third(read, self.second(read)))
+
+
+def differing(work: planner.Workload, menus: bool) -> dict[tuple[int | None, ...], int]:
+    """Measured less predicted bytes of every plan that drops stages or gives them an option, where they differ."""
+    profile = planner.profile(work, stages=["first", "second", "third", "last"], menus=menus)
+    chain = chain_of(profile)
+    choices = [
+        [0] if record.kind == "outside" else list(dict.fromkeys([None, 0, len(stage.options) - 1]))
+        for record, stage in zip(profile.stages, chain.stages, strict=True)
+    ]
+    found = {}
+    for choice in itertools.product(*choices):
+        spans = [Segment(k, k + 1, option) for k, option in enumerate(choice)]
+        plan = following(profile, segmented_schedule(spans))
+        found[choice] = max(peaks_of_steps(work, plan, 1)) - plan.predicted_peak_bytes
+    return {choice: size_bytes for choice, size_bytes in found.items() if size_bytes}
+
+
+MODELS = {
+    "in backward": LetGoInBackward,
+    **{str(kind): functools.partial(LetGo, *kind) for kind in itertools.product([False, True], repeat=3)},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("menus", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_no_plan_needs_more_where_the_unplanned_step_lets_go_of_inputs_before_a_peak(name: str, menus: bool) -> None:
+    torch.manual_seed(0)
+    model, inputs = MODELS[name](), torch.randn(BATCH, WIDTH)
+    work = planner.Workload(model=model, inputs=inputs, loss=lambda output: output.square().sum())
+    assert max(differing(work, menus).values(), default=0) <= 0

@@ -107,9 +107,11 @@ def test_the_combinatorial_bound_holds_at_every_budget(block: int) -> None:
 def test_a_folded_chain_overestimates_and_never_underestimates() -> None:
     for seed in range(60):
         chain: Chain = random_chain(seed, shared=True)
-        solution = solve_chain(Problem(chain=chain.folded(), budget_bytes=60), "rotor")
-        assert solution.schedule is not None and solution.peak_bytes is not None
-        assert replay(chain, solution.schedule).peak_bytes <= solution.peak_bytes
+        for budget in (12, 16, 20, 60):
+            solution = solve_chain(Problem(chain=chain.folded(), budget_bytes=budget), "rotor")
+            assert solution.schedule is not None or budget < 60
+            if solution.schedule is not None and solution.peak_bytes is not None:
+                assert replay(chain, solution.schedule).peak_bytes <= solution.peak_bytes
 
 
 def test_ctrl_c_leaves_the_best_of_the_baselines(monkeypatch: pytest.MonkeyPatch) -> None:

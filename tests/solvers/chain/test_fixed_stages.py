@@ -126,6 +126,22 @@ def test_a_segment_that_saves_a_tensor_holds_it_in_its_backward_alone():
     )
 
 
+def test_a_tensor_that_goes_before_a_peak_inside_a_segment_counts_there():
+    tensor = Shared(size_bytes=50, born=0, forward_death=2, forward_death_is_early=True, early_backward_death=1)
+    chain = Chain(stages=equal_stages(4).stages, shared=(tensor,))
+    held = Chain(stages=chain.stages, shared=(Shared(size_bytes=50, born=0, forward_death=2),))
+    for spans, forward, backward in (([Segment(0, 3)], 50, 50), ([Segment(0, 2), Segment(2, 3, option=0)], 0, 50)):
+        spans = [*spans, Segment(3, 4, option=0)]
+        early, late = restricted(chain, spans), restricted(held, spans)
+        assert early.stages[0].options[0].forward_peak_bytes == late.stages[0].options[0].forward_peak_bytes + forward
+        assert (
+            early.stages[0].options[0].backward_peak_bytes == late.stages[0].options[0].backward_peak_bytes + backward
+        )
+        assert early.shared[0].forward_death_is_early == (not forward)
+        assert early.shared[0].early_backward_death is None
+    assert restricted(chain, [Segment(k, k + 1, option=0) for k in range(4)]).shared == chain.shared
+
+
 def test_a_boundary_inside_a_segment_is_not_held_by_it():
     tensor = Shared(size_bytes=50, born=1, forward_death=1, linked_readers=(2,))
     chain = Chain(stages=equal_stages(4).stages, shared=(tensor,))

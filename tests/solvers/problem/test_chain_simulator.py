@@ -55,6 +55,43 @@ def test_a_shared_tensor_lives_while_a_reader_waits() -> None:
     assert [m.after_bytes for m in replay(chain, actions(*rows)).timeline] == [5, 14, 13, 9, 5, 1]
 
 
+BACKWARD = [("backward", 2), ("backward", 1), ("backward", 0)]
+ALL_KEPT = [*(("forward", k, 0) for k in range(3)), *BACKWARD]
+FIRST_DROPPED = [
+    *[("forward", 0), ("forward", 1, 0), ("forward", 2, 0), *BACKWARD[:2], ("recompute", 0, 0), BACKWARD[2]],
+]
+
+
+def peaks(chain: Chain, rows: list[tuple]) -> dict[tuple[str, int], int]:
+    return {(m.action.kind, m.action.stage): m.peak_bytes for m in replay(chain, actions(*rows)).timeline}
+
+
+@pytest.mark.parametrize(("readers", "more"), [((), 0), ((0,), 8), ((2,), 0)])
+def test_a_forward_that_lets_go_of_a_shared_tensor_peaks_higher_where_a_reader_waits(readers, more) -> None:
+    plain = Shared(size_bytes=8, born=0, forward_death=2, readers=readers)
+    early = replace(plain, forward_death_is_early=True)
+    before, after = (peaks(replace(equal_stages(3), shared=(tensor,)), FIRST_DROPPED) for tensor in (plain, early))
+    assert after.pop(("forward", 2)) == before.pop(("forward", 2)) + more
+    assert after == before
+
+
+@pytest.mark.parametrize(("rows", "more"), [(ALL_KEPT, 0), (FIRST_DROPPED, 8)])
+def test_a_backward_that_lets_go_of_a_shared_tensor_peaks_higher_where_a_reader_waits(rows, more) -> None:
+    plain = Shared(size_bytes=8, born=0, forward_death=2, readers=(0,), savers=(1,))
+    early = replace(plain, early_backward_death=1)
+    before, after = (peaks(replace(equal_stages(3), shared=(tensor,)), rows) for tensor in (plain, early))
+    assert after.pop(("backward", 1)) == before.pop(("backward", 1)) + more
+    assert after == before
+
+
+def test_a_reader_that_is_dropped_where_a_tensor_goes_has_it_in_its_peak() -> None:
+    early = Shared(size_bytes=8, born=0, forward_death=1, readers=(1,), forward_death_is_early=True)
+    rows = [("forward", 0, 0), ("forward", 1), ("forward", 2, 0), ("backward", 2), ("recompute", 1, 0), *BACKWARD[1:]]
+    chain = equal_stages(3)
+    late = replace(early, forward_death_is_early=False)
+    assert peaks(replace(chain, shared=(early,)), rows) == peaks(replace(chain, shared=(late,)), rows)
+
+
 KEPT = [("forward", 0, 0), ("forward", 1, 0)]
 DROPPED = [("forward", 0), ("forward", 1), ("free", 1)]
 
