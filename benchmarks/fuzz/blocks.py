@@ -172,6 +172,17 @@ class CrossReads(nn.Module):
         return self.inner(x + self.attention(self.norm(x), memory, memory, need_weights=False)[0])
 
 
+class Gates(nn.Module):
+    """Autograd saves nothing of what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return torch.tanh(torch.sigmoid(x + memory + self.shift))
+
+
 class LooksUp(nn.Module):
     def __init__(self, sparse: bool = False) -> None:
         super().__init__()

@@ -17,9 +17,10 @@ KINDS = tuple(
     if name not in ("Square", "Mlp")
 )
 PLAIN_KINDS = ("Mlp", "Plain", "Dropping", "Norms", "Attends", "Convolves")  # half of all layers
-CROSS_KINDS = ("CrossReads",)
+CROSS_KINDS = ("CrossReads", "Gates")
 SETTING_KINDS = ("Conditioned",)  # the parent sets ``cond`` on them
 CALLS = ("skip", "concat", "branch", "drop", "autocast", "checkpoint", "added_in_place", "twice", "no_grad", "keyword")
+CALLS += ("watched", "watched_before")
 INPUTS = ("vector", "raw", "tokens", "sparse_tokens", "image", "pair", "leaf", "named")
 OUTPUTS = ("tensor", "tensor", "tuple", "named", "loss")
 OPTIMIZERS = ("momentum", "sgd", "adam", "adamw")
@@ -63,6 +64,7 @@ class Model:
         accumulate: gradients are set to zeros, not to None.
         tied: the head's weight is the first layer's, where shapes fit (tokens in and out).
         wrapped: the model is held by another module, which is what is profiled.
+        lets_go: forward deletes what later layers read once the last of them has run.
     """
 
     layers: tuple[Layer, ...]
@@ -76,6 +78,7 @@ class Model:
     accumulate: bool = False
     tied: bool = False
     wrapped: bool = False
+    lets_go: bool = False
 
     @property
     def sparse(self) -> bool:
@@ -162,6 +165,7 @@ def drawn_model(rng: random.Random) -> Model:
         accumulate=not plain and rng.random() < 0.25,
         tied=not plain and rng.random() < 0.2,
         wrapped=rng.random() < 0.1,
+        lets_go=rng.random() < 0.5,
     )
     return legal(model)
 

@@ -185,6 +185,10 @@ def net(model: Model) -> str:
     )
 
 
+# Ops without gradients between two calls, which need more than blocks do.
+_WATCH = ["with torch.no_grad():", "    seen = h.detach().float().repeat(1, 1, 9).square().mean()"]
+
+
 def _forward(model: Model) -> list[str]:
     first = {"image": "h = self.stem(x).transpose(1, 2)", "raw": "h = x + self.shift"}
     lines = [first.get(model.inputs, "h = self.stem(x)")]
@@ -197,6 +201,9 @@ def _forward(model: Model) -> list[str]:
         if k in read:
             lines.append(f"h{k} = h")
         lines += _call(k, layer, model)
+        if model.lets_go:
+            later = {layer.reads for layer in model.layers[k + 1 :] if _reads(layer, model)}
+            lines += [f"del h{j}" for j in sorted(read) if layer.reads == j and _reads(layer, model) and j not in later]
     return [*lines, *_OUTPUTS[model.output].splitlines()]
 
 
@@ -223,6 +230,8 @@ def _call(k: int, layer: Layer, model: Model) -> list[str]:
         "twice": [plain, plain],
         "no_grad": ["with torch.no_grad():", f"    extra = {module}(h)", "h = h + extra"],
         "keyword": [f"h = {module}(x=h)"],
+        "watched": [plain, *_WATCH],
+        "watched_before": [*_WATCH, plain],
     }
     return [*setting, *calls[layer.call]]
 

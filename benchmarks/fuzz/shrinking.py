@@ -9,7 +9,7 @@ from benchmarks.fuzz.cases import Case, Layer, Model
 from benchmarks.fuzz.verdicts import Outcome
 
 _PLAIN = Model(layers=())
-_FEATURES = ("inputs", "output", "optimizer", "autocast", "scaler", "clip", "accumulate", "tied", "wrapped")
+_FEATURES = ("inputs", "output", "optimizer", "autocast", "scaler", "clip", "accumulate", "tied", "wrapped", "lets_go")
 MOST_TRIES = 120
 
 

@@ -99,7 +99,7 @@ def _held_on_bytes(chain: Chain, edge: Edge) -> int:
     for tensor in chain.shared:
         forward = tensor.forward_death_is_early and before.reached < tensor.forward_death == after.reached
         forward = forward and not (edge.action.option is None and tensor.forward_death in tensor.readers)
-        backward = edge.action == Action("backward", tensor.early_backward_death)
+        backward = edge.action.kind == "backward" and edge.action.stage == tensor.early_backward_death
         if (forward or backward) and _holds(tensor, after):
             total += tensor.size_bytes
     return total
