@@ -16,7 +16,7 @@ from torch import Tensor
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS, geometry_of, tensor_over
 from profiler.records import Phase
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.steps import kept_in_attributes
+from profiler.workload.steps import TensorsOfState
 from profiler.workload.storages import has_storage, storage_key
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
@@ -61,7 +61,7 @@ class Meter(Protocol):
     def stop(self) -> MarkedPhases: ...
 
 
-def memory_meter(device: torch.device, resident_bytes: int, workload: Workload | None = None) -> Meter:
+def memory_meter(device: torch.device, resident_bytes: int, state: TensorsOfState | None = None) -> Meter:
     """The exact memory meter for ``device``.
 
     Args:
@@ -69,14 +69,14 @@ def memory_meter(device: torch.device, resident_bytes: int, workload: Workload |
         resident_bytes: bytes already alive when ``start`` is called. On the
             CPU the events only count changes, so this is where they start
             from; on CUDA the allocator's own total is shifted to it.
-        workload: whose modules may keep tensors in attributes from step to
-            step; that the metered step lets go of them is seen only with it.
+        state: of the workload whose step is metered; that it lets go of such
+            tensors is seen only with it.
 
     Raises:
         ValueError: another kind of device.
     """
     if device.type == "cpu":
-        return _CpuMemoryMeter(resident_bytes, workload)
+        return _CpuMemoryMeter(resident_bytes, state)
     if device.type == "cuda":
         return _CudaMemoryMeter(device, resident_bytes)
     raise ValueError(f"device: expected cpu or cuda, got {device.type!r}; move the model to one of them")
@@ -88,17 +88,17 @@ def time_meter(device: torch.device) -> Meter:
 
 
 class _CpuMemoryMeter:
-    def __init__(self, resident_bytes: int, workload: Workload | None) -> None:
+    def __init__(self, resident_bytes: int, state: TensorsOfState | None) -> None:
         self._resident_bytes = resident_bytes
-        self._workload = workload
+        self._state = state
         self._moved: list[_Moved] = []
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         self._marks: list[Mark] = []
 
     def start(self, mark: Mark) -> None:
         self._profiler.start()
-        if self._workload is not None:
-            self._moved = _moved(kept_in_attributes(self._workload))
+        if self._state is not None:
+            self._moved = _moved(self._state.now())
         self.mark(mark)
 
     def mark(self, mark: Mark) -> None:

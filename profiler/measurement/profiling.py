@@ -31,6 +31,7 @@ from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import (
     ProfileError,
     Result,
+    TensorsOfState,
     count_many_steps,
     counts_steps,
     first_step,
@@ -90,13 +91,13 @@ def profile(
         )
     report = _ProgressReporter(progress)
     with preserved(workload):
-        randomness = RandomState.capture()
+        randomness, state_of_modules = RandomState.capture(), TensorsOfState(workload)
         report("warm up")
         first_step(workload)
         try:
             largest = _warmed_up_for_the_largest(workload, randomness, report)
             resident = resident_bytes_of(workload)
-            measuring = _Measuring(workload, resident, largest.randomness, report)
+            measuring = _Measuring(workload, resident, state_of_modules, largest.randomness, report)
             with largest.drawn():
                 measured = measuring.measure(stages, propose or (lambda ops: ()), state)
         except (StagesError, ChoiceError):
@@ -141,12 +142,17 @@ class _Measuring:
     """The runs of one profile, each from the same random numbers."""
 
     def __init__(
-        self, workload: Workload, resident: ResidentBytes, randomness: RandomState, report: _ProgressReporter
+        self,
+        workload: Workload,
+        resident: ResidentBytes,
+        state: TensorsOfState,
+        randomness: RandomState,
+        report: _ProgressReporter,
     ) -> None:
         self._workload = workload
         self._device = workload.device
         self._compiled = is_compiled(workload.model)
-        self._resident = resident
+        self._resident, self._state = resident, state
         self._randomness = randomness
         self._report = report
 
@@ -219,7 +225,7 @@ class _Measuring:
         self._randomness.restore()
 
     def _memory_meter(self) -> Meter:
-        return memory_meter(self._device, self._resident.total, self._workload)
+        return memory_meter(self._device, self._resident.total, self._state)
 
     def _step(self, what: str, run: Callable[[], Result]) -> Result:
         """Run a whole step, again where the scaler leaves the optimizer out."""

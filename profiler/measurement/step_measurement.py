@@ -9,7 +9,7 @@ from profiler.measurement.device_memory import faulted_bytes, release_cache, res
 from profiler.measurement.meter import Meter, memory_meter, metered, time_meter
 from profiler.records import Phase
 from profiler.workload.snapshot import RandomState, preserved
-from profiler.workload.steps import check_workload, first_step, resident_bytes_of, until_stepped
+from profiler.workload.steps import TensorsOfState, check_workload, first_step, resident_bytes_of, until_stepped
 from profiler.workload.workload import Workload
 
 
@@ -53,7 +53,7 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
     faults: list[int] = []
     with preserved(workload):
         release_cache(device)  # What others left in the allocator is no part of the step.
-        randomness = RandomState.capture()
+        randomness, state = RandomState.capture(), TensorsOfState(workload)
         first_step(workload)
         resident_bytes = resident_bytes_of(workload).total
 
@@ -66,7 +66,7 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
                 faults.append((faulted_bytes(device) or 0) - before)
             return step
 
-        peak_bytes = until_stepped(workload, lambda: again(memory_meter(device, resident_bytes, workload))).peak_bytes
+        peak_bytes = until_stepped(workload, lambda: again(memory_meter(device, resident_bytes, state))).peak_bytes
         reserved_bytes = reserved_for(device, peak_bytes)
         times = [until_stepped(workload, lambda: again(time_meter(device))).seconds for _ in range(repeats)]
     return Measurement(

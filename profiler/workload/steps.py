@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, MutableMapping
 from typing import Any, TypeVar
 
@@ -167,7 +168,7 @@ def optimizer_state_bytes(workload: Workload) -> int:
 
 def kept_in_attributes(workload: Workload) -> list[Tensor]:
     """Tensors that modules keep as plain attributes, but for those that are counted as something else."""
-    roots = [root for root in (workload.model, workload.loss) if isinstance(root, nn.Module)]
+    roots = _roots(workload)
     modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
     counted = [*workload.with_gradients(), *tensors_in(workload.inputs)]
     counted += [parameter.grad for parameter in counted if parameter.is_leaf and parameter.grad is not None]
@@ -178,3 +179,25 @@ def kept_in_attributes(workload: Workload) -> list[Tensor]:
     attributes = [value for module in modules for name, value in vars(module).items() if name not in own]
     kept = [tensor for tensor in tensors_in(attributes) if tensor.device.type == workload.device.type]
     return [tensor for tensor in kept if storage_key(tensor) not in known]
+
+
+def _roots(workload: Workload) -> list[nn.Module]:
+    return [root for root in (workload.model, workload.loss) if isinstance(root, nn.Module)]
+
+
+class TensorsOfState:
+    """Tensors in which modules keep a state from step to step, and which a step may put others in the place of.
+
+    They are the plain attributes, and those buffers that are others by now than when this was made, before the
+    workload's first step.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._first_buffers = [weakref.ref(buffer) for root in _roots(workload) for buffer in root.buffers()]
+
+    def now(self) -> list[Tensor]:
+        """Those that are there now."""
+        first = {id(reference()) for reference in self._first_buffers}
+        buffers = [buffer for root in _roots(self._workload) for buffer in root.buffers()]
+        return [*kept_in_attributes(self._workload), *(buffer for buffer in buffers if id(buffer) not in first)]

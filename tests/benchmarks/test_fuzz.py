@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,7 +42,8 @@ def test_a_sample_holds_the_promises():
 
 
 def test_random_numbers_that_are_not_put_back_are_found(monkeypatch: pytest.MonkeyPatch):
-    case = Case(model=DROPPING, habits=("collects garbage between", "learning rate changes"))
+    habits = ("collects garbage between", "learning rate changes")
+    case = Case(model=DROPPING, habits=habits, solver="recompute_all", share=1.0)
     assert judge(case).verdict == "exact"
     with monkeypatch.context() as broken:
         forget_random_states(broken)
@@ -52,9 +54,11 @@ def test_random_numbers_that_are_not_put_back_are_found(monkeypatch: pytest.Monk
         smallest = shrunk(failure, judge)
         assert smallest.verdict == "wrong"
         assert not smallest.case.habits and smallest.case.steps == 1 and len(smallest.case.model.layers) < 4
+        # The fastest plan may be one that draws nothing again.
+        text = script(replace(smallest.case, solver="recompute_all", share=1.0))
         with pytest.raises(AssertionError, match="did not do what the unplanned one does"):
-            exec(script(smallest.case), {"__name__": "__main__"})
-    exec(script(smallest.case), {"__name__": "__main__"})
+            exec(text, {"__name__": "__main__"})
+    exec(text, {"__name__": "__main__"})
 
 
 def forget_random_states(broken: pytest.MonkeyPatch) -> None:

@@ -87,11 +87,17 @@ def test_a_meter_that_was_started_is_stopped_where_the_step_fails(
 
 
 class Remembering(nn.Module):
-    """Puts another tensor in an attribute in every call, and reads one that somebody else writes to."""
+    """Puts another tensor in an attribute or a buffer in every call, and reads one that somebody else writes to."""
 
-    def __init__(self, shared: Tensor) -> None:
+    state: Tensor
+
+    def __init__(self, shared: Tensor, buffer: bool) -> None:
         super().__init__()
-        self.inner, self.state, self.shared = nn.Linear(32, 32), torch.zeros(64, 32), shared
+        self.inner, self.shared = nn.Linear(32, 32), shared
+        if buffer:
+            self.register_buffer("state", torch.zeros(64, 32))
+        else:
+            self.state = torch.zeros(64, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.inner(x) + self.state) * self.shared
@@ -99,12 +105,13 @@ class Remembering(nn.Module):
         return x + y
 
 
-def test_what_modules_let_go_of_in_a_metered_step_is_seen() -> None:
+@pytest.mark.parametrize("buffer", [False, True])
+def test_what_modules_let_go_of_in_a_metered_step_is_seen(buffer: bool) -> None:
     outside = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     values = np.ones(32, dtype=np.float32)
     shared = torch.from_numpy(values)
     outside.start()  # Before the model is made: then it sees everything given back.
-    model = nn.Sequential(*(Remembering(shared) for _ in range(4)))
+    model = nn.Sequential(*(Remembering(shared, buffer) for _ in range(4)))
     work = Workload(model=model, inputs=torch.randn(64, 32), loss=lambda output: output.square().mean())
     for _ in range(3):
         work.step()
