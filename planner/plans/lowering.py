@@ -63,7 +63,7 @@ class LoweredSchedule:
         selective: stage -> option, for those whose first forward keeps a choice of what they save.
         holding_input: dropped stages whose linked input is held until they are run again.
         reruns: stage -> reruns before its backward, in order.
-        input_releases: stage -> stages whose held input is let go before that backward.
+        input_releases: stage that is run again -> stages whose held input is let go before its backward.
         transfers: in order, each with the moment by which it is due.
         sending: stages of which something is sent, with the option that they are kept with; None while they wait to
             run again.
@@ -74,7 +74,7 @@ class LoweredSchedule:
     selective: dict[int, int]
     holding_input: frozenset[int]
     reruns: dict[int, tuple[Rerun, ...]]
-    input_releases: dict[int, tuple[int, ...]]
+    input_releases: dict[int | None, tuple[int, ...]]
     transfers: tuple[tuple[TransferMoment, Transfer], ...] = ()
     sending: frozenset[tuple[int, int | None]] = frozenset()
     backward_order: dict[int, int] = field(default_factory=dict)
@@ -91,8 +91,9 @@ def lower_schedule(stages: Sequence[PlannedStage], schedule: Schedule) -> Lowere
     boundaries = _boundaries_after(set(), first)
     dropped = frozenset(a.stage for a in first if a.kind == "forward" and a.option is None)
     holding_input = frozenset(k for k in dropped if k - 1 in boundaries or not stages[k].links)
-    _check(stages, dropped, holding_input)
     reruns, input_releases = _backwards(stages, phases, dropped, boundaries)
+    holding_input -= set(input_releases.pop(None, ()))
+    _check(stages, dropped, holding_input)
     transfers = tuple(_transfers(first, phases))
     return LoweredSchedule(
         dropped=dropped,
@@ -159,17 +160,24 @@ def _boundaries_after(boundaries: set[int], actions: Sequence[Action]) -> set[in
 
 def _backwards(
     stages: Sequence[PlannedStage], phases: _Phases, dropped: frozenset[int], boundaries: set[int]
-) -> tuple[dict[int, tuple[Rerun, ...]], dict[int, tuple[int, ...]]]:
-    """By the stage that goes backward: the reruns before it, and the stages whose held input goes then."""
+) -> tuple[dict[int, tuple[Rerun, ...]], dict[int | None, tuple[int, ...]]]:
+    """By the stage that goes backward: the reruns before it, and the stages whose held input goes then.
+
+    The runtime is not told that the backward of a stage begins which is not run again. What the schedule lets go there,
+    and nobody needs in between, goes before that: in the backward of the last such stage, or (None) in forward.
+    """
     reruns: dict[int, tuple[Rerun, ...]] = {}
-    releases: dict[int, tuple[int, ...]] = {}
+    releases: dict[int | None, tuple[int, ...]] = {}
+    told: int | None = None
     pending = set(dropped)
     for backward, actions in phases:
         before, boundaries = boundaries, _boundaries_after(boundaries, actions)
         reruns[backward] = tuple(_rerun(a, boundaries) for a in actions if a.kind in RUNS)
         pending -= {rerun.stage for rerun in reruns[backward] if rerun.mode != "drop"}
         freed = {k + 1 for k in before - boundaries}
-        releases[backward] = tuple(sorted(k for k in pending & freed if k < backward and stages[k].links))
+        told = backward if backward in dropped else told
+        released = {k for k in pending & freed if k < backward and stages[k].links}
+        releases[told] = tuple(sorted(released.union(releases.get(told, ()))))
     return reruns, releases
 
 

@@ -100,3 +100,22 @@ def test_transfers_are_no_reruns(kind: str) -> None:
     )
     assert schedule.reruns == {1: (), 0: ()}
     assert [t for _, t in schedule.transfers] == [Transfer(kind, 0, 0, 0)]  # type: ignore[arg-type]
+
+
+def test_a_boundary_that_goes_before_a_kept_backward_goes_in_the_backward_before() -> None:
+    """Stage 3 is kept: nobody tells the runtime that its backward begins."""
+    rows = [("forward", 0, 0), *(("forward", k, None) for k in (1, 2)), ("forward", 3, 0), ("forward", 4, None)]
+    late = [("recompute", 4, 0), ("backward", 4, None), ("free", 1, None), ("backward", 3, None)]
+    last = [("forward", 1, 0), ("forward", 2, 0), *(("backward", k, None) for k in (2, 1, 0))]
+    schedule = lowered(*rows, *late, *last, count=5)
+    assert schedule.holding_input == {1, 2, 4}
+    assert {k: stages for k, stages in schedule.input_releases.items() if stages} == {4: (2,)}
+
+
+def test_a_boundary_that_goes_before_any_second_run_is_not_held() -> None:
+    rows = [("forward", 0, 0), *(("forward", k, None) for k in (1, 2)), ("forward", 3, 0)]
+    late = [("free", 1, None), ("backward", 3, None)]
+    last = [("forward", 1, 0), ("forward", 2, 0), *(("backward", k, None) for k in (2, 1, 0))]
+    schedule = lowered(*rows, *late, *last, count=4)
+    assert schedule.holding_input == {1}
+    assert not any(schedule.input_releases.values())
