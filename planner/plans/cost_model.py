@@ -232,7 +232,10 @@ class _UnsharedTimeline:
         It takes over what the first one left. Until then, what is hidden from saved-tensor hooks lives beside the
         second run's, and what had gone before this backward counts as gone from it although it is not there again yet.
         """
-        leftover_bytes = max(0, self.residue(k) - self.profile.stages[k].lasting_output_bytes)
+        record = self.profile.stages[k]
+        # Others hold these outputs on; not those that only its own backward needs, which it made again.
+        others_bytes = max(0, record.lasting_output_bytes - record.own_output_bytes)
+        leftover_bytes = max(0, self.residue(k) - others_bytes)
         return max(first_run_bytes, self.random_state_bytes) + leftover_bytes
 
 

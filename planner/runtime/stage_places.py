@@ -46,7 +46,10 @@ class StagePlaces:
             if stage.kind == "stage":
                 self._places.setdefault(_kind(stage), []).append(k)
         drawn = {k for kind in known.values() for k in self._places[kind]}
-        self.positions = {split_name(plan.stages[k].name): k for k in sorted({*wanted, *drawn})}
+        modules = {split_name(plan.stages[k].name)[0] for k in (*wanted, *drawn)}
+        # All calls of these modules: a step may leave the first of them out.
+        named = {split_name(stage.name): k for k, stage in enumerate(plan.stages) if stage.kind == "stage"}
+        self.positions = {call: k for call, k in named.items() if call[0] in modules}
         self.names = tuple(dict.fromkeys([*(name for name, _ in self.positions), *known]))
         self._calls = {split_name(s.name)[0]: s.calls for s in plan.stages}
         self._counts: dict[str, int] = {}
@@ -73,13 +76,21 @@ class StagePlaces:
         self._counts[name] = count + 1
         if inside:
             return None
-        position = self.positions.get((name, count))
+        position = self._position_of(name, count)
         if position is not None and position not in self._taken:
             self._taken.add(position)
             return StagePlace(position)
         if position is None and name not in self._unseen and count < (self._calls[name] or count + 1):
             return None
         return self._place_of_kind(self._places[self._kinds[name]])
+
+    def _position_of(self, name: str, count: int) -> int | None:
+        """The place of a module's call; a later call's where what came between has run: this step left calls out."""
+        position, last = self.positions.get((name, count)), max(self._taken, default=-1)
+        if position is None or position > last:
+            return position
+        later = [k for (known, _), k in self.positions.items() if known == name and k > last]
+        return min(later, default=position)
 
     def _place_of_kind(self, places: list[int]) -> StagePlace:
         last = max(self._taken, default=-1)

@@ -155,9 +155,53 @@ class LetGoInBackward(nn.Module):
         return self.last(self.third(read, self.second(read)))
 
 
+class Added(nn.Module):
+    """Autograd saves nothing of what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waves = Waves()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.waves(x)
+
+
+class Watched(nn.Module):
+    """Its forward takes more than its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        with torch.no_grad():
+            y.repeat(1, 9).sum()
+        return torch.tanh(y)
+
+
+class CastInBetween(nn.Module):
+    """One stage runs in bfloat16; nobody saves what it returns but itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(WIDTH, WIDTH), Added(), nn.Linear(WIDTH, 1)
+        self.third = Watched()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.third(x)
+        return self.last(x.float())
+
+
 def differing(work: planner.Workload, menus: bool) -> dict[tuple[int | None, ...], int]:
-    """Measured less predicted bytes of every plan that drops stages or gives them an option, where they differ."""
-    profile = planner.profile(work, stages=["first", "second", "third", "last"], menus=menus)
+    """Measured less predicted bytes of every plan that drops stages or gives them an option, where they differ.
+
+    Stages that are dropped one after the other run again together.
+    """
+    stages = ["first", "second", "third", "last"][: 3 if isinstance(work.model, CastInBetween) else 4]
+    profile = planner.profile(work, stages=stages, menus=menus)
     chain = chain_of(profile)
     choices = [
         [0] if record.kind == "outside" else list(dict.fromkeys([None, 0, len(stage.options) - 1]))
@@ -165,7 +209,12 @@ def differing(work: planner.Workload, menus: bool) -> dict[tuple[int | None, ...
     ]
     found = {}
     for choice in itertools.product(*choices):
-        spans = [Segment(k, k + 1, option) for k, option in enumerate(choice)]
+        spans: list[Segment] = []
+        for k, option in enumerate(choice):
+            if option is None and spans and not spans[-1].kept and chain.stages[k].linked:
+                spans[-1] = Segment(spans[-1].start, k + 1)
+            else:
+                spans.append(Segment(k, k + 1, option))
         plan = following(profile, segmented_schedule(spans))
         found[choice] = max(peaks_of_steps(work, plan, 1)) - plan.predicted_peak_bytes
     return {choice: size_bytes for choice, size_bytes in found.items() if size_bytes}
@@ -173,6 +222,7 @@ def differing(work: planner.Workload, menus: bool) -> dict[tuple[int | None, ...
 
 MODELS = {
     "in backward": LetGoInBackward,
+    "cast": CastInBetween,
     **{str(kind): functools.partial(LetGo, *kind) for kind in itertools.product([False, True], repeat=3)},
 }
 

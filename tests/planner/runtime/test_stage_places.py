@@ -67,6 +67,21 @@ def test_calls_inside_stages_and_calls_that_were_profiled_take_no_place(plan: pl
     assert [places.next_of("layers.0", inside=False) is None for _ in range(3)] == [False, True, True]
 
 
+def test_a_step_that_leaves_the_first_call_of_a_module_out_makes_the_later_one(plan: planner.Plan) -> None:
+    names = {"layers.2": "layers.0#1"}
+    stages = tuple(replace(stage, name=names.get(stage.name, stage.name)) for stage in plan.stages)
+    again = replace(plan, stages=stages, unseen=())
+    first, second, last = (k for k, stage in enumerate(stages) if stage.name.startswith("layers"))
+    places = StagePlaces(again, depth_of(3).model, [first, second])
+    assert [places.next_of(name, inside=False) for name in ("layers.1", "layers.0")] == [
+        StagePlace(second),
+        StagePlace(last),
+    ]
+    places.begin()
+    found = [places.next_of(name, inside=False) for name in ("layers.0", "layers.1", "layers.0")]
+    assert found == [StagePlace(first), StagePlace(second), StagePlace(last)]
+
+
 @pytest.mark.slow
 def test_layers_on_top_of_the_profiled_ones_are_recomputed_and_that_is_said_once(plan: planner.Plan) -> None:
     work, plain = depth_of(5), depth_of(5)
