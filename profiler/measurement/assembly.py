@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from profiler.measurement.alike_stages import alike
-from profiler.measurement.meter import Mark, MarkedPhases, Place
+from profiler.measurement.joined_phases import PhasesOfMark, extended, highest, joined
+from profiler.measurement.meter import Mark, Place
 from profiler.measurement.stage_probe import StageTensor
 from profiler.measurement.stage_reruns import RerunTimes
 from profiler.records import (
@@ -37,8 +38,6 @@ from profiler.workload.tensor_parts import sizes_of
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 from profiler.workload.wrapped_models import class_name, inner_model
-
-PhasesOfMark = dict[Mark, list[Phase]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,26 +63,9 @@ class Measured:
     left_out: tuple[LeftOutRecord, ...] = ()
 
 
-def by_mark(phases: MarkedPhases) -> PhasesOfMark:
-    """Phases grouped by their marks, both in order of time."""
-    grouped: PhasesOfMark = {}
-    for mark, phase in phases:
-        grouped.setdefault(mark, []).append(phase)
-    return grouped
-
-
-def typical_seconds(runs: list[MarkedPhases]) -> dict[Mark, float]:
-    """Seconds per mark: the median over the runs, of two runs the smaller (a machine stalls, it never hurries)."""
-    seconds: dict[Mark, list[float]] = {}
-    for run in runs:
-        for mark, phases in by_mark(run).items():
-            seconds.setdefault(mark, []).append(sum(phase.seconds for phase in phases))
-    return {mark: statistics.median_low(values) for mark, values in seconds.items()}
-
-
 def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) -> Profile:
     """The profile of what was measured."""
-    optimizer = _joined(measured.memory.get(Mark("optimizer")), measured.seconds.get(Mark("optimizer"), 0.0))
+    optimizer = joined(measured.memory.get(Mark("optimizer")), measured.seconds.get(Mark("optimizer"), 0.0))
     evaluations = measured.memory.get(Mark("evaluation"), [])
     device = workload.device
     assembly = _Assembly(measured, resident.total, workload.model)
@@ -107,7 +89,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         unsteady=measured.unsteady,
         forward_nodes=_forward_nodes(workload, measured.trace),
         left_out=measured.left_out,
-        evaluation=_highest(evaluations, measured.seconds.get(Mark("evaluation"), 0.0)),
+        evaluation=highest(evaluations, measured.seconds.get(Mark("evaluation"), 0.0)),
         evaluations=1 + len(evaluations),
     )
 
@@ -116,34 +98,6 @@ def _forward_nodes(workload: Workload, trace: Trace) -> int:
     if is_compiled(workload.model):
         return 0
     return sum(call.end_node - call.first_node for call in trace.calls if call.parent < 0)
-
-
-def _joined(phases: Sequence[Phase] | None, seconds: float) -> Phase:
-    """Phases that follow each other as one, with its seconds, which another run has measured."""
-    if not phases:
-        return Phase(seconds=seconds)
-    return Phase(
-        start_bytes=phases[0].start_bytes,
-        peak_bytes=max(phase.peak_bytes for phase in phases),
-        end_bytes=phases[-1].end_bytes,
-        seconds=seconds,
-    )
-
-
-def _highest(phases: Sequence[Phase], seconds: float) -> Phase:
-    """Phases of one kind as one that begins, reaches and ends at the most of them."""
-    if not phases:
-        return Phase()
-    return Phase(
-        start_bytes=max(phase.start_bytes for phase in phases),
-        peak_bytes=max(phase.peak_bytes for phase in phases),
-        end_bytes=max(phase.end_bytes for phase in phases),
-        seconds=seconds,
-    )
-
-
-def _extended(phase: Phase, following: Phase) -> Phase:
-    return _joined([phase, following], phase.seconds + following.seconds)
 
 
 class _Assembly:
@@ -266,9 +220,9 @@ class _Assembly:
         forward, backward = Mark("forward", place), Mark("backward", place)
         after = Phase(start_bytes=self._after_backward, peak_bytes=self._after_backward, end_bytes=self._after_backward)
         return (
-            _joined(m.memory.get(forward), self._pooled(m.seconds, forward)),
-            _joined(m.memory[backward], self._pooled(m.seconds, backward)) if backward in m.memory else after,
-            _joined(m.dropped_memory.get(forward), self._pooled(m.dropped_seconds, forward)),
+            joined(m.memory.get(forward), self._pooled(m.seconds, forward)),
+            joined(m.memory[backward], self._pooled(m.seconds, backward)) if backward in m.memory else after,
+            joined(m.dropped_memory.get(forward), self._pooled(m.dropped_seconds, forward)),
         )
 
     def _pooled(self, seconds: dict[Mark, float], mark: Mark) -> float:
@@ -297,8 +251,8 @@ class _Assembly:
             dropped = replace(dropped, peak_bytes=dropped.peak_bytes + self._records[-2].boundary_bytes)
         return replace(
             record,
-            forward=_extended(record.forward, forward),
-            dropped=_extended(record.dropped, dropped),
+            forward=extended(record.forward, forward),
+            dropped=extended(record.dropped, dropped),
             behind_peak_bytes=forward.peak_bytes - record.forward.start_bytes
             if forward.peak_bytes > forward.start_bytes
             else 0,

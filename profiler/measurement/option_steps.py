@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from profiler.measurement.assembly import PhasesOfMark, by_mark
+from profiler.measurement.joined_phases import PhasesOfMark, by_mark
 from profiler.measurement.meter import MarkedPhases, Meter, time_meter
 from profiler.measurement.stage_options import (
     KEEP,

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from profiler.measurement.alike_stages import alike
-from profiler.measurement.assembly import Measured, PhasesOfMark, assemble, by_mark, typical_seconds
+from profiler.measurement.assembly import Measured, assemble
+from profiler.measurement.joined_phases import PhasesOfMark, by_mark, typical_seconds
 from profiler.measurement.largest_step import DrawnStep, largest_steps
 from profiler.measurement.link_bandwidth import measure_link
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, memory_meter, time_meter

@@ -172,7 +172,7 @@ def kept_in_attributes(workload: Workload) -> list[Tensor]:
     modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
     counted = [*workload.with_gradients(), *tensors_in(workload.inputs)]
     counted += [parameter.grad for parameter in counted if parameter.is_leaf and parameter.grad is not None]
-    counted += [buffer for root in roots for buffer in root.buffers()]
+    counted += _buffers(workload)
     counted += [tensor for *_, tensor in optimizer_tensors(workload.optimizers)]
     known = {storage_key(tensor) for tensor in counted}
     own = set(vars(nn.Module()))
@@ -185,19 +185,25 @@ def _roots(workload: Workload) -> list[nn.Module]:
     return [root for root in (workload.model, workload.loss) if isinstance(root, nn.Module)]
 
 
+def _buffers(workload: Workload) -> list[Tensor]:
+    return [buffer for root in _roots(workload) for buffer in root.buffers()]
+
+
 class TensorsOfState:
     """Tensors in which modules keep a state from step to step, and which a step may put others in the place of.
 
-    They are the plain attributes, and those buffers that are others by now than when this was made, before the
-    workload's first step.
+    They are the plain attributes, those buffers that are others by now than when this was made, before the workload's
+    first step, and what optimizers keep that are given a closure (LBFGS makes its vectors anew).
     """
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        self._first_buffers = [weakref.ref(buffer) for root in _roots(workload) for buffer in root.buffers()]
+        self._first_buffers = [weakref.ref(buffer) for buffer in _buffers(workload)]
 
     def now(self) -> list[Tensor]:
         """Those that are there now."""
         first = {id(reference()) for reference in self._first_buffers}
-        buffers = [buffer for root in _roots(self._workload) for buffer in root.buffers()]
-        return [*kept_in_attributes(self._workload), *(buffer for buffer in buffers if id(buffer) not in first)]
+        buffers = _buffers(self._workload)
+        closed = [optimizer for optimizer in self._workload.optimizers if wants_closure(optimizer)]
+        vectors = [t for *_, t in optimizer_tensors(closed) if t.device.type == self._workload.device.type]
+        return [*kept_in_attributes(self._workload), *(b for b in buffers if id(b) not in first), *vectors]

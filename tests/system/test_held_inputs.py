@@ -18,7 +18,7 @@ from solvers import Action, Schedule
 from solvers.chain import baselines
 from solvers.chain.segments import Segment, segmented_schedule
 from tests.support.exactness import following
-from tests.system.test_kept_budgets import peaks_of_steps
+from tests.support.step_peaks import peaks_of_steps
 
 WIDTH, BATCH = 32, 256
 

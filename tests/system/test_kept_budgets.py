@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import warnings
 from collections.abc import Callable
 
@@ -14,23 +13,10 @@ from torch.nn.utils.parametrizations import orthogonal
 
 import planner
 from profiler.measurement.alike_stages import alike
-from profiler.measurement.meter import memory_meter, metered
 from profiler.trace.partition import choose_stages
 from profiler.trace.step_trace import trace_step
-from profiler.workload.steps import resident_bytes_of
 from tests.support.exactness import budgets
-
-
-def peaks_of_steps(work: planner.Workload, plan: planner.Plan, steps: int = 3) -> list[int]:
-    """Most bytes alive at once in each of some planned steps."""
-    peaks = []
-    with planner.apply(work.model, plan):
-        for _ in range(steps):
-            work.zero_grad()
-            gc.collect()
-            meter = memory_meter(work.device, resident_bytes_of(work).total)
-            peaks.append(metered(meter, work.step).peak_bytes)
-    return peaks
+from tests.support.step_peaks import peaks_of_steps
 
 
 class TinyStage(nn.Module):
