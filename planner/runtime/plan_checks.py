@@ -94,13 +94,19 @@ class ParameterTypes:
         self._expected = {getattr(torch, name) for name in types_part(precision).split("+") if name}
         self._cast = "autocast" in precision
         self._trained = self._trained_now()
+        held = [vars(module) for module in model.modules()]
+        self._zeros = [(own, name) for own in held for name, value in own.items() if type(value) is float and not value]
 
     def differ(self) -> bool:
         """Whether they are others than they should be."""
         return self._expected != {p.dtype for owned in self._owned for p in owned.values() if p is not None}
 
     def check_trained(self) -> None:
-        """Warn where a frozen one is trained now, or one under autocast is frozen, whose casts are more then."""
+        """Warn where a frozen one is trained now, or one is frozen and that may be more or hide more.
+
+        Under autocast its casts are more. Without its ops, a forward in which a rate is no longer 0 has no more of them
+        than the profiled one had.
+        """
         now = self._trained_now()
         if now == self._trained:
             return
@@ -109,6 +115,8 @@ class ParameterTypes:
             got = "a frozen one that is trained now"
         elif self._cast and (True, False) in changes:
             got = "one that is frozen now, whose casts autocast makes anew for every use"
+        elif (True, False) in changes and any(own.get(name) for own, name in self._zeros):
+            got = "one that is frozen now, and a rate that was 0 and is not now"
         else:
             return
         _warn_once(

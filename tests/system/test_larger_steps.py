@@ -97,6 +97,18 @@ def test_a_part_that_is_frozen_is_said_where_its_casts_were_shared() -> None:
         assert ["whose casts autocast makes anew" in line for line in said] == expected * [True]
 
 
+def test_a_rate_that_was_zero_is_said_where_a_frozen_part_takes_as_many_ops_away() -> None:
+    work = workload([Residual() for _ in range(6)])
+    with planner.apply(work.model, smallest_plan(work)):
+        work.model.get_submodule("blocks.3").requires_grad_(False)
+        assert said_in(work) == []
+        for module in work.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.2
+        said = said_in(work)
+    assert any("one that is frozen now, and a rate that was 0 and is not now" in line for line in said)
+
+
 class Skipping(nn.Module):
     """Three blocks, the middle one of which may be left out."""
 
