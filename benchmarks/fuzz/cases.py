@@ -19,8 +19,10 @@ KINDS = tuple(
 PLAIN_KINDS = ("Mlp", "Plain", "Dropping", "Norms", "Attends", "Convolves")  # half of all layers
 CROSS_KINDS = ("CrossReads", "Gates")
 SETTING_KINDS = ("Conditioned",)  # the parent sets ``cond`` on them
-CALLS = ("skip", "concat", "branch", "drop", "autocast", "checkpoint", "added_in_place", "twice", "no_grad", "keyword")
-CALLS += ("watched", "watched_before")
+CALLS = (
+    *("skip", "concat", "branch", "drop", "autocast", "checkpoint", "added_in_place", "twice", "no_grad", "keyword"),
+    *("watched", "watched_before"),
+)
 INPUTS = ("vector", "raw", "tokens", "sparse_tokens", "image", "pair", "leaf", "named")
 OUTPUTS = ("tensor", "tensor", "tuple", "named", "loss")
 OPTIMIZERS = ("momentum", "sgd", "adam", "adamw")

@@ -214,13 +214,13 @@ class _UnsharedTimeline:
         stages = self.profile.stages
         record = stages[k]
         peak_bytes = record.dropped.peak_bytes - record.dropped.start_bytes
-        if record.kind == "outside" or k + 1 == len(stages) or stages[k + 1].kind != "outside":
-            return peak_bytes
-        behind = stages[k + 1].dropped
-        if behind.peak_bytes == behind.start_bytes:
-            return peak_bytes
+        behind_bytes = record.dropped_behind_peak_bytes
+        if record.kind == "stage" and k + 1 < len(stages) and stages[k + 1].kind == "outside":
+            behind = stages[k + 1].dropped
+            if behind.peak_bytes > behind.start_bytes:
+                behind_bytes = behind.peak_bytes - record.dropped.start_bytes
         input_bytes = stages[k - 1].boundary_bytes if record.links else 0
-        return max(peak_bytes, behind.peak_bytes - record.dropped.start_bytes + input_bytes)
+        return max(peak_bytes, behind_bytes + input_bytes) if behind_bytes else peak_bytes
 
     def first_run_peak(self, k: int, measured_bytes: int) -> int:
         """Most bytes of a first run of stage k that keeps something, by those that were measured."""

@@ -74,7 +74,7 @@ class LoweredSchedule:
     selective: dict[int, int]
     holding_input: frozenset[int]
     reruns: dict[int, tuple[Rerun, ...]]
-    input_releases: dict[int | None, tuple[int, ...]]
+    input_releases: dict[int, tuple[int, ...]]
     transfers: tuple[tuple[TransferMoment, Transfer], ...] = ()
     sending: frozenset[tuple[int, int | None]] = frozenset()
     backward_order: dict[int, int] = field(default_factory=dict)
@@ -91,8 +91,8 @@ def lower_schedule(stages: Sequence[PlannedStage], schedule: Schedule) -> Lowere
     boundaries = _boundaries_after(set(), first)
     dropped = frozenset(a.stage for a in first if a.kind == "forward" and a.option is None)
     holding_input = frozenset(k for k in dropped if k - 1 in boundaries or not stages[k].links)
-    reruns, input_releases = _backwards(stages, phases, dropped, boundaries)
-    holding_input -= set(input_releases.pop(None, ()))
+    reruns, input_releases, released_in_forward = _backwards(stages, phases, dropped, boundaries)
+    holding_input -= released_in_forward
     _check(stages, dropped, holding_input)
     transfers = tuple(_transfers(first, phases))
     return LoweredSchedule(
@@ -160,25 +160,26 @@ def _boundaries_after(boundaries: set[int], actions: Sequence[Action]) -> set[in
 
 def _backwards(
     stages: Sequence[PlannedStage], phases: _Phases, dropped: frozenset[int], boundaries: set[int]
-) -> tuple[dict[int, tuple[Rerun, ...]], dict[int | None, tuple[int, ...]]]:
+) -> tuple[dict[int, tuple[Rerun, ...]], dict[int, tuple[int, ...]], set[int]]:
     """By the stage that goes backward: the reruns before it, and the stages whose held input goes then.
 
-    The runtime is not told that the backward of a stage begins which is not run again. What the schedule lets go there,
-    and nobody needs in between, goes before that: in the backward of the last such stage, or (None) in forward.
+    The runtime is told only of backwards of stages that are run again. What the schedule lets go before another one,
+    and nobody needs in between, goes in the last of these before it; with none before it, in forward (third result).
     """
     reruns: dict[int, tuple[Rerun, ...]] = {}
-    releases: dict[int | None, tuple[int, ...]] = {}
-    told: int | None = None
+    in_forward: set[int] = set()
+    releases: dict[int, set[int]] = {}
+    moment = in_forward
     pending = set(dropped)
     for backward, actions in phases:
         before, boundaries = boundaries, _boundaries_after(boundaries, actions)
         reruns[backward] = tuple(_rerun(a, boundaries) for a in actions if a.kind in RUNS)
         pending -= {rerun.stage for rerun in reruns[backward] if rerun.mode != "drop"}
         freed = {k + 1 for k in before - boundaries}
-        told = backward if backward in dropped else told
-        released = {k for k in pending & freed if k < backward and stages[k].links}
-        releases[told] = tuple(sorted(released.union(releases.get(told, ()))))
-    return reruns, releases
+        if backward in dropped:
+            moment = releases.setdefault(backward, set())
+        moment |= {k for k in pending & freed if k < backward and stages[k].links}
+    return reruns, {backward: tuple(sorted(released)) for backward, released in releases.items()}, in_forward
 
 
 def _rerun(action: Action, boundaries: set[int]) -> Rerun:

@@ -19,7 +19,7 @@ from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.cuda_link import CudaCopyEngine
 from planner.runtime.given_arguments import check_sharded, given_model, given_plan
 from planner.runtime.kept_runs import Deviations
-from planner.runtime.plan_checks import ParameterTypes, running_backward, transformed, warn_once
+from planner.runtime.plan_checks import ParameterChecks, running_backward, transformed, warn_once
 from planner.runtime.planned_step import PlannedStep
 from planner.runtime.simulated_link import SimulatedCopyEngine
 from planner.runtime.stage_input import BatchCopies
@@ -168,7 +168,7 @@ class PlannedCalls:
         self._deviations = Deviations()
         self._lowered = lowered
         self._model = weakref.ref(model)
-        self._types = ParameterTypes(model, plan.precision)
+        self._parameters = ParameterChecks(model, plan.precision)
         self._step: PlannedStep | None = None
         self._bypassing: weakref.ref[PlannedStep] | None = None
         self._inside = False
@@ -198,9 +198,9 @@ class PlannedCalls:
         assert model is not None
         differs = autocast_now(self._device) != self._autocast
         self._casts_inside = differs and autocasts_inside(model)
-        if (differs and not self._casts_inside) or self._types.differ():
+        if (differs and not self._casts_inside) or self._parameters.differ():
             check_precision(model, self._plan, autocast_now(self._device))
-        self._types.check_trained()
+        self._parameters.check_trained()
         if (device := model_device(model)) != self._device:
             self._device = device
             self._engine = engine_for(self._plan, self._lowered, device)

@@ -81,7 +81,7 @@ def _warn_once(text: str) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
-class ParameterTypes:
+class ParameterChecks:
     """A model's parameters, to be looked at in every step: their types, and which are trained. It takes microseconds.
 
     Args:
@@ -94,8 +94,9 @@ class ParameterTypes:
         self._expected = {getattr(torch, name) for name in types_part(precision).split("+") if name}
         self._cast = "autocast" in precision
         self._trained = self._trained_now()
-        held = [vars(module) for module in model.modules()]
-        self._zeros = [(own, name) for own in held for name, value in own.items() if type(value) is float and not value]
+        self._zeros = [
+            (module, name) for module in model.modules() for name, value in vars(module).items() if _is_zero(value)
+        ]
 
     def differ(self) -> bool:
         """Whether they are others than they should be."""
@@ -115,7 +116,7 @@ class ParameterTypes:
             got = "a frozen one that is trained now"
         elif self._cast and (True, False) in changes:
             got = "one that is frozen now, whose casts autocast makes anew for every use"
-        elif (True, False) in changes and any(own.get(name) for own, name in self._zeros):
+        elif (True, False) in changes and any(vars(module).get(name) for module, name in self._zeros):
             got = "one that is frozen now, and a rate that was 0 and is not now"
         else:
             return
@@ -126,3 +127,8 @@ class ParameterTypes:
 
     def _trained_now(self) -> list[bool]:
         return [p.requires_grad for owned in self._owned for p in owned.values() if p is not None]
+
+
+def _is_zero(value: object) -> bool:
+    """Whether it is a rate that is 0, or may be."""
+    return type(value) is float and not value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from torch import nn
@@ -86,19 +86,23 @@ class StagePlaces:
 
     def _position_of(self, name: str, count: int) -> int | None:
         """The place of a module's call; a later call's where what came between has run: this step left calls out."""
-        position, last = self.positions.get((name, count)), max(self._taken, default=-1)
-        if position is None or position > last:
+        position = self.positions.get((name, count))
+        if position is None or self._ahead([position]) is not None:
             return position
-        later = [k for (known, _), k in self.positions.items() if known == name and k > last]
-        return min(later, default=position)
+        later = self._ahead(k for (known, _), k in self.positions.items() if known == name)
+        return position if later is None else later
 
     def _place_of_kind(self, places: list[int]) -> StagePlace:
-        last = max(self._taken, default=-1)
-        free = next((k for k in places if k > last), None)
+        free = self._ahead(places)
         if free is None:
             return StagePlace(places[0], unseen=True)
         self._taken.add(free)
         return StagePlace(free)
+
+    def _ahead(self, places: Iterable[int]) -> int | None:
+        """The first of some places, in order, that lies behind all that were taken."""
+        last = max(self._taken, default=-1)
+        return next((k for k in places if k > last), None)
 
 
 def split_name(stage: str) -> tuple[str, int]:

@@ -235,27 +235,13 @@ class _Assembly:
     def _add_outside(self, k: int) -> None:
         forward, backward, dropped = self._phases(Place("outside", k))
         if self._records and Mark("backward", Place("outside", k)) not in self._measured.memory:
-            self._records[-1] = self._with_behind(self._records[-1], forward, dropped)
+            self._records[-1] = _with_behind(self._records[-1], forward, dropped)
             return
         stages = self._measured.stages
         before = f"after {stages[k - 1].name}" if k == len(stages) and k > 0 else ""
         name = f"outside, {before or f'before {stages[k].name}'}" if stages else "the whole model"
         self._records.append(
             StageRecord(name=name, kind="outside", forward=forward, backward=backward, dropped=dropped)
-        )
-
-    def _with_behind(self, record: StageRecord, forward: Phase, dropped: Phase) -> StageRecord:
-        """A stage with what runs outside behind it: Python letting go of tensors, and ops without gradients."""
-        if dropped.peak_bytes > dropped.start_bytes and record.links:
-            # The stage's input may have gone before that peak; a plan that runs the stage again holds it.
-            dropped = replace(dropped, peak_bytes=dropped.peak_bytes + self._records[-2].boundary_bytes)
-        return replace(
-            record,
-            forward=extended(record.forward, forward),
-            dropped=extended(record.dropped, dropped),
-            behind_peak_bytes=forward.peak_bytes - record.forward.start_bytes
-            if forward.peak_bytes > forward.start_bytes
-            else 0,
         )
 
     def _stage(self, k: int) -> StageRecord:
@@ -325,6 +311,22 @@ class _Assembly:
         if Mark("backward", Place("stage", k)) not in self._measured.memory:
             return "it has no backward"
         return rerun.failure
+
+
+def _with_behind(record: StageRecord, forward: Phase, dropped: Phase) -> StageRecord:
+    """A stage with what runs outside behind it: Python letting go of tensors, and ops without gradients."""
+    return replace(
+        record,
+        forward=extended(record.forward, forward),
+        dropped=extended(record.dropped, dropped),
+        behind_peak_bytes=_rise(record.forward, forward),
+        dropped_behind_peak_bytes=_rise(record.dropped, dropped),
+    )
+
+
+def _rise(phase: Phase, following: Phase) -> int:
+    """How far the following phase rises above the start of one; 0 where it allocates nothing of note."""
+    return following.peak_bytes - phase.start_bytes if following.peak_bytes > following.start_bytes else 0
 
 
 def _before_backward(k: int, mark: Mark) -> bool:

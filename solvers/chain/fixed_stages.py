@@ -44,7 +44,7 @@ def _expanded(action: Action, span: Segment) -> list[Action]:
     return list(run(span.start, span.end, span.option))
 
 
-def _stage_of(chain: Chain, span: Segment, hidden_bytes: tuple[int, int]) -> Stage:
+def _stage_of(chain: Chain, span: Segment, hidden_bytes: Sequence[int]) -> Stage:
     if span.undecided:
         return chain.stages[span.start]
     if span.option is not None:
@@ -53,7 +53,7 @@ def _stage_of(chain: Chain, span: Segment, hidden_bytes: tuple[int, int]) -> Sta
     return _rerun_stage(chain, span, hidden_bytes)
 
 
-def _rerun_stage(chain: Chain, span: Segment, hidden_bytes: tuple[int, int]) -> Stage:
+def _rerun_stage(chain: Chain, span: Segment, hidden_bytes: Sequence[int]) -> Stage:
     """The costs of stages that run again, replayed alone: forwards, then (after a stage of no cost) backwards."""
     stages = chain.stages[span.start : span.end]
     no_cost = Option(
@@ -98,30 +98,32 @@ def _peak(entries: Sequence[ReplayedAction], before_bytes: int) -> int:
     return max(0, max(entry.peak_bytes for entry in entries) - before_bytes)
 
 
-def _hidden_bytes(
-    chain: Chain, spans: Sequence[Segment], rerun: set[int], span_of: dict[int, int]
-) -> list[tuple[int, int]]:
+def _hidden_bytes(chain: Chain, spans: Sequence[Segment], rerun: set[int], span_of: dict[int, int]) -> list[list[int]]:
     """Bytes of shared tensors that only a span of ``rerun`` holds for a while: in its forward, and in its backward."""
-    hidden_bytes = [(0, 0)] * len(spans)
+    hidden_bytes = [[0, 0] for _ in spans]
     for tensor in chain.shared:
         last = span_of[tensor.forward_death]
         if last in rerun and not (tensor.born < spans[last].start == tensor.forward_death):
-            hidden_bytes[last] = (hidden_bytes[last][0] + tensor.size_bytes, hidden_bytes[last][1])
+            hidden_bytes[last][0] += tensor.size_bytes
         if last in rerun and tensor.forward_death_is_early:
-            hidden_bytes[last] = (hidden_bytes[last][0] + tensor.size_bytes, hidden_bytes[last][1])
-        early = -1 if tensor.early_backward_death is None else span_of[tensor.early_backward_death]
+            hidden_bytes[last][0] += tensor.size_bytes
+        early = _span_at(tensor.early_backward_death, span_of)
         if early in rerun:
-            hidden_bytes[early] = (hidden_bytes[early][0], hidden_bytes[early][1] + tensor.size_bytes)
+            hidden_bytes[early][1] += tensor.size_bytes
         for number in rerun & {span_of[k] for k in tensor.savers}:
             if number not in _holders(tensor, span_of, rerun, spans):
-                hidden_bytes[number] = (hidden_bytes[number][0], hidden_bytes[number][1] + tensor.size_bytes)
+                hidden_bytes[number][1] += tensor.size_bytes
     return hidden_bytes
+
+
+def _span_at(stage: int | None, span_of: dict[int, int]) -> int | None:
+    return None if stage is None else span_of[stage]
 
 
 def _shared(tensor: Shared, span_of: dict[int, int], rerun: set[int], spans: Sequence[Segment]) -> Shared:
     undecided = {number for number, span in enumerate(spans) if span.undecided}
     savers = {span_of[k] for k in tensor.savers} - rerun
-    early = None if tensor.early_backward_death is None else span_of[tensor.early_backward_death]
+    early = _span_at(tensor.early_backward_death, span_of)
     return Shared(
         size_bytes=tensor.size_bytes,
         born=span_of[tensor.born],
@@ -129,7 +131,7 @@ def _shared(tensor: Shared, span_of: dict[int, int], rerun: set[int], spans: Seq
         readers=tuple(sorted({span_of[k] for k in tensor.readers} & undecided)),
         linked_readers=tuple(sorted({span_of[k] for k in tensor.linked_readers} & undecided)),
         savers=tuple(sorted(savers | _holders(tensor, span_of, rerun, spans))),
-        held_until=None if tensor.held_until is None else span_of[tensor.held_until],
+        held_until=_span_at(tensor.held_until, span_of),
         forward_death_is_early=tensor.forward_death_is_early and span_of[tensor.forward_death] not in rerun,
         early_backward_death=None if early in rerun else early,
     )

@@ -171,11 +171,10 @@ class Chain:
         for tensor in self.shared:
             stages[tensor.born] = _with_kept(stages[tensor.born], tensor.size_bytes)
             if tensor.forward_death_is_early:
-                last = stages[tensor.forward_death]
-                stages[tensor.forward_death] = with_higher_peaks(last, tensor.size_bytes, 0)
-            if tensor.early_backward_death is not None:
-                last = stages[tensor.early_backward_death]
-                stages[tensor.early_backward_death] = with_higher_peaks(last, 0, tensor.size_bytes)
+                last = tensor.forward_death
+                stages[last] = _with_higher_peaks(stages[last], forward_bytes=tensor.size_bytes)
+            if (last := tensor.early_backward_death) is not None:
+                stages[last] = _with_higher_peaks(stages[last], backward_bytes=tensor.size_bytes)
         return replace(self, stages=tuple(stages), shared=())
 
     def to_dict(self) -> dict[str, Any]:
@@ -188,7 +187,7 @@ class Chain:
         return from_document(cls, data, FORMAT, VERSION, KEYS)
 
 
-def with_higher_peaks(stage: Stage, forward_bytes: int, backward_bytes: int) -> Stage:
+def _with_higher_peaks(stage: Stage, *, forward_bytes: int = 0, backward_bytes: int = 0) -> Stage:
     """The stage with so many bytes more at the peaks of its first forward and of its backward."""
     options = tuple(
         replace(

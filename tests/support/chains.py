@@ -81,7 +81,7 @@ def _option(random: Random, index: int, boundary: int, odd: bool) -> Option:
 
 def _tensor(random: Random, count: int) -> Shared:
     born = random.randrange(count)
-    tensor = Shared(
+    return Shared(
         size_bytes=random.randint(0, 4),
         born=born,
         forward_death=random.randrange(born, count),
@@ -89,9 +89,9 @@ def _tensor(random: Random, count: int) -> Shared:
         linked_readers=_later(random, born, count),
         savers=_later(random, born, count),
         held_until=random.choice([None, born]),
+        early_backward_death=random.choice([None, random.randrange(born, count)]),
+        forward_death_is_early=random.random() < 0.5,
     )
-    early = random.choice([None, random.randrange(born, count)])
-    return replace(tensor, forward_death_is_early=random.random() < 0.5, early_backward_death=early)
 
 
 def _later(random: Random, born: int, count: int) -> tuple[int, ...]:

@@ -21,12 +21,15 @@ KINDS = """
 """
 
 
+BY_VALUES = ("AutoformerForPrediction",)  # its topk
+
+
 @pytest.mark.parametrize("name", KINDS.split())
 def test_a_family_is_exact_and_within_its_budgets_or_says_that_it_may_not_be(name: str) -> None:
     for row in rows_of(FAMILIES[name]):
         assert not row["differs"], row
         assert row["predicted_peak_bytes"] <= row["budget_bytes"], row
-        assert row["measured_peak_bytes"] <= row["predicted_peak_bytes"] or row["said"], row
+        assert row["measured_peak_bytes"] <= row["predicted_peak_bytes"] or (name in BY_VALUES and row["said"]), row
 
 
 def test_there_are_at_least_sixty_families_and_their_switches_are_defaults() -> None:

@@ -185,22 +185,22 @@ class CastInBetween(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.last = nn.Linear(WIDTH, WIDTH), Added(), nn.Linear(WIDTH, 1)
-        self.third = Watched()
+        self.first, self.second, self.third = nn.Linear(WIDTH, WIDTH), Added(), Watched()
+        self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.second(self.first(x))
         with torch.autocast("cpu", torch.bfloat16):
             x = self.third(x)
-        return self.last(x.float())
+        return self.head(x.float())
 
 
 def differing(work: planner.Workload, menus: bool) -> dict[tuple[int | None, ...], int]:
     """Measured less predicted bytes of every plan that drops stages or gives them an option, where they differ.
 
-    Stages that are dropped one after the other run again together.
+    Stages that are dropped one after the other run again together. A ``head`` is none.
     """
-    stages = ["first", "second", "third", "last"][: 3 if isinstance(work.model, CastInBetween) else 4]
+    stages = [name for name, _ in work.model.named_children() if name != "head"]
     profile = planner.profile(work, stages=stages, menus=menus)
     chain = chain_of(profile)
     choices = [

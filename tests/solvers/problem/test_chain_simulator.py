@@ -57,9 +57,7 @@ def test_a_shared_tensor_lives_while_a_reader_waits() -> None:
 
 BACKWARD = [("backward", 2), ("backward", 1), ("backward", 0)]
 ALL_KEPT = [*(("forward", k, 0) for k in range(3)), *BACKWARD]
-FIRST_DROPPED = [
-    *[("forward", 0), ("forward", 1, 0), ("forward", 2, 0), *BACKWARD[:2], ("recompute", 0, 0), BACKWARD[2]],
-]
+FIRST_DROPPED = [("forward", 0), ("forward", 1, 0), ("forward", 2, 0), *BACKWARD[:2], ("recompute", 0, 0), BACKWARD[2]]
 
 
 def peaks(chain: Chain, rows: list[tuple]) -> dict[tuple[str, int], int]:
