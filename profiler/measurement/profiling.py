@@ -14,9 +14,9 @@ from profiler.measurement.largest_step import DrawnStep, largest_steps
 from profiler.measurement.link_bandwidth import measure_link
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, memory_meter, time_meter
 from profiler.measurement.option_steps import OptionSteps
-from profiler.measurement.stage_options import OptionGroup, ProposeChoices, grouped, steps_for
+from profiler.measurement.stage_options import OptionGroup, ProposeChoices, grouped, steps_for, take_turns
 from profiler.measurement.stage_probe import StageProbe
-from profiler.measurement.stage_reruns import HELD, RerunTimes, kept_by_hooks, rerun_stages
+from profiler.measurement.stage_reruns import HELD, STORES, RerunTimes, kept_by_hooks, rerun_stages
 from profiler.measurement.unsteady_bytes import what_is_unsteady
 from profiler.op_graph import ChoiceError
 from profiler.records import MenuRecord, Phase, Profile, ResidentBytes
@@ -171,10 +171,11 @@ class _Measuring:
             saving = self._step("memory", lambda: probe.saving_step(self._memory_meter()))
             memory = by_mark(saving.phases)
             groups = grouped(uncompiled_trace, uncompiled_stages, alike(uncompiled_stages), memory, propose, state)
-            self._report.runs += steps_for(groups)
             self._begin("memory, nothing kept")
             dropping = probe.dropping_forward(self._memory_meter(), hold_all=False)
             dropped_seconds, reruns = self._time_dropping(probe, stages)
+            take_turns(groups, stages, [k for k, rerun in enumerate(reruns) if rerun.failure == STORES])
+            self._report.runs += steps_for(groups)
             steps = [self._step("time", lambda: probe.step(time_meter(self._device))) for _ in range(PLAIN_STEPS)]
             menus = self._measure_menus(probe, groups, memory, propose)
             if late := self._late_update(probe):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+from torch import nn
 
 from profiler.measurement.meter import Mark, Place
 from profiler.measurement.robust_times import Sample, steady_seconds
@@ -34,12 +37,14 @@ class OptionGroup:
         choices: what to measure.
         family: groups with the same number do the same and differ in their neighbours only
             (at the ends of a chain gradients come and go otherwise): in bytes, not in seconds.
+        turns: member -> turn; members with other turns run their choices in other steps. 0 for those not named.
     """
 
     ops: StageOps
     members: list[int]
     choices: list[Choice] = field(default_factory=list)
     family: int = 0
+    turns: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -109,6 +114,20 @@ def _parts(group: OptionGroup, family: int, plain: Mapping[Mark, list[Phase]]) -
     return list(parts.values())
 
 
+def take_turns(groups: Sequence[OptionGroup], stages: Sequence[ChosenStage], storing: Collection[int]) -> None:
+    """Give calls of one module a turn each where it stores tensors of its forward.
+
+    A call lets go of what the one before it stored: choices of both, in one step, would show in the bytes of the later.
+    """
+    calls: Counter[nn.Module] = Counter()
+    turns = {}
+    for k in sorted(storing):
+        turns[k] = calls[stages[k].call.module]
+        calls[stages[k].call.module] += 1
+    for group in groups:
+        group.turns = {k: turns[k] for k in group.members if k in turns}
+
+
 def at_fault(ops: StageOps, rerun: Collection[int], wrong: Collection[int]) -> set[int]:
     """Those of the ops that gave something else again which did not merely read what another one of them makes."""
     faulty: set[int] = set()
@@ -175,10 +194,14 @@ def memory_assignments(groups: Sequence[OptionGroup]) -> list[Assignment]:
 
     Never two neighbouring stages in one step where what the first keeps is the
     second's input: there a choice of the first would show in the bytes of the second.
+    The same for stages that take turns.
     """
     assignments = _spread(groups, [list(range(len(group.choices))) for group in groups], 0)
     if _neighbours_interfere(groups):
         assignments = [{k: v for k, v in step.items() if k % 2 == odd} for step in assignments for odd in (0, 1)]
+    turn_of = {k: group.turns.get(k, 0) for group in groups for k in group.members}
+    turns = range(max(turn_of.values(), default=0) + 1)
+    assignments = [{k: v for k, v in step.items() if turn_of[k] == turn} for step in assignments for turn in turns]
     return [step for step in assignments if step]
 
 

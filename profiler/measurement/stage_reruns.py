@@ -33,12 +33,12 @@ class RerunTimes:
 
 
 _CHANGED_AFTERWARDS = "its input is changed in place afterwards"
-_STORES = "it stores tensors of its forward (in an attribute, a cache or a hook)"
+STORES = "it stores tensors of its forward (in an attribute, a cache or a hook)"
 _OTHER_SAVES = "running it a second time saves other tensors (a cache or a counter changed)"
 _OTHER_RESULT = "running it a second time gives another result"
 _REMEDIES = {
     _CHANGED_AFTERWARDS: "write into a new tensor there (x = x + y for x += y)",
-    _STORES: "store them detached (tensor.detach()), or return them",
+    STORES: "store them detached (tensor.detach()), or return them",
     _OTHER_SAVES: "change caches and counters outside of forward; of transformers: set model.config.use_cache = False",
     _OTHER_RESULT: "let forward depend on inputs, parameters and buffers alone, and draw with torch.rand and its like",
 }
@@ -113,7 +113,7 @@ def _why_not_the_same(first: FirstRun, device: torch.device, *, compiled: bool) 
     difference = _difference(first, saved, output, device)
     del saved, output, args, kwargs
     if escaped.any_left():
-        return difference or _STORES
+        return difference or STORES
     return difference
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 
 from profiler.measurement import stage_options
 from profiler.measurement.meter import Mark, Place, memory_meter
@@ -24,6 +25,7 @@ from profiler.measurement.stage_options import (
     rounds_for,
     selections,
     steps_for,
+    take_turns,
     time_assignments,
     unforced,
     without,
@@ -34,6 +36,7 @@ from profiler.records import MenuRecord, OptionRecord, Phase
 from profiler.trace.partition import choose_stages
 from profiler.trace.step_trace import trace_step
 from profiler.workload.snapshot import RandomState
+from profiler.workload.workload import Workload
 from tests.support.odd_models import workload
 
 INPUT, FIRST, SECOND, THIRD = range(4)
@@ -128,6 +131,26 @@ def test_neighbours_do_not_run_in_one_step_where_one_s_choice_shows_in_the_other
     assert memory_assignments(apart) == [{0: (1, 0), 1: (0, 0)}]
     apart = [group([0], 1, 0, ends(saves=True, lets_go=False)), group([1], 1, 1, ends(saves=False, lets_go=True))]
     assert memory_assignments(apart) == [{0: (0, 0)}, {1: (1, 0)}]
+
+
+def test_calls_of_a_module_that_stores_tensors_do_not_run_choices_in_one_step() -> None:
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    trace = trace_step(
+        Workload(
+            model=nn.Sequential(first, second, first, second, first),
+            inputs=torch.randn(4, 8),
+            loss=lambda output: output.sum(),
+        )
+    )
+    groups = [group([0, 2, 4], 3), group([1, 3], 2, family=1)]
+    together = memory_assignments(groups)
+    assert together == [{0: (0, 0), 2: (0, 1), 4: (0, 2), 1: (1, 0), 3: (1, 1)}]
+    take_turns(groups, choose_stages(trace, [nn.Linear]), [])
+    assert memory_assignments(groups) == together
+    take_turns(groups, choose_stages(trace, [nn.Linear]), [0, 2, 4])
+    assert memory_assignments(groups) == [{0: (0, 0), 1: (1, 0), 3: (1, 1)}, {2: (0, 1)}, {4: (0, 2)}]
+    take_turns(groups, choose_stages(trace, [nn.Linear]), range(5))
+    assert memory_assignments(groups) == [{0: (0, 0), 1: (1, 0)}, {2: (0, 1), 3: (1, 1)}, {4: (0, 2)}]
 
 
 def test_how_many_steps_the_measurement_takes() -> None:
