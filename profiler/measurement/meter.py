@@ -112,6 +112,7 @@ class _CpuMemoryMeter:
         kineto = self._profiler.profiler
         for moved in self._moved:
             moved.put_back()
+        self._moved = []  # A graph that lives on may hold this meter, by the hooks of its step.
         assert kineto is not None and kineto.kineto_results is not None
         return _cumulated(kineto.kineto_results.events(), self._marks, self._resident_bytes)
 

@@ -259,12 +259,14 @@ class DroppingForward(MarkedStep):
     def run_stage(self, position: int, forward: Forward, args: Any, kwargs: Any) -> Any:
         call = self._stages[position].call
         saved: list[tuple[tuple[int, ...], torch.dtype]] = []
+        # Graphs hold this for good: not the step, whose calls hold what modules store, graphs and all.
+        dropped, goes_backward = self._dropped, call.goes_backward
 
         def pack(tensor: Tensor) -> Tensor | None:
-            if not call.goes_backward and tensor.layout is torch.strided:
-                self._dropped[position, len(saved)] = weakref.ref(tensor.untyped_storage())
+            if not goes_backward and tensor.layout is torch.strided:
+                dropped[position, len(saved)] = weakref.ref(tensor.untyped_storage())
             saved.append((sizes_of(tensor), tensor.dtype))
-            return tensor.detach() if call.goes_backward else None
+            return tensor.detach() if goes_backward else None
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             device, changing = device_of((args, kwargs)), call.mutated_buffers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 import warnings
 from collections.abc import Callable
 
@@ -13,13 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
 import planner
-from planner.plans.cost_model import chain_of
 from profiler.measurement.alike_stages import alike
 from profiler.trace.partition import choose_stages
 from profiler.trace.step_trace import trace_step
-from solvers import Action, Schedule
-from solvers.chain import baselines
-from tests.support.exactness import budgets, following
+from tests.support.exactness import budgets
 from tests.support.step_peaks import peaks_of_steps
 
 
@@ -278,47 +274,3 @@ def test_second_runs_keep_nothing_of_what_went_in_the_first() -> None:
     for rule in (planner.Rule(modules="[0-3]"), planner.Rule(modules="[0-3]", ops="tanh")):
         plan = planner.state(planner.profile(work, stages=["*"], rules=[rule]), rule)
         assert max(peaks_of_steps(work, plan)) <= plan.predicted_peak_bytes
-
-
-class Normed(nn.Module):
-    """Sets its weight as a plain attribute in every forward, where it stays until the next call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.utils.spectral_norm(nn.Linear(16, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.inner(x))
-
-
-class Repeating(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Normed() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for turn in range(6):
-            x = self.blocks[turn % 2](x)
-        return x
-
-
-def repeating() -> planner.Workload:
-    torch.manual_seed(0)
-    return planner.Workload(model=Repeating(), inputs=torch.randn(4, 8, 16), loss=squared)
-
-
-def test_a_call_is_not_credited_with_what_an_option_of_an_earlier_call_of_its_module_lets_go_of() -> None:
-    profile = planner.profile(repeating())
-    chain = chain_of(profile)
-    keep = baselines.keep_all(chain)[0]
-    stages = [k for k, stage in enumerate(chain.stages) if len(stage.options) > 1]
-    assert len(stages) == 6
-    rng = random.Random(0)
-    for _ in range(12):
-        chosen = {k: rng.randrange(len(chain.stages[k].options)) for k in stages}
-        actions = (
-            Action("forward", a.stage, chosen.get(a.stage, a.option)) if a.kind == "forward" else a
-            for a in keep.actions
-        )
-        plan = following(profile, Schedule(tuple(actions)))
-        assert max(peaks_of_steps(repeating(), plan)) <= plan.predicted_peak_bytes

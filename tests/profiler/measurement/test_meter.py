@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import planner
 from profiler.measurement.meter import Mark, MarkedPhases, memory_meter, metered, metered_step, time_meter
 from profiler.records import Phase
+from profiler.workload.steps import TensorsOfState
 from profiler.workload.workload import StepPhase, Workload
 from tests.support.odd_models import workload
 
@@ -125,3 +127,15 @@ def test_what_modules_let_go_of_in_a_metered_step_is_seen(buffer: bool) -> None:
         assert planner.measure(work).peak_bytes == expected
     values[:] = 2.0
     assert torch.equal(shared, torch.full((32,), 2.0))
+
+
+def test_a_meter_that_was_stopped_holds_nothing_of_the_state() -> None:
+    model = Remembering(torch.ones(32), buffer=False)
+    work = Workload(model=model, inputs=torch.randn(64, 32), loss=lambda output: output.square().mean())
+    meter = memory_meter(CPU, 0, TensorsOfState(work))
+    stored = weakref.ref(model.state.untyped_storage())
+    meter.start(Mark("forward"))
+    meter.stop()
+    assert model.state.untyped_storage() is stored()
+    model.state = torch.zeros(64, 32)
+    assert stored() is None
