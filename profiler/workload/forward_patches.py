@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from profiler.workload.compiled_forwards import Forward, between_graphs, leave_frame_uncompiled
@@ -41,13 +42,13 @@ class PatchedForward:
         def forward(owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if owner is not self._module():  # A copy that a class of the user's makes by itself has it, too.
                 return plain_forward(owner)(*args, **kwargs)
-            return self._run(*args, **kwargs)
+            return (self.plain if torch.compiler.is_exporting() else self._run)(*args, **kwargs)
 
         return types.MethodType(self._dressed(forward, self.plain.__func__), module)  # type: ignore[attr-defined]
 
     def _as_function(self) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._run(*args, **kwargs)
+            return (self.plain if torch.compiler.is_exporting() else self._run)(*args, **kwargs)
 
         return self._dressed(forward, self.plain)
 

@@ -340,3 +340,20 @@ def test_inductor_computes_the_same_where_the_plan_cuts_its_graph(inductor: str)
     for kind in ("gradients", "state"):
         for key, value in plain[kind].items():
             torch.testing.assert_close(planned[kind][key], value)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_planned_model_is_exported_as_the_unplanned_one(strict: bool) -> None:
+    work = workload("plain")
+    x = work.inputs
+    assert isinstance(x, torch.Tensor)
+    ops = [node.target for node in torch.export.export(work.model, (x,), strict=strict).graph.nodes]
+    profile = planner.profile(work, stages=BLOCKS, menus=False)
+    plan = planner.state(profile, Rule(modules="blocks.*"))
+    expected = state_after(work)
+    planned = workload("plain")
+    with planner.apply(planned.model, plan):
+        exported = torch.export.export(planned.model, (x,), strict=strict)
+        assert [node.target for node in exported.graph.nodes] == ops
+        assert torch.equal(exported.module()(x), planned.model(x))
+        assert_same(state_after(planned), expected)
