@@ -19,7 +19,13 @@ from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.cuda_link import CudaCopyEngine
 from planner.runtime.given_arguments import check_sharded, given_model, given_plan
 from planner.runtime.kept_runs import Deviations
-from planner.runtime.plan_checks import ParameterChecks, running_backward, transformed, warn_once
+from planner.runtime.plan_checks import (
+    ParameterChecks,
+    running_backward,
+    say_what_hooks_do_not_see,
+    transformed,
+    warn_once,
+)
 from planner.runtime.planned_step import PlannedStep
 from planner.runtime.simulated_link import SimulatedCopyEngine
 from planner.runtime.stage_input import BatchCopies
@@ -204,6 +210,7 @@ class PlannedCalls:
         if (device := model_device(model)) != self._device:
             self._device = device
             self._engine = engine_for(self._plan, self._lowered, device)
+        say_what_hooks_do_not_see()
         self._bypassing = None
         self._places.begin()
         return PlannedStep(self._plan, self._lowered, self._selections, self._deviations, batch, self._engine)

@@ -18,6 +18,7 @@ from planner.runtime.offloaded_tensors import OffloadedStorage
 from planner.runtime.plan_checks import warn_once
 from planner.runtime.stage_input import StageInput, links_between
 from profiler.recomputation.module_rerun import CallState, rerun_dropping, rerun_until_saved
+from profiler.recomputation.outer_hooks import SavedParameters
 from profiler.recomputation.saved_signatures import (
     SavedSignature,
     SignatureCheck,
@@ -27,7 +28,6 @@ from profiler.recomputation.saved_signatures import (
 )
 from profiler.recomputation.saved_tensors import (
     RerunError,
-    SavedParameter,
     TensorStandIn,
     Values,
     is_there_anyway,
@@ -139,6 +139,7 @@ class DroppedStage:
         state_storages = self._state.state_storages()
         undefined = self._runs.deviations.undefined.get(self.position, ())
         saved_storages: set[int] = set()
+        parameters = SavedParameters()
 
         def pack(tensor: Tensor) -> TensorStandIn:
             number, storage = len(self._placeholders), storage_key(tensor)
@@ -146,7 +147,7 @@ class DroppedStage:
             if is_there_anyway(tensor):
                 self._placeholders.append(_gone)  # A parameter: there anyway. Its place in the order still counts.
                 self._signatures.append(None)
-                return SavedParameter(tensor)
+                return parameters.stand_in(tensor)
             # What a buffer holds, the run itself may change.
             values = number not in undefined and storage not in state_storages
             self._signatures.append(signature_of(tensor, values=values))
@@ -156,6 +157,7 @@ class DroppedStage:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             output = self._forward(*args, **kwargs)
+        parameters.pass_on()
         self._input.copy_batch(self._runs.batch, saved_storages)
         return output
 

@@ -98,6 +98,7 @@ class KeptRuns:
         else:
             with torch.autograd.graph.saved_tensors_hooks(log.pack, unpack):
                 output = forward(*args, **kwargs)
+            log.parameters.pass_on()
         if transfers is not None:
             transfers.kept(position, option, log.saved(), call)
         return output

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from planner.runtime.offloaded_tensors import OffloadableTensor, OffloadedStorage
 from profiler.op_graph import StageOps
-from profiler.recomputation.saved_tensors import SavedParameter, is_there_anyway
+from profiler.recomputation.outer_hooks import SavedParameters
+from profiler.recomputation.saved_tensors import is_there_anyway
 from profiler.recomputation.selective_call import SelectiveCall
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.storages import allocated_bytes, storage_key
@@ -26,6 +27,7 @@ class SavedTensorLog:
     """What autograd saves in a first run of a stage, in order; the graph alone owns it."""
 
     def __init__(self) -> None:
+        self.parameters = SavedParameters()
         self._packed: list[weakref.ref[OffloadableTensor] | None] = []
 
     def note(self, packed: Any) -> None:
@@ -34,7 +36,7 @@ class SavedTensorLog:
 
     def pack(self, tensor: Tensor) -> Any:
         """What a stage that is kept gives to autograd: a parameter is there anyway."""
-        packed = SavedParameter(tensor) if is_there_anyway(tensor) else OffloadableTensor(tensor.detach())
+        packed = self.parameters.stand_in(tensor) if is_there_anyway(tensor) else OffloadableTensor(tensor.detach())
         self.note(packed)
         return packed
 

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from planner.plans.plan import Plan
 from profiler.recomputation.module_rerun import RERUN_DEPTH
+from profiler.recomputation.outer_hooks import hooks_of_the_user
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.precision import types_part
 from profiler.workload.tensor_parts import sizes_of
@@ -54,6 +55,16 @@ def transformed() -> bool:
         "everything is kept, and the peak is not promised"
     )
     return True
+
+
+def say_what_hooks_do_not_see() -> None:
+    """Say once that saved-tensor hooks around the model do not act in planned stages."""
+    if hooks_of_the_user() is not None:
+        _warn_once(
+            "planner.apply: saved-tensor hooks around the model (such as save_on_cpu) get only the parameters of what "
+            "planned stages save; the plan keeps the rest or makes it again, as it was without them. The peak is not "
+            "promised"
+        )
 
 
 def running_backward() -> bool:

@@ -15,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
 from profiler.recomputation.op_tape import OpTape, RecomputedTensor
+from profiler.recomputation.outer_hooks import hooks_now, packing_by
 from profiler.recomputation.saved_tensors import (
     PLAIN_TENSORS,
     SavedParameter,
     SavedTensor,
     TensorStandIn,
-    geometry_of,
     is_there_anyway,
     unpack,
 )
@@ -28,7 +28,6 @@ from profiler.workload.storages import storage_key
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def recompute(function: Callable[P, R]) -> Callable[P, R]:
@@ -78,7 +77,7 @@ class _RecomputedCall:
     """One call of such a function."""
 
     def __init__(self) -> None:
-        self._outer_hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]  # without a stub
+        self._outer_hooks = hooks_now()
         self._recorder = _RerunnableOps()
         self._kept: list[SavedTensor] = []
 
@@ -91,7 +90,7 @@ class _RecomputedCall:
         tape.forget_unneeded()
         self._kept = []  # Nodes of the graph hold this call by its hooks, and must not hold tensors by it.
         if self._outer_hooks is not None:
-            holder_of = _packing_by(self._outer_hooks)
+            holder_of = packing_by(self._outer_hooks)
             tape.pass_inputs_on(holder_of)
             for saved in kept:
                 saved.pass_on(holder_of)
@@ -99,13 +98,15 @@ class _RecomputedCall:
 
     def _pack(self, tensor: Tensor) -> TensorStandIn:
         if is_there_anyway(tensor):
-            return SavedParameter(tensor)
+            return self._passed_on(SavedParameter(tensor))
         recomputed = self._recorder.tape.recomputed_storage_of(tensor)
         if recomputed is not None:
             return RecomputedTensor(self._recorder.tape, recomputed, tensor)
         with torch._C._DisableTorchDispatch() if type(tensor) in PLAIN_TENSORS else self._recorder.not_recording():
             kept = tensor.detach()
-        saved = SavedTensor(kept)
+        return self._passed_on(SavedTensor(kept))
+
+    def _passed_on(self, saved: SavedTensor) -> SavedTensor:
         if self._outer_hooks is not None:
             self._kept.append(saved)
         return saved
@@ -168,33 +169,3 @@ def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
         elif isinstance(value, (list, tuple)):
             tensors += _tensors(tuple(value))
     return tensors
-
-
-def _packing_by(hooks: _Hooks) -> Callable[[Tensor], TensorStandIn]:
-    """Has the saved-tensor hooks outside of a call pack tensors, each once."""
-    packed: dict[Any, _PackedTensor] = {}
-
-    def holder_of(tensor: Tensor) -> _PackedTensor:
-        key = (storage_key(tensor), geometry_of(tensor) if tensor.layout is torch.strided else None)
-        if key not in packed:
-            packed[key] = _PackedTensor(hooks, tensor)
-        return packed[key]
-
-    return holder_of
-
-
-class _PackedTensor:
-    """Stands for a tensor that hooks outside of a call hold; they unpack it once, because some can do so only once."""
-
-    __slots__ = ("_packed", "_tensor", "_unpack")
-
-    def __init__(self, hooks: _Hooks, tensor: Tensor) -> None:
-        pack, self._unpack = hooks
-        self._packed: Any = pack(tensor)
-        self._tensor: Tensor | None = None
-
-    def tensor(self) -> Tensor:
-        if self._tensor is None:
-            self._tensor = self._unpack(self._packed)
-            self._packed = None
-        return self._tensor

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from profiler.recomputation.module_rerun import NOT_NEEDED, CallState, Saw, detached, emptied
 from profiler.recomputation.op_tape import OpTape, RecomputedTensor
+from profiler.recomputation.outer_hooks import SavedParameters
 from profiler.recomputation.recording_mode import RecordingMode
 from profiler.recomputation.saved_tensors import (
     RecordedInput,
-    SavedParameter,
     SavedTensor,
     TensorStandIn,
     is_there_anyway,
@@ -53,6 +53,7 @@ class SelectiveCall:
         self._keep, self._note = keep, note
         self._tape = OpTape()
         self._mode = RecordingMode(self._tape, module, selection)
+        self._parameters = SavedParameters()
 
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the call and return its output."""
@@ -83,6 +84,7 @@ class SelectiveCall:
             output = self._mode.run_stage(call, args, kwargs)
         self.diverged, self.ended_early = self._mode.end_call()
         self._tape.end_recording()
+        self._parameters.pass_on()
         return output
 
     def settle(self, saved: Sequence[TensorStandIn]) -> None:
@@ -107,7 +109,7 @@ class SelectiveCall:
 
     def _packed(self, tensor: Tensor) -> TensorStandIn:
         if is_there_anyway(tensor):  # What is no parameter is of the batch, and may be offloaded.
-            return SavedParameter(tensor) if isinstance(tensor, nn.Parameter) else self._keep(tensor)
+            return self._parameters.stand_in(tensor) if isinstance(tensor, nn.Parameter) else self._keep(tensor)
         recomputed = self._tape.recomputed_storage_of(tensor)
         if recomputed is not None:
             return RecomputedTensor(self._tape, recomputed, tensor)

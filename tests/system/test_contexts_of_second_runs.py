@@ -17,6 +17,7 @@ import planner
 from profiler.workload.workload import Workload
 from tests.support.exactness import assert_same
 from tests.support.habits import WIDTH, Habit, Net, Plain, batch, evaluating, loss_of, net, plain, recomputing, trained
+from tests.support.offload_plans import SCHEDULES, planned
 
 
 class Norms(nn.Module):
@@ -299,3 +300,29 @@ def test_a_second_run_that_saves_tensors_of_other_strides_is_refused() -> None:
         pytest.raises(RuntimeError, match=r"float32 of shape \(32, 16\) with strides \(1, 32\).*not.*\(16, 1\)"),
     ):
         trained(model, habit)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_hooks_around_the_model_hold_the_parameters_that_planned_stages_save(name: str) -> None:
+    """They have copied them: backward takes these, whatever ``.data`` is by then."""
+
+    def gradients(model: nn.Module) -> list[Tensor | None]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+            loss = model(inputs).square().mean()
+        for parameter in model.parameters():
+            parameter.data = 2 * parameter.data
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Norms() for _ in range(4)))
+        model[1].requires_grad_(False)
+        return model
+
+    inputs = batch()
+    work = Workload(model=build(), inputs=inputs, loss=lambda output: output.square().mean())
+    plan = planned(planner.profile(work), SCHEDULES[name])
+    expected, model = gradients(build()), build()
+    with planner.apply(model, plan), pytest.warns(RuntimeWarning, match="hooks around the model"):
+        assert_same(gradients(model), expected)

@@ -102,6 +102,15 @@ def test_saved_tensor_hooks_around_it_see_what_it_reads():
     assert torch.equal(found, expected)
 
 
+def test_saved_tensor_hooks_around_it_hold_the_parameters_that_it_saves():
+    scale, x = nn.Parameter(torch.randn(4)), torch.randn(3, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        y = recompute(lambda t: (scale * t.exp()).sin())(x)
+        expected = (scale * x.exp()).sin()
+    scale.data = 2 * scale.data
+    assert torch.equal(*(torch.autograd.grad(each.sum(), x)[0] for each in (y, expected)))
+
+
 def test_an_input_changed_inside_before_hooks_around_it_can_copy_it_is_noticed():
     """The hooks get what is kept when the call is over: too late for its value as it was saved."""
 
