@@ -38,7 +38,8 @@ _OTHER_SAVES = "running it a second time saves other tensors (a cache or a count
 _OTHER_RESULT = "running it a second time gives another result"
 _REMEDIES = {
     _CHANGED_AFTERWARDS: "write into a new tensor there (x = x + y for x += y)",
-    STORES: "return them, or store them in evaluation mode only (if not self.training: ...)",
+    STORES: "return them, or store them in evaluation mode only (if not self.training: ...); take weight_norm and "
+    "spectral_norm of torch.nn.utils.parametrizations",
     _OTHER_SAVES: "change caches and counters outside of forward; of transformers: set model.config.use_cache = False",
     _OTHER_RESULT: "let forward depend on inputs, parameters and buffers alone, and draw with torch.rand and its like",
 }
