@@ -82,10 +82,15 @@ def remade(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Op
 
 
 def in_thread(run: Callable[[], Any]) -> Any:
-    """Call in another thread; its exception comes here."""
+    """Call in another thread; its exception comes here.
+
+    A new thread of Python's computes with OpenMP's number of threads until torch's is asked for or its first op is
+    split, so that without a plan, too, sums of oneDNN differ from those of the main thread where the numbers do.
+    """
     done: list[Any] = []
 
     def target() -> None:
+        torch.get_num_threads()
         try:
             done.append((run(), None))
         except Exception as error:  # noqa: BLE001 - it is raised again where the thread was started
