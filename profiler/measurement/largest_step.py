@@ -112,7 +112,7 @@ class _Search:
     def _try(self, step: DrawnStep) -> None:
         try:
             run = self._run(step)
-        except Exception:  # noqa: BLE001 - user code runs here; what it cannot read it never draws.
+        except Exception:  # noqa: BLE001 - user code runs here; numbers at which it fails are none it draws.
             return
         if run.size > self.largest.size:
             self.largest = run

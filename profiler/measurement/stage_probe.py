@@ -259,7 +259,7 @@ class DroppingForward(MarkedStep):
     def run_stage(self, position: int, forward: Forward, args: Any, kwargs: Any) -> Any:
         call = self._stages[position].call
         saved: list[tuple[tuple[int, ...], torch.dtype]] = []
-        # Graphs hold this for good: not the step, whose calls hold what modules store, graphs and all.
+        # A graph that a module stores holds this closure: by the step, whose calls hold what is stored, it held itself.
         dropped, goes_backward = self._dropped, call.goes_backward
 
         def pack(tensor: Tensor) -> Tensor | None:

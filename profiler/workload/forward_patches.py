@@ -38,17 +38,21 @@ class PatchedForward:
         """Pass calls on to the plain forward from now on, for whoever still holds the installed one."""
         self._run, self.installed = self.plain, None  # No circle is left that would hold the module.
 
+    def _acting(self) -> Forward:
+        """What a call runs: an export cannot trace into the wrapper, and what it exports is the model without it."""
+        return self.plain if torch.compiler.is_exporting() else self._run
+
     def _as_method(self, module: nn.Module) -> Forward:
         def forward(owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if owner is not self._module():  # A copy that a class of the user's makes by itself has it, too.
                 return plain_forward(owner)(*args, **kwargs)
-            return (self.plain if torch.compiler.is_exporting() else self._run)(*args, **kwargs)
+            return self._acting()(*args, **kwargs)
 
         return types.MethodType(self._dressed(forward, self.plain.__func__), module)  # type: ignore[attr-defined]
 
     def _as_function(self) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return (self.plain if torch.compiler.is_exporting() else self._run)(*args, **kwargs)
+            return self._acting()(*args, **kwargs)
 
         return self._dressed(forward, self.plain)
 
