@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from profiler.measurement.meter import memory_meter, metered, time_meter
-from profiler.workload.steps import resident_bytes_of
+from profiler.measurement.meter import metered, step_memory_meter, time_meter
 from profiler.workload.workload import Workload
 
 
 def peak_bytes_of(workload: Workload, run: Callable[[], object] | None = None) -> int:
     """Most bytes alive at once, model states and batch included, while ``run`` runs: one step where none is given."""
-    meter = memory_meter(workload.device, resident_bytes_of(workload).total)
-    return metered(meter, run or workload.step).peak_bytes
+    return metered(step_memory_meter(workload), run or workload.step).peak_bytes
 
 
 def seconds_of(workload: Workload) -> float:

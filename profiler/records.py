@@ -192,7 +192,8 @@ class SharedRecord:
 class ResidentBytes:
     """Bytes that are there before the step begins and after it ends.
 
-    ``buffers``: also other tensors that modules keep as attributes from step to step.
+    ``buffers``: also other tensors that modules keep as attributes from step to step. ``loop``: what the loop holds of
+    the step before, the output and the loss, until those of the next take their place.
     ``other_parameters``: of the loss, and those of the optimizer that are not the model's (master copies, say).
     """
 
@@ -203,6 +204,7 @@ class ResidentBytes:
     gradients: Bytes = 0
     other_parameters: Bytes = 0
     scaler: Bytes = 0
+    loop: Bytes = 0
 
     @property
     def total(self) -> int:
@@ -278,6 +280,8 @@ class Profile:
         evaluation: where the optimizer evaluates the loss again within its step (LBFGS): what is alive as such a
             forward and backward begins and the most within it, at their highest, and the seconds of all of them.
         evaluations: how often a step runs forward and backward.
+        frugal: whether it was measured where a step that keeps everything does not fit, a few stages kept at a time:
+            unplanned peak and seconds are put together from these, and were never measured as a whole.
         unplanned_peak_bytes: most bytes alive at once in the whole step.
         unplanned_seconds: median seconds of a plain step.
         step_seconds: each plain step that was timed.
@@ -312,6 +316,7 @@ class Profile:
     left_out: tuple[LeftOutRecord, ...] = ()
     evaluation: Phase = Phase()
     evaluations: int = 1
+    frugal: bool = False
 
     def stage_level(self) -> Profile:
         """The same profile without options inside stages: each is kept, or recomputed, as a whole."""
@@ -362,7 +367,8 @@ class Profile:
 
 def states_bytes(profile: Profile) -> int:
     """Bytes of the model states: parameters, buffers, gradients and what the optimizer keeps, all alive at once."""
-    return profile.resident.total - profile.resident.inputs + made_gradient_bytes(profile)
+    resident = profile.resident
+    return resident.total - resident.inputs - resident.loop + made_gradient_bytes(profile)
 
 
 def made_gradient_bytes(profile: Profile) -> int:

@@ -13,6 +13,7 @@ import torch
 import planner
 from planner import zoo
 from planner.runtime import plan_checks
+from profiler.workload import model_caches
 from tests.support.command_line import SMALL, TARGETS, done
 
 SLOW_FOLDERS = {
@@ -72,3 +73,4 @@ def fixed_seeds() -> None:
 def nothing_was_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning that comes once a process comes once a test, whichever tests ran before it in this process."""
     monkeypatch.setattr(plan_checks, "_WARNED", set())
+    monkeypatch.setattr(model_caches, "SAID", set())

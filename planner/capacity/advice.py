@@ -13,7 +13,7 @@ from planner.capacity.workload_variants import Target, WorkloadVariants
 from planner.explain.memory_breakdown import MemoryBreakdown, memory_breakdowns
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.units import format_bytes, parse_bytes
-from profiler.measurement.profiling import Progress
+from profiler.measurement.measuring import Progress
 from profiler.records import states_bytes
 from profiler.workload.optimizers import optimizer_names
 

@@ -16,7 +16,7 @@ from planner.explain.memory_breakdown import GROUPS, MemoryBreakdown
 from planner.units import format_bytes, format_seconds
 
 # Colours after Okabe and Ito: told apart with colour-blind eyes too; parts of the model states in shades of one.
-_COLOURS = {"inputs": "#F0E442", "activations": "#E69F00", "temporaries": "#CC79A7"}
+_COLOURS = {"inputs": "#F0E442", "outputs": "#009E73", "activations": "#E69F00", "temporaries": "#CC79A7"}
 _STATE_COLOURS = {
     "parameters": "#0072B2",
     "optimizer states": "#3D94C9",

@@ -16,10 +16,11 @@ from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.plans.profiling import profile
 from planner.plans.solving import Infeasible, plan_with_headroom, quick_plan, why_no_offload
-from planner.runtime.step_trial import Build, ran_out, release
+from planner.runtime.step_trial import Build, release
 from planner.targets import call_target, load_target, on_device
 from planner.units import parse_bytes
-from profiler.measurement.profiling import Progress
+from profiler.measurement.device_memory import ran_out
+from profiler.measurement.measuring import Progress
 from profiler.records import Profile
 from profiler.workload.precision import types_part
 from profiler.workload.steps import ProfileError

@@ -19,7 +19,7 @@ from profiler.records import MenuRecord, OptionRecord, Profile, StageRecord
 STRAIGHT = 0.001
 _SHAPES = ("input_shapes", "parameter_shapes")
 _COUNTS = ("recompute_ops", "forward_ops", "saved_tensors", "alike")
-_ROWS_OF_BYTES = ("parameters", "buffers", "optimizer", "inputs", "gradients")
+_ROWS_OF_BYTES = ("parameters", "buffers", "optimizer", "inputs", "gradients", "loop")
 
 
 class IncompatibleProfiles(ValueError):

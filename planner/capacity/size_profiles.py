@@ -8,9 +8,10 @@ import torch
 
 from planner.capacity.scaling import ProfileScaling, flow_of, whole_at
 from planner.plans.profiling import profile
-from planner.runtime.step_trial import Build, has_room, ran_out, release
+from planner.runtime.step_trial import Build, has_room, release
 from profiler.measurement import profiling
-from profiler.measurement.profiling import Progress
+from profiler.measurement.device_memory import ran_out
+from profiler.measurement.measuring import Progress
 from profiler.op_graph import Choice, StageOps
 from profiler.records import MenuRecord, Profile
 from profiler.workload.workload import Workload

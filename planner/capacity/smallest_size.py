@@ -8,8 +8,9 @@ import torch
 
 from planner.capacity.scaling import whole_at
 from planner.capacity.size_bisection import MOST_STEPS
-from planner.runtime.step_trial import Build, Notify, Trial, has_room, measured_states_bytes, ran_out, run_trial
+from planner.runtime.step_trial import Build, Notify, Trial, has_room, measured_states_bytes, run_trial
 from planner.targets import NoTarget
+from profiler.measurement.device_memory import ran_out
 
 STANDING = 6  # sizes in a row with one peak; profiles still show what grows below the optimizer's step
 STARTS = 10  # doublings of the step in search of a size that the target takes: 512 steps

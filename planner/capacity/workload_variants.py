@@ -12,9 +12,10 @@ from torch import nn
 from planner.capacity.scaling import IncompatibleProfiles, ProfileScaling
 from planner.plans.cost_model import chain_of
 from planner.plans.profiling import profile
-from planner.runtime.step_trial import ran_out, release
+from planner.runtime.step_trial import release
 from planner.targets import call_target, load_target, on_device
-from profiler.measurement.profiling import Progress
+from profiler.measurement.device_memory import ran_out
+from profiler.measurement.measuring import Progress
 from profiler.records import Profile
 from profiler.workload.precision import type_name, types_part
 from profiler.workload.steps import ProfileError

@@ -66,6 +66,13 @@ def profile_command(
     no_menus: Annotated[
         bool, typer.Option("--no-menus", help="Measure whole stages only, and inside them what --rules ask for.")
     ] = False,
+    limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="No step of profiling takes more; for a step that does not fit. By itself where needed.",
+        ),
+    ] = None,
     states: Annotated[
         bool, typer.Option("--states", help="Print the model states, measured in two more steps and by formula.")
     ] = False,
@@ -79,11 +86,15 @@ def profile_command(
 
     check_folder(output)
     stated = None if rules is None else Rules.load(rules)  # refused before anything is measured
+    if limit is not None:
+        parse_bytes(limit)
     from planner.plans.profiling import profile
 
     with working() as progress:
         workload = _workload(target, settings, device)
-        measured = profile(workload, stages=stages or None, menus=not no_menus, rules=stated, progress=progress)
+        measured = profile(
+            workload, stages=stages or None, menus=not no_menus, rules=stated, limit=limit, progress=progress
+        )
     if output is not None:
         measured.save(output)
     show(profile_report(measured))

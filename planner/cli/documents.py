@@ -58,6 +58,7 @@ def training_document(run: TrainingRun, allocator_advice: str = "") -> dict[str,
         "measured_seconds": run.measured_seconds,
         "unplanned_peak_bytes": plan.unplanned_peak_bytes,
         "unplanned_seconds": plan.unplanned_seconds,
+        "frugal": plan.frugal,
         "losses": [loss if math.isfinite(loss) else None for loss in run.losses],  # JSON knows no NaN
         "step_seconds": list(run.step_seconds),
         "retries": len(run.failures),
@@ -79,6 +80,7 @@ def lost_training_document(plan: Plan, failure: OutOfMemory) -> dict[str, Any]:
         "predicted_peak_bytes": last.predicted_peak_bytes,
         "unplanned_peak_bytes": plan.unplanned_peak_bytes,
         "unplanned_seconds": plan.unplanned_seconds,
+        "frugal": plan.frugal,
         **unknown,
         "losses": [loss if math.isfinite(loss) else None for loss in failure.losses],
         "retries": len(failure.reports) - 1,
@@ -97,6 +99,7 @@ def comparison_document(profile: Profile, budget_bytes: int, rows: Sequence[Comp
         "budget_bytes": budget_bytes,
         "unplanned_peak_bytes": profile.unplanned_peak_bytes,
         "unplanned_seconds": profile.unplanned_seconds,
+        "frugal": profile.frugal,
         "resident_bytes": profile.resident.total,
     }
     if (least := least_demanding(rows)) is not None:

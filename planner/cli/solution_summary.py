@@ -53,7 +53,8 @@ class SolutionSummary:
 
     Fields that are None are those that this kind of problem does not have; JSON leaves them out. Of a plan alone are
     ``model_class`` to ``precision``, ``headroom_bytes``, ``recomputed_ops`` and, where something was stated by hand,
-    ``stated`` and ``restricted``, and where blocks cannot run again ``left_out``; of a graph alone ``interrupted``. A
+    ``stated`` and ``restricted``, where blocks cannot run again ``left_out``, and where what is unplanned was computed
+    ``frugal``; of a graph alone ``interrupted``. A
     graph has no ``host_bytes`` to ``link``.
     """
 
@@ -84,6 +85,7 @@ class SolutionSummary:
     restricted: bool | None = None
     unsteady: tuple[str, ...] | None = None
     left_out: tuple[LeftOutRecord, ...] | None = None
+    frugal: bool | None = None
     stages: tuple[StageSummary, ...]
 
     @property
@@ -102,7 +104,9 @@ class SolutionSummary:
 def summary_of_plan(plan: Plan) -> SolutionSummary:
     """What a plan claims, and per stage the decision."""
     summary = msgspec.convert(plan, SolutionSummary, from_attributes=True)  # Fields of the same names.
-    summary = replace(summary, unsteady=plan.unsteady or None, left_out=plan.left_out or None)
+    summary = replace(
+        summary, unsteady=plan.unsteady or None, left_out=plan.left_out or None, frugal=plan.frugal or None
+    )
     return summary if plan.stated else replace(summary, stated=None, restricted=None)
 
 

@@ -90,7 +90,10 @@ def _claims(summary: SolutionSummary) -> list[tuple[str, str]]:
     share = _share(peak_bytes, unplanned_bytes)
     resident = "parameters, optimizer states, batch" if summary.part == "stage" else "alive throughout"
     return [
-        ("predicted peak", f"{exact_bytes(peak_bytes)}: {share} of the unplanned {format_bytes(unplanned_bytes)}"),
+        (
+            "predicted peak",
+            f"{exact_bytes(peak_bytes)}: {share} of the {_unplanned(summary.frugal)} {format_bytes(unplanned_bytes)}",
+        ),
         *_unsteady(summary.unsteady or ()),
         ("budget", f"{exact_bytes(budget_bytes)}: {format_bytes(budget_bytes - peak_bytes)} to spare"),
         *_headroom(summary),
@@ -155,7 +158,12 @@ def _stated(summary: SolutionSummary) -> list[tuple[str, str]]:
 
 def _times(summary: SolutionSummary) -> str:
     planned, unplanned = format_seconds(summary.predicted_seconds), format_seconds(summary.unplanned_seconds)
-    return f"{planned}: {summary.slowdown:.2f} x the unplanned {unplanned}"
+    return f"{planned}: {summary.slowdown:.2f} x the {_unplanned(summary.frugal)} {unplanned}"
+
+
+def _unplanned(frugal: bool | None) -> str:
+    """What steps without a plan are called: they may never have been measured as a whole."""
+    return "unplanned, computed" if frugal else "unplanned"
 
 
 def _status(summary: SolutionSummary) -> str:
@@ -210,11 +218,13 @@ def _stage_cells(record: StageRecord, reasons: dict[tuple[str, str], int]) -> li
 def _step(profile: Profile) -> list[tuple[str, str]]:
     resident = profile.resident
     parts = [("parameters", resident.parameters), ("buffers", resident.buffers), ("optimizer", resident.optimizer)]
-    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in [*parts, ("batch", resident.inputs)] if size)
+    parts += [("batch", resident.inputs), ("output held by the loop", resident.loop)]
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
+    computed = ", computed: a few stages were kept at a time" if profile.frugal else ""
     facts = [
-        ("unplanned peak", exact_bytes(profile.unplanned_peak_bytes)),
+        ("unplanned peak", exact_bytes(profile.unplanned_peak_bytes) + computed),
         *_unsteady(profile.unsteady),
-        ("unplanned time", f"{format_seconds(profile.unplanned_seconds)} a step"),
+        ("unplanned time", f"{format_seconds(profile.unplanned_seconds)} a step{computed}"),
         ("resident", f"{format_bytes(resident.total)}: {listed}"),
         ("measured on", f"{escape(profile.device_name)}, torch {profile.torch_version}"),
         ("fingerprint", profile.fingerprint),
@@ -295,8 +305,16 @@ def _below_comparison(row: ComparisonRow) -> str:
 
 
 def _comparison_cells(row: ComparisonRow, plain_seconds: float | None) -> list[str]:
-    if row.predicted_peak_bytes is None or row.measured_peak_bytes is None:
+    if row.predicted_peak_bytes is None:
         return [row.solver, f"[red]{row.status}[/red]", *[_NOTHING] * 6]
+    if row.measured_peak_bytes is None:
+        predicted = (
+            format_bytes(row.predicted_peak_bytes),
+            _NOTHING,
+            _NOTHING,
+            format_seconds(row.predicted_seconds or 0),
+        )
+        return [row.solver, row.status, *predicted, _NOTHING, _NOTHING]
     assert row.predicted_seconds is not None and row.measured_seconds is not None
     off = (row.predicted_peak_bytes - row.measured_peak_bytes) / row.measured_peak_bytes
     return [

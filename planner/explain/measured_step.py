@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from planner.explain.peak import KEPT, MADE_AGAIN, Peak, PeakPart
+from planner.explain.peak import KEPT, LOOP, MADE_AGAIN, Peak, PeakPart
 from planner.explain.timeline import PhaseName, Span, SpanKind, Timeline
 from planner.plans.lowering import lower_schedule
 from planner.plans.plan import Plan
 from planner.runtime.applier import apply, check_precision, split_name
 from planner.runtime.plan_checks import check_device, check_inputs
 from profiler.measurement.live_tensors import LiveStorage, LiveTensorTracker, PeakSnapshot
-from profiler.measurement.meter import Mark, MarkedPhases, Meter, memory_meter, time_meter
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, step_memory_meter, time_meter
 from profiler.measurement.planned_probe import PlannedProbe
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
 from profiler.workload.snapshot import RandomState, preserved
-from profiler.workload.steps import first_step, resident_bytes_of
+from profiler.workload.steps import first_step
 from profiler.workload.workload import Workload
 
 ROUNDS = 3  # timed steps each of the model without the plan and with it, in turns
@@ -75,7 +75,6 @@ class _Viewer:
         self._plan = plan
         self._randomness = randomness
         self._places = Places(plan)
-        self._resident_bytes = resident_bytes_of(workload).total
 
     def view(self, rounds: int) -> MeasuredStep:
         with PlannedProbe(self._workload, self._places.calls, self._places.again) as probe:
@@ -93,7 +92,7 @@ class _Viewer:
         return MeasuredStep(unplanned=unplanned, planned=planned, peak=self._places.peak(peak))
 
     def _memory(self) -> Meter:
-        return memory_meter(self._workload.device, self._resident_bytes)
+        return step_memory_meter(self._workload)
 
     def _run(self, probe: PlannedProbe, meter: Meter, planned: bool) -> MarkedPhases:
         self._randomness.restore()
@@ -204,6 +203,7 @@ _RESIDENT: Mapping[str, str] = {
     "optimizer state": "optimizer states",
     "buffer": "buffers",
     "batch": "batch",
+    "loop": LOOP,
     "gradient": "gradients from before",
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from planner.explain.peak import PeakPart, predicted_peak
+from planner.explain.peak import LOOP, PeakPart, predicted_peak
 from planner.explain.timeline import Timeline, predicted_timelines
 from planner.plans.cost_model import chain_of
 from planner.plans.plan import Plan
@@ -17,8 +17,8 @@ from profiler.records import Profile, made_gradient_bytes
 from solvers import Chain, Problem, replay, solve_chain
 from solvers.chain import baselines
 
-MemoryGroup = Literal["model states", "inputs", "activations", "temporaries"]
-GROUPS: tuple[MemoryGroup, ...] = ("model states", "inputs", "activations", "temporaries")
+MemoryGroup = Literal["model states", "inputs", "outputs", "activations", "temporaries"]
+GROUPS: tuple[MemoryGroup, ...] = ("model states", "inputs", "outputs", "activations", "temporaries")
 STEP, OPTIMIZER = "forward and backward", "optimizer's step"
 _STATES = {
     "parameters": "parameters",
@@ -143,6 +143,8 @@ def _item(part: PeakPart, classes: dict[str, str]) -> MemoryItem:
         return MemoryItem(group="model states", what=_STATES[part.what], size_bytes=part.size_bytes)
     if part.what == "batch":
         return MemoryItem(group="inputs", what="batch", size_bytes=part.size_bytes)
+    if part.what == LOOP:
+        return MemoryItem(group="outputs", what=LOOP, size_bytes=part.size_bytes)
     if part.what.startswith("made ") or part.what == "gradients of activations":
         return MemoryItem(group="temporaries", what=part.what, size_bytes=part.size_bytes, stage=part.stage)
     return MemoryItem(
@@ -180,6 +182,7 @@ def _of_optimizer(profile: Profile) -> MemoryBreakdown:
     items = [
         *(MemoryItem(group="model states", what=what, size_bytes=size) for what, size in states.items()),
         MemoryItem(group="inputs", what="batch", size_bytes=resident.inputs),
+        MemoryItem(group="outputs", what=LOOP, size_bytes=resident.loop),
         MemoryItem(group="temporaries", what="still there after backward", size_bytes=left_bytes),
         MemoryItem(group="temporaries", what="made by the optimizer's step", size_bytes=made_in_it),
     ]

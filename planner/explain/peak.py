@@ -20,6 +20,7 @@ MADE_AGAIN = "made again"
 OUTPUTS = "outputs of stages"
 LEFT = "left by stages that keep nothing"
 CASTS = "casts of parameters"
+LOOP = "output and loss that the loop holds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +126,7 @@ def _resident(chain: Chain, plan: Plan | None) -> Iterator[PeakPart]:
         "buffers": known.buffers,
         "batch": known.inputs,
         "gradients from before": known.gradients,
+        LOOP: known.loop,
     }
     for what, size in named.items():
         yield PeakPart(what=what, size_bytes=size)

@@ -102,6 +102,7 @@ class Plan:
         restricted: status and bound hold among the plans that do what was stated.
         unsteady, forward_nodes: as in the profile.
         left_out: blocks that keep much and cannot run again, whatever the budget.
+        frugal: as in the profile: unplanned peak and seconds were computed, and never measured as a whole.
     """
 
     model_class: str
@@ -139,6 +140,7 @@ class Plan:
     unsteady: tuple[str, ...] = ()
     forward_nodes: int = 0
     left_out: tuple[LeftOutRecord, ...] = ()
+    frugal: bool = False
 
     def offload_units_of(self, stage: int, option: int | None) -> tuple[tuple[int, ...], ...]:
         """Of each offload unit of a stage its storages if it is kept, its input tensors if dropped; by number."""

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from planner.plans.rule_resolution import resolve_rules
 from planner.plans.rules import Rule, Rules, rules_from
+from planner.units import parse_bytes
 from profiler.measurement import profiling
-from profiler.measurement.profiling import Progress
+from profiler.measurement.measuring import Progress
 from profiler.op_graph import Choice, ChoiceError, NamedStage, StageOp, StageOps
 from profiler.records import Profile
 from profiler.trace.partition import StagePattern
@@ -24,6 +25,7 @@ def profile(
     stages: Sequence[StagePattern] | None = None,
     menus: bool = True,
     rules: Rules | Rule | Sequence[Rule] | str | Path | None = None,
+    limit: str | int | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure one training step of a workload on the device it is on.
@@ -40,13 +42,16 @@ def profile(
         menus: measure options inside stages; without, a stage is kept or recomputed as a whole.
         rules: a plan stated by hand, or the path of its file: what it says of ops inside stages is measured as well,
             so that ``planner.state`` can predict it.
+        limit: bytes (``"8GiB"``) that no step of profiling takes more than, for a step that does not fit: a few stages
+            are kept at a time while the others run again, and what a plain step takes is put together from that
+            (``Profile.frugal``). Without one, profiling does so by itself where a plain step runs out of memory.
         progress: called as ``progress(what, done, total)`` before each run.
 
     Returns:
         The profile: bytes as exact integers, seconds as medians.
 
     Raises:
-        ProfileError: the step fails, or the model is in eval mode or planned.
+        ProfileError: the step fails, does not fit in any way, or the model is in eval mode or planned.
         StagesError: a stage pattern matches nothing, or the step calls the model more than once.
         ChoiceError: a rule names what is not there, or an op that must not run again.
         ValueError: rules that cannot be read.
@@ -60,6 +65,7 @@ def profile(
         propose=choices_for if menus and not compiled else None,
         state=None if stated is None else (lambda named, outside: _choices(stated, named, outside, compiled)),
         progress=progress,
+        limit_bytes=None if limit is None else parse_bytes(limit),
     )
 
 

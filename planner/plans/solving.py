@@ -314,6 +314,7 @@ def plan_of(
         offload_only=offload_only,
         unseen=profile.unseen,
         unsteady=profile.unsteady,
+        frugal=profile.frugal,
         forward_nodes=profile.forward_nodes,
         **_schedule_fields(problem, solution, stages, profile.menus, seconds_outside_chain),
     )

@@ -19,7 +19,9 @@ from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.cuda_link import CudaCopyEngine
 from planner.runtime.given_arguments import check_sharded, given_model, given_plan
 from planner.runtime.kept_runs import Deviations
+from planner.runtime.loop_watch import LoopWatch, is_metered
 from planner.runtime.plan_checks import (
+    BatchShapes,
     ParameterChecks,
     running_backward,
     say_what_hooks_do_not_see,
@@ -33,6 +35,7 @@ from planner.runtime.stage_places import StagePlaces, split_name
 from profiler.recomputation.selection import Selection
 from profiler.workload.compiled_forwards import COMPILED, plain_name
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
+from profiler.workload.model_caches import ModelCaches, check_no_checkpointing
 from profiler.workload.precision import autocast_now, autocast_part, precision_of, types_part
 from profiler.workload.wrapped_models import autocasts_inside, class_name, inner_model
 from solvers.problem.chain_schedule import RUNS
@@ -66,7 +69,7 @@ class Handle:
         self.remove()
 
 
-def apply(model: nn.Module, plan: Plan | str | Path) -> Handle:
+def apply(model: nn.Module, plan: Plan | str | Path, *, watch: bool | None = None) -> Handle:
     """Install ``plan`` on ``model``, in place and reversibly.
 
     Only the ``forward`` of the model and of recomputed stages is wrapped: the
@@ -78,6 +81,9 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> Handle:
         model: the model that was profiled, or one with the same stages; also where it was compiled, or wrapped by
             DistributedDataParallel or fully_shard since.
         plan: from ``planner.solve`` or ``Plan.load``, or the path of its file.
+        watch: take the peak of the first steps, and say once where it is above the budget, by how much and what holds
+            it. None does so on CUDA, where it is free; on the CPU the profiler runs for two steps. That a loop holds
+            gradients or outputs which the plan does not count on is said in any case.
 
     Returns:
         A handle with ``remove()``; also a context manager.
@@ -86,16 +92,18 @@ def apply(model: nn.Module, plan: Plan | str | Path) -> Handle:
         PlanMismatch: stage names, parameter shapes or the parameters' types differ. So says the model's forward
             where it runs under another autocast than the profiled step, or its parameters have become others since.
         UnsupportedPlan: the plan's schedule cannot be carried out.
-        ValueError: another plan is applied already, an argument is of another kind, or the file is no plan.
+        ValueError: another plan is applied already, an argument is of another kind, the file is no plan, or
+            checkpointing of the model's own is switched on.
     """
     model, plan = inner_model(given_model(model)), given_plan(plan)
     check_unplanned(model)
     check_sharded(model, plan)
+    check_no_checkpointing(model, "apply")
     _check_model(model, plan)
     _check_types(model, plan)
     lowered = lower_schedule(plan.stages, plan.schedule)
     patches = ForwardPatches()
-    planned = PlannedCalls(plan, lowered, model)
+    planned = PlannedCalls(plan, lowered, model, watch=watch)
     install(model, planned, planned.wrapped, patches)
     handle = Handle(model, plan, patches)
     register(model, handle)
@@ -155,10 +163,11 @@ def install(model: nn.Module, planned: Wrappers, stages: Iterable[str], patches:
 class PlannedCalls:
     """The wrappers of one applied plan, and the forward that is under way."""
 
-    def __init__(self, plan: Plan, lowered: LoweredSchedule, model: nn.Module) -> None:
+    def __init__(self, plan: Plan, lowered: LoweredSchedule, model: nn.Module, *, watch: bool | None = None) -> None:
         _say_what_is_unsteady(plan)
         self._device = model_device(model)
         self._engine = engine_for(plan, lowered, self._device)
+        self._watch = LoopWatch(plan, model, self._device, metered=is_metered(watch, self._device))
         cast = autocast_part(plan.precision)
         self._autocast = getattr(torch, cast) if cast else None
         stages = {k for k, stage in enumerate(plan.stages) if stage.kind == "stage"}
@@ -172,6 +181,8 @@ class PlannedCalls:
         self._plan = plan
         self._selections = selections_of(plan)
         self._deviations = Deviations()
+        self._shapes = BatchShapes(plan)
+        self._caches = ModelCaches(model)
         self._lowered = lowered
         self._model = weakref.ref(model)
         self._parameters = ParameterChecks(model, plan.precision)
@@ -187,10 +198,14 @@ class PlannedCalls:
             if self._step is not None or not self._acts():
                 return forward(*args, **kwargs)
             self._compiled.in_model(forward)
+            self._deviations.other_batch = self._shapes.check((args, kwargs))
+            self._watch.forward_begins()
             self._step = self._begin(BatchCopies((args, kwargs)))
             try:
-                output = forward(*args, **kwargs)
+                with self._watch.forward(), self._caches.off(kwargs):
+                    output = forward(*args, **kwargs)
                 self._step.leave(output)
+                self._watch.forward_ends(output)
                 return output
             finally:
                 self._step.finish()

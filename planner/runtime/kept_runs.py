@@ -13,7 +13,7 @@ from planner.plans.lowering import LoweredSchedule
 from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.offload_matching import SavedTensorLog
 from planner.runtime.offloaded_tensors import OffloadableTensor
-from planner.runtime.plan_checks import warn_once
+from planner.runtime.plan_checks import is_larger, warn_once
 from planner.runtime.stage_input import BatchCopies
 from planner.runtime.transfers import TransferExecutor
 from profiler.recomputation.module_rerun import NOT_NEEDED, CallState, Saw, rerun_keeping
@@ -34,10 +34,14 @@ class Deviations:
     Attributes:
         diverged_stages: selective stages that ran other ops: they are recomputed whole.
         undefined: by stage, numbers of saved tensors some of whose values are undefined memory.
+        other_batch: the forward under way has a batch of other shapes, which has been said.
+        other_inputs: a stage's input was said to have other shapes.
     """
 
     diverged_stages: set[int] = field(default_factory=set)
     undefined: dict[int, set[int]] = field(default_factory=dict)
+    other_batch: bool = False
+    other_inputs: bool = False
 
 
 class KeptRuns:
@@ -131,9 +135,15 @@ class KeptRuns:
         return saved, output
 
     def check_shapes(self, stage: PlannedStage, inputs: Sequence[Tensor]) -> None:
-        """Warn once where a stage's input has other shapes than when profiled."""
-        if stage.input_shapes and [*map(sizes_of, inputs)] != list(stage.input_shapes):
-            warn_once(stage.name, "its input has other shapes than when profiled; the peak is not promised")
+        """Warn once where the input of a stage has other shapes than when profiled, and the batch does not say so."""
+        if self.deviations.other_batch or self.deviations.other_inputs or not stage.input_shapes:
+            return
+        shapes = [*map(sizes_of, inputs)]
+        if shapes != list(stage.input_shapes):
+            self.deviations.other_inputs = True
+            larger = is_larger(shapes, stage.input_shapes)
+            then = "the peak is not promised" if larger else "they are smaller and need less memory"
+            warn_once(stage.name, f"its input has other shapes than when profiled, {shapes}; {then}")
 
     def _transfers_of(self, position: int, option: int) -> TransferExecutor | None:
         """The transfers where anything is sent of what a stage keeps."""

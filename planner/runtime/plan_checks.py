@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,8 +26,8 @@ _WARNED: set[str] = set()
 
 def check_inputs(workload: Workload, plan: Plan) -> None:
     """Refuse a batch of other shapes than the plan's."""
-    shapes = tuple(map(sizes_of, tensors_in(workload.inputs)))
-    if shapes != plan.input_shapes:
+    shapes = workload.input_shapes
+    if shapes != plan.input_shapes and (shapes or workload.own is None):  # A step of the user's own may not have run.
         raise ValueError(
             f"a plan for a batch of shapes {list(plan.input_shapes)}: expected the same batch, got {list(shapes)}; "
             "give the --set values of the profile, or profile and solve again"
@@ -50,7 +52,7 @@ def transformed() -> bool:
     level = torch._C._functorch.maybe_current_level()  # type: ignore[attr-defined]  # without a stub
     if level is None and forward_ad._current_level < 0:
         return False
-    _warn_once(
+    say_once(
         "planner.apply: the model runs under torch.func or forward-mode differentiation; the plan does not act there: "
         "everything is kept, and the peak is not promised"
     )
@@ -60,7 +62,7 @@ def transformed() -> bool:
 def say_what_hooks_do_not_see() -> None:
     """Say once that saved-tensor hooks around the model do not act in planned stages."""
     if hooks_of_the_user() is not None:
-        _warn_once(
+        say_once(
             "planner.apply: saved-tensor hooks around the model (such as save_on_cpu) get only the parameters of what "
             "planned stages save; the plan keeps the rest or makes it again, as it was without them. The peak is not "
             "promised"
@@ -74,7 +76,7 @@ def running_backward() -> bool:
 
 def warn_of_a_larger_step(nodes: int) -> None:
     """Say once that a forward did more than the profiled one: what it saves besides is in no plan."""
-    _warn_once(
+    say_once(
         f"planner.apply: expected the forward that was profiled, got one with {nodes} more differentiable ops (a rate "
         "that was 0, a frozen part that is trained now, another branch); the peak is not promised. Profile it as it is "
         "now"
@@ -83,13 +85,57 @@ def warn_of_a_larger_step(nodes: int) -> None:
 
 def warn_once(stage: str, what: str) -> None:
     """Warn of a planned stage, each thing once in a process."""
-    _warn_once(f"planned stage {stage!r}: {what}")
+    say_once(f"planned stage {stage!r}: {what}")
 
 
-def _warn_once(text: str) -> None:
+def say_once(text: str) -> None:
+    """Warn, each thing once in a process."""
     if text not in _WARNED:
         _WARNED.add(text)
         warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+class BatchShapes:
+    """Says where the batches that a planned model is called with have other shapes than the profiled one.
+
+    Args:
+        plan: that the model has; one without shapes is for batches of any.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._profiled = plan.input_shapes
+        self._said: set[tuple[tuple[int, ...], ...]] = set()
+        self._said_smaller = False
+
+    def check(self, arguments: Any) -> bool:
+        """Of all smaller batches one is named, of the larger ones each shape; whether this is one of them."""
+        shapes = tuple(map(sizes_of, tensors_in(arguments)))
+        # Arguments by name may come in another order, or be others than those of the workload.
+        if not self._profiled or len(shapes) != len(self._profiled) or sorted(shapes) == sorted(self._profiled):
+            return False
+        if is_larger(sorted(shapes), sorted(self._profiled)):
+            if shapes not in self._said:
+                say_once(
+                    f"planner.apply: expected a batch of shapes {list(self._profiled)}, as profiled, got a larger one, "
+                    f"{list(shapes)}: it needs more memory than the plan promises. Profile the largest batch, or use "
+                    "auto_checkpoint(..., dynamic=True)"
+                )
+            self._said.add(shapes)
+        elif not self._said_smaller:
+            self._said_smaller = True
+            say_once(
+                f"planner.apply: a batch of shapes {list(shapes)} is smaller than the profiled one of "
+                f"{list(self._profiled)}: it needs less memory than the plan predicts"
+            )
+        return True
+
+
+def is_larger(shapes: Sequence[Sequence[int]], profiled: Sequence[Sequence[int]]) -> bool:
+    """Whether tensors of some shapes may take more than those of others: any dimension is larger."""
+    pairs = zip(shapes, profiled, strict=False)
+    return len(shapes) > len(profiled) or any(
+        len(now) != len(then) or any(a > b for a, b in zip(now, then, strict=True)) for now, then in pairs
+    )
 
 
 class ParameterChecks:
@@ -131,7 +177,7 @@ class ParameterChecks:
             got = "one that is frozen now, and a rate that was 0 and is not now"
         else:
             return
-        _warn_once(
+        say_once(
             f"planner.apply: expected the parameters that were trained when the plan was applied, got {got}; the peak "
             "is not promised. Profile it as it is now"
         )

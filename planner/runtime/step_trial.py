@@ -11,7 +11,7 @@ import torch
 
 from planner.plans.plan import Plan
 from planner.runtime.applier import apply
-from profiler.measurement.device_memory import available_host_bytes
+from profiler.measurement.device_memory import ran_out, room_bytes
 from profiler.measurement.step_measurement import measure
 from profiler.workload.snapshot import preserved
 from profiler.workload.steps import first_step, resident_bytes_of
@@ -73,26 +73,6 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def ran_out(error: BaseException) -> bool:
-    """Whether an error, or what it came from, says that the device has no memory left."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, (MemoryError, torch.OutOfMemoryError)):
-            return True
-        if isinstance(cause, RuntimeError) and "can't allocate memory" in str(cause):  # what torch says on the CPU
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
-
-
-def room_bytes(device: torch.device) -> int:
-    """Bytes that a new tensor may take on the device: other programs may take them first."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    return available_host_bytes()
-
-
 def has_room(device: torch.device, peak_bytes: int, resident_bytes: int) -> bool:
     """Whether a step may be run: the device can hold its peak and, on the CPU, the copy by which it is undone."""
     room = room_bytes(device)
@@ -106,4 +86,4 @@ def measured_states_bytes(workload: Workload) -> int:
         first_step(workload)
         resident = resident_bytes_of(workload)
     gradient_bytes = distinct_bytes(p for p in workload.model.parameters() if p.requires_grad)
-    return resident.total - resident.inputs - resident.gradients + gradient_bytes
+    return resident.total - resident.inputs - resident.loop - resident.gradients + gradient_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,17 @@ from profiler.workload.workload import LossFunction, Workload
 
 def auto_checkpoint(
     model: nn.Module,
-    inputs: Any,
+    inputs: Any = None,
     *,
     budget: str | int,
     loss: LossFunction | None = None,
     optimizer: Optimizers = None,
     autocast: torch.dtype | str | None = None,
+    accumulate: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
+    clip_norm: float | None = None,
+    keeps_output: bool = True,
+    step: Callable[[], Any] | None = None,
     stages: Sequence[StagePattern] | None = None,
     solver: str = "auto",
     offload: Offload | OffloadMode = "auto",
@@ -50,10 +55,12 @@ def auto_checkpoint(
 
     Args:
         model: the model to train, in training mode; planned in place.
-        inputs: one batch (tensor, tuple or dict), as for ``Workload``.
+        inputs: one batch (tensor, tuple or dict), as for ``Workload``; need not be given with ``step``.
         budget: the most bytes on the device at once during a whole step.
-        loss, optimizer, autocast: as for ``Workload``; give the optimizer you
-            train with, because its states and its step count in the budget.
+        loss, optimizer, autocast, accumulate, scaler, clip_norm, keeps_output: as for ``Workload``; give the
+            optimizer you train with, because its states and its step count in the budget.
+        step: one whole training step as your loop runs it, where that is another than the usual one; as for
+            ``Workload``.
         stages, solver, offload, headroom: as for ``profile`` and ``solve``.
         dynamic: batches change their shapes.
         sizes: more batches to profile now (or a ``Workload`` each, where the loss depends on the batch): give the
@@ -72,15 +79,25 @@ def auto_checkpoint(
         ProfileError, ValueError: as ``profile`` and ``solve``; with ``dynamic`` also where the model is compiled, has
             other stages at one size than at another, or is to offload.
     """
+    described: dict[str, Any] = {
+        "loss": loss,
+        "optimizer": optimizer,
+        "autocast": autocast,
+        "accumulate": accumulate,
+        "scaler": scaler,
+        "clip_norm": clip_norm,
+        "keeps_output": keeps_output,
+    }
     if dynamic:
         _check_no_offload(offload)
-        training = Training(loss=loss, optimizer=optimizer, autocast=autocast)
+        if step is not None:
+            raise ValueError("auto_checkpoint: expected no step with dynamic=True, got one; describe it by the others")
         apply_dynamic(
             model,
             inputs,
             sizes=sizes,
             budget=budget,
-            training=training,
+            training=Training(**described),
             stages=stages,
             solver=solver,
             headroom=headroom,
@@ -90,7 +107,7 @@ def auto_checkpoint(
         return model
     if sizes:
         raise ValueError("auto_checkpoint: expected no sizes without dynamic=True, got some; pass dynamic=True")
-    workload = Workload(model=model, inputs=inputs, loss=loss, optimizer=optimizer, autocast=autocast)
+    workload = Workload(model=model, inputs=inputs, step=step, **described)
     apply(model, solve(profile(workload, stages=stages), budget, solver=solver, offload=offload, headroom=headroom))
     return model
 

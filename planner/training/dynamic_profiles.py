@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,10 @@ class Training:
     loss: LossFunction | None
     optimizer: Optimizers
     autocast: torch.dtype | str | None
+    accumulate: bool = False
+    scaler: torch.amp.GradScaler | None = None
+    clip_norm: float | None = None
+    keeps_output: bool = True
 
     def on(self, model: nn.Module, inputs: Any) -> Workload:
         """The training step on this batch; a ``Workload`` of the model is taken as it is.
@@ -36,9 +41,8 @@ class Training:
             ValueError: a workload of another model, or no batch.
         """
         if not isinstance(inputs, Workload):
-            return Workload(
-                model=model, inputs=inputs, loss=self.loss, optimizer=self.optimizer, autocast=self.autocast
-            )
+            arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+            return Workload(model=model, inputs=inputs, **arguments)
         if inputs.model is not model:
             raise ValueError("sizes: expected workloads of the planned model, got one of another; pass the same model")
         return inputs

@@ -14,13 +14,12 @@ from planner.explain.timeline import PhaseName, Span, Timeline, predicted_timeli
 from planner.plans.plan import Plan
 from planner.runtime.applier import apply, split_name
 from planner.runtime.dropped_stage import DroppedStage
-from planner.runtime.step_trial import ran_out
 from planner.training.oom_report import ActionMemory, FailureReport, Stop, allocation_in
-from profiler.measurement.meter import Mark, MarkedPhases, Meter, memory_meter
+from profiler.measurement.device_memory import ran_out
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, WarmUp, step_memory_meter
 from profiler.measurement.planned_probe import PlannedProbe
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
 from profiler.workload.snapshot import preserved
-from profiler.workload.steps import resident_bytes_of
 from profiler.workload.workload import Workload
 
 
@@ -97,8 +96,8 @@ class _Keeping:
         self._meter = meter
         self.phases: MarkedPhases = []
 
-    def start(self, mark: Mark) -> None:
-        self._meter.start(mark)
+    def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
+        self._meter.start(mark, warm_up)
 
     def mark(self, mark: Mark) -> None:
         self._meter.mark(mark)
@@ -116,7 +115,7 @@ def _run_again(workload: Workload, plan: Plan) -> tuple[list[Span], bool]:
     meter, repeated = None, False
     try:
         with preserved(workload):
-            meter = _Keeping(memory_meter(workload.device, resident_bytes_of(workload).total))
+            meter = _Keeping(step_memory_meter(workload))
             with PlannedProbe(workload, places.calls, places.again) as probe, apply(workload.model, plan):
                 probe.step(meter)
     except (RuntimeError, MemoryError) as error:

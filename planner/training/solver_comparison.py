@@ -12,8 +12,8 @@ from typing import Any
 from planner.plans.plan import Plan
 from planner.plans.solving import COMPARE_SECONDS, Infeasible, solve
 from planner.runtime.applier import apply
+from profiler.measurement.measuring import Progress
 from profiler.measurement.meter import metered, time_meter
-from profiler.measurement.profiling import Progress
 from profiler.measurement.step_measurement import Measurement, measure
 from profiler.records import Profile
 from profiler.workload.snapshot import RandomState, preserved
@@ -27,7 +27,7 @@ ROUNDS = 5  # timed steps per row; the rows take turns, so a slow moment of the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonRow:
-    """One solver's answer to the budget; ``none`` is the unplanned model.
+    """One solver's answer to the budget; ``none`` is the unplanned model, not measured where its step does not fit.
 
     ``reserved_bytes`` is what the allocator held for the peak, None on the CPU.
     Numbers are None where no plan fits; then ``minimum_budget_bytes`` and
@@ -77,11 +77,11 @@ def compare_solvers(
     peaks: dict[str, Measurement] = {}
     for done, (name, answer) in enumerate(answers.items(), start=len(names)):
         report(f"peak {name}", done, total)
-        if not isinstance(answer, Infeasible):
+        if not isinstance(answer, Infeasible) and not (answer is None and profile.frugal):
             with _planned(workload, answer):
                 peaks[name] = measure(workload, repeats=1)
     rest = total - ROUNDS
-    plans = {name: answer for name, answer in answers.items() if not isinstance(answer, Infeasible)}
+    plans = {name: answer for name, answer in answers.items() if name in peaks and not isinstance(answer, Infeasible)}
     seconds = seconds_in_turns(workload, plans, progress=lambda done: report("time", rest + done, total))
     return [_row(profile, name, answer, peaks, seconds) for name, answer in answers.items()]
 
@@ -107,7 +107,8 @@ def seconds_in_turns(
     times: dict[str, list[float]] = {name: [] for name in plans}
     with preserved(workload):
         randomness = RandomState.capture()
-        first_step(workload)  # so that no row pays for making the optimizer's states
+        with _planned(workload, next(iter(plans.values()), None)):  # The unplanned step comes first where it fits.
+            first_step(workload)  # so that no row pays for making the optimizer's states
         for done in range(ROUNDS):
             if progress is not None:
                 progress(done)
@@ -135,10 +136,10 @@ def _row(
         )
     return ComparisonRow(
         solver=name,
-        status="unplanned" if answer is None else answer.status,
+        status=("computed" if profile.frugal else "unplanned") if answer is None else answer.status,
         predicted_peak_bytes=profile.unplanned_peak_bytes if answer is None else answer.predicted_peak_bytes,
-        measured_peak_bytes=peaks[name].peak_bytes,
-        reserved_bytes=peaks[name].reserved_bytes,
+        measured_peak_bytes=peaks[name].peak_bytes if name in peaks else None,
+        reserved_bytes=peaks[name].reserved_bytes if name in peaks else None,
         predicted_seconds=profile.unplanned_seconds if answer is None else answer.predicted_seconds,
-        measured_seconds=seconds[name],
+        measured_seconds=seconds.get(name),
     )

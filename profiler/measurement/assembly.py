@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import nn
 
 from profiler.measurement.alike_stages import alike
 from profiler.measurement.joined_phases import PhasesOfMark, extended, highest, joined
@@ -34,8 +33,6 @@ from profiler.trace.step_record import Call, Op, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
 from profiler.workload.precision import precision_of
 from profiler.workload.storages import distinct_bytes
-from profiler.workload.tensor_parts import sizes_of
-from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 from profiler.workload.wrapped_models import class_name, inner_model
 
@@ -68,10 +65,10 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
     optimizer = joined(measured.memory.get(Mark("optimizer")), measured.seconds.get(Mark("optimizer"), 0.0))
     evaluations = measured.memory.get(Mark("evaluation"), [])
     device = workload.device
-    assembly = _Assembly(measured, resident.total, workload.model)
+    assembly = _Assembly(measured, resident.total)
     return Profile(
         model_class=class_name(inner_model(workload.model)),
-        input_shapes=tuple(map(sizes_of, tensors_in(workload.inputs))),
+        input_shapes=workload.input_shapes,
         device=str(device),
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         torch_version=str(torch.__version__),
@@ -103,8 +100,7 @@ def _forward_nodes(workload: Workload, trace: Trace) -> int:
 class _Assembly:
     """Puts the phases of stages, and of what runs outside of them, together in forward order."""
 
-    def __init__(self, measured: Measured, resident_bytes: int, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, measured: Measured, resident_bytes: int) -> None:
         self._measured = measured
         self._alike = alike(measured.stages)
         backward = [p for mark, phases in measured.memory.items() if mark.phase == "backward" for p in phases]
@@ -263,7 +259,7 @@ class _Assembly:
             links=stage.links,
             recomputable=not reason,
             reason=reason,
-            remedy=remedy_for(stage.call, self._model) or rerun.remedy if reason else "",
+            remedy=remedy_for(stage.call) or rerun.remedy if reason else "",
             menu=m.menu_of[k],
             parents=parents_of(m.trace, stage.call),
             calls=sum(call.module is stage.call.module for call in m.trace.calls),

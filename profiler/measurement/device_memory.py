@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +17,36 @@ if sys.platform != "win32":
     import resource
 
 
+# glibc's numbers for what ``mallopt`` sets, and the size from which a block is a mapping of its own.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _OWN_MAPPING_BYTES = -1, -3, 2**20
+
+
 def release_cache(device: torch.device) -> None:
     """Give what the allocator holds and no tensor uses back to the device; nothing on the CPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def give_back_freed_memory(device: torch.device) -> None:
+    """Have memory that is freed go back to the device, or to the system, from now on: for where it is short.
+
+    glibc keeps what is freed for the process, in pieces of other sizes than the next tensors have; a step may then
+    take several times its tensors' bytes. Large blocks become mappings of their own, as by
+    ``MALLOC_MMAP_THRESHOLD_``: fetching them anew takes time. With another C library nothing happens.
+    """
+    gc.collect()
+    release_cache(device)
+    if device.type == "cpu" and sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(_MMAP_THRESHOLD, _OWN_MAPPING_BYTES)
+            libc.mallopt(_TRIM_THRESHOLD, _OWN_MAPPING_BYTES)
+            libc.malloc_trim(0)
+
+
+def is_limited() -> bool:
+    """Whether the process's own limits bound its memory (``ulimit -v`` and ``-d``)."""
+    return bool([*_below_limits()])
 
 
 def reserved_for(device: torch.device, peak_bytes: int) -> int | None:
@@ -61,7 +90,7 @@ _VERSION_2 = _GroupFiles("memory.max", "memory.current", ("inactive_file", "acti
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes of host memory that this process may still take: free on the machine, and allowed by its control groups.
+    """Bytes of host memory that this process may still take: free on the machine, allowed by its groups and limits.
 
     Other programs may take them first.
 
@@ -69,7 +98,19 @@ def available_host_bytes(root: Path = Path("/")) -> int:
         root: of the file system that tells of control groups.
     """
     allowed = [_allowed_bytes(group, files) for group, files in _groups(root)]
-    return min([psutil.virtual_memory().available, *(size for size in allowed if size is not None)])
+    sizes = [psutil.virtual_memory().available, *allowed, *_below_limits()]
+    return min(size for size in sizes if size is not None)
+
+
+def _below_limits() -> Iterator[int]:
+    """What the process's own limits leave (``ulimit -v`` and ``-d``)."""
+    if sys.platform == "win32":
+        return
+    used = psutil.Process().memory_info()
+    for limit, used_bytes in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, getattr(used, "data", None))):
+        most_bytes, _ = resource.getrlimit(limit)
+        if most_bytes != resource.RLIM_INFINITY and used_bytes is not None:
+            yield max(0, most_bytes - used_bytes)
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _GroupFiles]]:
@@ -99,3 +140,23 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error, or what it came from, says that the device has no memory left."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (MemoryError, torch.OutOfMemoryError)):
+            return True
+        if isinstance(cause, RuntimeError) and "can't allocate memory" in str(cause):  # what torch says on the CPU
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def room_bytes(device: torch.device) -> int:
+    """Bytes that a new tensor may take on the device: other programs may take them first."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return available_host_bytes()

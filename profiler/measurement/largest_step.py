@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from profiler.trace.drawn_values import DrawnValues, Number, Site, read_instead
+from profiler.trace.step_trace import first_forward
 from profiler.workload.compiled_forwards import leave_uncompiled, uncompiled
 from profiler.workload.host_numbers import LEVELS
 from profiler.workload.snapshot import RandomState
@@ -50,7 +52,7 @@ class DrawnStep:
         return self.saved_bytes, len(self.calls)
 
 
-def largest_steps(workload: Workload, randomness: RandomState) -> list[DrawnStep]:
+def largest_steps(workload: Workload, randomness: RandomState, *, keeps: bool = True) -> list[DrawnStep]:
     """The largest step that a workload was found to draw, and before it smaller ones that run what it does not.
 
     Forwards are run, one where nothing that is drawn decides what runs. Otherwise each place where Python reads a
@@ -60,16 +62,18 @@ def largest_steps(workload: Workload, randomness: RandomState) -> list[DrawnStep
     Args:
         workload: whose steps they are; the caller preserves it.
         randomness: that steps are run from.
+        keeps: whether forwards may keep what autograd saves.
     """
-    search = _Search(workload, randomness)
+    search = _Search(workload, randomness, keeps=keeps)
     search.vary_reads()
     search.vary_host()
     return [*search.needed_beside_the_largest(), search.largest]
 
 
 class _Search:
-    def __init__(self, workload: Workload, randomness: RandomState) -> None:
+    def __init__(self, workload: Workload, randomness: RandomState, *, keeps: bool) -> None:
         self._workload = workload
+        self._keeps = keeps
         self._modules = set(workload.model.modules())
         self._choices: dict[Site, tuple[Number, ...]] = {}
         self._seen: list[DrawnStep] = []
@@ -128,21 +132,29 @@ class _Search:
                 counts[module] = counts.get(module, -1) + 1
                 calls.append((module, counts[module]))
 
-        def pack(tensor: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> Tensor | None:
+            # Storages that have gone leave their place in memory to others: counted by number, too.
             if tensor.layout is torch.strided:
-                saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor.detach()
+                key = storage_key(tensor) if self._keeps else len(saved)
+                saved[key] = tensor.untyped_storage().nbytes() if storage_key(tensor) not in persistent else 0
+            return tensor.detach() if self._keeps else None
 
         step.randomness.restore()
         hook = register_module_forward_pre_hook(count)
         try:
-            with following.following(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                loss = uncompiled(self._workload.forward)()
+            which = contextlib.nullcontext() if self._keeps else first_forward(self._workload)
+            with which, following.following(), torch.autograd.graph.saved_tensors_hooks(pack, _kept):
+                uncompiled(self._workload.step)(until="backward")
         finally:
             hook.remove()
-        del loss
         self._choices.update(following.choices)
-        saved_bytes = sum(size for storage, size in saved.items() if storage not in persistent)
+        saved_bytes = sum(saved.values())
         run = replace(step, calls=frozenset(calls), saved_bytes=saved_bytes)
         self._seen.append(run)
         return run
+
+
+def _kept(saved: Tensor | None) -> Tensor:
+    if saved is None:
+        raise ValueError("the forward goes backward through itself, which keeps what no limit leaves room for")
+    return saved

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.measurement.meter import Mark, MarkedPhases, Meter
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, WarmUp
 from profiler.measurement.planned_probe import PlannedProbe
 from profiler.op_graph import is_allocation
 from profiler.recomputation.module_rerun import RERUN_DEPTH
@@ -19,11 +19,12 @@ from profiler.recomputation.op_schema import traits_of
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.optimizers import optimizer_tensors
+from profiler.workload.steps import beside_the_inputs, held_by_loop
 from profiler.workload.storages import allocated_bytes
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload, scaler_tensors
 
-StorageOrigin = Literal["parameter", "buffer", "optimizer state", "batch", "gradient", "made in step"]
+StorageOrigin = Literal["parameter", "buffer", "optimizer state", "batch", "loop", "gradient", "made in step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class LiveStorage:
     """A storage that is alive at the highest moment.
 
     Attributes:
-        kind: what it is; ``gradient``: of the parameter ``module``.
+        kind: what it is; ``gradient``: of the parameter ``module``; ``loop``: the output or loss of the step before.
         size_bytes: of the storage, however many tensors view it.
         op: the op that made it, or filled it; empty for what was there before the step.
         module: the module that called the op (in backward: whose op's backward it is), or the parameter's name.
@@ -115,8 +116,7 @@ class LiveTensorTracker:
     def step(self) -> PeakSnapshot:
         """Run one step and tell what was alive at its highest moment."""
         log = _StorageLog(self._workload.device)
-        log.add_resident(self._workload)
-        step = _LoggingMeter(log, self._meter, lambda: self._modules[-1] if self._modules else None)
+        step = _LoggingMeter(log, self._meter, self._workload, lambda: self._modules[-1] if self._modules else None)
         with step:
             self._probe.step(step)
         for name, parameter in self._workload.model.named_parameters():
@@ -160,7 +160,8 @@ class _StorageLog:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for owner, _, tensor in optimizer_tensors(workload.optimizers):
             self.add([tensor], LiveStorage(kind="optimizer state", module=names.get(id(owner), "")))
-        self.add(tensors_in(workload.inputs), LiveStorage(kind="batch"))
+        self.add([*tensors_in(workload.inputs), *beside_the_inputs(workload)], LiveStorage(kind="batch"))
+        self.add(held_by_loop(workload), LiveStorage(kind="loop"))
 
     def add(self, tensors: Iterable[Tensor], made: LiveStorage) -> None:
         """Log storages that are new, and those whose size has changed."""
@@ -218,19 +219,21 @@ class _StorageLog:
 class _LoggingMeter(TorchDispatchMode):
     """The meter that the marks see, and a mode: passes marks on, and adds one before every op."""
 
-    def __init__(self, log: _StorageLog, meter: Meter, module: Callable[[], str | None]) -> None:
+    def __init__(self, log: _StorageLog, meter: Meter, workload: Workload, module: Callable[[], str | None]) -> None:
         super().__init__()
         self._log = log
         self._meter = meter
+        self._workload = workload
         self._module = module
         self._marks: list[_LoggedMark] = []
         self._module_of: dict[int, str] = {}  # by the autograd node that its first op made
         self._phases: MarkedPhases = []
 
-    def start(self, mark: Mark) -> None:
-        self._marks.append(_LoggedMark(mark, len(self._log.events)))
+    def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
         with torch._C._DisableTorchDispatch():
-            self._meter.start(mark)
+            self._meter.start(mark, warm_up)
+        self._log.add_resident(self._workload)  # Now: a meter may give tensors other storages as it starts.
+        self._marks.append(_LoggedMark(mark, len(self._log.events)))
 
     def mark(self, mark: Mark) -> None:
         self._add(_LoggedMark(mark, len(self._log.events)))

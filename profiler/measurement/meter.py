@@ -16,7 +16,7 @@ from torch import Tensor
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS, geometry_of, tensor_over
 from profiler.records import Phase
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.steps import TensorsOfState
+from profiler.workload.steps import TensorsOfState, resident_bytes_of
 from profiler.workload.storages import has_storage, storage_key
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
@@ -51,10 +51,17 @@ class Mark:
 MarkedPhases = list[tuple[Mark, Phase]]
 
 
-class Meter(Protocol):
-    """Takes marks while a step runs and tells afterwards what lay between them."""
+WarmUp = Callable[[], object] | None
 
-    def start(self, mark: Mark) -> None: ...
+
+class Meter(Protocol):
+    """Takes marks while a step runs and tells afterwards what lay between them.
+
+    A step of the user's own is given to ``start`` to run once before: a meter that counts changes then sees what it
+    leaves, and the next one lets go of.
+    """
+
+    def start(self, mark: Mark, warm_up: WarmUp = None) -> None: ...
 
     def mark(self, mark: Mark) -> None: ...
 
@@ -82,12 +89,24 @@ def memory_meter(device: torch.device, resident_bytes: int, state: TensorsOfStat
     raise ValueError(f"device: expected cpu or cuda, got {device.type!r}; move the model to one of them")
 
 
+def step_memory_meter(workload: Workload) -> Meter:
+    """The memory meter for the next step of a workload, which begins where gradients are cleared."""
+    workload.zero_grad()
+    return memory_meter(workload.device, resident_bytes_of(workload).total, TensorsOfState(workload))
+
+
 def time_meter(device: torch.device) -> Meter:
     """The meter of seconds for ``device``: wall clock on the CPU, events on CUDA."""
     return _CudaTimeMeter(device) if device.type == "cuda" else _CpuTimeMeter()
 
 
 class _CpuMemoryMeter:
+    """Counts from the allocator's events.
+
+    It tells of memory that is given back only where it saw it taken. What a step finds there and lets go of has to be
+    taken while it runs: ``state`` is moved to other memory as it starts, and ``warm_up`` runs before the first mark.
+    """
+
     def __init__(self, resident_bytes: int, state: TensorsOfState | None) -> None:
         self._resident_bytes = resident_bytes
         self._state = state
@@ -95,8 +114,10 @@ class _CpuMemoryMeter:
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         self._marks: list[Mark] = []
 
-    def start(self, mark: Mark) -> None:
+    def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
         self._profiler.start()
+        if warm_up is not None:
+            warm_up()
         if self._state is not None:
             self._moved = _moved(self._state.now())
         self.mark(mark)
@@ -186,7 +207,7 @@ class _CudaMemoryMeter:
         self._start_bytes = 0
         self._phases: MarkedPhases = []
 
-    def start(self, mark: Mark) -> None:
+    def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
         torch.cuda.synchronize(self._device)
         # Tensors of others on the device are no part of the step.
         self._shift_bytes = self._resident_bytes - torch.cuda.memory_allocated(self._device)
@@ -215,12 +236,25 @@ class _CudaMemoryMeter:
         return self._phases
 
 
+class NoMeter:
+    """Takes marks for steps that nothing is to be known of."""
+
+    def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
+        pass
+
+    def mark(self, mark: Mark) -> None:
+        pass
+
+    def stop(self) -> MarkedPhases:
+        return []
+
+
 class _CpuTimeMeter:
     def __init__(self) -> None:
         self._marks: list[Mark] = []
         self._moments: list[Any] = []
 
-    def start(self, mark: Mark) -> None:
+    def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
         self.mark(mark)
 
     def mark(self, mark: Mark) -> None:
@@ -244,7 +278,7 @@ class _CudaTimeMeter(_CpuTimeMeter):
         super().__init__()
         self._device = device
 
-    def start(self, mark: Mark) -> None:
+    def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
         torch.cuda.synchronize(self._device)
         super().start(mark)
 
@@ -258,9 +292,9 @@ class _CudaTimeMeter(_CpuTimeMeter):
         return begin.elapsed_time(end) / 1000.0
 
 
-def metered(meter: Meter, run: Callable[[], Any]) -> Phase:
+def metered(meter: Meter, run: Callable[[], Any], warm_up: WarmUp = None) -> Phase:
     """Call ``run`` under a meter that gets no other mark; the meter is stopped also after an exception."""
-    meter.start(Mark("forward"))
+    meter.start(Mark("forward"), warm_up)
     try:
         run()
     finally:
@@ -268,24 +302,38 @@ def metered(meter: Meter, run: Callable[[], Any]) -> Phase:
     return phase
 
 
-def metered_step(workload: Workload, meter: Meter, first: Mark, on_phase: OnPhase) -> MarkedPhases:
+def metered_step(
+    workload: Workload,
+    meter: Meter,
+    first: Mark,
+    on_phase: OnPhase,
+    *,
+    until: StepPhase | None = None,
+    warm_up: WarmUp = None,
+) -> MarkedPhases:
     """One training step under a meter; the meter is stopped also after an exception.
 
     Args:
         workload: whose step it is.
-        meter: is started when gradients are cleared and the forward begins.
-        first: the mark to start it with.
+        meter: is started when gradients are cleared and the first forward begins.
+        first: the mark of the forward that is measured.
         on_phase: makes the marks of the later phases.
+        until: the phase to stop at, as for ``Workload.step``.
+        warm_up: runs a whole step before that; needed for a step of the user's own.
     """
     phases: MarkedPhases = []
     with contextlib.ExitStack() as on_exit:
+        started = False
 
         def begin(phase: StepPhase, loss: Tensor | None) -> None:
-            if phase != "forward":
-                on_phase(phase, loss)
-                return
-            meter.start(first)
-            on_exit.callback(lambda: phases.extend(meter.stop()))
+            nonlocal started
+            if not started:
+                started = True
+                meter.start(first if phase == "forward" else Mark(phase), warm_up)
+                on_exit.callback(lambda: phases.extend(meter.stop()))
+                if phase == "forward":
+                    return
+            on_phase(phase, loss)
 
-        workload.step(begin)
+        workload.step(begin, until)
     return phases

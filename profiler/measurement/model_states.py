@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.measurement.meter import Mark, memory_meter, metered, metered_step, time_meter
+from profiler.measurement.meter import Mark, memory_meter, metered, metered_step, step_memory_meter, time_meter
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.optimizers import optimizer_tensors
 from profiler.workload.snapshot import RandomState, preserved
@@ -99,7 +99,7 @@ def _step(workload: Workload) -> StepBytes:
     """One whole step under the memory meter."""
     workload.zero_grad()
     before = resident_bytes_of(workload)
-    meter = memory_meter(workload.device, before.total)
+    meter = step_memory_meter(workload)
     gradient_bytes = 0
 
     def mark(phase: StepPhase, _: Tensor | None) -> None:
@@ -136,11 +136,15 @@ def _casts(workload: Workload) -> tuple[int, int]:
     workload.zero_grad()
     watch = _CastWatch([*workload.model.parameters(), *workload.parameters_beside()])
     # Dynamo never compiles again what it met under a dispatch mode.
-    forward = uncompiled(workload.forward) if is_compiled(workload.model) else workload.forward
+    step = uncompiled(workload.step) if is_compiled(workload.model) else workload.step
+    kept_bytes = 0
+
+    def begin(phase: StepPhase, _: Tensor | None) -> None:
+        nonlocal kept_bytes
+        kept_bytes = watch.alive_bytes()
+
     with watch:
-        loss = forward()
-    kept_bytes = watch.alive_bytes()
-    del loss
+        step(begin, until="backward")
     return watch.most_bytes, kept_bytes
 
 

@@ -120,7 +120,7 @@ class OptionSteps:
 
     def _step(self, meter: Meter, groups: Sequence[OptionGroup], assignment: Assignment) -> MarkedPhases:
         self._randomness.restore()
-        step = self._probe.selective_step(meter, selections(groups, assignment))
+        step = self._probe.selective_step(meter, selections(groups, assignment), measured=assignment)
         self._diverged |= step.diverged_stages
         return step.phases
 

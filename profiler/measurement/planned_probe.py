@@ -35,7 +35,7 @@ class PlannedProbe(StepProbe):
 
     def step(self, meter: Meter) -> MarkedPhases:
         """One step under a meter: forward, backward, optimizer; what lay between its marks."""
-        return self.ran(_MarkedPlannedStep(self, meter)).phases
+        return self.ran(lambda each: _MarkedPlannedStep(self, each), meter).phases
 
 
 class _MarkedPlannedStep(MarkedStep):

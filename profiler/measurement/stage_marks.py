@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, metered_step
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, NoMeter, Place, WarmUp, metered_step
 from profiler.workload.autograd_nodes import graph_nodes, next_node
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import Forward, ForwardPatches
-from profiler.workload.workload import StepPhase, Workload
+from profiler.workload.workload import OnPhase, StepPhase, Workload
 
 leave_uncompiled(__name__)
 
@@ -50,13 +50,30 @@ class StepProbe:
 
         return run
 
-    def ran(self, step: AnyStep) -> AnyStep:
-        """A step of this probe, once it has run."""
-        self._step = step
+    def ran(
+        self,
+        make: Callable[[Meter], AnyStep],
+        meter: Meter,
+        before: Callable[[Meter], MarkedStep] | None = None,
+    ) -> AnyStep:
+        """A step of this probe under a meter, once it has run.
+
+        Args:
+            make: the step, with a meter.
+            meter: its own.
+            before: makes the step to warm up with, where the meter needs one; None for one like it.
+        """
+        step = make(meter)
+        if self.workload.own is not None:
+            step.warm_up = lambda: self._run((before or make)(NoMeter()))
+        return self._run(step)
+
+    def _run(self, step: AnyStep) -> AnyStep:
+        outer, self._step = self._step, step
         try:
             step.run()
         finally:
-            self._step = None
+            self._step = outer
         return step
 
 
@@ -81,20 +98,37 @@ class MarkedStep:
         self._in_stage = False
         self._now = Mark("forward", Place("outside", 0))
         self._node_ends: list[tuple[Place, int]] = []  # each place with the number of the first node after it
+        self.warm_up: WarmUp = None
+        self.on_phase: OnPhase | None = None  # is told of the phases after the first, too
 
     def run(self) -> None:
         """Run the step."""
+        self._metered()
+
+    def _metered(self, until: StepPhase | None = None) -> None:
+        def warm_up() -> None:
+            if self.warm_up is not None:
+                self.warm_up()
+            self._first_node = next_node()
+
         self._first_node = next_node()
-        self.phases = metered_step(self._workload, self._meter, self._now, self._begin)
+        self.phases = metered_step(self._workload, self._meter, self._now, self._begin, until=until, warm_up=warm_up)
 
     def _begin(self, phase: StepPhase, loss: Tensor | None) -> None:
-        if phase == "backward":
+        if self.on_phase is not None:
+            self.on_phase(phase, loss)
+        if phase == "forward":  # Others came before it.
+            self._first_node = next_node()
+            self._calls.clear()
+            self._node_ends.clear()
+            self.mark(Mark("forward", Place("outside", 0)))
+        elif phase == "backward":
             assert loss is not None
             self.nodes = next_node() - self._first_node
             self._node_ends.append((Place("outside", len(self._positions)), next_node()))
             self._mark_backward_of(loss)
             self.mark(Mark("loss"))  # What backward allocates first belongs to no forward.
-        elif phase == "end" or self._workload.optimizers:
+        elif phase in ("evaluation", "end") or self._workload.optimizers:
             self.mark(Mark(phase))
 
     def mark(self, mark: Mark) -> None:
@@ -117,6 +151,8 @@ class MarkedStep:
 
     def position_of(self, module: nn.Module) -> int | None:
         """The stage that a module's next call is; None for a call inside another stage, or of none."""
+        if self._now.phase == "evaluation":
+            return None
         count = self._calls.get(module, 0)
         self._calls[module] = count + 1
         return None if self._in_stage else self._positions.get((module, count))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from profiler.workload.forward_patches import Forward
 from profiler.workload.storages import allocated_bytes, has_storage, storage_key
 from profiler.workload.tensor_parts import sizes_of
 from profiler.workload.tensor_trees import device_of, map_tensors, tensors_in
-from profiler.workload.workload import Workload
+from profiler.workload.workload import StepPhase, Workload
 
 leave_uncompiled(__name__)
 
@@ -46,25 +46,50 @@ class StageProbe(StepProbe):
 
     def step(self, meter: Meter) -> MarkedPhases:
         """One plain step: forward, backward, optimizer."""
-        return self._counted(MarkedStep(self, meter)).phases
+        return self._counted(self.ran(lambda each: MarkedStep(self, each), meter)).phases
 
     def saving_step(self, meter: Meter) -> SavingStep:
         """One plain step with a mark at every tensor that is saved inside a stage."""
-        return self._counted(SavingStep(self, meter))
+        return self._counted(self.ran(lambda each: SavingStep(self, each), meter))
 
     def _counted(self, step: AnyStep) -> AnyStep:
-        self.nodes_of_steps.add(self.ran(step).nodes)
+        self.nodes_of_steps.add(step.nodes)
         return step
 
     def selective_step(
-        self, meter: Meter, selections: Mapping[int, Selection], *, check: bool = False
+        self, meter: Meter, selections: Mapping[int, Selection], *, measured: Collection[int] = (), check: bool = False
     ) -> SelectiveStep:
-        """One step in which stages keep only a choice of what they save."""
-        return self.ran(SelectiveStep(self, meter, selections, check=check))
+        """One step in which stages keep only a choice of what they save.
 
-    def dropping_forward(self, meter: Meter, *, hold_all: bool) -> DroppingForward:
-        """One forward in which no stage keeps anything, and no backward."""
-        return self.ran(DroppingForward(self, meter, hold_all=hold_all))
+        Args:
+            meter: of seconds or memory.
+            selections: by stage.
+            measured: stages that matter, those that keep everything among them.
+            check: as for ``SelectiveStep``.
+        """
+        return self.ran(lambda each: SelectiveStep(self, each, selections, check=check), meter)
+
+    def dropping_forward(
+        self, meter: Meter, *, hold_all: bool, on_stage: Callable[[int, FirstRun], None] | None = None
+    ) -> DroppingForward:
+        """One forward in which no stage keeps anything, and no backward; arguments as for ``DroppingForward``."""
+        # The step before is a whole one: it leaves what a step leaves.
+        return self.ran(
+            lambda each: DroppingForward(self, each, hold_all=hold_all, on_stage=on_stage),
+            meter,
+            lambda each: MarkedStep(self, each),
+        )
+
+
+class PlainStep(Protocol):
+    """What a step that keeps everything shows under the memory meter; the attributes are those of ``SavingStep``."""
+
+    phases: MarkedPhases
+    input_deaths: dict[StageTensor, Mark]
+    output_deaths: dict[StageTensor, Mark]
+    late_releases: list[tuple[int, int, Mark]]
+    held: set[StageTensor]
+    varied: list[str]
 
 
 class SavingStep(MarkedStep):
@@ -80,11 +105,11 @@ class SavingStep(MarkedStep):
 
     def __init__(self, probe: StageProbe, meter: Meter) -> None:
         super().__init__(probe, meter)
+        self._stages = probe.stages
         self.held: set[StageTensor] = set()
         self.varied: list[str] = []
         self.late_releases: list[tuple[int, int, Mark]] = []
         self._saved_storages: dict[int, tuple[int, int, weakref.ref[Any]]] = {}  # with stage and bytes
-        self._stages = probe.stages
         self._saved: dict[int, list[weakref.ref[Tensor]]] = {}
         self.input_deaths: dict[StageTensor, Mark] = {}
         self.output_deaths: dict[StageTensor, Mark] = {}
@@ -121,9 +146,9 @@ class SavingStep(MarkedStep):
             return packed
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            self._inputs.update(_storages(position, (args, kwargs)))
+            self._inputs.update(storages_of(position, (args, kwargs)))
             output = forward(*args, **kwargs)
-            self._outputs.update(_storages(position, output))
+            self._outputs.update(storages_of(position, output))
         self.varied += _varied(self._stages[position], len(saved))
         return output
 
@@ -146,7 +171,8 @@ def _varied(stage: ChosenStage, saved: int) -> list[str]:
     return [] if saved == stage.call.end_save - stage.call.first_save else [stage.name]
 
 
-def _storages(position: int, tree: Any) -> dict[StageTensor, weakref.ref[Any]]:
+def storages_of(position: int, tree: Any) -> dict[StageTensor, weakref.ref[Any]]:
+    """The storages under the tensors that go into a stage, or come out of it, without holding them."""
     return {
         (position, leaf): weakref.ref(tensor.untyped_storage())
         for leaf, tensor in enumerate(tensors_in(tree))
@@ -218,6 +244,7 @@ class DroppingForward(MarkedStep):
         probe, meter: as for ``MarkedStep``.
         hold_all: hold every stage's input and output (to rerun it); else only inputs that are no output of the stage
             before, as a plan would.
+        on_stage: is given each stage's number and call as it ends; holds nothing of it where nothing is to be held.
 
     Attributes:
         first_runs: each stage's call, where all of them are held.
@@ -226,8 +253,16 @@ class DroppingForward(MarkedStep):
         varied: names of the stages that would have saved more or fewer tensors than in the traced step.
     """
 
-    def __init__(self, probe: StageProbe, meter: Meter, *, hold_all: bool) -> None:
+    def __init__(
+        self,
+        probe: StageProbe,
+        meter: Meter,
+        *,
+        hold_all: bool,
+        on_stage: Callable[[int, FirstRun], None] | None = None,
+    ) -> None:
         super().__init__(probe, meter)
+        self._on_stage = on_stage
         self.first_runs: list[FirstRun] = []
         self.freed = [True] * len(probe.stages)
         self.hidden: set[StageTensor] = set()
@@ -240,17 +275,18 @@ class DroppingForward(MarkedStep):
 
     def run(self) -> None:
         """Run the forward."""
-        self._workload.zero_grad()
-        self._meter.start(self._now)
         try:
-            loss = self._workload.forward()
-            self._meter.mark(Mark("end"))
+            self._metered(until="backward")
+        finally:
+            self._held.clear()
+
+    def _begin(self, phase: StepPhase, loss: Tensor | None) -> None:
+        if phase == "backward":
+            self.mark(Mark("end"))
             self._check_freed()
             self.hidden = {tensor for tensor, storage in self._dropped.items() if storage() is not None}
-            del loss
-        finally:
-            self.phases = self._meter.stop()
-            self._held.clear()
+        else:
+            super()._begin(phase, loss)
 
     def enter(self, position: int) -> None:
         self._check_freed()
@@ -272,7 +308,7 @@ class DroppingForward(MarkedStep):
             device, changing = device_of((args, kwargs)), call.mutated_buffers
             state = CallState(call.module, device, draws_random=call.draws_random, changing=changing)
             self._hold_inputs(position, args, kwargs)
-            if not self._hold_all:
+            if not self._hold_all and self._on_stage is None:
                 output = forward(*args, **kwargs)
                 self.varied += _varied(self._stages[position], len(saved))
                 return output
@@ -280,8 +316,12 @@ class DroppingForward(MarkedStep):
             versions = [tensor._version for tensor in tensors_in(arguments)]
             output = forward(*args, **kwargs)
             copies = map_tensors(lambda tensor: tensor.detach().clone(), output)  # It may be changed later.
-            self.first_runs.append(FirstRun(forward, state, arguments, copies, versions, saved))
-            return output
+            first = FirstRun(forward, state, arguments, copies, versions, saved)
+            if self._hold_all:
+                self.first_runs.append(first)
+        if self._on_stage is not None:
+            self._on_stage(position, first)
+        return output
 
     def _hold_inputs(self, position: int, args: Any, kwargs: Any) -> None:
         linked = {leaf for leaf, _ in self._stages[position].links}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ _REMEDIES = {
     _CHANGED_AFTERWARDS: "write into a new tensor there (x = x + y for x += y)",
     STORES: "return them, or store them in evaluation mode only (if not self.training: ...); take weight_norm and "
     "spectral_norm of torch.nn.utils.parametrizations",
-    _OTHER_SAVES: "change caches and counters outside of forward; of transformers: set model.config.use_cache = False",
+    _OTHER_SAVES: "change caches and counters outside of forward (of transformers: use_cache=False)",
     _OTHER_RESULT: "let forward depend on inputs, parameters and buffers alone, and draw with torch.rand and its like",
 }
 
@@ -87,6 +88,40 @@ def rerun_stages(
             reruns.append(_rerun(first, device, compiled=compiled))
             first_of.setdefault(kind, reruns[-1])
     return reruns
+
+
+class RerunsAtOnce:
+    """The same for stages that run again as soon as they have run, so that nothing of them is held.
+
+    Args:
+        kinds, device: as for ``rerun_stages``.
+    """
+
+    def __init__(self, kinds: Sequence[int], device: torch.device) -> None:
+        self._kinds, self._device = kinds, device
+        self._first_of: dict[int, RerunTimes] = {}
+        self._reruns: dict[int, RerunTimes] = {}
+        self._inputs: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
+
+    def run(self, position: int, first: FirstRun) -> None:
+        """Run a stage again, unless one like it has been."""
+        known = self._first_of.get(self._kinds[position])
+        if known is None or known.failure:
+            known = _rerun(first, self._device, compiled=False)
+            self._first_of.setdefault(self._kinds[position], known)
+        self._reruns[position] = known
+        self._inputs[position] = [(weakref.ref(t), t._version) for t in tensors_in(first.arguments)]
+
+    def finished(self) -> list[RerunTimes]:
+        """Of each stage, once the forward is over."""
+        return [
+            RerunTimes(failure=_CHANGED_AFTERWARDS) if self._changed(position) else self._reruns[position]
+            for position in range(len(self._kinds))
+        ]
+
+    def _changed(self, position: int) -> bool:
+        inputs = self._inputs[position]
+        return any((tensor := reference()) is not None and tensor._version != version for reference, version in inputs)
 
 
 def _rerun(first: FirstRun, device: torch.device, *, compiled: bool) -> RerunTimes:

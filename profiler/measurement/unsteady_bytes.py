@@ -6,23 +6,29 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from profiler.records import ResidentBytes
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Op, Trace
 from profiler.trace.value_sized import in_words
 from profiler.workload.optimizers import optimizer_tensors
-from profiler.workload.steps import optimizer_state_bytes
+from profiler.workload.steps import held_by_loop, optimizer_state_bytes
+from profiler.workload.storages import distinct_bytes
 from profiler.workload.workload import Workload
 
 
 def what_is_unsteady(
-    workload: Workload, trace: Trace, stages: Sequence[ChosenStage], optimizer_bytes: int, varied: Sequence[str]
+    workload: Workload,
+    trace: Trace,
+    stages: Sequence[ChosenStage],
+    resident: ResidentBytes,
+    varied: Sequence[str],
 ) -> tuple[str, ...]:
     """One line for each thing.
 
     Args:
         workload: after the last of the measured steps.
         trace, stages: of its step, uncompiled.
-        optimizer_bytes: of its optimizer's states after the first step.
+        resident: what was there after the first step.
         varied: names of stages that did not save as many tensors in every step; empty for the model itself.
     """
     return (
@@ -30,7 +36,8 @@ def what_is_unsteady(
         *_steps(varied),
         *_gradients(trace),
         *_hooks(workload),
-        *_states(workload, optimizer_bytes),
+        *_states(workload, resident.optimizer),
+        *_loop(workload, resident.loop),
     )
 
 
@@ -91,3 +98,8 @@ def _states(workload: Workload, first_bytes: int) -> Iterator[str]:
         yield f"the optimizer's {names[0]!r} is sparse, and grows from step to step; use one that keeps dense states"
     elif (grown := optimizer_state_bytes(workload) - first_bytes) > 0:
         yield f"the optimizer's states grow from step to step: by {grown} bytes in the steps that were measured"
+
+
+def _loop(workload: Workload, first_bytes: int) -> Iterator[str]:
+    if workload.own is not None and (grown := distinct_bytes(held_by_loop(workload)) - first_bytes) > 0:
+        yield f"what the loop holds grows from step to step: by {grown} bytes in the steps that were measured"

@@ -14,8 +14,13 @@ from profiler.recomputation.saved_tensors import PLAIN_TENSORS
 _MOST_SPREAD = 2
 
 
-def uncounted_copy(tensor: Tensor) -> UncountedCopy | None:
-    """A copy of a tensor's values in host memory; None for tensors that are no plain strided ones."""
+def uncounted_copy(tensor: Tensor, most_spread: float = _MOST_SPREAD) -> UncountedCopy | None:
+    """A copy of a tensor's values in host memory; None for tensors that are no plain strided ones.
+
+    Args:
+        tensor: to copy.
+        most_spread: how many times its elements may lie between its first and its last one.
+    """
     if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
         return None
     if tensor.is_quantized or tensor.is_meta or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
@@ -23,7 +28,7 @@ def uncounted_copy(tensor: Tensor) -> UncountedCopy | None:
     count, span = tensor.numel(), _span(tensor)
     if count == 0:
         return UncountedCopy(tensor, 0)
-    return UncountedCopy(tensor, span) if span <= _MOST_SPREAD * count and _has_memory(tensor, span) else None
+    return UncountedCopy(tensor, span) if span <= most_spread * count and _has_memory(tensor, span) else None
 
 
 class UncountedCopy:

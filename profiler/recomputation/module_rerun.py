@@ -146,11 +146,16 @@ def detached(tree: Any) -> Any:
         if tensor.grad_fn is None:
             return tensor
         if id(tensor) not in cuts:
-            with torch.enable_grad():
-                cuts[id(tensor)] = _Cut.apply(_ANCHOR, [tensor])  # pyright: ignore[reportArgumentType]
+            cuts[id(tensor)] = with_other_history(tensor)
         return cuts[id(tensor)]
 
     return map_tensors(cut, tree)
+
+
+def with_other_history(tensor: Tensor) -> Tensor:
+    """The same tensor as the result of something that is never walked."""
+    with torch.enable_grad():
+        return _Cut.apply(_ANCHOR, [tensor])  # pyright: ignore[reportArgumentType, reportReturnType]
 
 
 _ANCHOR = torch.zeros((), requires_grad=True)

@@ -16,20 +16,19 @@ from profiler.trace.step_record import Call, Trace
 LEAST_SHARE = 0.05
 
 
-def left_out_of(trace: Trace, stages: Sequence[ChosenStage], model: nn.Module) -> tuple[LeftOutRecord, ...]:
+def left_out_of(trace: Trace, stages: Sequence[ChosenStage]) -> tuple[LeftOutRecord, ...]:
     """What the best cut would have had besides, had nothing spoken against it; equal blocks together.
 
     Args:
         trace: one traced step.
         stages: that were found in it.
-        model: that ran.
     """
     if not any(could_be_stage(call) and why_not_recomputable(call) for call in trace.calls):
         return ()
     groups: dict[tuple[str, str, str], list[Call]] = {}
     for call in (trace.calls[k] for k in best_cut(trace, could_be_stage)):
         if reason := why_not_recomputable(call):
-            key = _class_of(call.module), reason + _where(trace, call), remedy_for(call, model)
+            key = _class_of(call.module), reason + _where(trace, call), remedy_for(call)
             groups.setdefault(key, []).append(call)
     least_bytes = LEAST_SHARE * trace.storages.total_bytes(trace.saved(0, len(trace.saves)))
     records = [

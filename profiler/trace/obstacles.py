@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from profiler.trace.step_record import Call
 
 _HOST_RANDOM = "it draws from Python's or numpy's random generator"
@@ -16,10 +14,8 @@ def why_not_recomputable(call: Call) -> str:
     return _obstacle(call)[0]
 
 
-def remedy_for(call: Call, model: nn.Module) -> str:
+def remedy_for(call: Call) -> str:
     """What to change in the model, or in its settings, so that the call may run again; empty where it may."""
-    if call.opaque and _obstacle(call) == _opaque(call):
-        return _without_cache(call.opaque, model)
     return _obstacle(call)[1]
 
 
@@ -51,14 +47,7 @@ _SIDE_EFFECTS = {
 
 
 def _opaque(call: Call) -> tuple[str, str]:
-    return f"it passes a {call.opaque} that holds tensors, which a second run would change", ""
-
-
-def _without_cache(holder: str, model: nn.Module) -> str:
-    """The setting of a model of transformers that has it build a cache; else how tensors are passed in sight."""
-    for name, module in model.named_modules():
-        if getattr(getattr(module, "config", None), "use_cache", False):
-            return f"set model{'.' if name else ''}{name}.config.use_cache = False"
-    if "Cache" in holder:
-        return "pass no cache (use_cache=False)"
-    return "pass its tensors in a tuple, a dict or a dataclass"
+    remedy = "pass its tensors in a tuple, a dict or a dataclass"
+    if "Cache" in call.opaque:
+        remedy = "pass no cache (use_cache=False)"
+    return f"it passes a {call.opaque} that holds tensors, which a second run would change", remedy

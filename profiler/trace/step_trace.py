@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,7 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
 from profiler.trace.drawn_values import lists_noted
 from profiler.trace.step_record import Access, Call, Leaf, Op, Save, Trace, ValueOp
@@ -23,7 +26,7 @@ from profiler.workload.storages import StorageTable
 from profiler.workload.tensor_memory import same_values
 from profiler.workload.tensor_parts import is_dense, sizes_of
 from profiler.workload.tensor_trees import opaque_holder, tensors_in
-from profiler.workload.workload import Workload
+from profiler.workload.workload import OnPhase, StepPhase, Workload
 from profiler.workload.wrapped_models import inner_model
 
 leave_uncompiled(__name__)
@@ -35,8 +38,38 @@ def trace_step(workload: Workload) -> Trace:
     The step is run with gradients cleared; the caller preserves the workload.
     """
     recorder = StepRecorder(workload)
-    modules = [(plain_name(n), m) for n, m in inner_model(workload.model).named_modules() if unwrapped(m) is m]
-    return recorder.record_step(modules, recorder)
+    return recorder.record_step(named_modules(workload), recorder)
+
+
+def trace_forward(workload: Workload) -> Trace:
+    """Run one forward that keeps nothing for backward, and record it: all of a trace but what backward shows.
+
+    Raises:
+        ValueError: the forward goes backward through itself.
+    """
+    recorder = StepRecorder(workload, keeps=False)
+    with first_forward(workload):
+        return recorder.record_step(named_modules(workload), recorder)
+
+
+@contextmanager
+def first_forward(workload: Workload) -> Iterator[None]:
+    """Inside, the first of several forwards is measured: nothing has to be kept before it. They are alike."""
+    own = workload.own
+    measured = 0 if own is None else own.measured
+    try:
+        if own is not None:
+            own.measured = 0
+        yield
+    finally:
+        if own is not None:
+            own.measured = measured
+
+
+def named_modules(workload: Workload) -> list[tuple[str, nn.Module]]:
+    """The modules whose calls a trace records."""
+    modules = inner_model(workload.model).named_modules()
+    return [(plain_name(name), module) for name, module in modules if unwrapped(module) is module]
 
 
 class StepRecorder(TorchDispatchMode):
@@ -45,20 +78,31 @@ class StepRecorder(TorchDispatchMode):
     Args:
         workload: whose step it is.
         storages: the numbers of storages to go on with; None to begin anew.
+        keeps: whether what autograd saves is kept; without, the step ends where backward would begin.
     """
 
-    def __init__(self, workload: Workload, storages: StorageTable | None = None) -> None:
+    def __init__(self, workload: Workload, storages: StorageTable | None = None, *, keeps: bool = True) -> None:
         super().__init__()
+        self._keeps = keeps
+        self._leaves_out_reruns = False
         self.trace = Trace(storages=storages or StorageTable())
         self.side: Literal["forward", "backward"] = "forward"
         self.paused = False
         self._open: list[int] = []
         self._counts: dict[int, int] = {}
-        self._alive: list[Tensor] = []
+        self._identities: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._known_leaves = itertools.count()
         self._versions: dict[int, int] = {}
         self._workload = workload
         self._persistent = [*workload.model.parameters(), *workload.model.buffers()]
-        self.trace.always_alive = self.trace.storages.numbers([*self._persistent, *tensors_in(workload.inputs)])
+        self.trace.always_alive = self.trace.storages.numbers(
+            [
+                *self._persistent,
+                *tensors_in(workload.inputs),
+                *workload.held_by_loss,
+                *(workload.held_by_loop if workload.own else ()),
+            ]
+        )
         self._device = workload.device
         self._autocast = workload.autocast
         self._castable = {id(p) for p in workload.model.parameters() if p.requires_grad and p.dtype is torch.float32}
@@ -67,33 +111,53 @@ class StepRecorder(TorchDispatchMode):
     def module(self) -> str:
         return self.trace.calls[self._open[-1]].name if self._open else ""
 
-    def record_step(self, modules: Iterable[tuple[str, nn.Module]], mode: AbstractContextManager[Any]) -> Trace:
+    def record_step(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        mode: AbstractContextManager[Any],
+        run: Callable[[OnPhase], object] | None = None,
+    ) -> Trace:
         """Run a step's forward and backward.
 
         Args:
             modules: with their names; their calls are recorded.
             mode: the recorder, or a null context where the step shows no ops.
+            run: runs the step, and tells of its phases; what it runs again is no part of it. None for the workload's.
         """
         patches = ForwardPatches()
         try:
             for name, module in modules:
                 patches.wrap(module, lambda forward, n=name, m=module: self.recorded(forward, n, m))
+            self.paused = True
+            self._leaves_out_reruns = run is not None
+            with mode, self.saving(), lists_noted(self.note_list):
+                if run is not None:
+                    run(self._begin)
+                else:
+                    self._workload.step(self._begin, self._until)
+        finally:
+            patches.remove()
             self._workload.zero_grad()
-            with mode:
-                with self.saving(), lists_noted(self.note_list):
-                    loss = self._workload.forward()
-                self.begin_backward()
-                loss.backward()
-            del loss
+        return self.finished_trace()
+
+    @property
+    def _until(self) -> StepPhase | None:
+        """Where the step ends; one of the user's own runs to its end, so that it leaves what a step leaves."""
+        if not self._keeps:
+            return "backward"
+        return "optimizer" if self._workload.own is None else None
+
+    def _begin(self, phase: StepPhase, loss: Tensor | None) -> None:
+        """Only what belongs to the forward that is measured, and to its backward, is recorded."""
+        self.paused = phase not in ("forward", "backward")
+        if phase == "backward":
+            self.begin_backward()
+        elif self.side == "backward" and not self.trace.sparse_gradients:
             self.trace.sparse_gradients = [
                 plain_name(name)
                 for name, parameter in self._workload.model.named_parameters()
                 if parameter.grad is not None and parameter.grad.layout is not torch.strided
             ]
-        finally:
-            patches.remove()
-            self._workload.zero_grad()
-        return self.finished_trace()
 
     def recorded(self, forward: Forward, name: str, module: nn.Module) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -116,7 +180,9 @@ class StepRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
+        if self.paused or func.namespace == "profiler":  # Marks of the user's, or of an optimizer's zero_grad.
+            return func(*args, **kwargs)
+        if self._leaves_out_reruns and RERUN_DEPTH.get() > 0:
             return func(*args, **kwargs)
         known = self.trace.storages.numbers(tensors_in((args, kwargs)))
         access = self.access(func, args, kwargs)
@@ -129,11 +195,11 @@ class StepRecorder(TorchDispatchMode):
     @contextmanager
     def _not_recording(self) -> Iterator[None]:
         """Our own tensor work is no op of the model."""
-        self.paused = True
+        before, self.paused = self.paused, True
         try:
             yield
         finally:
-            self.paused = False
+            self.paused = before
 
     def _enter(self, name: str, module: nn.Module, arguments: Any) -> tuple[Call, _CallChanges]:
         tensors = tensors_in(arguments)
@@ -167,18 +233,28 @@ class StepRecorder(TorchDispatchMode):
         call.fills_late = any(save.storage in ops[save.op].access.writes for save in saves if save.op < len(ops))
 
     def _leaf(self, tensor: Tensor) -> Leaf:
-        # Identities are compared later, so the objects must not be freed in between.
-        self._alive.append(tensor)
+        # By a number that no other tensor gets, also when this one is gone: holding it would take memory.
+        if (identity := self._identities.get(tensor)) is None:
+            identity = self._identities[tensor] = next(self._known_leaves)
         number = self.trace.storages.number(tensor)
-        return Leaf(number, id(tensor), sizes_of(tensor), str(tensor.dtype), tensor.requires_grad)
+        return Leaf(number, identity, sizes_of(tensor), str(tensor.dtype), tensor.requires_grad)
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
-        def pack(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        def pack(tensor: Tensor) -> Any:
+            if self.paused or self.side == "backward":
+                return tensor.detach()
             with self._not_recording():
                 self.trace.saves.append(Save(self.trace.storages.number(tensor), len(self.trace.ops), self.module))
-                return tensor.detach(), tuple(self._open)
+                return (tensor.detach(), tuple(self._open)) if self._keeps else None
 
-        def unpack(packed: tuple[Tensor, tuple[int, ...]]) -> Tensor:
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            if packed is None:
+                raise ValueError(
+                    "expected a forward that can be profiled within a limit, got one that goes backward through itself "
+                    "(for forces, or a penalty on gradients); compute that in a step of its own"
+                )
             tensor, calls = packed
             if self.side == "forward":
                 for position in calls:
@@ -259,7 +335,6 @@ class StepRecorder(TorchDispatchMode):
             module_of.setdefault(op.node, op.module)  # The first op with a node's number is the one that made it.
         for op in trace.backward_ops:
             op.module = module_of.get(op.node, "")
-        self._alive.clear()
         return trace
 
 

@@ -132,8 +132,11 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def uncompiled(forward: Forward) -> Forward:
-    """The forward without what is compiled of it or in it."""
-    plain = getattr(forward, "plain", forward)
+    """The forward without what is compiled of it or in it; patches of ours stay."""
+    patch = getattr(forward, "patch", None)
+    # Compilers copy the attributes of what they wrap: only what a patch itself installed is one.
+    is_patch = patch is not None and getattr(patch, "installed", None) is forward
+    plain = forward if is_patch else getattr(forward, "plain", forward)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch.compiler.set_stance("force_eager"):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from profiler.workload.host_numbers import host_states
+from profiler.workload.loop_state import bindings_of, reached_from, tensors_of
 from profiler.workload.ready_models import check_ready
 from profiler.workload.restoring import Restoring
 from profiler.workload.tensor_memory import TensorMemory
@@ -47,6 +48,7 @@ def preserved(workload: Workload) -> Iterator[None]:
             _remember(workload, back)
             yield
         finally:
+            workload.release()
             try:
                 back.restore()
             except KeyboardInterrupt:  # It may have come before anything was back.
@@ -71,6 +73,9 @@ def captured(workload: Workload) -> Callable[[], None]:
 
 def _remember(workload: Workload, back: Restoring) -> None:
     modules = modules_of(workload)
+    reached = [] if workload.own is None else reached_from(workload.own.function)
+    for what, put_back in bindings_of(reached):
+        back.add(what, put_back)
     for root in (workload.model, workload.loss):
         if isinstance(root, nn.Module):
             check_ready(root, "Workload")
@@ -96,6 +101,8 @@ def _remember(workload: Workload, back: Restoring) -> None:
 def modules_of(workload: Workload) -> dict[nn.Module, str]:
     """The modules of model and loss, with what to call them."""
     roots = [("model", workload.model), *([("loss", workload.loss)] if isinstance(workload.loss, nn.Module) else [])]
+    if workload.own is not None:
+        roots += [("a module of the step", m) for m in reached_from(workload.own.function) if isinstance(m, nn.Module)]
     names: dict[nn.Module, str] = {}
     for root, outermost in roots:
         for name, module in outermost.named_modules():
@@ -145,6 +152,8 @@ def _named_parameters(workload: Workload, modules: Mapping[nn.Module, str]) -> l
     named = [(f"{name}.{leaf}", p) for m, name in modules.items() for leaf, p in m._parameters.items() if p is not None]
     named += [("a parameter of the optimizer or the loss", p) for p in workload.parameters_beside()]
     named += [("an input", tensor) for tensor in tensors_in(workload.inputs)]
+    if workload.own is not None:
+        named += [("a tensor of the step", t) for t in tensors_of(reached_from(workload.own.function)) if t.is_leaf]
     return list({id(tensor): (name, tensor) for name, tensor in reversed(named)}.values())[::-1]
 
 

@@ -13,7 +13,7 @@ from profiler.records import ResidentBytes
 from profiler.workload.optimizers import fill_history, optimizer_tensors, stepped_parameters, wants_closure
 from profiler.workload.storages import distinct_bytes, storage_key
 from profiler.workload.tensor_trees import tensors_in
-from profiler.workload.workload import StepPhase, Workload, scaler_tensors
+from profiler.workload.workload import OnPhase, StepPhase, Workload, scaler_tensors
 
 Result = TypeVar("Result")
 # GradScaler's scale begins at 65536 and halves with every skipped step; below 1 it no longer serves its end.
@@ -35,19 +35,31 @@ def check_workload(workload: Any, who: str) -> None:
         )
 
 
-def first_step(workload: Workload) -> None:
+def first_step(workload: Workload, run: Callable[[OnPhase], object] | None = None) -> None:
     """Run a step to warm up, and bring the optimizers' states to the size that they stay at.
+
+    Args:
+        workload: whose step it is.
+        run: runs the step, and tells of its phases; None for the workload's own way.
 
     Raises:
         ProfileError: as ``checked_step``, or an optimizer steps nothing of this model.
     """
+    run = run or workload.step
+    if workload.own is not None:
+        checked_step(workload, lambda: run(_ignore))
+        return
     watch = _UnknownOptimizers(workload)
-    checked_step(workload, lambda: workload.step(watch.note))
+    checked_step(workload, lambda: run(watch.note))
     watch.check()
     if any(map(wants_closure, workload.optimizers)):  # The second step is the first that has a history.
-        checked_step(workload, workload.step)
+        checked_step(workload, lambda: run(_ignore))
     fill_history(workload.optimizers)
     workload.zero_grad()
+
+
+def _ignore(phase: StepPhase, loss: Tensor | None) -> None:
+    """What a phase begins is of no interest."""
 
 
 class _UnknownOptimizers:
@@ -153,10 +165,11 @@ def resident_bytes_of(workload: Workload) -> ResidentBytes:
         parameters=distinct_bytes(model.parameters()),
         buffers=buffers,
         optimizer=optimizer_state_bytes(workload),
-        inputs=distinct_bytes(tensors_in(workload.inputs)),
+        inputs=distinct_bytes([*tensors_in(workload.inputs), *beside_the_inputs(workload)]),
         gradients=distinct_bytes(p.grad for p in workload.with_gradients() if p.grad is not None),
         other_parameters=distinct_bytes(p for p in workload.parameters_beside() if id(p) not in of_model),
         scaler=distinct_bytes(scaler_tensors(workload.scaler)),
+        loop=distinct_bytes(held_by_loop(workload)),
     )
 
 
@@ -168,17 +181,34 @@ def optimizer_state_bytes(workload: Workload) -> int:
 
 def kept_in_attributes(workload: Workload) -> list[Tensor]:
     """Tensors that modules keep as plain attributes, but for those that are counted as something else."""
-    roots = _roots(workload)
-    modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
+    modules = list(dict.fromkeys(module for root in _roots(workload) for module in root.modules()))
+    own = set(vars(nn.Module()))
+    attributes = [value for module in modules for name, value in vars(module).items() if name not in own]
+    return _not_counted(workload, tensors_in(attributes))
+
+
+def held_by_loop(workload: Workload) -> list[Tensor]:
+    """What the loop holds of the last step, but for tensors that are counted as something else."""
+    others = [*kept_in_attributes(workload), *beside_the_inputs(workload)]
+    counted = {storage_key(tensor) for tensor in others}
+    return [t for t in _not_counted(workload, workload.held_by_loop) if storage_key(t) not in counted]
+
+
+def beside_the_inputs(workload: Workload) -> list[Tensor]:
+    """What belongs to the batch and is not given to the model: targets that the loss refers to."""
+    counted = {storage_key(tensor) for tensor in kept_in_attributes(workload)}
+    return [t for t in _not_counted(workload, workload.held_by_loss) if storage_key(t) not in counted]
+
+
+def _not_counted(workload: Workload, tensors: list[Tensor]) -> list[Tensor]:
+    """Those of the workload's device that are no parameters, gradients, buffers, states of an optimizer or inputs."""
     counted = [*workload.with_gradients(), *tensors_in(workload.inputs)]
     counted += [parameter.grad for parameter in counted if parameter.is_leaf and parameter.grad is not None]
     counted += _buffers(workload)
     counted += [tensor for *_, tensor in optimizer_tensors(workload.optimizers)]
     known = {storage_key(tensor) for tensor in counted}
-    own = set(vars(nn.Module()))
-    attributes = [value for module in modules for name, value in vars(module).items() if name not in own]
-    kept = [tensor for tensor in tensors_in(attributes) if tensor.device.type == workload.device.type]
-    return [tensor for tensor in kept if storage_key(tensor) not in known]
+    on_device = [tensor for tensor in tensors if tensor.device.type == workload.device.type]
+    return [tensor for tensor in on_device if storage_key(tensor) not in known]
 
 
 def _roots(workload: Workload) -> list[nn.Module]:
@@ -190,10 +220,11 @@ def _buffers(workload: Workload) -> list[Tensor]:
 
 
 class TensorsOfState:
-    """Tensors in which modules keep a state from step to step, and which a step may put others in the place of.
+    """Tensors that are there from step to step, and which a step may put others in the place of.
 
-    They are the plain attributes, those buffers that are others by now than when this was made, before the workload's
-    first step, and what optimizers keep that are given a closure (LBFGS makes its vectors anew).
+    They are the plain attributes of modules, those buffers that are others by now than when this was made, before the
+    workload's first step, what optimizers keep that are given a closure (LBFGS makes its vectors anew), and what the
+    loop holds.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -206,4 +237,5 @@ class TensorsOfState:
         buffers = _buffers(self._workload)
         closed = [optimizer for optimizer in self._workload.optimizers if wants_closure(optimizer)]
         vectors = [t for *_, t in optimizer_tensors(closed) if t.device.type == self._workload.device.type]
-        return [*kept_in_attributes(self._workload), *(b for b in buffers if id(b) not in first), *vectors]
+        others = [b for b in buffers if id(b) not in first]
+        return [*kept_in_attributes(self._workload), *others, *vectors, *held_by_loop(self._workload)]

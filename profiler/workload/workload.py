@@ -9,21 +9,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from profiler.workload.loop_state import reached_from, tensors_of
 from profiler.workload.optimizers import (
     Optimizers,
     given_optimizers,
-    optimizer_names,
     stepped_parameters,
     wants_closure,
 )
+from profiler.workload.own_step import OwnStep
 from profiler.workload.ready_models import check_ready
+from profiler.workload.tensor_parts import sizes_of
 from profiler.workload.tensor_trees import map_tensors, tensors_in
+from profiler.workload.workload_arguments import autocast_dtype, check_kinds, check_own, check_update
 
 LossFunction = Callable[[Any], Tensor]
 StepPhase = Literal["forward", "backward", "optimizer", "evaluation", "end"]
 # Called as a phase of a step begins: with its name, and at the begin of backward with the loss, else None.
 OnPhase = Callable[[StepPhase, Tensor | None], None]
-_AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
 
 
 class Workload:
@@ -47,6 +49,14 @@ class Workload:
         scaler: scales the loss before backward, as float16 needs; where gradients
             come out inf or NaN the optimizer's step is left out, and the scale falls.
         clip_norm: the norm that the optimizers' gradients, unscaled, are clipped to, all together.
+        step: runs one whole training step as it is written in a loop: forward, backward, the optimizer's step and
+            clearing gradients, wherever they stand, with any number of micro-batches. What it refers to (its closure,
+            globals, the object of a method) is left as it was after measuring, and counts where it holds tensors.
+            Then there are no ``loss``, ``autocast``, ``accumulate``, ``scaler`` and ``clip_norm``, and ``inputs`` and
+            ``optimizer`` need not be named.
+        keeps_output: True where output and loss stay bound until those of the next step take their place, as in most
+            loops (``outputs = model(batch)``, ``loss = outputs.loss``); False where they go as soon as nothing needs
+            them.
 
     Attributes:
         stepped: whether every optimizer's step was run by the last ``update``.
@@ -59,25 +69,35 @@ class Workload:
         self,
         *,
         model: nn.Module,
-        inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
+        inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
         loss: LossFunction | None = None,
         optimizer: Optimizers = None,
         autocast: torch.dtype | str | None = None,
         accumulate: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         clip_norm: float | None = None,
+        keeps_output: bool = True,
+        step: Callable[[], Any] | None = None,
     ) -> None:
-        _check_kinds(model, inputs, loss)
+        if step is not None:
+            check_own(step, loss, autocast, accumulate, scaler, clip_norm)
+            inputs = () if inputs is None else inputs
+        check_kinds(model, inputs, loss)
         self.model = model
-        self.inputs = inputs
+        self.inputs: Any = inputs
+        self.own = None if step is None else OwnStep(step, model)
         self.loss = loss
-        self.optimizer: Any = optimizer
-        self.autocast = _autocast_dtype(autocast)
+        found = [] if step is None else [o for o in reached_from(step) if isinstance(o, torch.optim.Optimizer)]
+        self.optimizer: Any = optimizer if optimizer is not None else found or None
+        self.autocast = autocast_dtype(autocast)
         self.accumulate = accumulate
-        _check_update(self.optimizers, scaler, clip_norm)
+        check_update(self.optimizers, scaler, clip_norm)
         self.scaler = scaler
         self.clip_norm = clip_norm
+        self.keeps_output = keeps_output
         self.stepped = True
+        self._output: Any = None
+        self._loss: Tensor | None = None
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -119,16 +139,54 @@ class Workload:
         return self
 
     def forward(self) -> Tensor:
-        """Run the forward and return the loss; the output is let go, as a training loop does.
+        """Run the forward and return the loss; ``keeps_output`` says whether the output stays bound.
 
         Raises:
             ValueError: the output carries no usable loss.
         """
+        if self.own is not None:
+            raise ValueError("Workload: expected no step of the user's own where forward runs by itself; call step()")
+        if not self.keeps_output:
+            return self._evaluated()
+        with self._autocast_context():
+            self._output = self._call_model()
+            self._loss = self._loss_of(self._output)
+            return self._loss
+
+    def _evaluated(self) -> Tensor:
+        """The loss; nothing else stays bound."""
         with self._autocast_context():
             return self._loss_of(self._call_model())
 
+    @property
+    def held_by_loop(self) -> list[Tensor]:
+        """What the loop holds until the next step: the last output and loss, or what the user's step refers to."""
+        if self.own is not None:
+            return [*tensors_of(reached_from(self.own.function)), *tensors_in(self.own.result)]
+        return tensors_in((self._output, self._loss))
+
+    def release(self) -> None:
+        """Let go of the last output and loss."""
+        self._output = self._loss = None
+        if self.own is not None:
+            self.own.result = None
+
+    @property
+    def held_by_loss(self) -> list[Tensor]:
+        """What a loss function refers to: the targets of the batch, a teacher's weights."""
+        return [] if self.loss is None else tensors_of(reached_from(self.loss))
+
+    @property
+    def input_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the tensors of the batch; of a step of the user's own, once it has run, those that the model gets."""
+        if self.own is not None and self.own.input_shapes:
+            return self.own.input_shapes
+        return tuple(map(sizes_of, tensors_in(self.inputs)))
+
     def zero_grad(self) -> None:
-        """Set every gradient to None, or with ``accumulate`` to zeros."""
+        """Set every gradient to None, or with ``accumulate`` to zeros; a step of the user's own does so itself."""
+        if self.own is not None:
+            return
         for parameter in self.with_gradients():
             if not self.accumulate:
                 parameter.grad = None
@@ -149,15 +207,31 @@ class Workload:
         yield from self.parameters_beside()
         yield from (tensor for tensor in tensors_in(self.inputs) if tensor.is_leaf and tensor.requires_grad)
 
-    def step(self, on_phase: OnPhase | None = None) -> float:
+    def step(self, on_phase: OnPhase | None = None, until: StepPhase | None = None) -> float:
         """One whole training step; returns the loss as a number.
 
         Args:
             on_phase: called at the begin of each phase: of ``forward`` once gradients are cleared, of ``backward``,
-                of ``optimizer`` (also where there is none), and of ``end``, when only the loss is left. Where an
-                optimizer evaluates the loss again, also of each ``evaluation``, and of ``optimizer`` after it.
+                of ``optimizer`` (also where there is none), and of ``end``, when nothing is left but what the loop
+                holds. Where an optimizer evaluates the loss again, or a step of the user's own has several forwards,
+                also of each ``evaluation``, and of ``optimizer`` after it.
+            until: stop as this phase begins; the number is then none.
         """
-        begin = on_phase or (lambda phase, loss: None)
+
+        def begin(phase: StepPhase, loss: Tensor | None) -> None:
+            if on_phase is not None:
+                on_phase(phase, loss)
+            if phase == until:
+                raise _Stopped
+
+        with_gradients = [parameter.grad is not None for parameter in self.with_gradients()]
+        try:
+            return self._whole(begin) if self.own is None else self._own(self.own, begin)
+        except _Stopped:
+            self._stop(with_gradients)
+            return float("nan")
+
+    def _whole(self, begin: OnPhase) -> float:
         self.zero_grad()
         begin("forward", None)
         loss = self.forward()
@@ -169,6 +243,29 @@ class Workload:
         self.update(value, begin)
         begin("end", None)
         return float(value)
+
+    def _own(self, own: OwnStep, begin: OnPhase) -> float:
+        value = own.run(begin, self._check_known)
+        self.autocast = own.autocast
+        self.stepped = bool(own.stepped) or not self.optimizers
+        return value
+
+    def _check_known(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a step of an optimizer whose states nobody would put back; raises ValueError."""
+        if optimizer not in self.optimizers:
+            raise ValueError(
+                f"Workload: expected the optimizers that the step uses, got a {type(optimizer).__name__} that it does "
+                "not refer to; pass optimizer=, or a list of them"
+            )
+
+    def _stop(self, with_gradients: Sequence[bool]) -> None:
+        """A step was left in the middle: what is there between two steps is there again, of the same sizes."""
+        self._output, self._loss = map_tensors(Tensor.detach, (self._output, self._loss))  # Their graph goes.
+        for parameter, had in zip(self.with_gradients(), with_gradients, strict=True) if self.own is not None else ():
+            if not had:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of what ``forward`` returned, scaled where there is a scaler."""
@@ -223,7 +320,7 @@ class Workload:
             self.zero_grad()
             begin("evaluation", None)
             with torch.enable_grad():
-                again = self.forward()
+                again = self._evaluated()
                 self.backward(again)
             self._clip()
             value = again.detach()
@@ -263,39 +360,13 @@ class Workload:
         return loss
 
 
+class _Stopped(BaseException):
+    """Raised as a phase begins that the step is not to enter; no user code should catch it."""
+
+
 def scaler_tensors(scaler: torch.amp.GradScaler | None) -> list[Tensor]:
     """What a scaler holds from step to step: nothing before it was used."""
     return [] if scaler is None else [value for value in vars(scaler).values() if isinstance(value, Tensor)]
-
-
-def _check_kinds(model: Any, inputs: Any, loss: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"Workload: expected model to be a torch.nn.Module, got {type(model).__name__}; pass one")
-    if not isinstance(inputs, (Tensor, tuple, list, Mapping)):
-        raise ValueError(
-            "Workload: expected inputs to be a tensor, a tuple of arguments or a dict of keyword arguments, "
-            f"got {type(inputs).__name__}; wrap it in a tuple"
-        )
-    if loss is not None and not callable(loss):
-        raise ValueError(f"Workload: expected loss to be callable or None, got {type(loss).__name__}; pass one")
-
-
-def _check_update(optimizers: Sequence[torch.optim.Optimizer], scaler: Any, clip_norm: Any) -> None:
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise ValueError(
-            f"Workload: expected scaler to be a torch.amp.GradScaler or None, got {type(scaler).__name__}; pass one"
-        )
-    number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool) and clip_norm > 0
-    if clip_norm is not None and not number:
-        raise ValueError(f"Workload: expected clip_norm to be a number above zero or None, got {clip_norm!r}; pass one")
-    if scaler is not None and (closed := [each for each in optimizers if wants_closure(each)]):
-        raise ValueError(
-            "Workload: expected an optimizer whose step takes no closure beside a scaler, got "
-            f"{optimizer_names(closed)}"
-            ", which torch.amp.GradScaler does not step; leave the scaler out"
-        )
-    if not optimizers and not (scaler is None and clip_norm is None):
-        raise ValueError("Workload: expected an optimizer beside scaler and clip_norm, got none; pass optimizer=")
 
 
 def own_loss(output: Any) -> Any:
@@ -307,22 +378,16 @@ def own_loss(output: Any) -> Any:
     return getattr(output, "loss", None)
 
 
-def _autocast_dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
-    if autocast is None or autocast in (torch.bfloat16, torch.float16):
-        return autocast  # type: ignore[return-value]
-    if isinstance(autocast, str) and autocast in _AUTOCAST_DTYPES:
-        return _AUTOCAST_DTYPES[autocast]
-    raise ValueError(f"Workload: expected autocast to be None, bfloat16 or float16, got {autocast!r}; use one of them")
-
-
-_ARGUMENTS = ("model", "inputs", "loss", "optimizer", "autocast", "accumulate", "scaler", "clip_norm")
+_ARGUMENTS = ("model", "inputs", "loss", "optimizer", "autocast", "accumulate", "scaler", "clip_norm", "keeps_output")
 
 
 def varied(workload: Workload, **changes: Any) -> Workload:
-    """A workload with some arguments changed; model, batch and the rest are shared with the original.
+    """A workload with some arguments changed; model, batch, step and the rest are shared with the original.
 
     Raises:
         TypeError: an argument that Workload does not take.
         ValueError: as Workload.
     """
-    return Workload(**{**{name: getattr(workload, name) for name in _ARGUMENTS}, **changes})
+    names = _ARGUMENTS if workload.own is None else ("model", "inputs", "optimizer")
+    step = {} if workload.own is None else {"step": workload.own.function}
+    return Workload(**{**{name: getattr(workload, name) for name in names}, **step, **changes})

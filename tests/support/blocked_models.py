@@ -116,4 +116,5 @@ def _gpt2() -> Workload:
     sizes: dict[str, Any] = {"n_layer": 4, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 50}
     config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     tokens = torch.randint(0, 50, (2, 64))
-    return Workload(model=GPT2LMHeadModel(config).train(), inputs={"input_ids": tokens, "labels": tokens})
+    inputs = {"input_ids": tokens, "labels": tokens, "use_cache": True}
+    return Workload(model=GPT2LMHeadModel(config).train(), inputs=inputs)

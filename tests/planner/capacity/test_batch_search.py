@@ -106,7 +106,7 @@ def test_no_step_is_run_where_the_device_has_no_room(budget, monkeypatch):
 
 
 def test_on_a_cpu_there_is_room_for_what_the_host_may_still_hold(monkeypatch):
-    monkeypatch.setattr("planner.runtime.step_trial.available_host_bytes", lambda: 5000)
+    monkeypatch.setattr("profiler.measurement.device_memory.available_host_bytes", lambda: 5000)
     cpu = torch.device("cpu")
     assert has_room(cpu, 3000, 2000) and not has_room(cpu, 3000, 2001)  # the peak, and the copy by which it is undone
 

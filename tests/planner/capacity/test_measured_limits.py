@@ -18,7 +18,7 @@ from solvers.chain.minimum_memory import shortage
 
 STEP = 64
 SIZES = (2 * STEP, 3 * STEP, 4 * STEP)
-BUDGET = 700_000
+BUDGET = 930_000
 
 
 def build(batch):

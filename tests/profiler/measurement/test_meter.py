@@ -29,7 +29,7 @@ class Listing:
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def start(self, mark: Mark) -> None:
+    def start(self, mark: Mark, warm_up: object = None) -> None:
         self.calls.append(mark.phase)
 
     def mark(self, mark: Mark) -> None:

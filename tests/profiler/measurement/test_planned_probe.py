@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import planner
 from planner.plans.lowering import lower_schedule
 from planner.runtime.applier import split_name
-from profiler.measurement.meter import Mark, Place, memory_meter
+from profiler.measurement.meter import Mark, Place, step_memory_meter
 from profiler.measurement.planned_probe import PlannedProbe
 from profiler.workload.snapshot import preserved
-from profiler.workload.steps import first_step, resident_bytes_of
+from profiler.workload.steps import first_step
 from profiler.workload.workload import Workload
 from tests.support.odd_models import workload
 from tests.support.small_blocks import WIDTH, Stack
@@ -40,9 +40,8 @@ def marks_of(work: Workload, plan: planner.Plan, planned: bool) -> tuple[list[Ma
     """The marks of one step, neighbours that are equal once, and its peak."""
     with preserved(work):
         first_step(work)
-        resident = resident_bytes_of(work).total
         with probe_of(work, plan) as probe, planner.apply(work.model, plan) if planned else nullcontext():
-            phases = probe.step(memory_meter(work.device, resident))
+            phases = probe.step(step_memory_meter(work))
     marks = [mark for mark, _ in phases]
     once = [mark for k, mark in enumerate(marks) if k == 0 or mark != marks[k - 1]]
     return once, max(phase.peak_bytes for _, phase in phases)

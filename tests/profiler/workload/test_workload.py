@@ -5,9 +5,11 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+import planner
 from profiler.workload.workload import StepPhase, Workload
 from tests.support.odd_models import workload
 
@@ -59,5 +61,44 @@ def test_the_graph_is_gone_before_the_optimizer_s_step() -> None:
     def on_phase(phase: StepPhase, _: Tensor | None) -> None:
         alive[phase] = loss.companion is not None and loss.companion() is not None
 
-    Workload(model=nn.Linear(2, 2), inputs=torch.ones(1, 2), loss=loss).step(on_phase)
+    Workload(model=nn.Linear(2, 2), inputs=torch.ones(1, 2), loss=loss, keeps_output=False).step(on_phase)
     assert alive == {"forward": False, "backward": True, "optimizer": False, "end": False}
+
+
+def test_output_and_loss_stay_bound_until_the_next_ones_come() -> None:
+    outputs: list[weakref.ref[Tensor]] = []
+    alive: list[list[bool]] = []
+
+    def loss(output: Tensor) -> Tensor:
+        outputs.append(weakref.ref(output))
+        return output.square().sum()
+
+    work = Workload(model=nn.Linear(2, 2), inputs=torch.ones(1, 2), loss=loss)
+    for _ in range(2):
+        work.step(lambda phase, _: alive.append([output() is not None for output in outputs]))
+    assert alive == [[], [True], [True], [True], [True], [False, True], [False, True], [False, True]]
+    work.release()
+    assert [output() for output in outputs] == [None, None]
+
+
+@pytest.mark.parametrize(("keeps", "held"), [(True, (64 * 500 + 1) * 4), (False, 0)])
+def test_the_held_output_is_in_the_profile_and_in_what_a_step_is_measured_to_take(keeps: bool, held: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 500))
+    work = Workload(model=model, inputs=torch.ones(64, 8), loss=cross_entropy_to_zero, keeps_output=keeps)
+    profile = planner.profile(work, stages=["1", "2"])
+    states = sum(p.numel() * 4 for p in model.parameters()) + 64 * 8 * 4
+    # At the begin of its backward the loss has saved log-softmax's output and the total weight beside the logits.
+    backward = profile.stages[-1].backward
+    assert (profile.resident.loop, profile.stages[0].forward.start_bytes) == (held, states + held)
+    assert backward.start_bytes >= states + held + 64 * 500 * 4
+    assert planner.measure(work).peak_bytes == profile.unplanned_peak_bytes
+
+
+def cross_entropy_to_zero(logits: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
+
+
+def test_targets_that_the_loss_refers_to_are_a_part_of_the_batch() -> None:
+    target, x = torch.ones(64, 500), torch.ones(64, 8)
+    work = Workload(model=nn.Linear(8, 500), inputs=x, loss=lambda output: (output - target).square().mean())
+    assert planner.profile(work, menus=False).resident.inputs == (64 * 500 + 64 * 8) * 4

@@ -1,0 +1,213 @@
+"""Watches the first steps of a planned loop for what the plan does not count on, and says once what holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from planner.plans.plan import Plan
+from planner.runtime.plan_checks import say_once
+from planner.units import format_bytes
+from profiler.measurement.meter import Mark, Meter, memory_meter
+from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.storages import allocated_bytes, distinct_bytes, has_storage, storage_key
+from profiler.workload.tensor_trees import tensors_in
+
+leave_uncompiled(__name__)
+
+# Forwards whose outputs are looked after; a meter runs from the begin of the second to that of the last.
+WATCHED = 4
+_STEP = Mark("forward")
+
+
+class LoopWatch:
+    """What a loop holds beside what its plan counts on, looked at as forwards begin.
+
+    That gradients or outputs are there costs nothing to see. The peak is read from the allocator's counters on CUDA,
+    where this is free, and from the profiler's events on the CPU.
+
+    Args:
+        plan: that is applied.
+        model: that it is applied to.
+        device: that it computes on.
+        metered: also take the peak of a whole step.
+    """
+
+    def __init__(self, plan: Plan, model: nn.Module, device: torch.device, *, metered: bool) -> None:
+        self._plan = plan
+        self._model = weakref.ref(model)
+        self._device = device
+        self._forwards = 0
+        self._outputs: list[tuple[weakref.ref[Any], int, str]] = []  # storages with their bytes and who made them
+        self._makers: dict[int, tuple[weakref.ref[Any], str]] = {}  # of storages, the innermost modules
+        self._said: set[str] = set()
+        self._meter = None if not metered else _CudaPeak(device, plan) if device.type == "cuda" else _CpuPeak()
+
+    def forward_begins(self) -> None:
+        """Look at what is there."""
+        self._forwards += 1
+        model = self._model()
+        if model is None:
+            return
+        more_bytes = self._look_for_gradients(model)
+        if self._forwards > WATCHED:
+            return
+        if self._forwards > 1:
+            more_bytes += self._look_for_outputs()
+            self._take_peak(more_bytes)
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the first forward: sees which module makes what is returned."""
+        if self._forwards > 1:
+            yield
+            return
+        model = self._model()
+        names = {} if model is None else {id(module): name for name, module in model.named_modules() if name}
+
+        def note(module: nn.Module, _: Any, output: Any) -> None:
+            if (name := names.get(id(module))) is not None:
+                for tensor in tensors_in(output):
+                    known = self._makers.get(storage_key(tensor))
+                    if has_storage(tensor) and (known is None or known[0]() is None):
+                        self._makers[storage_key(tensor)] = weakref.ref(tensor.untyped_storage()), name
+
+        hook = register_module_forward_hook(note)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def forward_ends(self, output: Any) -> None:
+        """Remember what the model returned, without holding it."""
+        if self._forwards > WATCHED:
+            return
+        seen: set[int] = set()
+        for tensor in tensors_in(output):
+            if has_storage(tensor) and storage_key(tensor) not in seen:
+                seen.add(storage_key(tensor))
+                storage = tensor.untyped_storage()
+                _, maker = self._makers.get(storage_key(tensor), (None, ""))
+                self._outputs.append((weakref.ref(storage), allocated_bytes(storage), maker))
+        self._makers.clear()
+
+    def _say(self, what: str, text: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            say_once(text)
+
+    def _look_for_gradients(self, model: nn.Module) -> int:
+        """By how many bytes gradients are more than those that the plan counts on."""
+        there_bytes = distinct_bytes(p.grad for p in model.parameters() if p.is_leaf and p.grad is not None)
+        more_bytes = there_bytes - self._expected_gradient_bytes()
+        if more_bytes > 0:
+            self._say(
+                "gradients",
+                f"planner.apply: expected gradients of {format_bytes(there_bytes - more_bytes)} as a forward begins, "
+                f"got {format_bytes(there_bytes)}: the peak may be {format_bytes(more_bytes)} higher. Clear them "
+                "before forward (zero_grad), or profile the loop as it is: Workload(step=...), or accumulate=True",
+            )
+        return more_bytes
+
+    def _expected_gradient_bytes(self) -> int:
+        plan = self._plan
+        resident = 0 if plan.resident is None else plan.resident.gradients
+        beside = 0 if plan.chain is None else max(0, plan.chain.resident_bytes - plan.resident_bytes)
+        return resident + beside
+
+    def _look_for_outputs(self) -> int:
+        """By how many bytes outputs that are still held are more than those that the plan counts on."""
+        self._outputs = [entry for entry in self._outputs if entry[0]() is not None]
+        expected_bytes = 0 if self._plan.resident is None else self._plan.resident.loop
+        more_bytes = sum(size for _, size, _ in self._outputs) - expected_bytes
+        if more_bytes > 0:
+            _, size, maker = max(self._outputs, key=lambda entry: entry[1])
+            made_by = f", made by {maker}" if maker else ""
+            remedy = "delete it before backward" if not expected_bytes else "keep one at a time"
+            self._say(
+                "outputs",
+                f"planner.apply: your loop still holds the model's output, {format_bytes(size)}{made_by}: the peak may "
+                f"be {format_bytes(more_bytes)} higher than the plan's; {remedy}, or profile with keeps_output=True or "
+                "Workload(step=...)",
+            )
+        return more_bytes
+
+    def _take_peak(self, more_bytes: int) -> None:
+        """Of the step before.
+
+        Args:
+            more_bytes: by which there is more now than the plan counts on.
+        """
+        if self._meter is None:
+            return
+        resident_bytes = self._plan.resident_bytes if self._plan.chain is None else self._plan.chain.resident_bytes
+        peak_bytes = self._meter.begin(resident_bytes + more_bytes)
+        over_bytes = 0 if peak_bytes is None else peak_bytes - self._plan.budget_bytes
+        if over_bytes > 0:
+            beside_bytes = over_bytes - max(0, more_bytes)
+            what = f", {format_bytes(beside_bytes)} of it by what this watch cannot name" if beside_bytes > 0 else ""
+            self._say(
+                "peak",
+                f"planner.apply: a step of your loop takes {format_bytes(self._plan.budget_bytes + over_bytes)}, "
+                f"{format_bytes(over_bytes)} above the budget{what}. Profile the loop as it is: Workload(step=...)",
+            )
+        if self._forwards == WATCHED:
+            self._meter.stop()
+            self._meter = None
+
+
+class _CudaPeak:
+    """The allocator's own peak, read at the begin of every step; nothing of it is reset where that can be helped."""
+
+    def __init__(self, device: torch.device, plan: Plan) -> None:
+        self._device = device
+        if torch.cuda.max_memory_allocated(device) > plan.budget_bytes:  # An unplanned step ran before.
+            torch.cuda.reset_peak_memory_stats(device)
+        self._before_bytes = torch.cuda.max_memory_allocated(device)
+
+    def begin(self, resident_bytes: int) -> int | None:
+        """Most bytes at once in the step before; None where it was no new peak."""
+        peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        return peak_bytes if peak_bytes > self._before_bytes else None
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+
+class _CpuPeak:
+    """The memory meter over two steps: in the second it sees what the first one left go."""
+
+    def __init__(self) -> None:
+        self._meter: Meter | None = None
+        self._began = 0
+
+    def begin(self, resident_bytes: int) -> int | None:
+        """Most bytes at once in the step before, by what is there now; None where it was not metered."""
+        self._began += 1
+        if self._began == 1 and not torch.autograd._profiler_enabled():
+            self._meter = memory_meter(torch.device("cpu"), 0)
+            self._meter.start(_STEP)
+        elif self._began == 2 and self._meter is not None:
+            self._meter.mark(_STEP)
+        elif self._began == 3 and self._meter is not None:
+            meter, self._meter = self._meter, None
+            _, step = meter.stop()[-1]
+            return resident_bytes + step.peak_bytes - step.start_bytes
+        return None
+
+    def stop(self) -> None:
+        """Stop a meter that still runs."""
+        if self._meter is not None:
+            self._meter.stop()
+            self._meter = None
+
+
+def is_metered(watch: bool | None, device: torch.device) -> bool:
+    """Whether the peak is taken: by default where that is free."""
+    return device.type == "cuda" if watch is None else watch

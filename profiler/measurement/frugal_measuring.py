@@ -1,0 +1,140 @@
+"""The runs of a profile where a step that keeps everything does not fit: none takes more than a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from profiler.measurement.alike_stages import alike
+from profiler.measurement.frugal_probe import FrugalProbe
+from profiler.measurement.joined_phases import PhasesOfMark, typical_seconds
+from profiler.measurement.measuring import DROPPING_FORWARDS, Measuring, ProgressReporter
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, NoMeter, time_meter
+from profiler.measurement.option_steps import OptionSteps
+from profiler.measurement.stage_options import OptionGroup, ProposeChoices
+from profiler.measurement.stage_probe import PlainStep, StageProbe
+from profiler.measurement.stage_reruns import RerunTimes
+from profiler.records import MenuRecord, ResidentBytes
+from profiler.trace.partition import ChosenStage, StagePattern, choose_stages
+from profiler.trace.step_record import Trace
+from profiler.trace.step_trace import StepRecorder, named_modules, trace_forward
+from profiler.workload.snapshot import RandomState
+from profiler.workload.steps import TensorsOfState, first_step
+from profiler.workload.workload import OnPhase, Workload
+
+
+def frugal_first_step(workload: Workload, patterns: Sequence[StagePattern] | None, limit_bytes: int) -> None:
+    """As ``first_step``, with every stage run again in backward."""
+    trace = trace_forward(workload)
+    stages = choose_stages(trace, patterns)
+    with FrugalProbe(workload, stages, trace, alike(stages), limit_bytes) as probe:
+        probe.run_again()
+        first_step(workload, lambda on_phase: probe.dropping_step(NoMeter(), on_phase))
+
+
+class FrugalMeasuring(Measuring):
+    """As ``Measuring``; a few stages are kept at a time, the others run again.
+
+    Args:
+        workload, resident, state, randomness, report: as for ``Measuring``.
+        limit_bytes: the most that a step may take.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        resident: ResidentBytes,
+        state: TensorsOfState,
+        randomness: RandomState,
+        report: ProgressReporter,
+        limit_bytes: int,
+    ) -> None:
+        super().__init__(workload, resident, state, randomness, report)
+        self._limit_bytes = limit_bytes
+        self._reruns: list[RerunTimes] = []
+
+    def _traced(self) -> Trace:
+        return trace_forward(self._workload)
+
+    def _probe(self, trace: Trace, stages: Sequence[ChosenStage]) -> FrugalProbe:
+        return FrugalProbe(self._workload, stages, trace, alike(stages), self._limit_bytes)
+
+    def _saving_step(self, probe: StageProbe) -> PlainStep:
+        assert isinstance(probe, FrugalProbe)
+        self._begin("run stages again")
+        self._reruns = probe.run_again()
+        self._add_backward(probe)
+        meters = self._from_the_same(self._memory_meter)
+        return self._step("memory, a few stages kept at a time", lambda: probe.saving_steps(meters))
+
+    def _timed_step(self, probe: StageProbe) -> MarkedPhases:
+        assert isinstance(probe, FrugalProbe)
+        meters = self._from_the_same(lambda: time_meter(self._device))
+        return self._step("time, a few stages kept at a time", lambda: probe.timed_steps(meters))
+
+    def _from_the_same(self, make_meter: Callable[[], Meter]) -> Callable[[], Meter]:
+        def made() -> Meter:
+            self._randomness.restore()
+            return make_meter()
+
+        return made
+
+    def _add_backward(self, probe: FrugalProbe) -> None:
+        """What only backward shows of the trace: its ops, and gradients that are sparse."""
+        self._begin("trace, backward")
+        recorder = StepRecorder(self._workload)
+
+        def run(on_phase: OnPhase) -> Any:
+            on_phase("forward", None)
+            return probe.dropping_step(NoMeter(), on_phase)
+
+        found = recorder.record_step(named_modules(self._workload), recorder, run)
+        calls = {(id(call.module), call.index): call for call in found.calls}
+        for op in found.backward_ops:
+            # Nodes have other numbers in every step.
+            op.node = next(
+                (
+                    stage.call.first_node
+                    for stage in probe.stages
+                    if (call := calls.get((id(stage.call.module), stage.call.index))) is not None
+                    and call.first_node <= op.node < call.end_node
+                ),
+                -1,
+            )
+        probe.trace.backward_ops, probe.trace.sparse_gradients = found.backward_ops, found.sparse_gradients
+
+    def _time_dropping(
+        self, probe: StageProbe, stages: Sequence[ChosenStage]
+    ) -> tuple[dict[Mark, float], list[RerunTimes]]:
+        runs: list[MarkedPhases] = []
+        for _ in range(DROPPING_FORWARDS):
+            self._begin("time, nothing kept")
+            runs.append(probe.dropping_forward(time_meter(self._device), hold_all=False).phases)
+        return typical_seconds(runs), self._reruns
+
+    def _measure_menus(
+        self, probe: StageProbe, groups: Sequence[OptionGroup], memory: PhasesOfMark, propose: ProposeChoices
+    ) -> list[MenuRecord]:
+        assert isinstance(probe, FrugalProbe)
+        steps = OptionSteps(probe, memory, self._memory_meter, self._randomness, self._report)
+        one_each = [replace(group, members=group.members[-1:]) for group in groups]
+        menus: list[MenuRecord] = []
+        for together in self._batches(probe, one_each):
+            steps.check(together, propose)
+            menus += steps.measure(together)
+        for group, measured in zip(groups, one_each, strict=True):
+            group.ops, group.choices = measured.ops, measured.choices
+        return menus
+
+    def _batches(self, probe: FrugalProbe, groups: Sequence[OptionGroup]) -> list[list[OptionGroup]]:
+        """Groups that may be measured in the same steps, in order."""
+        batches: list[list[OptionGroup]] = []
+        for group in groups:
+            if batches:
+                members = [each.members[0] for each in (*batches[-1], group) if each.choices]
+                if probe.needed_bytes(members) <= probe.limit_bytes:
+                    batches[-1].append(group)
+                    continue
+            batches.append([group])
+        return batches

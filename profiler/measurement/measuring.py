@@ -1,0 +1,193 @@
+"""The runs of one profile: the traced step, those under the memory meter, the timed ones, and the options'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from profiler.measurement.alike_stages import alike
+from profiler.measurement.assembly import Measured
+from profiler.measurement.joined_phases import PhasesOfMark, by_mark, typical_seconds
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, memory_meter, time_meter
+from profiler.measurement.option_steps import OptionSteps
+from profiler.measurement.stage_options import OptionGroup, ProposeChoices, grouped, steps_for, take_turns
+from profiler.measurement.stage_probe import PlainStep, StageProbe
+from profiler.measurement.stage_reruns import HELD, STORES, RerunTimes, kept_by_hooks, rerun_stages
+from profiler.measurement.unsteady_bytes import what_is_unsteady
+from profiler.records import MenuRecord, Phase, ResidentBytes
+from profiler.trace.compiled_trace import trace_compiled
+from profiler.trace.left_out import left_out_of
+from profiler.trace.partition import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
+from profiler.trace.stage_names import StateChoices, names_unseen
+from profiler.trace.step_record import Trace
+from profiler.trace.step_trace import trace_step
+from profiler.workload.compiled_forwards import is_compiled, uncompiled
+from profiler.workload.snapshot import RandomState
+from profiler.workload.steps import (
+    Result,
+    TensorsOfState,
+    count_many_steps,
+    counts_steps,
+    until_stepped,
+)
+from profiler.workload.workload import Workload
+
+Progress = Callable[[str, int, int], None]
+PLAIN_STEPS = 3
+DROPPING_FORWARDS = 2
+_RUNS = 5 + PLAIN_STEPS + DROPPING_FORWARDS
+
+
+class ProgressReporter:
+    """Tells what runs next, and how many runs there are."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._done = 0
+        self.runs = _RUNS
+
+    def __call__(self, what: str) -> None:
+        if self._progress is not None:
+            self._progress(what, self._done, max(self.runs, self._done + 1))
+        self._done += 1
+
+
+class Measuring:
+    """The runs of one profile, each from the same random numbers."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        resident: ResidentBytes,
+        state: TensorsOfState,
+        randomness: RandomState,
+        report: ProgressReporter,
+    ) -> None:
+        self._workload = workload
+        self._device = workload.device
+        self._compiled = is_compiled(workload.model)
+        self._resident, self._state = resident, state
+        self._randomness = randomness
+        self._report = report
+
+    def measure(
+        self, patterns: Sequence[StagePattern] | None, propose: ProposeChoices, state: StateChoices | None
+    ) -> Measured:
+        """Everything that a profile is made of."""
+        uncompiled_trace, uncompiled_stages = trace, stages = self._trace(patterns)
+        left_out = left_out_of(trace, stages) if patterns is None else ()
+        if self._compiled:
+            self._begin("trace, compiled")
+            trace, calls = trace_compiled(self._workload, trace, [stage.call for stage in stages])
+            stages = stages_of(trace, calls)
+        with self._probe(trace, stages) as probe:
+            saving = self._saving_step(probe)
+            memory = by_mark(saving.phases)
+            groups = grouped(uncompiled_trace, uncompiled_stages, alike(uncompiled_stages), memory, propose, state)
+            self._begin("memory, nothing kept")
+            dropping = probe.dropping_forward(self._memory_meter(), hold_all=False)
+            dropped_seconds, reruns = self._time_dropping(probe, stages)
+            take_turns(groups, stages, [k for k, rerun in enumerate(reruns) if rerun.failure == STORES])
+            self._report.runs += steps_for(groups)
+            steps = [self._timed_step(probe) for _ in range(PLAIN_STEPS)]
+            menus = self._measure_menus(probe, groups, memory, propose)
+            if late := self._late_update(probe):
+                memory[Mark("optimizer")] = [*memory[Mark("optimizer")], *late]
+            varied = list(dict.fromkeys([*saving.varied, *dropping.varied]))
+            if not varied and len(probe.nodes_of_steps) > 1:
+                varied = [""]
+            kept_twice = kept_by_hooks(trace, stages, saving.held & dropping.hidden)
+        return Measured(
+            trace=trace,
+            stages=stages,
+            memory=memory,
+            input_deaths=saving.input_deaths,
+            output_deaths=saving.output_deaths,
+            late_releases=saving.late_releases,
+            seconds=typical_seconds(steps),
+            step_seconds=[sum(phase.seconds for _, phase in step) for step in steps],
+            dropped_memory=by_mark(dropping.phases),
+            dropped_seconds=dropped_seconds,
+            freed=dropping.freed,
+            unseen=names_unseen(self._workload.model, uncompiled_trace, uncompiled_stages),
+            reruns=[replace(rerun, failure=HELD) if k in kept_twice else rerun for k, rerun in enumerate(reruns)],
+            menus=[
+                replace(menu, options=(), reason=HELD) if kept_twice.intersection(group.members) else menu
+                for menu, group in zip(menus, groups, strict=True)
+            ],
+            menu_of={k: number for number, group in enumerate(groups) for k in group.members},
+            unsteady=what_is_unsteady(self._workload, uncompiled_trace, uncompiled_stages, self._resident, varied),
+            left_out=left_out,
+        )
+
+    def _probe(self, trace: Trace, stages: Sequence[ChosenStage]) -> StageProbe:
+        return StageProbe(self._workload, stages)
+
+    def _saving_step(self, probe: StageProbe) -> PlainStep:
+        return self._step("memory", lambda: probe.saving_step(self._memory_meter()))
+
+    def _timed_step(self, probe: StageProbe) -> MarkedPhases:
+        return self._step("time", lambda: probe.step(time_meter(self._device)))
+
+    def _late_update(self, probe: StageProbe) -> list[Phase]:
+        """The optimizers' part of a step late in training: some do more from a certain number of steps on."""
+        counting = [optimizer for optimizer in self._workload.optimizers if counts_steps(optimizer)]
+        if not counting:
+            return []
+        hooks = [each.register_step_pre_hook(lambda aged, *_: count_many_steps(aged)) for each in counting]
+        try:
+            step = self._step("memory, late in training", lambda: probe.step(self._memory_meter()))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return by_mark(step)[Mark("optimizer")]
+
+    def _begin(self, what: str) -> None:
+        self._report(what)
+        self._randomness.restore()
+
+    def _memory_meter(self) -> Meter:
+        return memory_meter(self._device, self._resident.total, self._state)
+
+    def _step(self, what: str, run: Callable[[], Result]) -> Result:
+        """Run a whole step, again where the scaler leaves the optimizer out."""
+
+        def run_with_the_same_numbers() -> Result:
+            self._randomness.restore()
+            return run()
+
+        self._report(what)
+        return until_stepped(self._workload, run_with_the_same_numbers)
+
+    def _trace(self, patterns: Sequence[StagePattern] | None) -> tuple[Trace, tuple[ChosenStage, ...]]:
+        self._begin("trace")
+        trace = self._traced()
+        if sum(call.parent < 0 for call in trace.calls) > 1:
+            raise StagesError(
+                "profile: expected a step that calls the model once, got several calls (by the loss?); "
+                "put what calls it into one module and profile that"
+            )
+        return trace, choose_stages(trace, patterns)
+
+    def _traced(self) -> Trace:
+        return uncompiled(trace_step)(self._workload) if self._compiled else trace_step(self._workload)
+
+    def _time_dropping(
+        self, probe: StageProbe, stages: Sequence[ChosenStage]
+    ) -> tuple[dict[Mark, float], list[RerunTimes]]:
+        """Seconds of forwards without keeping, and of one rerun per distinct stage."""
+        runs: list[MarkedPhases] = []
+        reruns: list[RerunTimes] = []
+        for _ in range(DROPPING_FORWARDS):
+            self._begin("time, nothing kept")
+            timed = probe.dropping_forward(time_meter(self._device), hold_all=True)
+            runs.append(timed.phases)
+            reruns = reruns or rerun_stages(timed.first_runs, alike(stages), self._device, compiled=self._compiled)
+        return typical_seconds(runs), reruns
+
+    def _measure_menus(
+        self, probe: StageProbe, groups: Sequence[OptionGroup], memory: PhasesOfMark, propose: ProposeChoices
+    ) -> list[MenuRecord]:
+        steps = OptionSteps(probe, memory, self._memory_meter, self._randomness, self._report)
+        steps.check(groups, propose)
+        return steps.measure(groups)

@@ -1,0 +1,224 @@
+"""A training step that the user wrote: where its phases begin is seen at the model, at backward and at optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from profiler.workload.autograd_nodes import graph_nodes, next_node
+from profiler.workload.compiled_forwards import is_compiled, leave_uncompiled
+from profiler.workload.forward_patches import Forward, ForwardPatches
+from profiler.workload.tensor_parts import sizes_of
+from profiler.workload.tensor_trees import tensors_in
+
+leave_uncompiled(__name__)
+
+Begin = Callable[[Any, Tensor | None], None]  # is told of a phase, as ``OnPhase``
+
+
+class OwnStep:
+    """Runs a function that is one whole training step, and tells as each of its phases begins.
+
+    A forward begins with the step, or where the backward before it is over: a step of several micro-batches has
+    several. One of them is ``measured``; the others are evaluations. A call of the model in training mode, with
+    gradients enabled, belongs to the forward under way; backward begins where the autograd engine is started on a graph
+    that reaches such a call.
+
+    Args:
+        function: runs the step; takes nothing.
+        model: that it trains.
+
+    Attributes:
+        measured: which of the forwards is measured.
+        forwards: how many the last run had.
+        stepped: the optimizers whose step the last run called and did not skip.
+        result: what the last run returned; bound until the next one returns, as in ``loss = step()``.
+        autocast: the type that autocast cast to in the last call of the model; None where it was off.
+        input_shapes: of the tensors that this call got.
+    """
+
+    def __init__(self, function: Callable[[], Any], model: nn.Module) -> None:
+        self.function = function
+        self.model = model
+        self.measured = 0
+        self.forwards = 0
+        self.stepped: list[torch.optim.Optimizer] = []
+        self.result: Any = None
+        self.autocast: torch.dtype | None = None
+        self.input_shapes: tuple[tuple[int, ...], ...] = ()
+
+    def run(self, begin: Begin, before_update: Callable[[torch.optim.Optimizer], None]) -> float:
+        """Run the step.
+
+        Args:
+            begin: as ``on_phase`` of ``Workload.step``.
+            before_update: is told of each optimizer that is about to step.
+
+        Returns:
+            The loss: what the function returns where that is a number, else what backward began from.
+
+        Raises:
+            ValueError: it does not call the model, or runs no backward through it.
+        """
+        watch = _Watch(self, begin)
+        watch.begin_forward()  # Before anything is installed: the step may be run once within this call.
+        self.stepped = []
+        patches = ForwardPatches(compile_safe=is_compiled(self.model))
+        patches.wrap(self.model, watch.called)
+        hooks = [
+            register_optimizer_step_pre_hook(lambda optimizer, *_: before_update(optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self.stepped.append(optimizer)),
+        ]
+        try:
+            with _backward_seen(watch.backward):
+                result = self.function()
+        finally:
+            for hook in hooks:
+                hook.remove()
+            patches.remove()
+        watch.check()
+        self.forwards = watch.backwards
+        loss = _number(result)
+        self.result = result
+        del result
+        begin("end", None)
+        return watch.loss if loss is None else loss
+
+
+class _Watch:
+    """What is under way in one run."""
+
+    def __init__(self, step: OwnStep, begin: Begin) -> None:
+        self._step, self._begin = step, begin
+        self._number = -1
+        self._calls: list[range] = []  # the sequence numbers of the nodes that calls of this forward made
+        self._inside = False
+        self._over = False
+        self.backwards = 0
+        self.called_at_all = False
+        self.loss = float("nan")
+
+    @property
+    def _is_measured(self) -> bool:
+        return self._number == self._step.measured
+
+    def begin_forward(self) -> None:
+        """The step begins, or the model is called after a backward."""
+        self._number, self._over = self._number + 1, False
+        self._calls.clear()
+        self._begin("forward" if self._is_measured else "evaluation", None)
+
+    def called(self, forward: Forward) -> Forward:
+        """In place of the model's forward."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._inside or not (self._step.model.training and torch.is_grad_enabled()):
+                return forward(*args, **kwargs)
+            if self._over:
+                self.begin_forward()
+            self.called_at_all = True
+            if self._is_measured:
+                inputs = tensors_in((args, kwargs))
+                self._step.autocast = _autocast_of(self._step.model)
+                self._step.input_shapes = tuple(map(sizes_of, inputs))
+                del inputs
+            first, self._inside = next_node(), True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._inside = False
+                self._calls.append(range(first, next_node()))
+
+        return run
+
+    @contextlib.contextmanager
+    def backward(self, roots: Sequence[Any]) -> Iterator[None]:
+        """Around a run of the autograd engine."""
+        root = next((root for root in roots if self._reaches_the_model(root)), None)
+        if root is None:
+            yield
+            return
+        self.backwards += not self._over
+        self._over = True
+        if root.numel() == 1:
+            self.loss = float(root.detach())
+        if self._is_measured:
+            self._begin("backward", root)
+        del roots, root
+        yield
+        if self._number >= self._step.measured:
+            self._begin("optimizer", None)
+
+    def _reaches_the_model(self, root: Any) -> bool:
+        if not isinstance(root, Tensor) or not self._calls:
+            return False
+        numbers = (node._sequence_nr() for node in graph_nodes(root))
+        return any(number in made for number in numbers for made in self._calls)
+
+    def check(self) -> None:
+        """Refuse a step that was none; raises ValueError."""
+        if not self.called_at_all:
+            raise ValueError(
+                "Workload: expected a step that calls the model in training mode with gradients enabled, got one that "
+                "does not; pass the module that it calls, and call model.train()"
+            )
+        if not self.backwards:
+            raise ValueError(
+                "Workload: expected a step that runs backward through the model's output, got one that does not; let "
+                "the function run forward, backward and the optimizer's step"
+            )
+
+
+@contextlib.contextmanager
+def _backward_seen(around: Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Inside, what runs the autograd engine is called within ``around(roots)``, but for calls within another one."""
+    autograd: Any = torch.autograd
+    # ``Tensor.backward`` calls the first. The last one is seen where a module holds a reference to the others.
+    plain = {name: getattr(autograd, name) for name in ("backward", "grad", "_engine_run_backward")}
+    inside = False
+
+    def seen(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside:
+                return call(*args, **kwargs)
+            roots = args[0] if args else next((kwargs[name] for name in ("tensors", "outputs") if name in kwargs), ())
+            inside = True
+            try:
+                with around([roots] if isinstance(roots, Tensor) else list(roots)):
+                    del roots
+                    return call(*args, **kwargs)
+            finally:
+                inside = False
+
+        return run
+
+    for name, call in plain.items():
+        setattr(autograd, name, seen(call))
+    try:
+        yield
+    finally:
+        for name, call in plain.items():
+            setattr(autograd, name, call)
+
+
+def _autocast_of(model: nn.Module) -> torch.dtype | None:
+    kind = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _number(result: Any) -> float | None:
+    """A loss as a number; None where it is none."""
+    if isinstance(result, Tensor):
+        return float(result.detach()) if result.numel() == 1 else None
+    if isinstance(result, (int, float)) and not isinstance(result, bool):
+        return float(result)
+    inner = getattr(result, "loss", None)
+    return _number(inner) if isinstance(inner, Tensor) else None

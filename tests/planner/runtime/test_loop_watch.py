@@ -1,0 +1,111 @@
+"""What the first steps of a planned loop hold beside what the plan counts on is said, once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import planner
+from profiler.workload.workload import Workload
+
+WIDTH, CLASSES, BATCH = 16, 2000, 32
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+def loss_of(scores: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(scores, torch.zeros(BATCH, dtype=torch.long))
+
+
+Step = Callable[[nn.Module, Tensor, torch.optim.Optimizer, dict[str, Tensor]], None]
+
+
+def usual(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer, held: dict[str, Tensor]) -> None:
+    held["scores"] = model(x)
+    loss = loss_of(held["scores"])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def let_go(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer, held: dict[str, Tensor]) -> None:
+    loss_of(model(x)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def tutorial(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer, held: dict[str, Tensor]) -> None:
+    held["scores"] = model(x)
+    loss = loss_of(held["scores"])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def collecting(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer, held: dict[str, Tensor]) -> None:
+    held[f"scores {len(held)}"] = model(x)
+    loss_of(held[f"scores {len(held) - 1}"]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def said(step: Step, *, keeps_output: bool, watch: bool | None = None, steps: int = 6) -> list[str]:
+    """What is said of a loop of such steps, under the smallest plan."""
+    torch.manual_seed(0)
+    model, x = Classifier(), torch.randn(BATCH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    work = Workload(model=model, inputs=x, loss=loss_of, optimizer=optimizer, keeps_output=keeps_output)
+    profile = planner.profile(work, stages=["blocks.*", "head"], menus=False)
+    with pytest.raises(planner.Infeasible) as refusal:
+        planner.solve(profile, 1)
+    plan = planner.solve(profile, refusal.value.minimum_budget_bytes)
+    held: dict[str, Tensor] = {}
+    with warnings.catch_warnings(record=True) as caught, planner.apply(model, plan, watch=watch):
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            step(model, x, optimizer, held)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("watch", [None, True])
+@pytest.mark.parametrize(("step", "keeps_output"), [(usual, True), (let_go, True), (let_go, False)])
+def test_nothing_is_said_of_a_loop_within_its_plan(step: Step, keeps_output: bool, watch: bool | None) -> None:
+    assert said(step, keeps_output=keeps_output, watch=watch) == []
+
+
+def test_an_output_that_the_plan_does_not_count_on_is_named_with_its_maker() -> None:
+    (found,) = said(usual, keeps_output=False)
+    size = planner.units.format_bytes(BATCH * CLASSES * 4)
+    assert f"still holds the model's output, {size}, made by head: the peak may be {size} higher" in found
+    assert "delete it before backward, or profile with keeps_output=True" in found
+
+
+def test_outputs_that_pile_up_are_said() -> None:
+    (found,) = said(collecting, keeps_output=True)
+    assert "still holds the model's output" in found
+    assert "keep one at a time" in found
+
+
+def test_gradients_that_the_plan_does_not_count_on_are_said_at_once() -> None:
+    found = said(tutorial, keeps_output=True, steps=2)
+    gradients = planner.units.format_bytes(sum(p.numel() * 4 for p in Classifier().parameters()))
+    assert [text for text in found if f"expected gradients of 0 B as a forward begins, got {gradients}" in text]
+    assert "zero_grad" in found[0]
+
+
+def test_on_request_the_peak_of_a_step_is_taken_on_the_cpu() -> None:
+    found = said(usual, keeps_output=False, watch=True)
+    assert any("a step of your loop takes" in text and "above the budget" in text for text in found)
+    assert not any("above the budget" in text for text in said(usual, keeps_output=False, watch=None))

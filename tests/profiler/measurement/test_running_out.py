@@ -1,0 +1,97 @@
+"""Profiling where memory runs out: it goes on with less, or says so, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import planner
+from planner import ProfileError
+from profiler.workload.workload import Workload
+
+WIDTH, BATCH = 64, 256
+BLOCK_BYTES = BATCH * 4 * WIDTH * 4
+
+
+SAVED: weakref.WeakSet[Tensor] = weakref.WeakSet()  # of the large ones, those that are alive
+
+
+class Short(nn.Module):
+    """Blocks on a device that has no room for what more than a few of them save."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(8)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if len(SAVED) > self.room:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB.")
+            x = x + block(x)
+        return x
+
+
+def alive_of(size_bytes: int) -> int:
+    """How many tensors of a size are alive, as far as Python sees them."""
+    gc.collect()
+    return sum(1 for each in gc.get_objects() if type(each) is Tensor and each.untyped_storage().nbytes() == size_bytes)
+
+
+def step(room: int) -> Workload:
+    torch.manual_seed(0)
+    model = Short(room)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Workload(
+        model=model, inputs=torch.randn(BATCH, WIDTH), loss=lambda y: y.square().mean(), optimizer=optimizer
+    )
+
+
+def _noted(tensor: Tensor) -> Tensor:
+    saved = tensor.detach()
+    if saved.untyped_storage().nbytes() == BLOCK_BYTES:
+        SAVED.add(saved)
+    return saved
+
+
+class Hooked:
+    """Counts the large tensors that autograd holds."""
+
+    def __enter__(self) -> Hooked:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(_noted, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+
+def test_a_step_that_fits_in_no_way_says_what_ran_out_and_leaves_nothing() -> None:
+    work, before = step(-1), alive_of(BLOCK_BYTES)
+    weights = [parameter.detach().clone() for parameter in work.model.parameters()]
+    with pytest.raises(ProfileError, match=r"expected memory for a training step, got none left although every stage"):
+        planner.profile(work, menus=False)
+    assert alive_of(BLOCK_BYTES) == before
+    assert all(map(torch.equal, weights, work.model.parameters()))
+
+
+def test_other_failures_are_no_shortage() -> None:
+    work = step(100)
+    work.inputs = torch.randn(BATCH, WIDTH + 1)
+    with pytest.raises(ProfileError, match="expected a training step that runs, got RuntimeError"):
+        planner.profile(work, menus=False)
+
+
+def test_where_a_plain_step_runs_out_profiling_goes_on_with_less() -> None:
+    with Hooked():
+        short = planner.profile(step(6), menus=False)
+    plain = planner.profile(step(10_000), menus=False)
+    assert (short.frugal, plain.frugal) == (True, False)
+    assert short.unplanned_peak_bytes == plain.unplanned_peak_bytes
