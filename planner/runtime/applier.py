@@ -202,7 +202,7 @@ class PlannedCalls:
             self._watch.forward_begins()
             self._step = self._begin(BatchCopies((args, kwargs)))
             try:
-                with self._watch.forward(), self._caches.off(kwargs):
+                with self._watch.forward(forward), self._caches.off(kwargs):
                     output = forward(*args, **kwargs)
                 self._step.leave(output)
                 self._watch.forward_ends(output)

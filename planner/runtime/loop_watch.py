@@ -15,7 +15,7 @@ from planner.plans.plan import Plan
 from planner.runtime.plan_checks import say_once
 from planner.units import format_bytes
 from profiler.measurement.meter import Mark, Meter, memory_meter
-from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.compiled_forwards import CompiledForward, Forward, is_compiled, leave_uncompiled
 from profiler.workload.storages import allocated_bytes, distinct_bytes, has_storage, storage_key
 from profiler.workload.tensor_trees import tensors_in
 
@@ -63,13 +63,17 @@ class LoopWatch:
             self._take_peak(more_bytes)
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around the first forward: sees which module makes what is returned."""
-        if self._forwards > 1:
+    def forward(self, forward: Forward) -> Iterator[None]:
+        """Around the first forward: sees which module makes what is returned.
+
+        Args:
+            forward: that runs; in compiled code nothing is seen, since a hook would make it another.
+        """
+        model = self._model()
+        if model is None or self._forwards > 1 or isinstance(forward, CompiledForward) or is_compiled(model):
             yield
             return
-        model = self._model()
-        names = {} if model is None else {id(module): name for name, module in model.named_modules() if name}
+        names = {id(module): name for name, module in model.named_modules() if name}
 
         def note(module: nn.Module, _: Any, output: Any) -> None:
             if (name := names.get(id(module))) is not None:

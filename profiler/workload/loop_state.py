@@ -122,6 +122,23 @@ def tensors_of(reached: list[Any]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
+def kept_by_nodes(outputs: list[Tensor]) -> list[Tensor]:
+    """Tensors in attributes of the nodes of a graph, as ``ctx.x = x`` in a function of the user's own.
+
+    Unlike what ``save_for_backward`` keeps, they do not go with backward, but with the last tensor of the graph.
+    """
+    nodes = list(dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None))
+    seen = set(nodes)
+    found: list[Tensor] = []
+    while nodes:
+        node = nodes.pop()
+        found += tensors_in(getattr(node, "__dict__", {}))
+        following = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= following
+        nodes += following
+    return found
+
+
 def bindings_of(reached: list[Any]) -> list[tuple[str, Callable[[], None]]]:
     """Ways back for what a step may bind anew: names, items of containers, attributes; with what each is for.
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from profiler.workload.loop_state import reached_from, tensors_of
+from profiler.workload.loop_state import kept_by_nodes, reached_from, tensors_of
 from profiler.workload.optimizers import (
     Optimizers,
     given_optimizers,
@@ -162,8 +162,10 @@ class Workload:
     def held_by_loop(self) -> list[Tensor]:
         """What the loop holds until the next step: the last output and loss, or what the user's step refers to."""
         if self.own is not None:
-            return [*tensors_of(reached_from(self.own.function)), *tensors_in(self.own.result)]
-        return tensors_in((self._output, self._loss))
+            held = [*tensors_of(reached_from(self.own.function)), *tensors_in(self.own.result)]
+        else:
+            held = tensors_in((self._output, self._loss))
+        return [*held, *kept_by_nodes(held)]
 
     def release(self) -> None:
         """Let go of the last output and loss."""

@@ -273,6 +273,7 @@ def test_nothing_stays_behind_when_backward_never_comes(monkeypatch: pytest.Monk
             loss = work.forward()
             assert any(stage() is not None for stage in stages)
             del loss
+            work.release()
             assert all(stage() is None for stage in stages)
         finally:
             gc.enable()
