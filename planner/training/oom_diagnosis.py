@@ -108,16 +108,20 @@ class _Keeping:
 
 
 def _run_again(workload: Workload, plan: Plan) -> tuple[list[Span], bool]:
-    """The actions of one more step, and whether it ran out of memory, too; none of a compiled model's."""
+    """The actions of one more step, and whether it ran out of memory, too; none of a compiled model's.
+
+    Where it does not, another one runs: that has the output of the one before beside it.
+    """
     if unwrapped(workload.model) is not workload.model or is_compiled(workload.model):
         return [], False
     places = Places(plan)
     meter, repeated = None, False
     try:
         with preserved(workload):
-            meter = _Keeping(step_memory_meter(workload))
             with PlannedProbe(workload, places.calls, places.again) as probe, apply(workload.model, plan):
-                probe.step(meter)
+                for _ in range(2):
+                    meter = _Keeping(step_memory_meter(workload))
+                    probe.step(meter)
     except (RuntimeError, MemoryError) as error:
         repeated = ran_out(error)
         if not repeated:

@@ -232,6 +232,9 @@ class Workload:
         except _Stopped:
             self._stop(with_gradients)
             return float("nan")
+        except BaseException:
+            self.release()  # The graph of a step that failed would be there in the next.
+            raise
 
     def _whole(self, begin: OnPhase) -> float:
         self.zero_grad()

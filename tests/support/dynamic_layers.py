@@ -32,6 +32,7 @@ def planned(
 
 
 def step(model: nn.Module, count: int) -> None:
+    model.zero_grad()
     model(rows(count)).mean().backward()
 
 
