@@ -117,11 +117,14 @@ def _run_again(workload: Workload, plan: Plan) -> tuple[list[Span], bool]:
     places = Places(plan)
     meter, repeated = None, False
     try:
-        with preserved(workload):
-            with PlannedProbe(workload, places.calls, places.again) as probe, apply(workload.model, plan):
-                for _ in range(2):
-                    meter = _Keeping(step_memory_meter(workload))
-                    probe.step(meter)
+        with (
+            preserved(workload),
+            PlannedProbe(workload, places.calls, places.again) as probe,
+            apply(workload.model, plan),
+        ):
+            for _ in range(2):
+                meter = _Keeping(step_memory_meter(workload))
+                probe.step(meter)
     except (RuntimeError, MemoryError) as error:
         repeated = ran_out(error)
         if not repeated:

@@ -18,11 +18,11 @@ from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.forward_patches import Forward, ForwardPatches
-from profiler.workload.optimizers import optimizer_tensors
+from profiler.workload.optimizers import optimizer_tensors, scaler_tensors
 from profiler.workload.steps import beside_the_inputs, held_by_loop
 from profiler.workload.storages import allocated_bytes
 from profiler.workload.tensor_trees import tensors_in
-from profiler.workload.workload import Workload, scaler_tensors
+from profiler.workload.workload import Workload
 
 StorageOrigin = Literal["parameter", "buffer", "optimizer state", "batch", "loop", "gradient", "made in step"]
 

@@ -79,3 +79,8 @@ def fill_history(optimizers: Iterable[torch.optim.Optimizer]) -> None:
                 factors.insert(0, torch.zeros_like(factors[0]))
             if directions and state.get("al"):
                 state["al"][:] = [torch.zeros_like(factors[0]) if value is None else value for value in state["al"]]
+
+
+def scaler_tensors(scaler: torch.amp.GradScaler | None) -> list[Tensor]:
+    """What a scaler holds from step to step: nothing before it was used."""
+    return [] if scaler is None else [value for value in vars(scaler).values() if isinstance(value, Tensor)]

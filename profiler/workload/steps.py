@@ -10,10 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from profiler.records import ResidentBytes
-from profiler.workload.optimizers import fill_history, optimizer_tensors, stepped_parameters, wants_closure
+from profiler.workload.optimizers import (
+    fill_history,
+    optimizer_tensors,
+    scaler_tensors,
+    stepped_parameters,
+    wants_closure,
+)
 from profiler.workload.storages import distinct_bytes, storage_key
 from profiler.workload.tensor_trees import tensors_in
-from profiler.workload.workload import OnPhase, StepPhase, Workload, scaler_tensors
+from profiler.workload.workload import OnPhase, StepPhase, Workload
 
 Result = TypeVar("Result")
 # GradScaler's scale begins at 65536 and halves with every skipped step; below 1 it no longer serves its end.

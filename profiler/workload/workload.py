@@ -13,6 +13,7 @@ from profiler.workload.loop_state import kept_by_nodes, reached_from, tensors_of
 from profiler.workload.optimizers import (
     Optimizers,
     given_optimizers,
+    scaler_tensors,
     stepped_parameters,
     wants_closure,
 )
@@ -166,6 +167,11 @@ class Workload:
         else:
             held = tensors_in((self._output, self._loss))
         return [*held, *kept_by_nodes(held)]
+
+    @property
+    def held_loss(self) -> list[Tensor]:
+        """The last loss, where it is still bound."""
+        return tensors_in(self._loss)
 
     def release(self) -> None:
         """Let go of the last output and loss."""
@@ -367,11 +373,6 @@ class Workload:
 
 class _Stopped(BaseException):
     """Raised as a phase begins that the step is not to enter; no user code should catch it."""
-
-
-def scaler_tensors(scaler: torch.amp.GradScaler | None) -> list[Tensor]:
-    """What a scaler holds from step to step: nothing before it was used."""
-    return [] if scaler is None else [value for value in vars(scaler).values() if isinstance(value, Tensor)]
 
 
 def own_loss(output: Any) -> Any:
