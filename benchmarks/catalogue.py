@@ -70,7 +70,8 @@ def trained(family: Family, plan: planner.Plan | None) -> tuple[dict[str, Any], 
     # From before the model is made: what it did not see allocated, it does not see freed.
     with torch.profiler.profile(activities=_PROFILED_EVENTS, profile_memory=True) as profiled:
         model, batch = _built(family)
-        for config in [getattr(module, "config", None) for module in model.modules()] if plan is None else []:
+        configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+        for config in configs if plan is None else []:
             if hasattr(config, "use_cache"):
                 config.use_cache = False
         optimizer = _optimizer(model)
