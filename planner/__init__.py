@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         TrainingRun as TrainingRun,
         train_planned as train_planned,
     )
+    from planner.training.verification import Verification as Verification, verify as verify
     from profiler.measurement.step_measurement import Measurement as Measurement, measure as measure
     from profiler.recomputation.functions import recompute as recompute
     from profiler.records import Profile as Profile
@@ -68,6 +69,7 @@ _NAMES = {
     "planner.training.input_signatures": "Signature",
     "planner.training.oom_report": "FailureReport",
     "planner.training.training": "OutOfMemory TrainingRun train_planned",
+    "planner.training.verification": "Verification verify",
     "profiler.measurement.step_measurement": "Measurement measure",
     "profiler.recomputation.functions": "recompute",
     "profiler.records": "Profile",

@@ -15,13 +15,8 @@ import typer
 from planner.cli.advise import advise_command
 from planner.cli.options import (
     COMPARE_SECONDS,
-    GRAPH_GAP,
-    GRAPH_SECONDS,
-    LARGE_GRAPH_NODES,
-    LARGE_GRAPH_SECONDS,
     PARETO_SECONDS,
     AsJson,
-    BudgetOrRules,
     BudgetText,
     Device,
     DevicesPerLink,
@@ -34,11 +29,11 @@ from planner.cli.options import (
     Out,
     RulesFile,
     Settings,
-    SolverName,
     TargetArgument,
     offload_options,
 )
 from planner.cli.shell import ManyValues, PlannerGroup, check_folder, note, say_written, show, show_json, working
+from planner.cli.solve import solve_command
 from planner.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -107,83 +102,7 @@ def profile_command(
     say_written(output)
 
 
-@app.command("solve")
-def solve_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile, a chain problem or a graph problem.")],
-    budget: BudgetOrRules = None,
-    headroom: HeadroomText = None,
-    rules: RulesFile = None,
-    solver: SolverName = "auto",
-    time_limit: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds for solvers that search; "
-            f"of a graph {GRAPH_SECONDS:g} if unset, {LARGE_GRAPH_SECONDS:g} above {LARGE_GRAPH_NODES} nodes."
-        ),
-    ] = None,
-    no_menus: Annotated[
-        bool, typer.Option("--no-menus", help="Of a profile: keep or recompute stages as a whole.")
-    ] = False,
-    no_offload: NoOffload = False,
-    offload_only: OffloadOnly = False,
-    link_gbps: LinkGbps = None,
-    devices_per_link: DevicesPerLink = None,
-    host_memory: HostMemoryOption = None,
-    gap: Annotated[
-        float | None,
-        typer.Option(help=f"Graphs only: the search ends this close to the bound, a share ({GRAPH_GAP:g} if unset)."),
-    ] = None,
-    output: Out = None,
-    as_json: AsJson = False,
-) -> None:
-    """Choose what to keep, recompute and offload so that the step's true peak stays within the budget.
-
-    FILE is a profile (planner profile -o), or a problem file: "format": "planner-chain" or "planner-graph".
-
-    With --rules the plan does what these state, and only the rest, if it is to be solved for, is chosen; the profile
-    has to be made with the same rules. --budget may then be left out.
-
-    Ctrl-C ends the search of a graph with the best plan so far.
-    """
-    from planner.cli import problem_solving
-    from planner.cli.tables import solution_report
-    from planner.plans import problem_files
-    from planner.plans.rules import Rules
-    from planner.plans.solving import NoPlan
-    from profiler.json_files import write_document
-
-    check_folder(output)
-    stated = None if rules is None else Rules.load(rules)
-    offload_request = offload_options(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
-    source = problem_files.read_source(file)
-    if no_menus:
-        source = problem_solving.stage_level(source, stated)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            summary, document = problem_solving.solve_source(
-                source,
-                budget,
-                solver=solver,
-                time_limit_seconds=time_limit,
-                gap=gap,
-                rules=stated,
-                offload=offload_request,
-                headroom=headroom,
-            )
-    except NoPlan as refusal:
-        if as_json:
-            show_json(problem_solving.refusal_of(refusal, source))
-        raise
-    _say_without(summary.no_offload)
-    if summary.interrupted:
-        note("interrupted: best plan so far")
-    if output is not None:
-        write_document(output, document)
-    if as_json:
-        show_json(summary.to_document())
-    else:
-        show(solution_report(summary))
-    say_written(output)
+app.command("solve", cls=ManyValues)(solve_command)
 
 
 @app.command("pareto")

@@ -17,7 +17,7 @@ from planner.plans.plan import Plan, PlannedStage, chain_in
 from planner.plans.stage_decisions import undecided_stage, with_decisions
 from planner.units import format_bytes, format_seconds, parse_bytes
 from profiler.records import LeftOutRecord, MenuRecord, Profile, states_bytes
-from solvers import Problem, Schedule, Solution, replay, solve_chain
+from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
 from solvers.problem.solution import AnySchedule
 
 OFFLOAD_ONLY = "offload_only"
@@ -201,6 +201,27 @@ def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_se
     solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
     fields = _schedule_fields(problem, solution, plan.stages, plan.menus, seconds_outside_chain)
     return replace(plan, budget_bytes=budget_bytes + plan.headroom_bytes, **fields)
+
+
+def following(plan: Plan, chain: Chain, *, lower_bound_seconds: float = 0.0) -> Plan:
+    """The same schedule on a chain with other seconds: what it foretells then.
+
+    Args:
+        plan: with its schedule.
+        chain: the same stages, options and bytes.
+        lower_bound_seconds: of any plan of that chain within the budget; 0 where none is known.
+    """
+    seconds_outside_chain = plan.unplanned_seconds - chain.unplanned_seconds
+    problem = Problem(chain=chain, budget_bytes=plan.budget_bytes - plan.headroom_bytes, link=plan.link)
+    solution = Solution(
+        schedule=plan.schedule,
+        status="feasible",
+        solver=plan.solver,
+        lower_bound_seconds=max(0.0, lower_bound_seconds - seconds_outside_chain),
+        solve_seconds=plan.solve_seconds,
+    )
+    fields = _schedule_fields(problem, solution, plan.stages, plan.menus, seconds_outside_chain)
+    return replace(plan, chain=chain, **fields)
 
 
 def why_no_offload(offload_request: Offload, profile: Profile) -> str:

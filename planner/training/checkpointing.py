@@ -15,6 +15,7 @@ from planner.runtime.applier import apply
 from planner.training.dynamic_profiles import Training
 from planner.training.dynamic_shapes import apply_dynamic
 from planner.training.plan_cache import CACHE_SIZE
+from planner.training.verification import can_verify, verify as verified
 from profiler.trace.partition import StagePattern
 from profiler.workload.optimizers import Optimizers
 from profiler.workload.workload import LossFunction, Workload
@@ -37,6 +38,7 @@ def auto_checkpoint(
     solver: str = "auto",
     offload: Offload | OffloadMode = "auto",
     headroom: str | int = 0,
+    verify: bool = True,
     dynamic: bool = False,
     sizes: Sequence[Any] = (),
     cache_size: int = CACHE_SIZE,
@@ -62,6 +64,8 @@ def auto_checkpoint(
         step: one whole training step as your loop runs it, where that is another than the usual one; as for
             ``Workload``.
         stages, solver, offload, headroom: as for ``profile`` and ``solve``.
+        verify: hold the plan against its own run and use the fastest of those that were run, as ``planner.verify``
+            does, where that can be: not with ``dynamic``, compiled models, and steps that do not fit unplanned.
         dynamic: batches change their shapes.
         sizes: more batches to profile now (or a ``Workload`` each, where the loss depends on the batch): give the
             smallest and the largest, and one or two in between where memory does not grow linearly. A budget in
@@ -108,7 +112,10 @@ def auto_checkpoint(
     if sizes:
         raise ValueError("auto_checkpoint: expected no sizes without dynamic=True, got some; pass dynamic=True")
     workload = Workload(model=model, inputs=inputs, step=step, **described)
-    apply(model, solve(profile(workload, stages=stages), budget, solver=solver, offload=offload, headroom=headroom))
+    plan = solve(profile(workload, stages=stages), budget, solver=solver, offload=offload, headroom=headroom)
+    if verify and can_verify(workload, plan):
+        plan = verified(workload, plan, solver=solver).plan
+    apply(model, plan)
     return model
 
 

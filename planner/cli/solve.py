@@ -1,0 +1,163 @@
+"""The command ``solve``: a plan for a profile or a problem file, held against its own run where that is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.cli.options import (
+    GRAPH_GAP,
+    GRAPH_SECONDS,
+    LARGE_GRAPH_NODES,
+    LARGE_GRAPH_SECONDS,
+    AsJson,
+    BudgetOrRules,
+    DevicesPerLink,
+    HeadroomText,
+    HostMemoryOption,
+    LinkGbps,
+    NoOffload,
+    OffloadOnly,
+    Out,
+    RulesFile,
+    Settings,
+    SolverName,
+    offload_options,
+)
+from planner.cli.shell import check_folder, note, say_written, show, show_json, working
+
+if TYPE_CHECKING:
+    from planner.training.verification import Verification
+
+
+def solve_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile, a chain problem or a graph problem.")],
+    budget: BudgetOrRules = None,
+    headroom: HeadroomText = None,
+    rules: RulesFile = None,
+    solver: SolverName = "auto",
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds for solvers that search; "
+            f"of a graph {GRAPH_SECONDS:g} if unset, {LARGE_GRAPH_SECONDS:g} above {LARGE_GRAPH_NODES} nodes."
+        ),
+    ] = None,
+    no_menus: Annotated[
+        bool, typer.Option("--no-menus", help="Of a profile: keep or recompute stages as a whole.")
+    ] = False,
+    no_offload: NoOffload = False,
+    offload_only: OffloadOnly = False,
+    link_gbps: LinkGbps = None,
+    devices_per_link: DevicesPerLink = None,
+    host_memory: HostMemoryOption = None,
+    gap: Annotated[
+        float | None,
+        typer.Option(help=f"Graphs only: the search ends this close to the bound, a share ({GRAPH_GAP:g} if unset)."),
+    ] = None,
+    verify: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TARGET",
+            help="Of a profile: run the plan a few steps on this model, correct its seconds, and solve again.",
+        ),
+    ] = None,
+    settings: Settings = None,
+    output: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Choose what to keep, recompute and offload so that the step's true peak stays within the budget.
+
+    FILE is a profile (planner profile -o), or a problem file: "format": "planner-chain" or "planner-graph".
+
+    With --rules the plan does what these state, and only the rest, if it is to be solved for, is chosen; the profile
+    has to be made with the same rules. --budget may then be left out.
+
+    With --verify (and --set, as for profile) the plan is held against its own run, stage by stage: options whose
+    seconds are off by more than a tenth are corrected, and it is solved again. Of three plans at most the fastest is
+    written.
+
+    Ctrl-C ends the search of a graph with the best plan so far.
+    """
+    from planner.cli import problem_solving
+    from planner.cli.solution_summary import summary_of_plan
+    from planner.cli.tables import solution_report
+    from planner.cli.verification import round_document, verification_report
+    from planner.plans import problem_files
+    from planner.plans.rules import Rules
+    from planner.plans.solving import NoPlan
+    from profiler.json_files import write_document
+
+    check_folder(output)
+    _check_verify(verify, rules, settings)
+    stated = None if rules is None else Rules.load(rules)
+    offload_request = offload_options(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
+    source = problem_files.read_source(file)
+    if no_menus:
+        source = problem_solving.stage_level(source, stated)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            summary, document = problem_solving.solve_source(
+                source,
+                budget,
+                solver=solver,
+                time_limit_seconds=time_limit,
+                gap=gap,
+                rules=stated,
+                offload=offload_request,
+                headroom=headroom,
+            )
+    except NoPlan as refusal:
+        if as_json:
+            show_json(problem_solving.refusal_of(refusal, source))
+        raise
+    if summary.no_offload:
+        note(f"without offload: {summary.no_offload}")
+    if summary.interrupted:
+        note("interrupted: best plan so far")
+    verified = None
+    if verify is not None:
+        verified = _verified(document, verify, settings, solver=solver, time_limit_seconds=time_limit)
+        summary, document = summary_of_plan(verified.plan), verified.plan.to_document()
+    if output is not None:
+        write_document(output, document)
+    if as_json:
+        rounds = {} if verified is None else {"verified": [round_document(each) for each in verified.rounds]}
+        show_json({**summary.to_document(), **rounds})
+    else:
+        show(solution_report(summary))
+        if verified is not None:
+            show("", verification_report(verified))
+    say_written(output)
+
+
+def _check_verify(verify: str | None, rules: Path | None, settings: list[str] | None) -> None:
+    if verify is None and settings:
+        raise ValueError("--set: expected --verify TARGET with it, got none; name the model that the values are for")
+    if verify is not None and rules is not None:
+        raise ValueError("--verify: expected a plan that is solved for, got --rules; planner train measures those")
+
+
+def _verified(
+    document: dict[str, Any],
+    target: str,
+    settings: list[str] | None,
+    *,
+    solver: str,
+    time_limit_seconds: float | None,
+) -> Verification:
+    from planner.plans.plan import FORMAT, Plan
+    from planner.targets import load_target, on_device, parse_settings
+    from planner.training.verification import verify
+
+    if document.get("format") != FORMAT:
+        raise ValueError("--verify: expected a profile, whose stages a model runs, got a problem file; leave it out")
+    plan = Plan.from_document(document, "the plan")
+    with working() as progress:
+        workload = on_device(load_target(target, parse_settings(settings or [])), plan.device)
+        progress("verify", 0, 1)
+        return verify(workload, plan, solver=solver, time_limit_seconds=time_limit_seconds)

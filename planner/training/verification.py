@@ -1,0 +1,321 @@
+"""A plan held against its own run: its seconds stage by stage, corrected where they are off, and solved for again."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from planner.explain.measured_step import Places
+from planner.plans.plan import Plan, chain_in
+from planner.plans.solving import following, replan
+from planner.runtime.applier import apply, check_precision
+from planner.runtime.plan_checks import check_device, check_inputs
+from planner.training.solver_comparison import seconds_in_turns
+from profiler.measurement.joined_phases import typical_seconds
+from profiler.measurement.meter import Mark, MarkedPhases, Place, time_meter
+from profiler.measurement.planned_probe import PlannedProbe
+from profiler.workload.compiled_forwards import is_compiled, unwrapped
+from profiler.workload.snapshot import RandomState, preserved
+from profiler.workload.steps import first_step
+from profiler.workload.workload import Workload
+from solvers import Chain, Option
+from solvers.problem.chain_schedule import RUNS
+
+# Plans that are run at most, steps of each that are timed in turns with plain ones, and the share from which an option
+# is corrected.
+ROUNDS, REPEATS, OFF_BY = 3, 3, 0.1
+_AGAIN = 0  # What a stage runs that is run again whole; its options are numbered from 1.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """What an option was foretold to add to a stage, and what it was seen to add.
+
+    Attributes:
+        option: its name; empty for running the stage again whole.
+        stages: that it was seen in; they do the same.
+        predicted_seconds, measured_seconds: of one of them, beside those of keeping everything, at the plan's pace.
+    """
+
+    option: str
+    stages: tuple[str, ...]
+    predicted_seconds: float
+    measured_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedRound:
+    """One plan held against its own run. Seconds are of a whole step.
+
+    Attributes:
+        plan: that was run.
+        unplanned_seconds, planned_seconds: measured, in turns.
+        corrected_seconds: what the plan foretells of itself after the corrections.
+        corrections: of options that were off by more than a tenth.
+    """
+
+    plan: Plan
+    unplanned_seconds: float
+    planned_seconds: float
+    corrected_seconds: float
+    corrections: tuple[Correction, ...]
+
+    @property
+    def measured_slowdown(self) -> float:
+        """Planned over unplanned seconds."""
+        return self.planned_seconds / self.unplanned_seconds
+
+    @property
+    def corrected_slowdown(self) -> float:
+        """As the corrected plan foretells it."""
+        return self.corrected_seconds / self.plan.unplanned_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The fastest plan of those that were run, and what the rounds showed.
+
+    Attributes:
+        plan: with corrected seconds; where several were run, the one that was measured fastest.
+        rounds: in order.
+    """
+
+    plan: Plan
+    rounds: tuple[VerifiedRound, ...]
+
+
+def verify(
+    workload: Workload, plan: Plan, *, solver: str = "auto", time_limit_seconds: float | None = None
+) -> Verification:
+    """Run the plan a few steps, correct the options whose seconds are off by more than a tenth, and solve again.
+
+    Steps without the plan and with it take turns, so both meet the same moods of the machine. What is solved again is
+    the plan's own chain: the same stages, options and bytes, with other seconds. That goes on for three plans at most,
+    or until the plan stays; the one that was measured fastest is handed back, so none is slower than the first.
+
+    Args:
+        workload: the training step; its unplanned step has to fit. It is left as it was found.
+        plan: for it, solved for (not stated by hand).
+        solver: that solves again, a name of ``solvers.solver_names()``.
+        time_limit_seconds: for solvers that search.
+
+    Returns:
+        The plan to use, and predicted, measured and corrected seconds of every round.
+
+    Raises:
+        PlanMismatch: the plan is for another model or another precision.
+        ProfileError: the step fails.
+        ValueError: the plan is stated by hand, without its chain, or of a step that did not fit; the model is
+            compiled, or the batch or the device another one.
+    """
+    _check(workload, plan)
+    rounds: list[VerifiedRound] = []
+    candidates = [plan]
+    with preserved(workload):
+        randomness = RandomState.capture()
+        while True:
+            plain, planned = _in_turns(workload, candidates[-1], randomness)
+            chain, corrections = corrected(candidates[-1], typical_seconds(plain), typical_seconds(planned))
+            same = following(candidates[-1], chain)
+            rounds.append(
+                VerifiedRound(
+                    plan=candidates[-1],
+                    unplanned_seconds=_seconds(plain),
+                    planned_seconds=_seconds(planned),
+                    corrected_seconds=same.predicted_seconds,
+                    corrections=corrections,
+                )
+            )
+            again = replan(
+                same, plan.budget_bytes - plan.headroom_bytes, solver=solver, time_limit_seconds=time_limit_seconds
+            )
+            known = [candidate.schedule for candidate in candidates]
+            if again.schedule in known or len(rounds) == ROUNDS:
+                break
+            candidates.append(again)
+    best = candidates[0]
+    if len(candidates) > 1:
+        seconds = seconds_in_turns(workload, {str(number): each for number, each in enumerate(candidates)})
+        best = candidates[int(min(seconds, key=lambda number: seconds[number]))]
+    return Verification(
+        plan=following(best, chain, lower_bound_seconds=again.lower_bound_seconds), rounds=tuple(rounds)
+    )
+
+
+def can_verify(workload: Workload, plan: Plan) -> bool:
+    """Whether a plan can be held against its own run: not where the unplanned step does not fit, or is compiled."""
+    compiled = unwrapped(workload.model) is not workload.model or is_compiled(workload.model)
+    return not (compiled or plan.frugal or plan.stated)
+
+
+def _check(workload: Workload, plan: Plan) -> None:
+    check_device(workload, plan)
+    check_precision(workload.model, plan, workload.autocast)
+    chain_in(plan, "verify")
+    if not can_verify(workload, plan):
+        got = "stated by hand" if plan.stated else "of a step that does not fit" if plan.frugal else ""
+        raise ValueError(
+            f"verify: expected a plan that was solved for a step that fits, of a model that is not compiled, got "
+            f"{f'one {got}' if got else 'a compiled model'}; planner.measure takes its seconds and peak as it is"
+        )
+
+
+def _in_turns(workload: Workload, plan: Plan, randomness: RandomState) -> tuple[list[MarkedPhases], list[MarkedPhases]]:
+    """Marked and timed steps without the plan and with it; the first of each goes before, and is not counted."""
+    places = Places(plan)
+    runs: dict[bool, list[MarkedPhases]] = {False: [], True: []}
+    with PlannedProbe(workload, places.calls, places.again) as probe:
+        for turn in range(1 + REPEATS):
+            for planned in (False, True):
+                randomness.restore()
+                with apply(workload.model, plan) if planned else contextlib.nullcontext():
+                    if turn == 0:
+                        check_inputs(workload, plan)
+                        first_step(workload)
+                    else:
+                        runs[planned].append(probe.step(time_meter(workload.device)))
+    return runs[False], runs[True]
+
+
+def _seconds(runs: Sequence[MarkedPhases]) -> float:
+    return statistics.median(sum(phase.seconds for _, phase in run) for run in runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One stage under what a plan does with it: seconds beside those of keeping everything."""
+
+    stage: int
+    predicted: tuple[float, float]  # in forward and in backward
+    measured: tuple[float, float]
+
+
+def corrected(
+    plan: Plan, unplanned: Mapping[Mark, float], planned: Mapping[Mark, float]
+) -> tuple[Chain, tuple[Correction, ...]]:
+    """The plan's chain with the seconds that were measured, where it was off by more than a tenth.
+
+    Options that did not run have what carrying out costs added per op that runs again, as it was found in those of the
+    same menu that did, or else in all of them.
+
+    Args:
+        plan: that ran, with its chain.
+        unplanned, planned: seconds by mark of a step without it and with it.
+    """
+    chain = chain_in(plan)
+    modules = [k for k, stage in enumerate(plan.stages) if stage.kind == "stage"]
+    keeping = [chain.stages[k].options[0] for k in modules]
+    foretold = sum(keep.forward_seconds + keep.backward_seconds for keep in keeping)
+    took = sum(unplanned.get(_mark(phase, i), 0.0) for i in range(len(modules)) for phase in ("forward", "backward"))
+    pace = took / foretold if foretold > 0 and took > 0 else 1.0
+    seen: defaultdict[tuple[int, int], list[_Seen]] = defaultdict(list)
+    for i, k in enumerate(modules):
+        option = _what_ran(plan, k)
+        if option is not None:
+            added = [
+                (planned.get(_mark(phase, i), 0.0) - unplanned.get(_mark(phase, i), 0.0)) / pace
+                for phase in ("forward", "backward", "again")
+            ]
+            seen[_kind(plan, k), option].append(_Seen(k, _foretold(chain, k, option), (added[0], added[1] + added[2])))
+    means = {what: _mean(stages) for what, stages in seen.items()}
+    off = {what: mean for what, mean in means.items() if _is_off(*mean)}
+    per_op = _seconds_per_op(plan, {what: mean for what, mean in off.items() if what[1] != _AGAIN})
+    stages = tuple(
+        replace(stage, options=tuple(_options(plan, chain, k, off, means, per_op))) if k in modules else stage
+        for k, stage in enumerate(chain.stages)
+    )
+    corrections = tuple(_correction(plan, what, mean, seen[what]) for what, mean in off.items())
+    return replace(chain, stages=stages), corrections
+
+
+_Mean = tuple[tuple[float, float], tuple[float, float]]  # predicted and measured, each in forward and in backward
+
+
+def _mark(phase: str, place: int) -> Mark:
+    return Mark(phase, Place("stage", place))  # type: ignore[arg-type]
+
+
+def _kind(plan: Plan, k: int) -> int:
+    """Stages of one menu do the same; one without is alone."""
+    return plan.stages[k].menu if plan.stages[k].menu >= 0 else -1 - k
+
+
+def _what_ran(plan: Plan, k: int) -> int | None:
+    """The option that a stage ran under, or that it ran again whole; None where it is kept, or does several things."""
+    runs = [action for action in plan.schedule.actions if action.kind in RUNS and action.stage == k]
+    if len(runs) == 1:
+        return runs[0].option or None
+    again = len(runs) == 2 and runs[0].option is None and runs[1].kind == "recompute" and runs[1].option == 0
+    return _AGAIN if again else None
+
+
+def _foretold(chain: Chain, k: int, option: int) -> tuple[float, float]:
+    stage, keep = chain.stages[k], chain.stages[k].options[0]
+    if option == _AGAIN:
+        return stage.forward_seconds - keep.forward_seconds, keep.recompute_seconds
+    chosen = stage.options[option]
+    return chosen.forward_seconds - keep.forward_seconds, chosen.backward_seconds - keep.backward_seconds
+
+
+def _mean(stages: Sequence[_Seen]) -> _Mean:
+    def of(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        return statistics.fmean(pair[0] for pair in pairs), statistics.fmean(pair[1] for pair in pairs)
+
+    return of([each.predicted for each in stages]), of([each.measured for each in stages])
+
+
+def _is_off(predicted: tuple[float, float], measured: tuple[float, float]) -> bool:
+    return abs(sum(measured) - sum(predicted)) > OFF_BY * abs(sum(predicted))
+
+
+def _seconds_per_op(plan: Plan, off: Mapping[tuple[int, int], _Mean]) -> dict[int | None, float]:
+    """By menu, and under None over all: what an op that runs again was seen to take beyond what was foretold."""
+    found: defaultdict[int | None, list[tuple[float, int]]] = defaultdict(list)
+    for (menu, option), (predicted, measured) in off.items():
+        row = sum(measured) - sum(predicted), len(plan.menus[menu].options[option - 1].rerun)
+        found[menu].append(row)
+        found[None].append(row)
+    return {menu: sum(s for s, _ in rows) / max(1, sum(ops for _, ops in rows)) for menu, rows in found.items()}
+
+
+def _options(
+    plan: Plan,
+    chain: Chain,
+    k: int,
+    off: Mapping[tuple[int, int], _Mean],
+    means: Mapping[tuple[int, int], _Mean],
+    per_op: Mapping[int | None, float],
+) -> Iterator[Option]:
+    kind, (keep, *others) = _kind(plan, k), chain.stages[k].options
+    if mean := off.get((kind, _AGAIN)):
+        predicted, measured = mean
+        keep = replace(keep, recompute_seconds=max(0.0, sum(measured) - predicted[0]))
+    yield keep
+    for number, option in enumerate(others, start=1):
+        forward, backward = _foretold(chain, k, number)
+        if mean := off.get((kind, number)):
+            forward, backward = (max(0.0, seconds) for seconds in mean[1])
+        elif (kind, number) not in means:
+            ops = len(plan.menus[plan.stages[k].menu].options[number - 1].rerun)
+            backward = max(0.0, backward + ops * per_op.get(kind, per_op.get(None, 0.0)))
+        forward_seconds = keep.forward_seconds + forward
+        yield replace(
+            option,
+            forward_seconds=forward_seconds,
+            backward_seconds=keep.backward_seconds + backward,
+            recompute_seconds=max(forward_seconds, keep.recompute_seconds),
+        )
+
+
+def _correction(plan: Plan, what: tuple[int, int], mean: _Mean, stages: Sequence[_Seen]) -> Correction:
+    menu, option = what
+    predicted, measured = mean
+    return Correction(
+        option=plan.menus[menu].options[option - 1].name if option != _AGAIN else "",
+        stages=tuple(plan.stages[each.stage].name for each in stages),
+        predicted_seconds=sum(predicted),
+        measured_seconds=sum(measured),
+    )
