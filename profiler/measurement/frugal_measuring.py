@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from profiler.measurement.alike_stages import alike
+from profiler.measurement.assembly import Measured
 from profiler.measurement.frugal_probe import FrugalProbe
 from profiler.measurement.joined_phases import PhasesOfMark, typical_seconds
 from profiler.measurement.measuring import DROPPING_FORWARDS, Measuring, ProgressReporter
@@ -17,11 +18,18 @@ from profiler.measurement.stage_probe import PlainStep, StageProbe
 from profiler.measurement.stage_reruns import RerunTimes
 from profiler.records import MenuRecord, ResidentBytes
 from profiler.trace.partition import ChosenStage, StagePattern, choose_stages
+from profiler.trace.stage_names import StateChoices
 from profiler.trace.step_record import Trace
 from profiler.trace.step_trace import StepRecorder, named_modules, trace_forward
+from profiler.workload.loop_state import kept_by_nodes
 from profiler.workload.snapshot import RandomState
 from profiler.workload.steps import TensorsOfState, first_step
 from profiler.workload.workload import OnPhase, Workload
+
+_KEPT_BY_NODES = (
+    "a function keeps tensors as attributes (ctx.x = x), until the output goes: in stages that ran again they were not "
+    "seen; use ctx.save_for_backward"
+)
 
 
 def frugal_first_step(workload: Workload, patterns: Sequence[StagePattern] | None, limit_bytes: int) -> None:
@@ -53,6 +61,16 @@ class FrugalMeasuring(Measuring):
         super().__init__(workload, resident, state, randomness, report)
         self._limit_bytes = limit_bytes
         self._reruns: list[RerunTimes] = []
+        self._nodes_keep = False
+
+    def measure(
+        self, patterns: Sequence[StagePattern] | None, propose: ProposeChoices, state: StateChoices | None
+    ) -> Measured:
+        """As of a step that keeps everything."""
+        measured = super().measure(patterns, propose, state)
+        if not self._nodes_keep:
+            return measured
+        return replace(measured, unsteady=(*measured.unsteady, _KEPT_BY_NODES))
 
     def _traced(self) -> Trace:
         return trace_forward(self._workload)
@@ -66,7 +84,9 @@ class FrugalMeasuring(Measuring):
         self._reruns = probe.run_again()
         self._add_backward(probe)
         meters = self._from_the_same(self._memory_meter)
-        return self._step("memory, a few stages kept at a time", lambda: probe.saving_steps(meters))
+        step = self._step("memory, a few stages kept at a time", lambda: probe.saving_steps(meters))
+        self._nodes_keep = bool(kept_by_nodes(self._workload.held_by_loop))
+        return step
 
     def _timed_step(self, probe: StageProbe) -> MarkedPhases:
         assert isinstance(probe, FrugalProbe)

@@ -126,7 +126,7 @@ def test_every_habit_is_legal_for_some_model(name: str):
         try:
             loaded(source(Case(model=model, habits=(name,)))).run(None, metered=False)
             return
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:  # What is deleted is missed where a model checkpoints itself.
             failures.append(str(error))
     raise AssertionError(failures)
 

@@ -85,7 +85,7 @@ def peak_at(profile: planner.Profile, share: int) -> int:
 
 
 # What others share and hold, gradients that are added to, stages that cannot run again, state in modules.
-ODD = ("batchnorm", "tuple", "shared", "skip", "eats_input", "hidden_tensor", "cache", "growing_list", "remembers")
+ODD = ("batchnorm", "tuple", "shared", "skip", "eats_input", "cache", "growing_list", "remembers")
 ODD += ("changed_after", "shared_activation", "tied", "notes")
 
 
@@ -93,6 +93,14 @@ ODD += ("changed_after", "shared_activation", "tied", "notes")
 def test_every_byte_of_a_model_with_odd_habits_is_that_of_the_plain_profile(name: str) -> None:
     plain, frugal = (planner.profile(workload(name), menus=False, limit=limit) for limit in (None, EVERYTHING))
     assert between(plain, frugal) == []
+
+
+def test_what_nodes_keep_until_the_output_goes_is_said_as_stages_that_run_again_show_none_of_it() -> None:
+    plain, frugal = (
+        planner.profile(workload("hidden_tensor"), menus=False, limit=limit) for limit in (None, EVERYTHING)
+    )
+    assert not plain.unsteady
+    assert any("save_for_backward" in line for line in frugal.unsteady)
 
 
 def test_options_inside_stages_have_the_bytes_of_the_plain_profile() -> None:
