@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from profiler.recomputation.module_rerun import RERUN_DEPTH
@@ -176,6 +176,10 @@ class StepRecorder(TorchDispatchMode):
 
         return run
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # As in ``RecordingMode``: the wrapper costs several microseconds an op.
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -194,10 +198,13 @@ class StepRecorder(TorchDispatchMode):
 
     @contextmanager
     def _not_recording(self) -> Iterator[None]:
-        """Our own tensor work is no op of the model."""
+        """Our own tensor work is no op of the model, and does not come here."""
         before, self.paused = self.paused, True
+        depth = torch._C._len_torch_dispatch_stack()
+        on_top = depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is self
         try:
-            yield
+            with _pop_mode_temporarily() if on_top else nullcontext():
+                yield
         finally:
             self.paused = before
 

@@ -13,12 +13,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+_LEAVES = (str, bytes, int, float, bool, type(None))
+
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Every tensor of ``tree`` in a fixed order; a tensor that stands twice is listed twice."""
     tensors: list[Tensor] = []
-    map_tensors(lambda tensor: tensors.append(tensor) or tensor, tree)
+    _add_tensors(tree, tensors)
     return tensors
+
+
+def _add_tensors(tree: Any, tensors: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+    elif type(tree) in (tuple, list):  # Nearly everything is one of these two, or a leaf: no copies are made of them.
+        for item in tree:
+            _add_tensors(item, tensors)
+    elif type(tree) is dict:
+        for item in tree.values():
+            _add_tensors(item, tensors)
+    elif not isinstance(tree, _LEAVES):
+        map_tensors(lambda tensor: tensors.append(tensor) or tensor, tree)
 
 
 def device_of(tree: Any) -> torch.device:
@@ -35,7 +50,7 @@ def map_tensors(change: Callable[[Any], Any], tree: Any, kind: type = Tensor) ->
     """
     if isinstance(tree, kind):
         return change(tree)
-    if isinstance(tree, (str, bytes, int, float, bool)) or tree is None:
+    if isinstance(tree, _LEAVES):
         return tree
     container = type(tree)
     if container in (tuple, list):
