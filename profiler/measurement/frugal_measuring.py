@@ -134,10 +134,15 @@ class FrugalMeasuring(Measuring):
         return typical_seconds(runs), self._reruns
 
     def _measure_menus(
-        self, probe: StageProbe, groups: Sequence[OptionGroup], memory: PhasesOfMark, propose: ProposeChoices
+        self,
+        probe: StageProbe,
+        groups: Sequence[OptionGroup],
+        memory: PhasesOfMark,
+        propose: ProposeChoices,
+        timed: Sequence[MarkedPhases],
     ) -> list[MenuRecord]:
         assert isinstance(probe, FrugalProbe)
-        steps = OptionSteps(probe, memory, self._memory_meter, self._randomness, self._report)
+        steps = OptionSteps(probe, memory, self._memory_meter, self._randomness, self._report, timed)
         one_each = [replace(group, members=group.members[-1:]) for group in groups]
         menus: list[MenuRecord] = []
         for together in self._batches(probe, one_each):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from profiler.measurement.alike_stages import alike
@@ -69,6 +70,7 @@ class Measuring:
         self._resident, self._state = resident, state
         self._randomness = randomness
         self._report = report
+        self._late_phases: list[Phase] = []
 
     def measure(
         self, patterns: Sequence[StagePattern] | None, propose: ProposeChoices, state: StateChoices | None
@@ -90,7 +92,7 @@ class Measuring:
             take_turns(groups, stages, [k for k, rerun in enumerate(reruns) if rerun.failure == STORES])
             self._report.runs += steps_for(groups)
             steps = [self._timed_step(probe) for _ in range(PLAIN_STEPS)]
-            menus = self._measure_menus(probe, groups, memory, propose)
+            menus = self._measure_menus(probe, groups, memory, propose, steps)
             if late := self._late_update(probe):
                 memory[Mark("optimizer")] = [*memory[Mark("optimizer")], *late]
             varied = list(dict.fromkeys([*saving.varied, *dropping.varied]))
@@ -131,16 +133,23 @@ class Measuring:
 
     def _late_update(self, probe: StageProbe) -> list[Phase]:
         """The optimizers' part of a step late in training: some do more from a certain number of steps on."""
-        counting = [optimizer for optimizer in self._workload.optimizers if counts_steps(optimizer)]
-        if not counting:
+        if not any(counts_steps(optimizer) for optimizer in self._workload.optimizers):
             return []
+        if self._late_phases:  # An option was measured in such a step.
+            return self._late_phases
+        with self._late_in_training():
+            step = self._step("memory, late in training", lambda: probe.step(self._memory_meter()))
+        return by_mark(step)[Mark("optimizer")]
+
+    @contextmanager
+    def _late_in_training(self) -> Iterator[None]:
+        counting = [optimizer for optimizer in self._workload.optimizers if counts_steps(optimizer)]
         hooks = [each.register_step_pre_hook(lambda aged, *_: count_many_steps(aged)) for each in counting]
         try:
-            step = self._step("memory, late in training", lambda: probe.step(self._memory_meter()))
+            yield
         finally:
             for hook in hooks:
                 hook.remove()
-        return by_mark(step)[Mark("optimizer")]
 
     def _begin(self, what: str) -> None:
         self._report(what)
@@ -186,8 +195,15 @@ class Measuring:
         return typical_seconds(runs), reruns
 
     def _measure_menus(
-        self, probe: StageProbe, groups: Sequence[OptionGroup], memory: PhasesOfMark, propose: ProposeChoices
+        self,
+        probe: StageProbe,
+        groups: Sequence[OptionGroup],
+        memory: PhasesOfMark,
+        propose: ProposeChoices,
+        timed: Sequence[MarkedPhases],
     ) -> list[MenuRecord]:
-        steps = OptionSteps(probe, memory, self._memory_meter, self._randomness, self._report)
+        steps = OptionSteps(probe, memory, self._memory_meter, self._randomness, self._report, timed)
         steps.check(groups, propose)
-        return steps.measure(groups)
+        menus = steps.measure(groups, self._late_in_training)
+        self._late_phases = steps.late_phases if self._workload.stepped else []
+        return menus

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 
 from profiler.measurement.joined_phases import PhasesOfMark, by_mark
-from profiler.measurement.meter import MarkedPhases, Meter, time_meter
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, time_meter
 from profiler.measurement.stage_options import (
     KEEP,
     Assignment,
@@ -26,7 +27,7 @@ from profiler.measurement.stage_options import (
 from profiler.measurement.stage_probe import StageProbe
 from profiler.op_graph import Choice
 from profiler.recomputation.selection import Selection
-from profiler.records import MenuRecord, OptionRecord
+from profiler.records import MenuRecord, OptionRecord, Phase
 from profiler.workload.snapshot import RandomState
 
 # Steps in which what runs again is held against the forward; each without the ops that the one before found.
@@ -35,7 +36,19 @@ _DIVERGED = "it does not run the same ops in every step"
 
 
 class OptionSteps:
-    """Runs the steps under one probe, and makes the menus of what they cost."""
+    """Runs the steps under one probe, and makes the menus of what they cost.
+
+    Args:
+        probe: of the workload's stages.
+        plain: the intervals of an unplanned step under the memory meter, by mark.
+        memory_meter: makes one for a step.
+        randomness: that every step is run from.
+        report: is told what runs next.
+        timed: unplanned steps under the time meter: what choices are held against.
+
+    Attributes:
+        late_phases: the optimizers' part of the step that was run late in training, under the memory meter.
+    """
 
     def __init__(
         self,
@@ -44,6 +57,7 @@ class OptionSteps:
         memory_meter: Callable[[], Meter],
         randomness: RandomState,
         report: Callable[[str], None],
+        timed: Sequence[MarkedPhases] = (),
     ) -> None:
         self._probe = probe
         self._plain = plain
@@ -51,6 +65,8 @@ class OptionSteps:
         self._memory_meter = memory_meter
         self._randomness = randomness
         self._report = report
+        self._timed = timed
+        self.late_phases: list[Phase] = []
         self._diverged: set[int] = set()
 
     def check(self, groups: Sequence[OptionGroup], propose: ProposeChoices) -> None:
@@ -90,10 +106,18 @@ class OptionSteps:
             return {}
         return {families[k].family: at_fault(families[k].ops, reruns[k], o) for k, o in checked.wrong_ops.items()}
 
-    def measure(self, groups: Sequence[OptionGroup]) -> list[MenuRecord]:
-        """One menu per group; a group of which a choice cannot be carried out has none and says why."""
-        costs = self._costs(groups)
+    def measure(
+        self, groups: Sequence[OptionGroup], late_in_training: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> list[MenuRecord]:
+        """One menu per group; a group of which a choice cannot be carried out has none and says why.
+
+        Args:
+            groups: with their choices.
+            late_in_training: the last step under the memory meter is run in it; its optimizers' part is noted.
+        """
+        costs = self._costs(groups, late_in_training)
         if isinstance(costs, str) and len(groups) > 1:  # Some group fails: find out which, each on its own.
+            self.late_phases = []
             return [menu for group in groups for menu in self.measure([group])]
         if isinstance(costs, str):
             return [MenuRecord(ops=group.ops, reason=costs) for group in groups]
@@ -103,13 +127,22 @@ class OptionSteps:
             for group, group_costs in zip(groups, costs, strict=True)
         ]
 
-    def _costs(self, groups: Sequence[OptionGroup]) -> list[list[ChoiceCost]] | str:
+    def _costs(
+        self, groups: Sequence[OptionGroup], late_in_training: Callable[[], AbstractContextManager[None]]
+    ) -> list[list[ChoiceCost]] | str:
         """The costs by group and choice; or why a step failed."""
         costs, families = Costs(groups, self._plain), families_of(groups)
+        keeping = {k: (number, KEEP) for number, family in enumerate(families) for k in family.members}
+        for step in self._timed:
+            costs.add_seconds(keeping, by_mark(step))
         try:
-            for assignment in memory_assignments(groups):
+            assignments = memory_assignments(groups)
+            for left, assignment in zip(reversed(range(len(assignments))), assignments, strict=True):
                 self._report("memory, options")
-                costs.add_memory(assignment, by_mark(self._step(self._memory_meter(), groups, assignment)))
+                with nullcontext() if left else late_in_training():
+                    step = by_mark(self._step(self._memory_meter(), groups, assignment))
+                costs.add_memory(assignment, step)
+                self.late_phases = step.get(Mark("optimizer"), [])
             for shift in range(rounds_for(len(time_assignments(families)))):
                 for assignment in time_assignments(families, shift):
                     self._report("time, options")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ def steady_seconds(samples: Sequence[Sample]) -> dict[Hashable, float]:
     A machine stalls and never hurries, so of several timings the lower quartile
     counts. It may be slower throughout a whole step, as others use it: every
     step's pace is the median, over the things timed in it, of their seconds there
-    over their typical ones, and timings are divided by it before they count.
+    over their typical ones, and timings are divided by it before they count. What is timed once shows no pace.
 
     >>> slow = [Sample(0, "a", 2.0), Sample(0, "b", 4.0)]
     >>> steady_seconds([*slow, Sample(1, "a", 1.0), Sample(1, "b", 2.0)])
@@ -29,8 +30,9 @@ def steady_seconds(samples: Sequence[Sample]) -> dict[Hashable, float]:
     """
     typical = _quartiles(samples)
     paces: dict[int, list[float]] = {}
+    times = Counter(sample.what for sample in samples)
     for step, what, seconds in samples:
-        if typical[what] > 0:
+        if typical[what] > 0 and times[what] > 1:
             paces.setdefault(step, []).append(seconds / typical[what])
     # The quartile is the pace of a quick step: none is counted as quicker.
     pace = {step: max(1.0, statistics.median(ratios)) for step, ratios in paces.items()}

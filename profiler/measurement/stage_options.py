@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,9 +22,8 @@ from profiler.trace.step_record import Trace
 # Stages of one kind that together save less than this share are not worth the steps: they are kept or recomputed whole.
 SMALLEST_SHARE = 0.01
 ProposeChoices = Callable[[StageOps], Sequence[Choice]]
-# A choice is timed in about this many runs, in as many steps as that takes, within these limits.
-WANTED_SAMPLES = 9
-FEWEST_ROUNDS, MOST_ROUNDS = 2, 9
+# Choices are so many that these steps run them all, the bytes of each once; stages that are alike share the work.
+MEMORY_STEPS, TIME_STEPS = 3, 4
 _UNLIKE = "run again, it did not give the same"
 
 
@@ -35,6 +35,7 @@ class OptionGroup:
         ops: their common dataflow, seconds pooled.
         members: positions among the stages.
         choices: what to measure.
+        most: how many choices there is room for; what a person asked for is measured beside them.
         family: groups with the same number do the same and differ in their neighbours only
             (at the ends of a chain gradients come and go otherwise): in bytes, not in seconds.
         turns: member -> turn; members with other turns run their choices in other steps. 0 for those not named.
@@ -45,6 +46,14 @@ class OptionGroup:
     choices: list[Choice] = field(default_factory=list)
     family: int = 0
     turns: dict[int, int] = field(default_factory=dict)
+    most: int = sys.maxsize
+
+    def take(self, proposed: Sequence[Choice]) -> None:
+        """Measure what a person asked for, and of what else is proposed a choice that there is room for."""
+        stated = [choice for choice in self.choices if choice.stated]
+        asked = {choice.rerun for choice in stated}
+        others = [choice for choice in proposed if choice.rerun not in asked]
+        self.choices = [*stated, *spread_out(others, self.ops, self.most)]
 
 
 @dataclass(slots=True)
@@ -89,6 +98,7 @@ def grouped(
         ChoiceError: what a person asks for cannot be.
     """
     groups: dict[tuple[int, StageOps], OptionGroup] = {}
+    proposals: dict[int, Sequence[Choice]] = {}
     flows = [stage_ops_of(trace, stage) for stage in stages]
     for k, flow in enumerate(flows):
         groups.setdefault((kinds[k], without_seconds(flow)), OptionGroup(flow, [])).members.append(k)
@@ -96,12 +106,47 @@ def grouped(
     all_bytes = sum(group.ops.saved_bytes * len(group.members) for group in groups.values())
     for group in groups.values():
         group.ops = pooled([flows[k] for k in group.members])
+        group.choices = list({stated[k].rerun: stated[k] for k in group.members if k in stated}.values())
         if group.ops.saved_bytes * len(group.members) >= SMALLEST_SHARE * all_bytes:
-            group.choices = list(propose(group.ops))
-        asked = {stated[k].rerun: stated[k] for k in group.members if k in stated}
-        group.choices = [*asked.values(), *(choice for choice in group.choices if choice.rerun not in asked)]
-    families = enumerate(groups.values())
-    return [part for number, group in families for part in _parts(group, number, plain)]
+            proposals[id(group)] = propose(group.ops)
+    steps = MEMORY_STEPS - 1 if _neighbours_interfere([*groups.values()]) else MEMORY_STEPS
+    parts: list[OptionGroup] = []
+    for number, group in enumerate(groups.values()):
+        for part in _parts(group, number, plain):
+            part.most = steps * len(part.members)
+            part.take(proposals.get(id(group), ()))
+            parts.append(part)
+    return parts
+
+
+def spread_out(choices: Sequence[Choice], ops: StageOps, most: int) -> list[Choice]:
+    """So many of the choices, from those that free little to those that free most; first go those that seem beaten.
+
+    >>> spread_out([], StageOps(ops=(), storages=()), 3)
+    []
+    """
+    if len(choices) <= most:
+        return list(choices)
+    cost = {choice.rerun: (_seconds_of(choice, ops), -_freed_bytes(choice, ops)) for choice in choices}
+    ordered = sorted(choices, key=lambda choice: (cost[choice.rerun][1], cost[choice.rerun][0]))
+    useful: list[Choice] = []
+    for choice in ordered:  # Each frees less than those before: it has to be faster than all of them.
+        if all(cost[choice.rerun][0] < cost[other.rerun][0] for other in useful):
+            useful.append(choice)
+    others = [choice for choice in ordered if choice not in useful]
+    if len(useful) <= most:
+        chosen = [*useful, *others[: most - len(useful)]]
+    else:
+        chosen = [useful[place * len(useful) // most] for place in range(most)]
+    return [choice for choice in choices if choice in chosen]
+
+
+def _seconds_of(choice: Choice, ops: StageOps) -> float:
+    return sum(ops.ops[ordinal].seconds for ordinal in choice.rerun)
+
+
+def _freed_bytes(choice: Choice, ops: StageOps) -> int:
+    return ops.saved_bytes - sum(ops.storages[number].size_bytes for number in choice.kept)
 
 
 def _parts(group: OptionGroup, family: int, plain: Mapping[Mark, list[Phase]]) -> list[OptionGroup]:
@@ -110,7 +155,7 @@ def _parts(group: OptionGroup, family: int, plain: Mapping[Mark, list[Phase]]) -
     for k in group.members:
         phases = [plain.get(mark, []) for mark in _marks_of(k)]
         bytes_of = tuple(number for phase in phases for number in (_growth(phase), _peak(phase)))
-        parts.setdefault(bytes_of, OptionGroup(group.ops, [], group.choices, family)).members.append(k)
+        parts.setdefault(bytes_of, OptionGroup(group.ops, [], list(group.choices), family)).members.append(k)
     return list(parts.values())
 
 
@@ -157,7 +202,6 @@ def without(group: OptionGroup, wrong: set[int], propose: ProposeChoices) -> Non
     Raises:
         ChoiceError: a person asked for a choice with one of them.
     """
-    stated = [choice for choice in group.choices if choice.stated]
     for choice in unforced(group):
         for ordinal in sorted(choice.rerun & wrong):
             if choice.stated:
@@ -170,16 +214,17 @@ def without(group: OptionGroup, wrong: set[int], propose: ProposeChoices) -> Non
         for k, op in enumerate(group.ops.ops)
     ]
     group.ops = replace(group.ops, ops=tuple(ops))
-    stated_reruns = {choice.rerun for choice in stated}
-    group.choices = [*stated, *(choice for choice in propose(group.ops) if choice.rerun not in stated_reruns)]
+    group.take(propose(group.ops))
 
 
 def families_of(groups: Sequence[OptionGroup]) -> list[OptionGroup]:
-    """One group per family, with all its members."""
+    """One group per family, with all its members and all their choices."""
     families: dict[int, OptionGroup] = {}
     for group in groups:
-        family = families.setdefault(group.family, OptionGroup(group.ops, [], group.choices, group.family))
+        family = families.setdefault(group.family, OptionGroup(group.ops, [], [], group.family))
         family.members = sorted([*family.members, *group.members])
+        known = {choice.rerun for choice in family.choices}
+        family.choices += [choice for choice in group.choices if choice.rerun not in known]
     return list(families.values())
 
 
@@ -206,13 +251,15 @@ def memory_assignments(groups: Sequence[OptionGroup]) -> list[Assignment]:
 
 
 def time_assignments(families: Sequence[OptionGroup], shift: int = 0) -> list[Assignment]:
-    """The same, with keeping everything as one more choice: what is compared is timed in the same steps.
+    """The same; stages without a choice in a step keep everything, and show in it what the others are held against.
 
     Args:
         families: of ``families_of``; neighbours do not matter to seconds.
         shift: turns which stage takes which choice.
     """
-    return _spread(families, [[*range(len(g.choices)), KEEP] if g.choices else [] for g in families], shift)
+    steps = _spread(families, [list(range(len(group.choices))) for group in families], shift)
+    members = [(k, number) for number, group in enumerate(families) for k in group.members]
+    return [{k: step.get(k, (number, KEEP)) for k, number in members} for step in steps]
 
 
 def _spread(groups: Sequence[OptionGroup], choices: Sequence[Sequence[int]], shift: int) -> list[Assignment]:
@@ -242,7 +289,7 @@ def selections(groups: Sequence[OptionGroup], assignment: Assignment) -> dict[in
 
 def rounds_for(steps: int) -> int:
     """How often the steps are repeated for timing."""
-    return min(MOST_ROUNDS, max(FEWEST_ROUNDS, WANTED_SAMPLES // max(1, steps)))
+    return max(1, TIME_STEPS // max(1, steps))
 
 
 class Costs:
@@ -270,16 +317,22 @@ class Costs:
             for mark in _marks_of(k):
                 seconds = sum(phase.seconds for phase in step.get(mark, []))
                 self._samples.append(Sample(self._steps, (mark.phase, group, choice), seconds))
+        for mark, phases in step.items():
+            if mark.place is None or mark.place.kind == "outside":  # The same in every step: it shows their pace.
+                self._samples.append(Sample(self._steps, mark, sum(phase.seconds for phase in phases)))
         self._steps += 1
 
     def finish(self) -> list[list[ChoiceCost]]:
         """The costs by group and choice; the last of each group is that of keeping everything."""
-        families = {family.family: number for number, family in enumerate(families_of(self._groups))}
+        families = families_of(self._groups)
+        numbers = {family.family: number for number, family in enumerate(families)}
+        choices = [{choice.rerun: place for place, choice in enumerate(family.choices)} for family in families]
         seconds = steady_seconds(self._samples)
         costs_of = [[*costs, ChoiceCost()] for costs in self._bytes]
         for group, costs in zip(self._groups, costs_of, strict=True):
+            number = numbers[group.family]
             for choice in (*range(len(costs) - 1), KEEP):
-                key = (families[group.family], choice)
+                key = number, choice if choice == KEEP else choices[number][group.choices[choice].rerun]
                 costs[choice].forward_seconds = seconds.get(("forward", *key), 0.0)
                 costs[choice].backward_seconds = seconds.get(("backward", *key), 0.0)
         return costs_of

@@ -190,7 +190,8 @@ def kept_in_attributes(workload: Workload) -> list[Tensor]:
     modules = list(dict.fromkeys(module for root in _roots(workload) for module in root.modules()))
     own = set(vars(nn.Module()))
     attributes = [value for module in modules for name, value in vars(module).items() if name not in own]
-    return _not_counted(workload, tensors_in(attributes))
+    once = list({id(value): value for value in attributes}.values())  # Often one configuration, in every module.
+    return _not_counted(workload, tensors_in(once))
 
 
 def held_by_loop(workload: Workload) -> list[Tensor]:

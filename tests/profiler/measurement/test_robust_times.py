@@ -33,6 +33,12 @@ def test_a_thing_that_was_only_timed_in_slow_steps_is_not_blamed_for_them() -> N
     assert steady_seconds(found) == pytest.approx(TRUE)
 
 
+def test_what_was_timed_once_shows_no_pace_and_is_held_against_that_of_its_step() -> None:
+    found = [s for s in samples([1.0, 1.0, 2.0, 1.0], {}) if s.what == "keep" or s.step == 2]
+    found.append(Sample(2, "cheaper", 2 * 4.2))
+    assert steady_seconds(found) == pytest.approx({**TRUE, "cheaper": 4.2})
+
+
 def test_the_order_of_the_samples_does_not_matter() -> None:
     shuffled = samples([1.0, 2.5, 1.0, 1.5], {(1, "cheap"): 3.0})
     random.Random(0).shuffle(shuffled)

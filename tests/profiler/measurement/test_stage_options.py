@@ -24,6 +24,7 @@ from profiler.measurement.stage_options import (
     memory_assignments,
     rounds_for,
     selections,
+    spread_out,
     steps_for,
     take_turns,
     time_assignments,
@@ -107,10 +108,23 @@ def test_every_choice_is_run_once_by_stages_that_take_turns() -> None:
 
 
 def test_seconds_are_compared_with_those_of_keeping_everything_on_other_stages_each_time() -> None:
-    families = families_of([group([0, 1], 2), group([2], 0, family=1)])
-    assert time_assignments(families) == [{0: (0, 0), 1: (0, 1)}, {0: (0, KEEP)}]
-    assert time_assignments(families, 1) == [{1: (0, 0), 0: (0, 1)}, {1: (0, KEEP)}]
+    families = families_of([group([0, 1], 3), group([2], 1, family=1)])
+    kept = (0, KEEP)
+    assert time_assignments(families) == [{0: (0, 0), 1: (0, 1), 2: (1, 0)}, {0: (0, 2), 1: kept, 2: (1, KEEP)}]
+    assert time_assignments(families, 1) == [{1: (0, 0), 0: (0, 1), 2: (1, 0)}, {1: (0, 2), 0: kept, 2: (1, KEEP)}]
     assert time_assignments(families, 2) == time_assignments(families)
+
+
+def test_a_family_times_the_choices_of_all_its_groups_each_once() -> None:
+    first, second = group([0], 1), group([1, 2], 3)
+    first.choices = second.choices[1:2]
+    (family,) = families_of([first, second])
+    assert [choice.name for choice in family.choices] == ["choice 1", "choice 0", "choice 2"]
+    costs = Costs([first, second], {})
+    for place in range(3):
+        costs.add_seconds({1: (0, place)}, dict([marked(BACKWARD, 1, seconds=1.0 + place)]))
+    found = [[cost.backward_seconds for cost in costs_of] for costs_of in costs.finish()]
+    assert found == [[1.0, 0.0], [2.0, 1.0, 3.0, 0.0]]
 
 
 def ends(*, saves: bool, lets_go: bool) -> StageOps:
@@ -154,10 +168,32 @@ def test_calls_of_a_module_that_stores_tensors_do_not_run_choices_in_one_step() 
 
 
 def test_how_many_steps_the_measurement_takes() -> None:
-    assert [rounds_for(steps) for steps in (0, 1, 2, 4, 5, 9, 100)] == [9, 9, 4, 2, 2, 2, 2]
+    assert [rounds_for(steps) for steps in (0, 1, 2, 3, 4, 5, 100)] == [4, 4, 2, 1, 1, 1, 1]
     groups = [group([0, 1], 3), group([2], 1, family=1)]
-    # Bytes: 3 choices on 2 stages. Seconds: 4 on 2, and 2 on 1; two steps, each 4 times.
-    assert steps_for(groups) == 2 + 2 * 4
+    # Bytes: 3 choices on 2 stages. Seconds the same, each twice.
+    assert steps_for(groups) == 2 + 2 * 2
+
+
+def chained(seconds: Sequence[float]) -> StageOps:
+    """As ``flow``, with ops of these seconds."""
+    ops = tuple(replace(op, seconds=spent) for op, spent in zip(flow().ops, seconds, strict=True))
+    return flow(ops=ops)
+
+
+def test_where_there_is_room_for_few_choices_those_that_seem_beaten_go_first() -> None:
+    ops = chained((1.0, 5.0, 2.0))
+    much, dear, little = (
+        Choice("much", (), frozenset({0, 2})),
+        Choice("dear", (FIRST,), frozenset({1})),  # frees less than "much" and takes longer
+        Choice("little", (FIRST, SECOND), frozenset({2})),
+    )
+    offered = [dear, little, much]
+    assert spread_out(offered, ops, 3) == offered
+    assert spread_out(offered, ops, 2) == [little, much]
+    assert spread_out(offered, ops, 1) == [much]
+    own = OptionGroup(ops, [0], [replace(dear, stated=True)], most=1)
+    own.take(offered)
+    assert [(choice.name, choice.stated) for choice in own.choices] == [("dear", True), ("much", False)]
 
 
 def test_stages_are_told_what_runs_again_and_kept_ones_nothing() -> None:
