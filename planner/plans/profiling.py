@@ -30,9 +30,9 @@ def profile(
 ) -> Profile:
     """Measure one training step of a workload on the device it is on.
 
-    Runs about ten steps, and with ``menus`` ten to thirty more, in which
-    stages keep a choice of what they save: every option that a plan may use has
-    been measured. Parameters, buffers, gradients, optimizer states, random
+    Runs about ten steps, and with ``menus`` about eight more, in which stages
+    keep a choice of what they save: every option that a plan may use has been
+    measured. Parameters, buffers, gradients, optimizer states, random
     states and train/eval flags are as before afterwards, also after an exception.
 
     Args:
@@ -83,7 +83,7 @@ def _choices(rules: Rules, named: Sequence[NamedStage], outside: Sequence[str], 
 # Measured on one core at 3 GHz: an op that runs again costs this beside its kernel (recording it in forward and
 # calling it in backward). It keeps swarms of tiny ops out of the choices; what is planned with is measured.
 OP_SECONDS = 15e-6
-FRONTIER_CHOICES = 9
+FRONTIER_CHOICES = 6
 MOST_CHOICES = 11  # with keeping everything, a menu of twelve
 # Ops that practitioners recompute by hand because they are cheap for their bytes; by kind of op.
 _CHEAP_KINDS = ("norm", "gelu", "relu", "silu", "tanh", "sigmoid", "softmax", "dropout", "bernoulli", "mul", "add")

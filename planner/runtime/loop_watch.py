@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -46,6 +46,8 @@ class LoopWatch:
         self._forwards = 0
         self._outputs: list[tuple[weakref.ref[Any], int, str]] = []  # storages with their bytes and who made them
         self._makers: dict[int, tuple[weakref.ref[Any], str]] = {}  # of storages, the innermost modules
+        # Whose outputs are held is looked for once some are: hooks on every module would slow all first forwards.
+        self._names: Literal["unknown", "wanted", "seen"] = "unknown"
         self._said: set[str] = set()
         self._meter = None if not metered else _CudaPeak(device, plan) if device.type == "cuda" else _CpuPeak()
 
@@ -64,13 +66,14 @@ class LoopWatch:
 
     @contextlib.contextmanager
     def forward(self, forward: Forward) -> Iterator[None]:
-        """Around the first forward: sees which module makes what is returned.
+        """Around a forward; of the one after an output was found still held it sees which module makes what.
 
         Args:
             forward: that runs; in compiled code nothing is seen, since a hook would make it another.
         """
         model = self._model()
-        if model is None or self._forwards > 1 or isinstance(forward, CompiledForward) or is_compiled(model):
+        seeing, self._names = self._names == "wanted", "seen" if self._names == "wanted" else self._names
+        if model is None or not seeing or isinstance(forward, CompiledForward) or is_compiled(model):
             yield
             return
         names = {id(module): name for name, module in model.named_modules() if name}
@@ -130,8 +133,10 @@ class LoopWatch:
         self._outputs = [entry for entry in self._outputs if entry[0]() is not None]
         expected_bytes = 0 if self._plan.resident is None else self._plan.resident.loop
         more_bytes = sum(size for _, size, _ in self._outputs) - expected_bytes
-        if more_bytes > 0:
-            _, size, maker = max(self._outputs, key=lambda entry: entry[1])
+        if more_bytes > 0 and self._names == "unknown":
+            self._names = "wanted"
+        elif more_bytes > 0:
+            _, size, maker = max(self._outputs, key=lambda entry: (entry[1], bool(entry[2])))
             made_by = f", made by {maker}" if maker else ""
             remedy = "delete it before backward" if not expected_bytes else "keep one at a time"
             self._say(

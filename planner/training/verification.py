@@ -118,7 +118,9 @@ def verify(
         randomness = RandomState.capture()
         while True:
             plain, planned = _in_turns(workload, candidates[-1], randomness)
-            chain, corrections = corrected(candidates[-1], typical_seconds(plain), typical_seconds(planned))
+            chain, corrections = corrected(
+                candidates[-1], [typical_seconds([run]) for run in plain], [typical_seconds([run]) for run in planned]
+            )
             same = following(candidates[-1], chain)
             rounds.append(
                 VerifiedRound(
@@ -184,58 +186,86 @@ def _seconds(runs: Sequence[MarkedPhases]) -> float:
     return statistics.median(sum(phase.seconds for _, phase in run) for run in runs)
 
 
+_Seconds = tuple[float, float]  # in forward and in backward
+
+
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """One stage under what a plan does with it: seconds beside those of keeping everything."""
+    """Stages that do the same under what a plan does with them: mean seconds beside those of keeping everything."""
 
-    stage: int
-    predicted: tuple[float, float]  # in forward and in backward
-    measured: tuple[float, float]
+    stages: tuple[int, ...]
+    predicted: _Seconds
+    measured: tuple[_Seconds, ...]  # one for each pair of steps
+
+    @property
+    def typical(self) -> _Seconds:
+        """Of the measured ones."""
+        return sorted(self.measured, key=sum)[len(self.measured) // 2]
+
+    @property
+    def is_off(self) -> bool:
+        """Whether every pair of steps shows that it is, and in the same direction."""
+        predicted = sum(self.predicted)
+        off = [sum(each) - predicted for each in self.measured]
+        margin = OFF_BY * abs(predicted)
+        return all(more > margin for more in off) or all(more < -margin for more in off)
 
 
 def corrected(
-    plan: Plan, unplanned: Mapping[Mark, float], planned: Mapping[Mark, float]
+    plan: Plan, unplanned: Sequence[Mapping[Mark, float]], planned: Sequence[Mapping[Mark, float]]
 ) -> tuple[Chain, tuple[Correction, ...]]:
-    """The plan's chain with the seconds that were measured, where it was off by more than a tenth.
+    """The plan's chain with the seconds that were measured, where every pair of steps says it is off by over a tenth.
 
     Options that did not run have what carrying out costs added per op that runs again, as it was found in those of the
     same menu that did, or else in all of them.
 
     Args:
         plan: that ran, with its chain.
-        unplanned, planned: seconds by mark of a step without it and with it.
+        unplanned, planned: seconds by mark of steps without it and with it, in pairs.
     """
     chain = chain_in(plan)
     modules = [k for k, stage in enumerate(plan.stages) if stage.kind == "stage"]
     keeping = [chain.stages[k].options[0] for k in modules]
     foretold = sum(keep.forward_seconds + keep.backward_seconds for keep in keeping)
-    took = sum(unplanned.get(_mark(phase, i), 0.0) for i in range(len(modules)) for phase in ("forward", "backward"))
-    pace = took / foretold if foretold > 0 and took > 0 else 1.0
-    seen: defaultdict[tuple[int, int], list[_Seen]] = defaultdict(list)
-    for i, k in enumerate(modules):
-        option = _what_ran(plan, k)
-        if option is not None:
-            added = [
-                (planned.get(_mark(phase, i), 0.0) - unplanned.get(_mark(phase, i), 0.0)) / pace
-                for phase in ("forward", "backward", "again")
-            ]
-            seen[_kind(plan, k), option].append(_Seen(k, _foretold(chain, k, option), (added[0], added[1] + added[2])))
-    means = {what: _mean(stages) for what, stages in seen.items()}
-    off = {what: mean for what, mean in means.items() if _is_off(*mean)}
-    per_op = _seconds_per_op(plan, {what: mean for what, mean in off.items() if what[1] != _AGAIN})
+    places = {k: i for i, k in enumerate(modules)}
+    steps = [sum(_at(step, phase, i) for i in places.values() for phase in _PHASES) for step in unplanned]
+    pace = statistics.median(steps) / foretold if foretold > 0 and min(steps) > 0 else 1.0
+    alike: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for k in modules:
+        if (option := _what_ran(plan, k)) is not None:
+            alike[_kind(plan, k), option].append(k)
+    pairs = list(zip(unplanned, planned, strict=True))
+    seen = {
+        (kind, option): _Seen(
+            tuple(stages),
+            _mean([_foretold(chain, k, option) for k in stages]),
+            tuple(_mean([_added(*pair, places[k], pace) for k in stages]) for pair in pairs),
+        )
+        for (kind, option), stages in alike.items()
+    }
+    off = {what: each for what, each in seen.items() if each.is_off}
+    per_op = _seconds_per_op(plan, {what: each for what, each in off.items() if what[1] != _AGAIN})
     stages = tuple(
-        replace(stage, options=tuple(_options(plan, chain, k, off, means, per_op))) if k in modules else stage
+        replace(stage, options=tuple(_options(plan, chain, k, off, seen, per_op))) if k in places else stage
         for k, stage in enumerate(chain.stages)
     )
-    corrections = tuple(_correction(plan, what, mean, seen[what]) for what, mean in off.items())
-    return replace(chain, stages=stages), corrections
+    return replace(chain, stages=stages), tuple(_correction(plan, what, each) for what, each in off.items())
 
 
-_Mean = tuple[tuple[float, float], tuple[float, float]]  # predicted and measured, each in forward and in backward
+_PHASES = ("forward", "backward")
 
 
-def _mark(phase: str, place: int) -> Mark:
-    return Mark(phase, Place("stage", place))  # type: ignore[arg-type]
+def _at(step: Mapping[Mark, float], phase: str, place: int) -> float:
+    return step.get(Mark(phase, Place("stage", place)), 0.0)  # type: ignore[arg-type]
+
+
+def _added(unplanned: Mapping[Mark, float], planned: Mapping[Mark, float], place: int, pace: float) -> _Seconds:
+    forward, backward = (_at(planned, phase, place) - _at(unplanned, phase, place) for phase in _PHASES)
+    return forward / pace, (backward + _at(planned, "again", place)) / pace
+
+
+def _mean(pairs: Sequence[_Seconds]) -> _Seconds:
+    return statistics.fmean(pair[0] for pair in pairs), statistics.fmean(pair[1] for pair in pairs)
 
 
 def _kind(plan: Plan, k: int) -> int:
@@ -260,22 +290,11 @@ def _foretold(chain: Chain, k: int, option: int) -> tuple[float, float]:
     return chosen.forward_seconds - keep.forward_seconds, chosen.backward_seconds - keep.backward_seconds
 
 
-def _mean(stages: Sequence[_Seen]) -> _Mean:
-    def of(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        return statistics.fmean(pair[0] for pair in pairs), statistics.fmean(pair[1] for pair in pairs)
-
-    return of([each.predicted for each in stages]), of([each.measured for each in stages])
-
-
-def _is_off(predicted: tuple[float, float], measured: tuple[float, float]) -> bool:
-    return abs(sum(measured) - sum(predicted)) > OFF_BY * abs(sum(predicted))
-
-
-def _seconds_per_op(plan: Plan, off: Mapping[tuple[int, int], _Mean]) -> dict[int | None, float]:
+def _seconds_per_op(plan: Plan, off: Mapping[tuple[int, int], _Seen]) -> dict[int | None, float]:
     """By menu, and under None over all: what an op that runs again was seen to take beyond what was foretold."""
     found: defaultdict[int | None, list[tuple[float, int]]] = defaultdict(list)
-    for (menu, option), (predicted, measured) in off.items():
-        row = sum(measured) - sum(predicted), len(plan.menus[menu].options[option - 1].rerun)
+    for (menu, option), seen in off.items():
+        row = sum(seen.typical) - sum(seen.predicted), len(plan.menus[menu].options[option - 1].rerun)
         found[menu].append(row)
         found[None].append(row)
     return {menu: sum(s for s, _ in rows) / max(1, sum(ops for _, ops in rows)) for menu, rows in found.items()}
@@ -285,20 +304,19 @@ def _options(
     plan: Plan,
     chain: Chain,
     k: int,
-    off: Mapping[tuple[int, int], _Mean],
-    means: Mapping[tuple[int, int], _Mean],
+    off: Mapping[tuple[int, int], _Seen],
+    seen: Mapping[tuple[int, int], _Seen],
     per_op: Mapping[int | None, float],
 ) -> Iterator[Option]:
     kind, (keep, *others) = _kind(plan, k), chain.stages[k].options
-    if mean := off.get((kind, _AGAIN)):
-        predicted, measured = mean
-        keep = replace(keep, recompute_seconds=max(0.0, sum(measured) - predicted[0]))
+    if again := off.get((kind, _AGAIN)):
+        keep = replace(keep, recompute_seconds=max(0.0, sum(again.typical) - again.predicted[0]))
     yield keep
     for number, option in enumerate(others, start=1):
         forward, backward = _foretold(chain, k, number)
-        if mean := off.get((kind, number)):
-            forward, backward = (max(0.0, seconds) for seconds in mean[1])
-        elif (kind, number) not in means:
+        if found := off.get((kind, number)):
+            forward, backward = (max(0.0, seconds) for seconds in found.typical)
+        elif (kind, number) not in seen:
             ops = len(plan.menus[plan.stages[k].menu].options[number - 1].rerun)
             backward = max(0.0, backward + ops * per_op.get(kind, per_op.get(None, 0.0)))
         forward_seconds = keep.forward_seconds + forward
@@ -310,12 +328,11 @@ def _options(
         )
 
 
-def _correction(plan: Plan, what: tuple[int, int], mean: _Mean, stages: Sequence[_Seen]) -> Correction:
+def _correction(plan: Plan, what: tuple[int, int], seen: _Seen) -> Correction:
     menu, option = what
-    predicted, measured = mean
     return Correction(
         option=plan.menus[menu].options[option - 1].name if option != _AGAIN else "",
-        stages=tuple(plan.stages[each.stage].name for each in stages),
-        predicted_seconds=sum(predicted),
-        measured_seconds=sum(measured),
+        stages=tuple(plan.stages[k].name for k in seen.stages),
+        predicted_seconds=sum(seen.predicted),
+        measured_seconds=sum(seen.typical),
     )
