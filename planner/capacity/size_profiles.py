@@ -36,7 +36,10 @@ def scaling_over(
         ProfileError: a step fails.
     """
     largest = profile(build(sizes[-1]), menus=menus, progress=progress(sizes[-1]))
-    smaller = [_like(largest, build(size), progress(size)) for size in sizes[:-1]]
+    smaller = []
+    for size in sizes[:-1]:
+        release()  # The model before, where the device holds no two.
+        smaller.append(_like(largest, build(size), progress(size)))
     return ProfileScaling(sizes=tuple(sizes), profiles=(*smaller, largest))
 
 
@@ -45,6 +48,7 @@ def with_size(
 ) -> ProfileScaling:
     """The profiles with one at one more size, with the options of the largest; raises ProfileError."""
     profile_at = dict(zip(scaling.sizes, scaling.profiles, strict=True))
+    release()
     profile_at[size] = _like(scaling.profiles[-1], build(size), progress(size))
     sizes = tuple(sorted(profile_at))
     return ProfileScaling(sizes=sizes, profiles=tuple(profile_at[size] for size in sizes))

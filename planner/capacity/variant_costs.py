@@ -94,7 +94,7 @@ def _recipes(options: LeverOptions, unchanged: bool) -> list[Recipe]:
 
 def _without_plan(options: LeverOptions, variant: StepVariant) -> CostedCombination:
     key = (variant.precision, variant.micro_batches)
-    computed = bool(variant.optimizer) or key in options.variants.extrapolated
+    computed = bool(variant.optimizer) or key in options.variants.extrapolated or variant.profile.frugal
     return _costed(
         options,
         variant,

@@ -72,10 +72,11 @@ def advise_command(
 
 def _tell(advice: Advice, output: Path | None, *, as_json: bool) -> None:
     """Draw and print; ends with exit code 3 where nothing fits."""
-    from planner.capacity.advice_plot import draw_advice
     from planner.capacity.advice_report import document_of, report_of
 
     if output is not None:
+        from planner.capacity.advice_plot import draw_advice
+
         draw_advice(advice, output)
     if as_json:
         show_json(document_of(advice))

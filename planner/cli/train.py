@@ -42,6 +42,8 @@ def run_train(
         if as_json:
             show_json(documents.lost_training_document(plan, failure))
         note(f"out of memory: {failure}")
+        if save_plan is not None:
+            note(f"not written: {save_plan}: no plan came to the end of training")
         raise typer.Exit(NO_PLAN) from failure
     if save_plan is not None:
         run.plan.save(save_plan)

@@ -160,6 +160,7 @@ class _Training:
         if done is not None:
             del self.losses[done:], self.seconds[done:]
         report = report_of(self._workload, plan, stop, restored=done is not None)
+        gc.collect()  # That step has failed, too, and the solver needs memory as well.
         if done is None or not retry:
             return replace(report, why_not=_by_hand(plan, report)), None
         try:

@@ -18,7 +18,7 @@ if sys.platform != "win32":
 
 
 # glibc's numbers for what ``mallopt`` sets, and the size from which a block is a mapping of its own.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _OWN_MAPPING_BYTES = -1, -3, 2**20
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _OWN_MAPPING_BYTES = -1, -3, 2**17
 
 
 def release_cache(device: torch.device) -> None:
@@ -149,6 +149,8 @@ def ran_out(error: BaseException) -> bool:
         if isinstance(cause, (MemoryError, torch.OutOfMemoryError)):
             return True
         if isinstance(cause, RuntimeError) and "can't allocate memory" in str(cause):  # what torch says on the CPU
+            return True
+        if isinstance(cause, SystemError) and is_limited():  # what C code says that checks no allocation of its own
             return True
         cause = cause.__cause__ or cause.__context__
     return False

@@ -145,10 +145,11 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
 
 
 def _ran_out(error: Exception, limit_bytes: int | None) -> str:
-    """What to say where memory ran out: the error's own first line has the bytes asked for."""
+    """What to say where memory ran out: the error's own first line has the bytes asked for, where it has one."""
+    said = next(iter(str(error).strip().splitlines()), type(error).__name__)
     how = "although every stage ran again" if limit_bytes is not None else "in a plain step"
     return (
-        f"profile: expected memory for a training step, got none left {how} ({str(error).strip().splitlines()[0]}); "
+        f"profile: expected memory for a training step, got none left {how} ({said}); "
         "make the batch smaller, take an optimizer or a precision that needs less, or a device with more memory"
     )
 
