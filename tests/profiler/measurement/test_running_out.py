@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import planner
 from planner import ProfileError
+from profiler.measurement import device_memory
 from profiler.workload.workload import Workload
 
 WIDTH, BATCH = 64, 256
@@ -95,3 +96,21 @@ def test_where_a_plain_step_runs_out_profiling_goes_on_with_less() -> None:
     plain = planner.profile(step(10_000), menus=False)
     assert (short.frugal, plain.frugal) == (True, False)
     assert short.unplanned_peak_bytes == plain.unplanned_peak_bytes
+
+
+def test_an_error_without_a_word_is_named_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing_left(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(torch.nn.functional, "gelu", nothing_left)
+    with pytest.raises(ProfileError, match=r"none left although every stage ran again \(MemoryError\)"):
+        planner.profile(step(room=100), menus=False)
+
+
+def test_code_that_checks_no_allocation_has_run_out_only_where_the_process_is_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    error = SystemError("error return without exception set")
+    for limited in (True, False):
+        monkeypatch.setattr(device_memory, "is_limited", lambda limited=limited: limited)
+        assert device_memory.ran_out(error) is limited
