@@ -86,7 +86,6 @@ def solve_command(
     from planner.cli import problem_solving
     from planner.cli.solution_summary import summary_of_plan
     from planner.cli.tables import solution_report
-    from planner.cli.verification import round_document, verification_report
     from planner.plans import problem_files
     from planner.plans.rules import Rules
     from planner.plans.solving import NoPlan
@@ -126,11 +125,12 @@ def solve_command(
     if output is not None:
         write_document(output, document)
     if as_json:
-        rounds = {} if verified is None else {"verified": [round_document(each) for each in verified.rounds]}
-        show_json({**summary.to_document(), **rounds})
+        show_json({**summary.to_document(), **({} if verified is None else _rounds(verified))})
     else:
         show(solution_report(summary))
         if verified is not None:
+            from planner.cli.verification import verification_report  # With torch, which files alone do without.
+
             show("", verification_report(verified))
     say_written(output)
 
@@ -140,6 +140,12 @@ def _check_verify(verify: str | None, rules: Path | None, settings: list[str] | 
         raise ValueError("--set: expected --verify TARGET with it, got none; name the model that the values are for")
     if verify is not None and rules is not None:
         raise ValueError("--verify: expected a plan that is solved for, got --rules; planner train measures those")
+
+
+def _rounds(verified: Verification) -> dict[str, Any]:
+    from planner.cli.verification import round_document
+
+    return {"verified": [round_document(each) for each in verified.rounds]}
 
 
 def _verified(

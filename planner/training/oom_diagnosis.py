@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from types import TracebackType
 
+import torch
 from torch import nn
 
 from planner.explain.measured_step import Places
@@ -15,7 +16,7 @@ from planner.plans.plan import Plan
 from planner.runtime.applier import apply, split_name
 from planner.runtime.dropped_stage import DroppedStage
 from planner.training.oom_report import ActionMemory, FailureReport, Stop, allocation_in
-from profiler.measurement.device_memory import ran_out
+from profiler.measurement.device_memory import is_limited, ran_out
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, WarmUp, step_memory_meter
 from profiler.measurement.planned_probe import PlannedProbe
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
@@ -89,11 +90,16 @@ def report_of(workload: Workload, plan: Plan, stop: Stop, *, restored: bool) -> 
     )
 
 
+# Set aside while a step runs that is to run out of memory: the profiler takes some itself as it stops.
+_SPARE_BYTES = 2**23
+
+
 class _Keeping:
     """A meter that keeps what it found, also where the step fails."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
+        self._spare = torch.empty(_SPARE_BYTES, dtype=torch.uint8) if is_limited() else None
         self.phases: MarkedPhases = []
 
     def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
@@ -103,6 +109,7 @@ class _Keeping:
         self._meter.mark(mark)
 
     def stop(self) -> MarkedPhases:
+        self._spare = None
         self.phases = self._meter.stop()
         return self.phases
 

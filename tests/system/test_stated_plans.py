@@ -144,7 +144,11 @@ def gpt2_profile(solved_rules) -> planner.Profile:
 def test_the_rest_is_solved_for(gpt2_profile, solved_rules):
     work = gpt2()
     expected = state_after(gpt2())
-    for budget in ("80%", "90%", "100%"):
+    with pytest.raises(planner.Infeasible) as caught:
+        planner.state(gpt2_profile, solved_rules, budget="10%")
+    smallest, largest = caught.value.minimum_budget_bytes, gpt2_profile.unplanned_peak_bytes
+    assert smallest < 0.85 * largest
+    for budget in (smallest, (smallest + largest) // 2, largest):
         plan = planner.state(gpt2_profile, solved_rules, budget=budget)
         assert plan.restricted and plan.solver.startswith("by hand and ")
         assert decisions(plan)[1] == "recompute" and decisions(plan)[2] == "selective"
