@@ -3,38 +3,31 @@
 What a step that keeps everything would show is put together from them. Dropped stages hold on the device what they
 would hold if they were kept, of all that others take, make or save as well; the rest is theirs alone. So each phase of
 a kept stage, and of what runs outside of stages, has the bytes of a plain step above those at its start.
+
+Where what stages hand on is too much as well, a step holds it for a window of neighbouring stages, and only phases in
+the window are taken from that step.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import nn
-
+from profiler.measurement.frugal_steps import FrugalDroppingForward, FrugalSavingStep, FrugalStep, Kept, SharedStorages
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, NoMeter, Place
-from profiler.measurement.stage_marks import MarkedStep
-from profiler.measurement.stage_probe import (
-    DroppingForward,
-    FirstRun,
-    SavingStep,
-    SelectiveStep,
-    StageProbe,
-    StageTensor,
-    storages_of,
-)
+from profiler.measurement.shortage import MIB, op_meter, remedies
+from profiler.measurement.stage_marks import AnyStep
+from profiler.measurement.stage_probe import DroppingForward, FirstRun, SelectiveStep, StageProbe, StageTensor
 from profiler.measurement.stage_reruns import RerunsAtOnce, RerunTimes
-from profiler.recomputation.dropped_call import DroppedCall
 from profiler.recomputation.selection import Selection
 from profiler.records import Phase
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Trace
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.forward_patches import Forward
-from profiler.workload.steps import ProfileError
+from profiler.workload.steps import ProfileError, resident_bytes_of
 from profiler.workload.workload import OnPhase, Workload
 
 leave_uncompiled(__name__)
@@ -53,120 +46,6 @@ class ComposedStep:
     late_releases: list[tuple[int, int, Mark]] = field(default_factory=list)
     held: set[StageTensor] = field(default_factory=set)
     varied: list[str] = field(default_factory=list)
-
-
-class SharedStorages:
-    """The storages that more than one stage, or a stage and what runs outside, takes, makes or saves.
-
-    Args:
-        trace, stages: the traced step and its stages.
-    """
-
-    def __init__(self, trace: Trace, stages: Sequence[ChosenStage]) -> None:
-        self._trace, self._stages = trace, stages
-        self.savers: dict[int, set[Place]] = {}
-        position = 0
-        for k, stage in enumerate(stages):
-            self._note(position, stage.call.first_save, Place("outside", k))
-            self._note(stage.call.first_save, stage.call.end_save, Place("stage", k))
-            position = stage.call.end_save
-        self._note(position, len(trace.saves), Place("outside", len(stages)))
-        passed = set[int]().union(*(s.call.input_storages | s.call.output_storages for s in stages))
-        several = {number for number, places in self.savers.items() if len(places) > 1}
-        self._shared = (passed | several | trace.casts) - trace.always_alive
-
-    def _note(self, first: int, end: int, place: Place) -> None:
-        for save in self._trace.saves[first:end]:
-            if save.storage is not None:
-                self.savers.setdefault(save.storage, set()).add(place)
-
-    def held_saves(self, k: int) -> frozenset[int]:
-        """Numbers of the tensors that stage k saves and holds also when it is dropped."""
-        call = self._stages[k].call
-        saves = self._trace.saves[call.first_save : call.end_save]
-        return frozenset(n for n, save in enumerate(saves) if save.storage in self._shared)
-
-    def held_inputs(self, k: int) -> frozenset[int]:
-        """Numbers of the tensors that go into stage k and are there anyway, or are saved by it."""
-        mine = Place("stage", k)
-        leaves = enumerate(self._stages[k].call.inputs)
-        return frozenset(
-            n
-            for n, leaf in leaves
-            if leaf.storage is None
-            or leaf.storage in self._trace.always_alive
-            or mine in self.savers.get(leaf.storage, ())
-        )
-
-    def inner_bytes(self, k: int) -> int:
-        """What stage k keeps for itself alone."""
-        call = self._stages[k].call
-        saved = self._trace.saved(call.first_save, call.end_save) - self._shared
-        return self._trace.storages.total_bytes(saved)
-
-
-class DropsEvaluations(MarkedStep):
-    """A step in which the forwards that are not measured keep nothing of a stage's own either."""
-
-    def run_call(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
-        if self._now.phase != "evaluation" or self._in_stage or not torch.is_grad_enabled():
-            return super().run_call(module, forward, args, kwargs)
-        self._in_stage = True
-        try:
-            return DroppedCall(module, ()).run(forward, args, kwargs)
-        finally:
-            self._in_stage = False
-
-
-class FrugalDroppingForward(DropsEvaluations, DroppingForward):
-    """A forward in which no stage keeps anything, after such forwards."""
-
-
-class FrugalStep(DropsEvaluations, SelectiveStep):
-    """A step in which most stages are dropped, and run again in backward.
-
-    Args:
-        probe, meter: as for ``MarkedStep``.
-        kept: stages that keep everything.
-        selections: by the stage's number, as for ``SelectiveStep``.
-        check: as for ``SelectiveStep``.
-    """
-
-    def __init__(
-        self,
-        probe: FrugalProbe,
-        meter: Meter,
-        kept: Collection[int],
-        selections: Mapping[int, Selection],
-        *,
-        check: bool = False,
-    ) -> None:
-        super().__init__(probe, meter, selections, check=check)
-        self._kept = {*kept, *probe.kept_anyway}
-        self._shared = probe.shared
-
-    def run_stage(self, position: int, forward: Forward, args: Any, kwargs: Any) -> Any:
-        if position in self._kept or position in self._selections:
-            return super().run_stage(position, forward, args, kwargs)
-        call = self._stages[position].call
-        shared = self._shared
-        held, inputs = shared.held_saves(position), shared.held_inputs(position)
-        return DroppedCall(call.module, held, inputs, call.mutated_buffers).run(forward, args, kwargs)
-
-
-class FrugalSavingStep(FrugalStep, SavingStep):
-    """The same, with a mark at every tensor that a kept stage saves."""
-
-    def __init__(self, probe: FrugalProbe, meter: Meter, kept: Collection[int]) -> None:
-        super().__init__(probe, meter, kept, {})
-
-    def run_stage(self, position: int, forward: Forward, args: Any, kwargs: Any) -> Any:
-        if position in self._kept:
-            return SavingStep.run_stage(self, position, forward, args, kwargs)
-        self._inputs.update(storages_of(position, (args, kwargs)))
-        output = FrugalStep.run_stage(self, position, forward, args, kwargs)
-        self._outputs.update(storages_of(position, output))
-        return output
 
 
 class FrugalProbe(StageProbe):
@@ -194,12 +73,15 @@ class FrugalProbe(StageProbe):
     ) -> None:
         super().__init__(workload, stages)
         self.limit_bytes = limit_bytes
-        self._base: MarkedPhases = []
         self.kept_anyway: frozenset[int] = frozenset()
         self.shared = SharedStorages(trace, stages)
         self.trace = trace
         self._kinds = kinds
         self._alike: list[Any] = list(kinds)
+        self._windows = [range(len(stages))]
+        self._bases: list[MarkedPhases] = []  # of each window
+        self._anyway = self._held_anyway()
+        self._freed_in: dict[int, int] = {}  # Where in forward a dropped boundary goes, by the stage behind it.
 
     def _refine(self, base: MarkedPhases) -> None:
         """Tell stages apart that are alike and do not take the same bytes where all are dropped.
@@ -222,52 +104,110 @@ class FrugalProbe(StageProbe):
         alike = (j for j, kind in enumerate(self._alike) if kind == self._alike[k])
         return max(j for j in alike if j not in self.kept_anyway)
 
-    @property
-    def base_peak_bytes(self) -> int:
-        """Most bytes of a step in which every stage is dropped that can be."""
-        return max(phase.peak_bytes for _, phase in self._base)
+    # What a step holds --------------------------------------------------------
 
-    def needed_bytes(self, stages: Iterable[int]) -> int:
-        """What a step takes at most in which these stages are kept, by the step in which all are dropped.
+    def _boundaries_of(self, window: range) -> frozenset[int]:
+        """Before which stages the boundary is held where the phases in a window are to be those of a plain step."""
+        late = {k for k, freed_in in self._freed_in.items() if freed_in in window}
+        return frozenset(range(window.start, window.stop + 1)) | late
 
-        They keep from their forward to their backward, where a dropped stage has the same again.
+    def _held_anyway(self) -> frozenset[int]:
+        """Before which stages the boundary is held in every step: all of them where that takes half of the limit.
+
+        Else one in so many that stages run about twice again, or more, down to one.
         """
+        count = len(self.stages)
+        resident_bytes = resident_bytes_of(self.workload).total
+        distances = [1, *(math.isqrt(count) << doubled for doubled in range(count.bit_length()))]
+        for distance in (each for each in distances if each < count):
+            held = range(0, count, distance)
+            if resident_bytes + sum(map(self.shared.boundary_bytes, held)) <= self.limit_bytes // 2:
+                return frozenset(held)
+        return frozenset()
+
+    def _kept(self, stages: Collection[int], boundaries: Collection[int]) -> Kept:
+        return Kept(frozenset([*stages, *self.kept_anyway]), self._anyway | frozenset(boundaries))
+
+    def _window_of(self, stages: Collection[int]) -> int | None:
+        """The number of the window in which stages lie; None where they lie in several."""
+        return next((n for n, window in enumerate(self._windows) if all(k in window for k in stages)), None)
+
+    def needed_bytes(self, stages: Collection[int]) -> float:
+        """What a step takes at most in which these stages are kept, by the one in which all are dropped.
+
+        Infinite where they are measured in different windows.
+        """
+        number = self._window_of(stages)
+        if number is None:
+            return math.inf
         inner = {k: self.shared.inner_bytes(k) for k in stages}
-        kept: dict[int, int] = {}
-        needed_bytes = 0
-        for mark, phase in self._base:
-            if mark.place is not None and mark.place.kind == "stage" and mark.place.index in inner:
-                if mark.phase == "forward":
-                    kept[mark.place.index] = inner[mark.place.index]
-                else:
-                    kept.pop(mark.place.index, None)
-            needed_bytes = max(needed_bytes, phase.peak_bytes + sum(kept.values()))
-        return needed_bytes
+        return max(needed for _, needed in _with_more(self._bases[number], inner))
 
     def _sets(self) -> list[list[int]]:
         """The stages to measure, one of each kind, in as few steps as have room for them."""
         sets: list[list[int]] = []
         stages = [k for k in range(len(self.stages)) if k not in self.kept_anyway]
         for k in sorted({self.representative(k) for k in stages}, reverse=True):
-            self.check_room([k])
+            self.check_room(k)
             if sets and self.needed_bytes([*sets[-1], k]) <= self.limit_bytes:
                 sets[-1].append(k)
             else:
                 sets.append([k])
         return sets
 
-    def check_room(self, stages: Sequence[int]) -> None:
-        """Refuse a limit that is too low for a step in which these are kept; raises ProfileError."""
-        needed_bytes = self.needed_bytes(stages)
-        if needed_bytes > self.limit_bytes:
-            mark, _ = max(self._base, key=lambda pair: pair[1].peak_bytes)
-            place = self.stages[mark.place.index].name if mark.place and mark.place.kind == "stage" else "no stage"
-            raise ProfileError(
-                f"profile: expected a limit of at least {needed_bytes} bytes, got {self.limit_bytes}: a step that runs "
-                f"every stage again takes {self.base_peak_bytes} (in the {mark.phase} of {place!r}), and one that "
-                f"keeps {self.stages[stages[0]].name!r} {needed_bytes}; make the batch smaller, or take an optimizer "
-                "or a precision that needs less"
-            )
+    def check_room(self, k: int) -> None:
+        """Refuse a limit that is too low for a step in which stage k is kept; raises ProfileError."""
+        window = self._windows[self._window_of([k]) or 0]
+        base, inner = self._bases[self._windows.index(window)], {k: self.shared.inner_bytes(k)}
+        self._check(_with_more(base, inner), f"keeps {self.stages[k].name!r} only", self._boundaries_of(window))
+
+    def _check(self, needed: Iterable[tuple[Mark, int]], what: str, boundaries: Collection[int] = ()) -> None:
+        """Refuse a limit below what the phases of a step take; ``boundaries`` are held in it. Raises ProfileError."""
+        mark, needed_bytes = max(needed, key=lambda pair: pair[1])
+        if needed_bytes <= self.limit_bytes:
+            return
+        meter, kept = op_meter(self.workload.device), self._kept((), boundaries)
+        self.ran(lambda each: FrugalStep(self, each, self.shared, kept, {}), meter)
+        stage = f" of stage {self.stages[mark.place.index].name!r}" if mark.place and mark.place.kind == "stage" else ""
+        op = f", in {meter.ops[mark]}" if mark in meter.ops else ""
+        raise ProfileError(
+            f"profile: expected a limit of at least {needed_bytes} bytes ({needed_bytes / MIB:,.1f} MiB), got "
+            f"{self.limit_bytes} ({self.limit_bytes / MIB:,.1f} MiB), {needed_bytes - self.limit_bytes} too few: so "
+            f"much takes a step that {what}, in the {mark.phase}{stage}{op}; "
+            f"{remedies(self.workload, needed_bytes, self.limit_bytes)}"
+        )
+
+    def _find_windows(self, make_meter: MakeMeter) -> None:
+        """Divide the stages where there is no room for all that they hand on."""
+        last = len(self.stages) - 1
+        if len(self._anyway) > last:
+            return
+        kept = self._kept((), ())
+        lean = self.ran(lambda each: FrugalSavingStep(self, each, self.shared, kept), make_meter())
+        self._check(_with_more(lean.phases, {}), "runs every stage again")
+        self._freed_in = {
+            k: min(mark.place.index, last)
+            for (k, leaf), mark in lean.input_deaths.items()
+            if mark.place is not None and mark.phase == "forward" and leaf in self.shared.boundary_links(k)
+        }
+        self._windows = self._divided(lean.phases)
+
+    def _divided(self, lean: MarkedPhases) -> list[range]:
+        """As few windows as have room for what is handed on in each, and for one stage's own."""
+        count = len(self.stages)
+        inner_bytes = max(self.shared.inner_bytes(k) for k in range(count) if k not in self.kept_anyway)
+        windows: list[range] = []
+        first = 0
+        for end in range(1, count + 1):
+            boundaries = self._boundaries_of(range(first, end + 1)) - self._anyway
+            handed_on = {k - 1: self.shared.boundary_bytes(k) for k in boundaries if 0 < k < count}
+            needed_bytes = max(needed for _, needed in _with_more(lean, handed_on)) + inner_bytes
+            if end == count or needed_bytes > self.limit_bytes:
+                windows.append(range(first, end))
+                first = end
+        return windows
+
+    # Steps --------------------------------------------------------------------
 
     def run_again(self) -> list[RerunTimes]:
         """Run each stage again in one forward; those that cannot are kept in every step from now on."""
@@ -283,18 +223,21 @@ class FrugalProbe(StageProbe):
         return self.ran(
             lambda each: FrugalDroppingForward(self, each, hold_all=hold_all, on_stage=on_stage),
             meter,
-            lambda each: FrugalStep(self, each, (), {}),
+            lambda each: self._dropping(each),
         )
 
     def dropping_step(self, meter: Meter, on_phase: OnPhase | None = None) -> FrugalStep:
-        """A step in which every stage is dropped."""
+        """A step in which every stage is dropped, and of what they hand on as much as need be."""
 
         def made(each: Meter) -> FrugalStep:
-            step = FrugalStep(self, each, (), {})
+            step = self._dropping(each)
             step.on_phase = on_phase
             return step
 
         return self.ran(made, meter)
+
+    def _dropping(self, meter: Meter) -> FrugalStep:
+        return FrugalStep(self, meter, self.shared, self._kept((), ()), {})
 
     def step(self, meter: Meter) -> MarkedPhases:
         """One whole step, every stage dropped."""
@@ -303,33 +246,64 @@ class FrugalProbe(StageProbe):
     def selective_step(
         self, meter: Meter, selections: Mapping[int, Selection], *, measured: Collection[int] = (), check: bool = False
     ) -> SelectiveStep:
-        kept = {*selections, *measured}
-        return self.ran(lambda each: FrugalStep(self, each, kept, selections, check=check), meter)
+        kept = self._kept_around({*selections, *measured})
+        return self.ran(lambda each: FrugalStep(self, each, self.shared, kept, selections, check=check), meter)
+
+    def _kept_around(self, stages: Collection[int]) -> Kept:
+        """These stages, and the boundaries of their window."""
+        number = self._window_of(stages)
+        window = range(len(self.stages)) if number is None else self._windows[number]
+        return self._kept(stages, self._boundaries_of(window))
 
     def saving_steps(self, make_meter: MakeMeter) -> ComposedStep:
         """What ``saving_step`` would show, put together."""
-        base = self._counted(self.ran(lambda each: FrugalSavingStep(self, each, ()), make_meter()))
-        self._base = base.phases
-        self._refine(base.phases)
-        steps = {
-            k: step
-            for measured in self._sets()
-            for step in [self.ran(lambda each, m=measured: FrugalSavingStep(self, each, m), make_meter())]
-            for k in measured
-        }
-        phases = self._composed(base.phases, {k: by_occurrence(step.phases) for k, step in steps.items()})
-        composed = ComposedStep(phases, base.input_deaths, base.output_deaths)
-        self._copy_notes({**dict.fromkeys(self.kept_anyway, base), **steps}, composed)
+
+        def ran(kept: Kept) -> FrugalSavingStep:
+            return self.ran(lambda each: FrugalSavingStep(self, each, self.shared, kept), make_meter())
+
+        self._find_windows(make_meter)
+        windows = [self._counted(ran(self._kept((), self._boundaries_of(window)))) for window in self._windows]
+        self._bases = [each.phases for each in windows]
+        for window, phases in zip(self._windows, self._bases, strict=True):
+            self._check(_with_more(phases, {}), "runs every stage again", self._boundaries_of(window))
+        base = self._base_of(self._bases)
+        self._refine(base)
+        steps = {k: step for kept in self._sets() for step in [ran(self._kept_around(kept))] for k in kept}
+        phases = self._composed(base, {k: by_occurrence(step.phases) for k, step in steps.items()})
+        composed = ComposedStep(phases)
+        for window, each in zip(self._windows, windows, strict=True):
+            composed.input_deaths |= {key: mark for key, mark in each.input_deaths.items() if key[0] in window}
+            composed.output_deaths |= {key: mark for key, mark in each.output_deaths.items() if key[0] in window}
+        unable = {k: windows[self._window_of([k]) or 0] for k in self.kept_anyway}
+        self._copy_notes({**unable, **steps}, composed)
         return composed
 
     def timed_steps(self, make_meter: MakeMeter) -> MarkedPhases:
         """What ``step`` under the time meter would show of a plain step, put together."""
-        base = self.dropping_step(make_meter())
+
+        def ran(kept: Kept) -> MarkedPhases:
+            return self.ran(lambda each: FrugalStep(self, each, self.shared, kept, {}), make_meter()).phases
+
+        bases = [ran(self._kept((), self._boundaries_of(window))) for window in self._windows]
         groups: dict[int, Groups] = {}
-        for measured in self._sets():
-            step = self.ran(lambda each, kept=measured: FrugalStep(self, each, kept, {}), make_meter())
-            groups |= dict.fromkeys(measured, by_occurrence(step.phases))
-        return self._composed(base.phases, groups)
+        for kept in self._sets():
+            groups |= dict.fromkeys(kept, by_occurrence(ran(self._kept_around(kept))))
+        return self._composed(self._base_of(bases), groups)
+
+    def _counted(self, step: AnyStep) -> AnyStep:
+        return super()._counted(step) if len(self._windows) == 1 else step  # Each window has other cuts in the graph.
+
+    def _base_of(self, bases: Sequence[MarkedPhases]) -> MarkedPhases:
+        """Each phase as in the step of the window that it lies in; what lies in none as in the first one."""
+        if len(bases) == 1:
+            return bases[0]
+        groups = [by_occurrence(phases) for phases in bases]
+        composed: MarkedPhases = []
+        for mark, occurrence in groups[0]:
+            place = mark.place.index if mark.place is not None else 0
+            number = self._window_of([min(place, len(self.stages) - 1)]) or 0
+            composed += [(mark, phase) for phase in groups[number].get((mark, occurrence), ())]
+        return composed
 
     def _composed(self, base: MarkedPhases, groups: Mapping[int, Groups]) -> MarkedPhases:
         """The phases of a step, each as it is where the stages around it are kept, one after another."""
@@ -365,6 +339,23 @@ def by_occurrence(phases: MarkedPhases) -> Groups:
         groups[mark, counts.get(mark, 0)] = [phase for _, phase in group]
         counts[mark] = counts.get(mark, 0) + 1
     return groups
+
+
+def _with_more(phases: MarkedPhases, more: Mapping[int, int]) -> Iterator[tuple[Mark, int]]:
+    """The most bytes of each phase if stages keep more, from their forward to their backward.
+
+    Args:
+        phases: of a step in which they are dropped: in backward a stage's own is there already.
+        more: bytes by stage.
+    """
+    kept: dict[int, int] = {}
+    for mark, phase in phases:
+        if mark.place is not None and mark.place.kind == "stage" and mark.place.index in more:
+            if mark.phase == "forward":
+                kept[mark.place.index] = more[mark.place.index]
+            else:
+                kept.pop(mark.place.index, None)
+        yield mark, phase.peak_bytes + sum(kept.values())
 
 
 def _shifted(phase: Phase, by_bytes: int) -> Phase:

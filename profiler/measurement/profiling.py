@@ -15,6 +15,7 @@ from profiler.measurement.largest_step import DrawnStep, largest_steps
 from profiler.measurement.link_bandwidth import measure_link
 from profiler.measurement.measuring import Measuring, Progress, ProgressReporter
 from profiler.measurement.meter import Mark, memory_meter, metered_step
+from profiler.measurement.shortage import MIB, where_raised
 from profiler.measurement.stage_options import ProposeChoices
 from profiler.op_graph import ChoiceError
 from profiler.records import Profile
@@ -130,11 +131,13 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
             measuring = Measuring(*common) if limit_bytes is None else FrugalMeasuring(*common, limit_bytes)
             with largest.drawn():
                 measured = measuring.measure(request.stages, request.propose, request.state)
-        except (StagesError, ChoiceError, ProfileError):
+        except (StagesError, ChoiceError):
             raise
         except Exception as error:
             if ran_out(error):
-                raise ProfileError(_ran_out(error, limit_bytes)) from error
+                raise ProfileError(_ran_out(error, limit_bytes, workload)) from error
+            if isinstance(error, ProfileError):
+                raise
             raise ProfileError(
                 f"profile: expected a step that runs the same way several times and under saved-tensor hooks, got "
                 f"{type(error).__name__}: {error}; leave what fails out of the workload"
@@ -144,13 +147,18 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
         return replace(profile, link=measure_link(workload.device) if profile.evaluations == 1 else None)
 
 
-def _ran_out(error: Exception, limit_bytes: int | None) -> str:
+def _ran_out(error: BaseException, limit_bytes: int | None, workload: Workload) -> str:
     """What to say where memory ran out: the error's own first line has the bytes asked for, where it has one."""
+    where = where_raised(error, workload.model)
+    while isinstance(error, ProfileError) and error.__cause__ is not None:
+        error = error.__cause__
     said = next(iter(str(error).strip().splitlines()), type(error).__name__)
     how = "although every stage ran again" if limit_bytes is not None else "in a plain step"
+    states_mib = resident_bytes_of(workload).total / MIB
     return (
-        f"profile: expected memory for a training step, got none left {how} ({said}); "
-        "make the batch smaller, take an optimizer or a precision that needs less, or a device with more memory"
+        f"profile: expected memory for a training step, got none left {how} ({said}{where and f', {where}'}); what "
+        f"the model holds from step to step takes {states_mib:,.1f} MiB; make the batch smaller, take an optimizer or "
+        "a precision that needs less, or a device with more memory"
     )
 
 

@@ -131,6 +131,11 @@ class MarkedStep:
         elif phase in ("evaluation", "end") or self._workload.optimizers:
             self.mark(Mark(phase))
 
+    @property
+    def now(self) -> Mark:
+        """What began last."""
+        return self._now
+
     def mark(self, mark: Mark) -> None:
         """Something else begins now."""
         self._now = mark

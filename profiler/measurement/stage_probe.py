@@ -26,6 +26,7 @@ from profiler.workload.workload import StepPhase, Workload
 
 leave_uncompiled(__name__)
 
+WHERE = "sublinear_planner_where"  # an attribute of errors: the stage in which they were raised
 StageTensor = tuple[int, int]  # a stage, and which of the tensors that go into it, or come out of it
 
 
@@ -43,6 +44,15 @@ class StageProbe(StepProbe):
         super().__init__(workload, positions, compile_safe=True)
         self.stages = stages
         self.nodes_of_steps: set[int] = set()
+
+    def _run(self, step: AnyStep) -> AnyStep:
+        try:
+            return super()._run(step)
+        except Exception as error:
+            mark = step.now
+            if mark.place is not None and mark.place.kind == "stage" and not hasattr(error, WHERE):
+                setattr(error, WHERE, f"in the {mark.phase} of stage {self.stages[mark.place.index].name!r}")
+            raise
 
     def step(self, meter: Meter) -> MarkedPhases:
         """One plain step: forward, backward, optimizer."""

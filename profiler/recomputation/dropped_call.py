@@ -5,14 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from profiler.recomputation.host_copies import uncounted_copy
-from profiler.recomputation.module_rerun import CallState, detached, rerun_until_saved, with_other_history
+from profiler.recomputation.module_rerun import (
+    CallState,
+    detached,
+    rerun_dropping,
+    rerun_until_saved,
+    with_other_history,
+)
 from profiler.recomputation.outer_hooks import SavedParameters
 from profiler.recomputation.saved_tensors import (
     RerunError,
@@ -50,9 +56,20 @@ class DroppedCall:
         self._module, self._held, self._kept_inputs, self._changing = module, held, inputs, changing
         self._forward: Callable[..., Any] | None = None
         self._arguments: Any = None
-        self._inputs: list[_Input] = []
+        self._inputs: list[_Input | _LinkedInput] = []
         self._state: CallState | None = None
         self._saved: list[Callable[[], _Dropped | None]] = []
+        self._before: DroppedCall | None = None
+        self._links: Mapping[int, int] = {}
+
+    def take_from(self, before: DroppedCall, links: Mapping[int, int]) -> None:
+        """Hold no input that another dropped call returned: that one runs again for it.
+
+        Args:
+            before: the other call.
+            links: for numbers of input tensors, which output of it each one is.
+        """
+        self._before, self._links = before, links
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The first run; returns what it returns."""
@@ -62,7 +79,9 @@ class DroppedCall:
         kept = self._kept_inputs
         with torch._C._DisableTorchDispatch():
             self._inputs = [
-                _Input(tensor, copied=kept is not None and number not in kept)
+                _LinkedInput(tensor)
+                if number in self._links
+                else _Input(tensor, copied=kept is not None and number not in kept)
                 for number, tensor in enumerate(tensors_in((args, kwargs)))
             ]
         parameters = SavedParameters()
@@ -93,7 +112,7 @@ class DroppedCall:
         """
         assert self._state is not None and self._forward is not None
         numbers = itertools.count()
-        args, kwargs = with_tensors(self._arguments, [each.tensor() for each in self._inputs])
+        args, kwargs = self._given(self._outputs_before())
         saved = rerun_until_saved(
             self._forward, self._state, args, kwargs, len(self._saved), lambda _: self._needs(next(numbers))
         )
@@ -103,6 +122,32 @@ class DroppedCall:
             if (place := reference()) is not None:
                 place.value = tensor
         self._saved, self._inputs, self._arguments, self._state, self._forward = [], [], None, None, None
+        self._before = None
+
+    def _outputs_before(self) -> list[Tensor]:
+        """What the call before returns: it runs again, and those before it from the last one whose inputs are held."""
+        calls: list[DroppedCall] = []
+        call = self
+        while call._before is not None:
+            call = call._before
+            calls.append(call)
+        outputs: list[Tensor] = []
+        for call in reversed(calls):
+            if call._state is None or call._forward is None:
+                raise RerunError("expected stages to be used in backward in the reverse order of their forward")
+            args, kwargs = call._given(outputs)
+            outputs.clear()
+            outputs = tensors_in(rerun_dropping(call._forward, call._state, args, kwargs))
+            del args, kwargs
+        return outputs
+
+    def _given(self, outputs: Sequence[Tensor]) -> tuple[Any, Any]:
+        """The arguments; ``outputs`` are those of the call before."""
+        tensors = [
+            each.tensor(outputs[self._links[number]]) if isinstance(each, _LinkedInput) else each.tensor()
+            for number, each in enumerate(self._inputs)
+        ]
+        return with_tensors(self._arguments, tensors)
 
     def _needs(self, number: int) -> bool:
         return number < len(self._saved) and self._saved[number]() is not None
@@ -127,6 +172,19 @@ class _Input:
         with torch._C._DisableTorchDispatch():
             made = self._copy.on(self._device)
             return with_other_history(made) if self._has_history else made.requires_grad_(self._requires_grad)
+
+
+class _LinkedInput:
+    """An input tensor that another call makes again."""
+
+    __slots__ = ("_has_history",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._has_history = tensor.grad_fn is not None
+
+    def tensor(self, made: Tensor) -> Tensor:
+        with torch._C._DisableTorchDispatch():
+            return with_other_history(made) if self._has_history else made.detach()
 
 
 class _Dropped:

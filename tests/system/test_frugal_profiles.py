@@ -16,6 +16,8 @@ import torch
 import planner
 from planner import ProfileError, zoo
 from planner.cli.shell import NO_PLAN
+from profiler.measurement import meter
+from profiler.measurement.frugal_probe import FrugalProbe
 from profiler.workload.workload import Workload
 from tests.support.command_line import run
 from tests.support.odd_models import workload
@@ -95,6 +97,28 @@ def test_every_byte_of_a_model_with_odd_habits_is_that_of_the_plain_profile(name
     assert between(plain, frugal) == []
 
 
+@pytest.fixture
+def windows_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stages hand on is held around two of them only, as where there is room for no more."""
+
+    def divided(probe: FrugalProbe, _: object) -> list[range]:
+        count = len(probe.stages)
+        return [range(k, min(k + 2, count)) for k in range(0, count, 2)]
+
+    monkeypatch.setattr(FrugalProbe, "_held_anyway", lambda _: frozenset())
+    monkeypatch.setattr(FrugalProbe, "_divided", divided)
+
+
+@pytest.mark.usefixtures("windows_of_two")
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "vit", *ODD])
+def test_stages_run_again_for_what_they_hand_on_where_that_is_too_much_as_well(name: str) -> None:
+    def made() -> Workload:
+        return zoo.build(name, **SMALL[name]) if name in SMALL else workload(name)
+
+    plain, frugal = (planner.profile(made(), menus=False, limit=limit) for limit in (None, EVERYTHING))
+    assert between(plain, frugal) == []
+
+
 def test_what_nodes_keep_until_the_output_goes_is_said_as_stages_that_run_again_show_none_of_it() -> None:
     plain, frugal = (
         planner.profile(workload("hidden_tensor"), menus=False, limit=limit) for limit in (None, EVERYTHING)
@@ -139,9 +163,9 @@ def test_a_step_of_the_user_s_own_is_profiled_within_a_limit() -> None:
     assert [text.split(":")[0] for text in between(plain, frugal)] == [".evaluation.peak_bytes"]
 
 
-def test_no_step_takes_more_than_the_limit_and_too_low_a_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from profiler.measurement import meter
-
+@pytest.fixture
+def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The peaks of all steps under the memory meter."""
     peaks: list[int] = []
     cumulated = meter._cumulated
 
@@ -151,14 +175,37 @@ def test_no_step_takes_more_than_the_limit_and_too_low_a_limit_is_refused(monkey
         return phases
 
     monkeypatch.setattr(meter, "_cumulated", noted)
-    build = lambda: zoo.build("gpt2", layers=8, hidden=32, seq=32, vocab=200)  # noqa: E731
-    unplanned_bytes = planner.profile(build(), menus=False).unplanned_peak_bytes
+    return peaks
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "share"),
+    [
+        ("gpt2", {"layers": 8, "hidden": 32, "seq": 32, "vocab": 200}, 50),
+        ("mlp", {"layers": 16, "hidden": 64, "batch": 1024}, 65),  # of which most is what stages hand on
+    ],
+)
+def test_no_step_takes_more_than_the_limit(name: str, sizes: dict[str, int], share: int, peaks: list[int]) -> None:
+    plain = planner.profile(zoo.build(name, **sizes), menus=False)
     peaks.clear()
-    frugal = planner.profile(build(), limit=unplanned_bytes // 2)
-    assert frugal.unplanned_peak_bytes == unplanned_bytes
-    assert max(peaks) <= unplanned_bytes // 2
-    with pytest.raises(ProfileError, match=r"expected a limit of at least \d+ bytes, got .*; make the batch smaller"):
-        planner.profile(build(), limit=unplanned_bytes // 8)
+    limit = plain.unplanned_peak_bytes * share // 100
+    frugal = planner.profile(zoo.build(name, **sizes), menus=False, limit=limit)
+    assert between(plain, frugal) == []
+    assert max(peaks) <= limit
+
+
+def test_too_low_a_limit_is_refused_with_what_is_short_and_what_would_help(peaks: list[int]) -> None:
+    build = lambda: zoo.build("gpt2", layers=8, hidden=32, seq=32, vocab=200)  # noqa: E731
+    limit = planner.profile(build(), menus=False).unplanned_peak_bytes // 8
+    peaks.clear()
+    with pytest.raises(ProfileError) as refused:
+        planner.profile(build(), limit=limit)
+    said = str(refused.value)
+    needed = int(said.split("at least ")[1].split()[0])
+    assert needed == max(peaks)
+    assert f"got {limit} (" in said and f"{needed - limit} too few" in said
+    assert "in the backward of stage 'transformer.h.0', in aten::" in said
+    assert "SGD without momentum (" in said and "half the batch (" in said
 
 
 def test_a_forward_that_goes_backward_is_refused_in_words() -> None:

@@ -1,0 +1,181 @@
+"""What to say of a step that takes more than there is: in which op, and what would help."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from profiler.measurement.meter import Mark, MarkedPhases, WarmUp
+from profiler.measurement.stage_probe import WHERE
+from profiler.records import ResidentBytes
+from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.steps import resident_bytes_of
+from profiler.workload.tensor_trees import tensors_in
+from profiler.workload.workload import Workload
+
+leave_uncompiled(__name__)
+
+MIB = 2**20
+
+
+def remedies(workload: Workload, needed_bytes: int, limit_bytes: int) -> str:
+    """What would about fit into a limit where a step takes more; states count once, a batch by its size.
+
+    Args:
+        workload: whose step it is, with its optimizer's states.
+        needed_bytes: what the step takes.
+        limit_bytes: what it may take.
+    """
+    resident = resident_bytes_of(workload)
+    levers = _levers(workload, resident, needed_bytes)
+    fit = {name: size_bytes for name, size_bytes in levers.items() if size_bytes <= limit_bytes}
+    known = ", ".join(f"{name} ({size_bytes / MIB:,.1f} MiB)" for name, size_bytes in (fit or levers).items())
+    if fit:
+        return f"what would about fit: {known}"
+    return f"make the model smaller, as not even these would fit{f': {known}' if known else ''}"
+
+
+def _levers(workload: Workload, resident: ResidentBytes, needed_bytes: int) -> dict[str, int]:
+    """What the step would about take with each change, and with all of them."""
+    whatever_the_batch = _states_bytes(resident)
+    samples = {tensor.shape[0] for tensor in tensors_in(workload.inputs) if tensor.dim()}
+    without = needed_bytes - resident.optimizer
+    halves = {p.dtype for p in workload.model.parameters() if p.is_floating_point()} == {torch.float32}
+    levers: dict[str, int] = {}
+    if samples and max(samples) > 1:
+        levers["half the batch"] = whatever_the_batch + max(0, needed_bytes - whatever_the_batch) // 2
+        levers["a batch of one"] = whatever_the_batch + max(0, needed_bytes - whatever_the_batch) // max(samples)
+    if resident.optimizer:
+        levers["SGD without momentum"] = without
+    if halves:
+        levers["bf16 throughout"] = needed_bytes // 2
+    return levers
+
+
+def _states_bytes(resident: ResidentBytes) -> int:
+    """What the model takes whatever the batch, with a gradient for each parameter."""
+    return resident.total - resident.inputs - resident.loop - resident.gradients + resident.parameters
+
+
+def where_raised(error: BaseException, model: nn.Module) -> str:
+    """The stage in which an error was raised, or the innermost module; empty where neither is known."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    inner = ""
+    cause: BaseException | None = error
+    while cause is not None:
+        if stage := getattr(cause, WHERE, ""):
+            return stage
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            name = names.get(id(frame.f_locals.get("self")))
+            inner = f"in module {name!r}" if name else inner
+        cause = cause.__cause__ or cause.__context__
+    return inner
+
+
+def op_meter(device: torch.device) -> _CpuOpMeter | _CudaOpMeter:
+    """The meter that finds ops for ``device``."""
+    return _CudaOpMeter(device) if device.type == "cuda" else _CpuOpMeter()
+
+
+class OpMeter:
+    """A meter of no bytes: it finds the op in which most are alive, in each interval between marks.
+
+    Attributes:
+        ops: by mark, of the interval with that mark in which the most were alive; missing where no op was.
+    """
+
+    def __init__(self) -> None:
+        self.ops: dict[Mark, str] = {}
+        self._most: dict[Mark, int] = {}
+
+    def _note(self, mark: Mark, alive_bytes: int, op: str) -> None:
+        if alive_bytes > self._most.get(mark, -(2**63)):
+            self._most[mark], self.ops[mark] = alive_bytes, op
+
+
+class _CpuOpMeter(OpMeter):
+    """By the allocator's events, and those of the ops around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._marks: list[Mark] = []
+
+    def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
+        if warm_up is not None:
+            warm_up()
+        self._profiler.start()
+        self.mark(mark)
+
+    def mark(self, mark: Mark) -> None:
+        self._marks.append(mark)
+        with torch.profiler.record_function(f"{_MARK}{len(self._marks) - 1}"):
+            pass
+
+    def stop(self) -> MarkedPhases:
+        self._profiler.stop()
+        kineto = self._profiler.profiler
+        assert kineto is not None and kineto.kineto_results is not None
+        alive, mark = 0, None
+        around: list[tuple[int, str]] = []  # ends of ops that have begun and may not have ended, the outermost first
+        events: list[Any] = kineto.kineto_results.events()
+        for event in sorted(events, key=lambda event: (event.start_ns(), -event.duration_ns())):
+            name, now = event.name(), event.start_ns()
+            if name.startswith(_MARK):
+                mark = self._marks[int(name.removeprefix(_MARK))]
+            elif name == "[memory]":
+                alive += event.nbytes()
+                around = [(end, op) for end, op in around if end >= now]
+                if mark is not None and around:
+                    self._note(mark, alive, around[0][1])
+            elif name.startswith("aten::"):
+                around = [(end, op) for end, op in around if end >= now]
+                around.append((now + event.duration_ns(), name))
+        return []
+
+
+_MARK = "sublinear-planner-op:"
+
+
+class _CudaOpMeter(OpMeter):
+    """By the allocator's peak after each op."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._mode = _AfterEachOp(self._after)
+        self._now: Mark | None = None
+
+    def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
+        if warm_up is not None:
+            warm_up()
+        self._mode.__enter__()
+        self.mark(mark)
+
+    def mark(self, mark: Mark) -> None:
+        self._now = mark
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _after(self, op: Any) -> None:
+        if self._now is not None:
+            self._note(self._now, torch.cuda.max_memory_allocated(self._device), f"aten::{op._schema.name[6:]}")
+
+    def stop(self) -> MarkedPhases:
+        self._mode.__exit__(None, None, None)
+        return []
+
+
+class _AfterEachOp(TorchDispatchMode):
+    def __init__(self, note: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._note(func)
+        return result
