@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch._C import _autograd, _profiler
 
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS, geometry_of, tensor_over
 from profiler.records import Phase
@@ -100,6 +101,28 @@ def time_meter(device: torch.device) -> Meter:
     return _CudaTimeMeter(device) if device.type == "cuda" else _CpuTimeMeter()
 
 
+class AllocatorEvents:
+    """Records what the CPU's allocator takes and gives back, and what ``torch.profiler.record_function`` marks.
+
+    ``torch.profiler`` itself records every op as well, which takes a tenth of a step's time and, in one of some
+    thousands of ops, 100 MiB that a process may not have.
+    """
+
+    def start(self) -> None:
+        """Begin; raises RuntimeError where the process is profiled already."""
+        config = _profiler.ProfilerConfig(
+            _profiler.ProfilerState.KINETO, False, True, False, False, False, _profiler._ExperimentalConfig()
+        )
+        activities = {_profiler.ProfilerActivity.CPU}
+        _autograd._prepare_profiler(config, activities)
+        enable: Any = _autograd._enable_profiler  # torch's own description of it has no scopes
+        enable(config, activities, {_profiler.RecordScope.USER_SCOPE})
+
+    def stop(self) -> list[Any]:
+        """The events, in any order."""
+        return _autograd._disable_profiler().events()
+
+
 class _CpuMemoryMeter:
     """Counts from the allocator's events.
 
@@ -111,11 +134,11 @@ class _CpuMemoryMeter:
         self._resident_bytes = resident_bytes
         self._state = state
         self._moved: list[_Moved] = []
-        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._events = AllocatorEvents()
         self._marks: list[Mark] = []
 
     def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
-        self._profiler.start()
+        self._events.start()
         if warm_up is not None:
             warm_up()
         if self._state is not None:
@@ -129,13 +152,11 @@ class _CpuMemoryMeter:
             pass
 
     def stop(self) -> MarkedPhases:
-        self._profiler.stop()
-        kineto = self._profiler.profiler
+        events = self._events.stop()
         for moved in self._moved:
             moved.put_back()
         self._moved = []  # A graph that lives on may hold this meter, by the hooks of its step.
-        assert kineto is not None and kineto.kineto_results is not None
-        return _cumulated(kineto.kineto_results.events(), self._marks, self._resident_bytes)
+        return _cumulated(events, self._marks, self._resident_bytes)
 
 
 class _Moved:
