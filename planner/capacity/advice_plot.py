@@ -78,7 +78,8 @@ def _draw_moments(axes: Axes, advice: Advice, units: AxisUnits) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.1 * widest_bytes / units.bytes_each)
     axes.set_xlabel(f"bytes alive [{units.bytes_name}]")
-    axes.set_title("highest moments of the unplanned step", fontsize="medium")
+    computed = ", computed" if advice.unplanned.peak_basis == "computed" else ""
+    axes.set_title(f"highest moments of the unplanned step{computed}", fontsize="medium")
     handles, labels = axes.get_legend_handles_labels()
     entries = dict(zip(labels, handles, strict=True))
     place = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)}

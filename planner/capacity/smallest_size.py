@@ -8,7 +8,7 @@ import torch
 
 from planner.capacity.scaling import whole_at
 from planner.capacity.size_bisection import MOST_STEPS
-from planner.runtime.step_trial import Build, Notify, Trial, has_room, measured_states_bytes, run_trial
+from planner.runtime.step_trial import Build, Notify, Trial, has_room, measured_states_bytes, release, run_trial
 from planner.targets import NoTarget
 from profiler.measurement.device_memory import ran_out
 
@@ -45,6 +45,7 @@ def search_start(build: Build, vary: str, step: int, report: Notify) -> SearchSt
     for doubling in range(STARTS):
         size = step << doubling
         report(f"{vary}={size}: states")
+        release()
         try:
             workload = build(size)
             states, device = measured_states_bytes(workload), workload.device

@@ -163,7 +163,8 @@ def _show_plan(plan: Plan, where: str, request: ShowRequest) -> list[RenderableT
         peaks=peaks,
         plan=plan,
         budget_bytes=plan.budget_bytes,
-        title=f"{plan.model_class} on {plan.device} ({plan.precision})",
+        title=f"{plan.model_class} on {plan.device} ({plan.precision})"
+        + ("; the step without the plan is computed" if plan.frugal else ""),
     )
     _write(step, request)
     return [*parts, "", *_peaks(step), *_verdict(plan, measured)]

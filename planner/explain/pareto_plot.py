@@ -84,7 +84,9 @@ def pareto_figure(frame: pd.DataFrame, *, title: str = "", budget_bytes: int | N
         _draw_solver(axes, solver, curve)
         _mark_beyond(axes, solver, curve, units.seconds_name)
     if unplanned is not None:
-        axes.plot(*unplanned, linestyle="", marker="*", markersize=10, color="black", label="unplanned", zorder=5)
+        computed = "computed" in set(frame["status"][frame["solver"] == "none"])
+        label = "unplanned, computed" if computed else "unplanned"
+        axes.plot(*unplanned, linestyle="", marker="*", markersize=10, color="black", label=label, zorder=5)
         _add_ratios(axes, *unplanned)
     if budget_bytes is not None:
         axes.axvline(budget_bytes / units.bytes_each, color="#222222", linestyle=":", linewidth=1.3, label="budget")

@@ -71,7 +71,8 @@ def pareto(
         ``lower_bound_seconds``, ``status``, ``solve_seconds``. The rows of
         ``lower_bound`` have no peak: no plan of these stages (no schedule of a graph) within that
         budget is faster; none at all fits below a graph's first one. The row ``none`` is the unplanned
-        model. ``attrs["left_out"]`` names methods of a graph that came to no turn, by Ctrl-C or for want of time.
+        model, its status ``computed`` where it was never run as a whole. ``attrs["left_out"]`` names methods of a
+        graph that came to no turn, by Ctrl-C or for want of time.
     """
     if isinstance(problem, str | Path):
         source = read_source(problem)
@@ -81,7 +82,8 @@ def pareto(
         return _graph_curves(source, solvers, time_limit_seconds)
     if isinstance(source, Profile):
         chain, record = chain_of(source), source.link
-        unplanned = _unplanned(source.unplanned_peak_bytes, source.unplanned_seconds)
+        status = "computed" if source.frugal else "optimal"
+        unplanned = _unplanned(source.unplanned_peak_bytes, source.unplanned_seconds, status)
     else:
         chain, record, whole = source, None, keep_all_replay(source)
         unplanned = _unplanned(whole.peak_bytes, whole.seconds)
@@ -149,8 +151,8 @@ def _graph_bound_rows(graph: Graph, rows: list[CurveRow]) -> list[CurveRow]:
     return list(_bound_rows(sorted(budgets), bound))
 
 
-def _unplanned(peak_bytes: int, seconds: float) -> CurveRow:
-    return CurveRow("none", peak_bytes, peak_bytes, seconds, seconds, "optimal")
+def _unplanned(peak_bytes: int, seconds: float, status: str = "optimal") -> CurveRow:
+    return CurveRow("none", peak_bytes, peak_bytes, seconds, seconds, status)
 
 
 def _row(solution: Solution[Any], seconds_outside_chain: float, name: str) -> CurveRow:

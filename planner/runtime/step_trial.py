@@ -11,7 +11,8 @@ import torch
 
 from planner.plans.plan import Plan
 from planner.runtime.applier import apply
-from profiler.measurement.device_memory import ran_out, room_bytes
+from profiler.measurement.device_memory import give_back_freed_memory, is_limited, ran_out, room_bytes
+from profiler.measurement.profiling import profile
 from profiler.measurement.step_measurement import measure
 from profiler.workload.snapshot import preserved
 from profiler.workload.steps import first_step, resident_bytes_of
@@ -71,6 +72,8 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    if is_limited():
+        give_back_freed_memory(torch.device("cpu"))
 
 
 def has_room(device: torch.device, peak_bytes: int, resident_bytes: int) -> bool:
@@ -82,8 +85,13 @@ def has_room(device: torch.device, peak_bytes: int, resident_bytes: int) -> bool
 
 def measured_states_bytes(workload: Workload) -> int:
     """Bytes of the model's states, whatever the batch: parameters, buffers, gradients and optimizer states."""
-    with preserved(workload):
-        first_step(workload)
-        resident = resident_bytes_of(workload)
+    try:
+        with preserved(workload):
+            first_step(workload)
+            resident = resident_bytes_of(workload)
+    except ValueError as error:
+        if not ran_out(error):
+            raise
+        resident = profile(workload).resident  # By steps that need less.
     gradient_bytes = distinct_bytes(p for p in workload.model.parameters() if p.requires_grad)
     return resident.total - resident.inputs - resident.loop - resident.gradients + gradient_bytes

@@ -18,7 +18,7 @@ if sys.platform != "win32":
 
 
 # glibc's numbers for what ``mallopt`` sets, and the size from which a block is a mapping of its own.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _OWN_MAPPING_BYTES = -1, -3, 2**17
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MOST_ARENAS, _OWN_MAPPING_BYTES = -1, -3, -8, 2**17
 
 
 def release_cache(device: torch.device) -> None:
@@ -41,6 +41,7 @@ def give_back_freed_memory(device: torch.device) -> None:
             libc = ctypes.CDLL("libc.so.6")
             libc.mallopt(_MMAP_THRESHOLD, _OWN_MAPPING_BYTES)
             libc.mallopt(_TRIM_THRESHOLD, _OWN_MAPPING_BYTES)
+            libc.mallopt(_MOST_ARENAS, 1)  # Each takes 64 MiB of what a process may have.
             libc.malloc_trim(0)
 
 

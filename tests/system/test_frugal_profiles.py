@@ -222,6 +222,11 @@ def test_what_is_computed_says_so(tmp_path: Path) -> None:
     assert "of the unplanned, computed" in " ".join(solved.stdout.split())
     assert '"frugal": true' in run("solve", files[0], "--budget", "80%", "--json").stdout
     assert planner.Plan.load(files[1]).frugal
+    run("pareto", files[0], "-o", tmp_path / "curve.svg", "--csv", tmp_path / "curve.csv")
+    assert "none," in (table := (tmp_path / "curve.csv").read_text()) and ",computed," in table
+    assert "<!-- unplanned, computed -->" in (tmp_path / "curve.svg").read_text()
+    run("show", files[1], "--timeline", tmp_path / "timeline.svg")
+    assert "the step without the plan is computed" in (tmp_path / "timeline.svg").read_text()
     assert run("profile", *target, "--limit", "much").exit_code not in (0, NO_PLAN)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import planner
 from planner import ProfileError
+from planner.runtime.step_trial import measured_states_bytes
 from profiler.measurement import device_memory
 from profiler.workload.workload import Workload
 
@@ -116,3 +117,9 @@ def test_code_that_checks_no_allocation_has_run_out_only_where_the_process_is_li
     for limited in (True, False):
         monkeypatch.setattr(device_memory, "is_limited", lambda limited=limited: limited)
         assert device_memory.ran_out(error) is limited
+
+
+def test_the_states_of_a_model_whose_plain_step_runs_out_are_those_of_one_that_fits() -> None:
+    with Hooked():
+        short = measured_states_bytes(step(6))
+    assert short == measured_states_bytes(step(10_000))
