@@ -14,6 +14,7 @@ from planner.runtime.applier import apply
 from profiler.measurement.device_memory import give_back_freed_memory, is_limited, ran_out, room_bytes
 from profiler.measurement.profiling import profile
 from profiler.measurement.step_measurement import measure
+from profiler.records import ResidentBytes
 from profiler.workload.snapshot import preserved
 from profiler.workload.steps import first_step, resident_bytes_of
 from profiler.workload.storages import distinct_bytes
@@ -85,13 +86,18 @@ def has_room(device: torch.device, peak_bytes: int, resident_bytes: int) -> bool
 
 def measured_states_bytes(workload: Workload) -> int:
     """Bytes of the model's states, whatever the batch: parameters, buffers, gradients and optimizer states."""
+    resident = _resident_after_a_step(workload) or profile(workload).resident  # by steps that need less
+    gradient_bytes = distinct_bytes(p for p in workload.model.parameters() if p.requires_grad)
+    return resident.total - resident.inputs - resident.loop - resident.gradients + gradient_bytes
+
+
+def _resident_after_a_step(workload: Workload) -> ResidentBytes | None:
+    """What is there after a plain step; None where memory runs out in it."""
     try:
         with preserved(workload):
             first_step(workload)
-            resident = resident_bytes_of(workload)
+            return resident_bytes_of(workload)
     except ValueError as error:
         if not ran_out(error):
             raise
-        resident = profile(workload).resident  # By steps that need less.
-    gradient_bytes = distinct_bytes(p for p in workload.model.parameters() if p.requires_grad)
-    return resident.total - resident.inputs - resident.loop - resident.gradients + gradient_bytes
+    return None  # Here the error's traceback has gone, and what it held.
