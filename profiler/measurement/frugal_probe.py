@@ -244,10 +244,16 @@ class FrugalProbe(StageProbe):
         return self._counted(self.dropping_step(meter)).phases
 
     def selective_step(
-        self, meter: Meter, selections: Mapping[int, Selection], *, measured: Collection[int] = (), check: bool = False
+        self,
+        meter: Meter,
+        selections: Mapping[int, Selection],
+        *,
+        measured: Collection[int] = (),
+        check: bool = False,
+        marks_ops: bool = False,
     ) -> SelectiveStep:
-        kept = self._kept_around({*selections, *measured})
-        return self.ran(lambda each: FrugalStep(self, each, self.shared, kept, selections, check=check), meter)
+        kept, how = self._kept_around({*selections, *measured}), {"check": check, "marks_ops": marks_ops}
+        return self.ran(lambda each: FrugalStep(self, each, self.shared, kept, selections, **how), meter)
 
     def _kept_around(self, stages: Collection[int]) -> Kept:
         """These stages, and the boundaries of their window."""

@@ -125,7 +125,7 @@ class FrugalStep(DropsEvaluations, SelectiveStep):
         shared: of its stages.
         kept: what is not dropped; also stages that are no part of ``selections``.
         selections: by the stage's number, as for ``SelectiveStep``.
-        check: as for ``SelectiveStep``.
+        check, marks_ops: as for ``SelectiveStep``.
     """
 
     def __init__(
@@ -137,8 +137,9 @@ class FrugalStep(DropsEvaluations, SelectiveStep):
         selections: Mapping[int, Selection],
         *,
         check: bool = False,
+        marks_ops: bool = False,
     ) -> None:
-        super().__init__(probe, meter, selections, check=check)
+        super().__init__(probe, meter, selections, check=check, marks_ops=marks_ops)
         self._shared, self._kept = shared, kept
         self._last: weakref.ref[DroppedCall] | None = None  # of the last stage that was dropped
         self._last_position = -1

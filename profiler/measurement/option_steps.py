@@ -8,11 +8,11 @@ from dataclasses import asdict, replace
 
 from profiler.measurement.joined_phases import PhasesOfMark, by_mark
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, time_meter
+from profiler.measurement.option_costs import Costs
 from profiler.measurement.stage_options import (
     KEEP,
     Assignment,
     ChoiceCost,
-    Costs,
     OptionGroup,
     ProposeChoices,
     at_fault,
@@ -24,7 +24,7 @@ from profiler.measurement.stage_options import (
     unforced,
     without,
 )
-from profiler.measurement.stage_probe import StageProbe
+from profiler.measurement.stage_probe import SelectiveStep, StageProbe
 from profiler.op_graph import Choice
 from profiler.recomputation.selection import Selection
 from profiler.records import MenuRecord, OptionRecord, Phase
@@ -140,22 +140,26 @@ class OptionSteps:
             for left, assignment in zip(reversed(range(len(assignments))), assignments, strict=True):
                 self._report("memory, options")
                 with nullcontext() if left else late_in_training():
-                    step = by_mark(self._step(self._memory_meter(), groups, assignment))
+                    step = by_mark(self._step(self._memory_meter(), groups, assignment).phases)
                 costs.add_memory(assignment, step)
                 self.late_phases = step.get(Mark("optimizer"), [])
             for shift in range(rounds_for(len(time_assignments(families)))):
                 for assignment in time_assignments(families, shift):
                     self._report("time, options")
-                    costs.add_seconds(assignment, by_mark(self._step(time_meter(self._device), families, assignment)))
+                    timed = self._step(time_meter(self._device), families, assignment, marks_ops=True)
+                    costs.add_seconds(assignment, by_mark(timed.phases), timed.reran)
         except Exception as error:  # noqa: BLE001 - user code runs here; whatever it raises, the choice cannot be used.
             return f"running it with a choice of what to keep fails: {type(error).__name__}: {error}"
         return costs.finish()
 
-    def _step(self, meter: Meter, groups: Sequence[OptionGroup], assignment: Assignment) -> MarkedPhases:
+    def _step(
+        self, meter: Meter, groups: Sequence[OptionGroup], assignment: Assignment, *, marks_ops: bool = False
+    ) -> SelectiveStep:
         self._randomness.restore()
-        step = self._probe.selective_step(meter, selections(groups, assignment), measured=assignment)
+        selected = selections(groups, assignment)
+        step = self._probe.selective_step(meter, selected, measured=assignment, marks_ops=marks_ops)
         self._diverged |= step.diverged_stages
-        return step.phases
+        return step
 
 
 def _menu(group: OptionGroup, costs: Sequence[ChoiceCost], reason: str) -> MenuRecord:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from profiler.measurement.meter import Mark, Place
-from profiler.measurement.robust_times import Sample, steady_seconds
 from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.recomputation.selection import Selection
 from profiler.records import Phase
@@ -153,8 +152,8 @@ def _parts(group: OptionGroup, family: int, plain: Mapping[Mark, list[Phase]]) -
     """The group, split where the bytes of its stages' phases differ."""
     parts: dict[tuple[int, ...], OptionGroup] = {}
     for k in group.members:
-        phases = [plain.get(mark, []) for mark in _marks_of(k)]
-        bytes_of = tuple(number for phase in phases for number in (_growth(phase), _peak(phase)))
+        phases = [plain.get(mark, []) for mark in marks_of(k)]
+        bytes_of = tuple(number for phase in phases for number in (growth_of(phase), peak_of(phase)))
         parts.setdefault(bytes_of, OptionGroup(group.ops, [], list(group.choices), family)).members.append(k)
     return list(parts.values())
 
@@ -292,60 +291,16 @@ def rounds_for(steps: int) -> int:
     return max(1, TIME_STEPS // max(1, steps))
 
 
-class Costs:
-    """Collects what the steps showed."""
-
-    def __init__(self, groups: Sequence[OptionGroup], plain: Mapping[Mark, list[Phase]]) -> None:
-        self._plain = plain
-        self._groups = groups
-        self._bytes = [[ChoiceCost() for _ in group.choices] for group in groups]
-        self._samples: list[Sample] = []
-        self._steps = 0
-
-    def add_memory(self, assignment: Assignment, step: Mapping[Mark, list[Phase]]) -> None:
-        """Take the bytes of a step under the memory meter."""
-        for k, (group, choice) in assignment.items():
-            forward, backward = (step.get(mark, []) for mark in _marks_of(k))
-            cost = self._bytes[group][choice]
-            cost.freed_bytes = _growth(self._plain[_marks_of(k)[0]]) - _growth(forward)
-            cost.forward_peak_bytes = _peak(forward)
-            cost.backward_peak_bytes = _peak(backward)
-
-    def add_seconds(self, assignment: Assignment, step: Mapping[Mark, list[Phase]]) -> None:
-        """Take the seconds of a step under the time meter."""
-        for k, (group, choice) in assignment.items():
-            for mark in _marks_of(k):
-                seconds = sum(phase.seconds for phase in step.get(mark, []))
-                self._samples.append(Sample(self._steps, (mark.phase, group, choice), seconds))
-        for mark, phases in step.items():
-            if mark.place is None or mark.place.kind == "outside":  # The same in every step: it shows their pace.
-                self._samples.append(Sample(self._steps, mark, sum(phase.seconds for phase in phases)))
-        self._steps += 1
-
-    def finish(self) -> list[list[ChoiceCost]]:
-        """The costs by group and choice; the last of each group is that of keeping everything."""
-        families = families_of(self._groups)
-        numbers = {family.family: number for number, family in enumerate(families)}
-        choices = [{choice.rerun: place for place, choice in enumerate(family.choices)} for family in families]
-        seconds = steady_seconds(self._samples)
-        costs_of = [[*costs, ChoiceCost()] for costs in self._bytes]
-        for group, costs in zip(self._groups, costs_of, strict=True):
-            number = numbers[group.family]
-            for choice in (*range(len(costs) - 1), KEEP):
-                key = number, choice if choice == KEEP else choices[number][group.choices[choice].rerun]
-                costs[choice].forward_seconds = seconds.get(("forward", *key), 0.0)
-                costs[choice].backward_seconds = seconds.get(("backward", *key), 0.0)
-        return costs_of
-
-
-def _marks_of(stage: int) -> tuple[Mark, Mark]:
+def marks_of(stage: int) -> tuple[Mark, Mark]:
     """Where a stage's forward and its backward begin."""
     return Mark("forward", Place("stage", stage)), Mark("backward", Place("stage", stage))
 
 
-def _growth(phases: Sequence[Phase]) -> int:
+def growth_of(phases: Sequence[Phase]) -> int:
+    """How much more is alive after phases that follow each other than before them."""
     return phases[-1].end_bytes - phases[0].start_bytes if phases else 0
 
 
-def _peak(phases: Sequence[Phase]) -> int:
+def peak_of(phases: Sequence[Phase]) -> int:
+    """The most bytes in phases that follow each other, above those at their start."""
     return max((phase.peak_bytes for phase in phases), default=0) - (phases[0].start_bytes if phases else 0)

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from profiler.measurement.meter import Mark, MarkedPhases, Meter
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place
 from profiler.measurement.stage_marks import AnyStep, MarkedStep, StepProbe
 from profiler.recomputation.module_rerun import CallState, detached
+from profiler.recomputation.op_tape import Watch
 from profiler.recomputation.recompute_checks import CheckedCall
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall
@@ -67,7 +68,13 @@ class StageProbe(StepProbe):
         return step
 
     def selective_step(
-        self, meter: Meter, selections: Mapping[int, Selection], *, measured: Collection[int] = (), check: bool = False
+        self,
+        meter: Meter,
+        selections: Mapping[int, Selection],
+        *,
+        measured: Collection[int] = (),
+        check: bool = False,
+        marks_ops: bool = False,
     ) -> SelectiveStep:
         """One step in which stages keep only a choice of what they save.
 
@@ -75,9 +82,9 @@ class StageProbe(StepProbe):
             meter: of seconds or memory.
             selections: by stage.
             measured: stages that matter, those that keep everything among them.
-            check: as for ``SelectiveStep``.
+            check, marks_ops: as for ``SelectiveStep``.
         """
-        return self.ran(lambda each: SelectiveStep(self, each, selections, check=check), meter)
+        return self.ran(lambda each: SelectiveStep(self, each, selections, check=check, marks_ops=marks_ops), meter)
 
     def dropping_forward(
         self, meter: Meter, *, hold_all: bool, on_stage: Callable[[int, FirstRun], None] | None = None
@@ -197,15 +204,27 @@ class SelectiveStep(MarkedStep):
         probe, meter: as for ``MarkedStep``.
         selections: by the stage's number.
         check: hold what stages make again against what they made first.
+        marks_ops: mark each op that runs again; for meters of seconds.
 
     Attributes:
         diverged_stages: those that ran other ops than their selection expects.
+        reran: by stage, the ordinals of the ops that ran again, one for each of its marks ``again``.
         wrong_ops: of stages that were checked, ordinals of the ops that did not give the same again.
     """
 
-    def __init__(self, probe: StageProbe, meter: Meter, selections: Mapping[int, Selection], *, check: bool) -> None:
+    def __init__(
+        self,
+        probe: StageProbe,
+        meter: Meter,
+        selections: Mapping[int, Selection],
+        *,
+        check: bool,
+        marks_ops: bool = False,
+    ) -> None:
         super().__init__(probe, meter)
         self.diverged_stages: set[int] = set()
+        self.reran: dict[int, list[int]] = {}
+        self._marks_ops = marks_ops
         self.wrong_ops: dict[int, set[int]] = {}
         self._stages = probe.stages
         self._selections = selections
@@ -225,10 +244,29 @@ class SelectiveStep(MarkedStep):
         call = CheckedCall(module, selection) if self._check else SelectiveCall(module, selection)
         if isinstance(call, CheckedCall):
             self._checked[position] = call
+        if self._marks_ops:
+            call.watch_reruns(self._marking(position, selection.ordinals))
         output = call.run(forward, args, kwargs)
         if call.diverged is not None:
             self.diverged_stages.add(position)
         return output
+
+    def _marking(self, position: int, ordinals: Sequence[int]) -> Watch:
+        """What marks the ops of a stage that run again, and afterwards what ran before."""
+        before = self._now
+
+        def mark(op: int | None) -> None:
+            nonlocal before
+            if op is None:
+                self.mark(before)
+                return
+            again = Mark("again", Place("stage", position))
+            if self._now != again:
+                before = self._now
+            self.reran.setdefault(position, []).append(ordinals[op])
+            self.mark(again)
+
+        return mark
 
 
 @dataclass(slots=True)

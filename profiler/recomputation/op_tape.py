@@ -20,6 +20,7 @@ from profiler.recomputation.op_schema import OpTraits, traits_of
 from profiler.recomputation.rng_state import drawing_from, random_state_of
 from profiler.recomputation.saved_tensors import (
     RecordedInput,
+    ShapeOnly,
     TensorStandIn,
     below_autograd,
     geometry_of,
@@ -142,21 +143,8 @@ class _RecomputedView:
         return view_of(self._recomputed.tensor, self._geometry)
 
 
-class _ShapeOnly:
-    """Stands in an op's recorded arguments for a tensor of which only shape and kind matter."""
-
-    __slots__ = ("_dtype", "_size", "_stride", "device")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._size, self._stride = tensor.size(), tensor.stride()
-        self._dtype, self.device = tensor.dtype, tensor.device
-
-    def tensor(self) -> Tensor:
-        """One without contents, on no device."""
-        return torch.empty_strided(self._size, self._stride, dtype=self._dtype, device="meta")
-
-
-_STAND_INS = (_RecomputedView, RecordedInput, _ShapeOnly)
+_STAND_INS = (_RecomputedView, RecordedInput, ShapeOnly)
+Watch = Callable[["int | None"], None]  # is told of each op before it runs again, by its ordinal; of the end by None
 
 
 @dataclass(slots=True, eq=False)
@@ -185,6 +173,7 @@ class OpTape:
         self._recording = True
         self._inputs_passed_on = False
         self._flags = flags_now()
+        self.watch: Watch | None = None
 
     # Forward -----------------------------------------------------------------
 
@@ -305,7 +294,7 @@ class OpTape:
 
     def _encoded(self, args: tuple[Any, ...], record: RecordedOp, given: set[int]) -> list[Any]:
         if record.traits.shape_only and args[0].layout is torch.strided:
-            return [_ShapeOnly(args[0]), *(self._encode(value, record, given) for value in args[1:])]
+            return [ShapeOnly(args[0]), *(self._encode(value, record, given) for value in args[1:])]
         encoded = [self._encode(value, record, given) for value in args]
         if record.traits.statistics:
             for place in record.traits.statistics:  # The op itself changes them, and counts no change.
@@ -343,7 +332,11 @@ class OpTape:
                 return
             needed = self._ops_needed_for(recomputed.writers[-1])
             for record in needed:
+                if self.watch is not None:
+                    self.watch(record.ordinal)
                 _run_again(record)
+            if self.watch is not None:
+                self.watch(None)
         if self._recording:  # A backward inside the call: what it had made is recorded no further.
             known = {id(made) for record in needed for _, made in record.allocates}
             self._made = {key: made for key, made in self._made.items() if id(made) not in known}
@@ -371,7 +364,7 @@ def _run_again(record: RecordedOp) -> None:
         for place in record.traits.statistics:  # They have been updated once, by the forward.
             args[place] = _scratch_copy(args[place])
     kwargs = {name: _decoded(value) for name, value in record.kwargs.items()}
-    if record.traits.shape_only and isinstance(record.args[0], _ShapeOnly):
+    if record.traits.shape_only and isinstance(record.args[0], ShapeOnly):
         kwargs["device"] = kwargs.get("device") or record.args[0].device
     torch._C._set_grad_enabled(record.grad_enabled)
     with drawing_from(record.random_state):

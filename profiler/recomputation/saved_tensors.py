@@ -145,6 +145,20 @@ def recorded_inputs_in(value: Any) -> Iterator[RecordedInput]:
         yield from recorded_inputs_in(list(value.values()))
 
 
+class ShapeOnly:
+    """Stands in an op's recorded arguments for a tensor of which only shape and kind matter."""
+
+    __slots__ = ("_dtype", "_size", "_stride", "device")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._dtype, self.device = tensor.dtype, tensor.device
+
+    def tensor(self) -> Tensor:
+        """One without contents, on no device."""
+        return torch.empty_strided(self._size, self._stride, dtype=self._dtype, device="meta")
+
+
 # How many values of a tensor are compared, spread evenly; on the CPU only, where reading them waits for nothing.
 _COMPARED_VALUES = 16
 # Memory as numbers of so many bytes, of any length; of complex128 the first half of each value.

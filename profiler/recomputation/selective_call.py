@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.recomputation.module_rerun import NOT_NEEDED, CallState, Saw, detached, emptied
-from profiler.recomputation.op_tape import OpTape, RecomputedTensor
+from profiler.recomputation.op_tape import OpTape, RecomputedTensor, Watch
 from profiler.recomputation.outer_hooks import SavedParameters
 from profiler.recomputation.recording_mode import RecordingMode
 from profiler.recomputation.saved_tensors import (
@@ -54,6 +54,10 @@ class SelectiveCall:
         self._tape = OpTape()
         self._mode = RecordingMode(self._tape, module, selection)
         self._parameters = SavedParameters()
+
+    def watch_reruns(self, watch: Watch) -> None:
+        """Have each op told, by its position in the selection, before it runs again; and None when some have."""
+        self._tape.watch = watch
 
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the call and return its output."""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from profiler.measurement import stage_options
-from profiler.measurement.meter import Mark, Place, memory_meter
+from profiler.measurement.meter import memory_meter
 from profiler.measurement.option_steps import OptionSteps, _beaten, _menu
 from profiler.measurement.stage_options import (
     KEEP,
     ChoiceCost,
-    Costs,
     OptionGroup,
     at_fault,
     families_of,
@@ -33,42 +32,13 @@ from profiler.measurement.stage_options import (
 )
 from profiler.measurement.stage_probe import SelectiveStep, StageProbe
 from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStorage
-from profiler.records import MenuRecord, OptionRecord, Phase
+from profiler.records import MenuRecord, OptionRecord
 from profiler.trace.partition import choose_stages
 from profiler.trace.step_trace import trace_step
 from profiler.workload.snapshot import RandomState
 from profiler.workload.workload import Workload
 from tests.support.odd_models import workload
-
-INPUT, FIRST, SECOND, THIRD = range(4)
-
-
-def flow(**changes: object) -> StageOps:
-    """Three ops, each reading what the one before made; all they make is saved. The input is the stage's own."""
-    ops = tuple(
-        StageOp(op=f"aten.op{k}.default", module="", seconds=1.0, reads=((k, 0),), allocates=(k + 1,)) for k in range(3)
-    )
-    made = tuple(StageStorage(size_bytes=8, op=k, saved=True) for k in range(3))
-    taken = StageStorage(size_bytes=8, op=-1, always_live=True)
-    return replace(StageOps(ops=ops, storages=(taken, *made)), **changes)
-
-
-def choices(count: int) -> list[Choice]:
-    return [Choice(f"choice {k}", (), frozenset({k})) for k in range(count)]
-
-
-def group(members: list[int], count: int, family: int = 0, ops: StageOps | None = None) -> OptionGroup:
-    return OptionGroup(ops or flow(), members, choices(count), family)
-
-
-Direction = Literal["forward", "backward"]
-FORWARD: Direction = "forward"
-BACKWARD: Direction = "backward"
-
-
-def marked(phase: Direction, stage: int, **values: Any) -> tuple[Mark, list[Phase]]:
-    return Mark(phase, Place("stage", stage)), [Phase(**values)]
-
+from tests.support.option_groups import BACKWARD, FIRST, FORWARD, SECOND, THIRD, choices, flow, group, marked
 
 # Which stages share a menu -----------------------------------------------------------
 
@@ -113,18 +83,6 @@ def test_seconds_are_compared_with_those_of_keeping_everything_on_other_stages_e
     assert time_assignments(families) == [{0: (0, 0), 1: (0, 1), 2: (1, 0)}, {0: (0, 2), 1: kept, 2: (1, KEEP)}]
     assert time_assignments(families, 1) == [{1: (0, 0), 0: (0, 1), 2: (1, 0)}, {1: (0, 2), 0: kept, 2: (1, KEEP)}]
     assert time_assignments(families, 2) == time_assignments(families)
-
-
-def test_a_family_times_the_choices_of_all_its_groups_each_once() -> None:
-    first, second = group([0], 1), group([1, 2], 3)
-    first.choices = second.choices[1:2]
-    (family,) = families_of([first, second])
-    assert [choice.name for choice in family.choices] == ["choice 1", "choice 0", "choice 2"]
-    costs = Costs([first, second], {})
-    for place in range(3):
-        costs.add_seconds({1: (0, place)}, dict([marked(BACKWARD, 1, seconds=1.0 + place)]))
-    found = [[cost.backward_seconds for cost in costs_of] for costs_of in costs.finish()]
-    assert found == [[1.0, 0.0], [2.0, 1.0, 3.0, 0.0]]
 
 
 def ends(*, saves: bool, lets_go: bool) -> StageOps:
@@ -202,44 +160,6 @@ def test_stages_are_told_what_runs_again_and_kept_ones_nothing() -> None:
 
 
 # What it costs -----------------------------------------------------------------------
-
-
-def test_bytes_are_those_that_the_plain_stage_keeps_more() -> None:
-    groups = [group([0, 1], 1)]
-    plain = dict([marked(FORWARD, 0, start_bytes=100, peak_bytes=190, end_bytes=150)])
-    costs = Costs(groups, plain)
-    costs.add_memory(
-        {0: (0, 0)},
-        {
-            Mark(FORWARD, Place("stage", 0)): [
-                Phase(start_bytes=200, peak_bytes=230, end_bytes=210),
-                Phase(start_bytes=210, peak_bytes=270, end_bytes=220),
-            ],
-            Mark(BACKWARD, Place("stage", 0)): [Phase(start_bytes=220, peak_bytes=300, end_bytes=200)],
-        },
-    )
-    assert costs.finish() == [
-        [ChoiceCost(freed_bytes=50 - 20, forward_peak_bytes=70, backward_peak_bytes=80), ChoiceCost()]
-    ]
-
-
-def test_seconds_are_those_of_the_family() -> None:
-    groups = [group([0], 1), group([1], 1), group([2], 0, family=1)]
-    costs = Costs(groups, {})
-    step = dict(
-        [
-            marked(FORWARD, 0, seconds=1.0),
-            marked(BACKWARD, 0, seconds=2.0),
-            marked(FORWARD, 1, seconds=4.0),
-            marked(BACKWARD, 1, seconds=8.0),
-        ]
-    )
-    costs.add_seconds({0: (0, 0), 1: (0, KEEP)}, step)
-    both = [
-        ChoiceCost(forward_seconds=1.0, backward_seconds=2.0),
-        ChoiceCost(forward_seconds=4.0, backward_seconds=8.0),
-    ]
-    assert costs.finish() == [both, both, [ChoiceCost()]]
 
 
 def option(seconds: float = 1.0, freed: int = 10, forward: int = 5, backward: int = 5) -> OptionRecord:
