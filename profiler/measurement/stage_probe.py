@@ -15,6 +15,8 @@ from profiler.measurement.stage_marks import AnyStep, MarkedStep, StepProbe
 from profiler.recomputation.module_rerun import CallState, detached
 from profiler.recomputation.op_tape import Watch
 from profiler.recomputation.recompute_checks import CheckedCall
+from profiler.recomputation.saved_signatures import SavedSignature, signature_of
+from profiler.recomputation.saved_tensors import is_there_anyway
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall
 from profiler.trace.partition import ChosenStage
@@ -279,6 +281,7 @@ class FirstRun:
     output: Any
     versions: list[int]
     saved: list[tuple[tuple[int, ...], torch.dtype]]
+    signatures: list[SavedSignature | None]
 
     def input_changed(self) -> bool:
         """Whether an input tensor was changed in place after the call."""
@@ -343,6 +346,7 @@ class DroppingForward(MarkedStep):
     def run_stage(self, position: int, forward: Forward, args: Any, kwargs: Any) -> Any:
         call = self._stages[position].call
         saved: list[tuple[tuple[int, ...], torch.dtype]] = []
+        signatures: list[SavedSignature | None] = []  # Taken as a plan takes them, so their time is in the forward's.
         # A graph that a module stores holds this closure: by the step, whose calls hold what is stored, it held itself.
         dropped, goes_backward = self._dropped, call.goes_backward
 
@@ -350,6 +354,7 @@ class DroppingForward(MarkedStep):
             if not goes_backward and tensor.layout is torch.strided:
                 dropped[position, len(saved)] = weakref.ref(tensor.untyped_storage())
             saved.append((sizes_of(tensor), tensor.dtype))
+            signatures.append(None if is_there_anyway(tensor) else signature_of(tensor))
             return tensor.detach() if goes_backward else None
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -364,7 +369,7 @@ class DroppingForward(MarkedStep):
             versions = [tensor._version for tensor in tensors_in(arguments)]
             output = forward(*args, **kwargs)
             copies = map_tensors(lambda tensor: tensor.detach().clone(), output)  # It may be changed later.
-            first = FirstRun(forward, state, arguments, copies, versions, saved)
+            first = FirstRun(forward, state, arguments, copies, versions, saved, signatures)
             if self._hold_all:
                 self.first_runs.append(first)
         if self._on_stage is not None:

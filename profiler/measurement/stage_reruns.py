@@ -14,6 +14,7 @@ from torch import Tensor
 from profiler.measurement.stage_probe import FirstRun
 from profiler.recomputation.module_rerun import rerun_keeping, rerun_until_saved
 from profiler.recomputation.recompute_checks import EscapedTensors
+from profiler.recomputation.saved_signatures import SignatureCheck
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Trace
 from profiler.workload.tensor_parts import parts_of, sizes_of
@@ -166,9 +167,15 @@ def _difference(first: FirstRun, saved: list[Tensor], output: Any, device: torch
 
 def _timed(first: FirstRun, device: torch.device) -> float:
     args, kwargs = in_new_containers(first.arguments)
+    check = SignatureCheck(first.signatures)
+
+    def saw(tensor: Tensor) -> bool:
+        check.saw(tensor)
+        return True
+
     _synchronize(device)
     begin = time.perf_counter()
-    rerun_until_saved(first.call, first.state, args, kwargs, len(first.saved))
+    rerun_until_saved(first.call, first.state, args, kwargs, len(first.saved), saw)
     _synchronize(device)
     return time.perf_counter() - begin
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,7 +144,10 @@ class _RecomputedView:
         return view_of(self._recomputed.tensor, self._geometry)
 
 
-_STAND_INS = (_RecomputedView, RecordedInput, ShapeOnly)
+_STAND_INS = frozenset({_RecomputedView, RecordedInput, ShapeOnly})
+# Most arguments that are no tensors are of these kinds: nothing in them is to be looked for.
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
+_NO_CONTEXT = nullcontext()
 Watch = Callable[["int | None"], None]  # is told of each op before it runs again, by its ordinal; of the end by None
 
 
@@ -295,7 +299,7 @@ class OpTape:
     def _encoded(self, args: tuple[Any, ...], record: RecordedOp, given: set[int]) -> list[Any]:
         if record.traits.shape_only and args[0].layout is torch.strided:
             return [ShapeOnly(args[0]), *(self._encode(value, record, given) for value in args[1:])]
-        encoded = [self._encode(value, record, given) for value in args]
+        encoded = [value if type(value) in _PLAIN else self._encode(value, record, given) for value in args]
         if record.traits.statistics:
             for place in record.traits.statistics:  # The op itself changes them, and counts no change.
                 if isinstance(encoded[place], RecordedInput):
@@ -359,15 +363,16 @@ class OpTape:
 
 
 def _run_again(record: RecordedOp) -> None:
-    args = [_decoded(value) for value in record.args]
-    if record.traits.renews_statistics(tuple(args)):
-        for place in record.traits.statistics:  # They have been updated once, by the forward.
+    traits = record.traits
+    args = [value if type(value) in _PLAIN else _decoded(value) for value in record.args]
+    if traits.statistics and traits.renews_statistics(tuple(args)):
+        for place in traits.statistics:  # They have been updated once, by the forward.
             args[place] = _scratch_copy(args[place])
-    kwargs = {name: _decoded(value) for name, value in record.kwargs.items()}
-    if record.traits.shape_only and isinstance(record.args[0], ShapeOnly):
+    kwargs = {name: _decoded(value) for name, value in record.kwargs.items()} if record.kwargs else record.kwargs
+    if traits.shape_only and isinstance(record.args[0], ShapeOnly):
         kwargs["device"] = kwargs.get("device") or record.args[0].device
     torch._C._set_grad_enabled(record.grad_enabled)
-    with drawing_from(record.random_state):
+    with _NO_CONTEXT if record.random_state is None else drawing_from(record.random_state):
         result = record.op(*args, **kwargs)
     outputs = result if isinstance(result, (tuple, list)) else (result,)
     record.done = True
@@ -386,8 +391,9 @@ def _scratch_copy(statistics: Tensor | None) -> Tensor | None:
 
 
 def _decoded(value: Any) -> Any:
-    if isinstance(value, _STAND_INS):
+    kind = type(value)
+    if kind in _STAND_INS:
         return value.tensor()
-    if isinstance(value, list):
+    if kind is list:
         return [_decoded(item) for item in value]
     return value
