@@ -221,7 +221,8 @@ def _used(levers: Sequence[Lever], kinds: set[Any], names: set[str]) -> list[Lev
 def _said(combination: Combination, advice: Advice) -> str:
     ratio = f" ({(combination.seconds or 0) / advice.unplanned.seconds:.2f} x)" if advice.unplanned.seconds else ""
     peak, seconds = format_bytes(combination.peak_bytes), format_seconds(combination.seconds or 0)
-    return f"[bold]{escape(combination.title)}[/bold]: {peak}, {seconds}{ratio} for {advice.samples} samples"
+    samples = "1 sample" if advice.samples == 1 else f"{advice.samples} samples"
+    return f"[bold]{escape(combination.title)}[/bold]: {peak}, {seconds}{ratio} for {samples}"
 
 
 def _rounded(combination: Combination) -> str:

@@ -85,6 +85,8 @@ class WorkloadVariants:
         key = self._batch_key
         if isinstance(self._target, Workload):
             return "a workload was given, not the function that builds it with fewer samples"
+        if self.workload.own is not None:
+            return "the step is a function of your own, which makes its micro-batches itself"
         if self.workload.accumulate:
             return "the workload accumulates gradients already"
         if self.samples < 2 or self.samples % 2:
@@ -107,6 +109,8 @@ class WorkloadVariants:
 
     def why_no_precision(self) -> str:
         """Why autocast would change nothing; empty where it would."""
+        if self.workload.own is not None:
+            return "the step is a function of your own: put torch.autocast around its forward, and ask again"
         dtypes = types_part(self.profile("", 1).precision)
         if self.workload.autocast is not None:
             return f"autocast casts to {type_name(self.workload.autocast)} already"

@@ -13,6 +13,7 @@ from torch import nn
 
 import planner.capacity.workload_variants
 from benchmarks.advise import measured
+from planner import zoo
 from planner.capacity.advice import _notes
 from planner.capacity.advice_plot import advice_figure, draw_advice
 from planner.capacity.advice_report import document_of, foremost, report_of, shortened
@@ -25,7 +26,7 @@ from planner.cli.shell import show
 from planner.plans.offload_request import Offload
 from planner.plans.solving import quick_plan
 from profiler.workload.steps import ProfileError
-from profiler.workload.workload import varied
+from profiler.workload.workload import Workload, varied
 from tests.support.command_line import done, refused, run
 
 WIDTH = 64
@@ -229,6 +230,20 @@ def test_levers_that_do_not_apply_say_why():
 
 
 @pytest.mark.slow
+def test_of_a_step_of_the_user_s_own_nothing_is_changed_but_what_is_kept():
+    work = zoo.build("gpt2", layers=2, hidden=32, seq=16, vocab=100, batch=2)
+
+    def step():
+        work.optimizer.zero_grad()
+        work.model(**work.inputs).loss.backward()
+        work.optimizer.step()
+
+    found = planner.advise(lambda: Workload(model=work.model, step=step), "90%", menus=False)
+    reasons = {lever.kind: lever.reason for lever in found.levers if not lever.applies}
+    assert all("a function of your own" in reasons[kind] for kind in ("precision", "optimizer", "micro-batches"))
+    assert found.exact is not None and found.exact.kinds == ("recompute",)
+
+
 def test_targets_without_a_batch_argument():
     found = reasons(planner.advise(lambda rows=32: build(rows), "90%", menus=False))
     assert "no workload with batch=16" in found["micro-batches"]
