@@ -165,7 +165,7 @@ class Workload:
         if self.own is not None:
             held = [*tensors_of(reached_from(self.own.function)), *tensors_in(self.own.result)]
         else:
-            held = tensors_in((self._output, self._loss))
+            held = tensors_of(reached_from((self._output, self._loss)))  # Caches are objects of many kinds.
         return [*held, *kept_by_nodes(held)]
 
     @property

@@ -46,3 +46,12 @@ def test_what_others_leave_until_the_output_goes_is_not_released_by_the_last_sta
         plan = following(profile, segmented_schedule(alone))
         with planner.apply(work.model, plan):
             assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes, names[k]
+
+
+def test_what_an_object_in_the_output_holds_is_held_by_the_loop_and_peaks_are_the_same_in_every_step() -> None:
+    plain, cached = (planner.profile(workload(cached=each), stages=STAGES, menus=False) for each in (False, True))
+    work = workload(cached=True)
+    past = work.model(work.inputs)["cache"].past
+    held = cached.resident.loop - plain.resident.loop
+    assert held == sum(tensor.untyped_storage().nbytes() for tensor in past)
+    assert {planner.measure(work, repeats=1).peak_bytes for _ in range(3)} == {cached.unplanned_peak_bytes}
