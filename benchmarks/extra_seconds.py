@@ -21,10 +21,9 @@ from transformers import (
 )
 
 import planner
-from benchmarks.one_step import seconds_of
+from benchmarks.interleaving import in_turns
 from benchmarks.reporting import RESULTS, result_name, write_result
 from planner.zoo import build
-from profiler.workload.snapshot import preserved
 from profiler.workload.workload import Workload
 
 SHARES = (75, 60, 45)  # of the unplanned peak
@@ -118,7 +117,7 @@ def rows_of(name: str, rounds: int) -> Iterator[dict[str, Any]]:
         except planner.Infeasible:
             continue
         verified = planner.verify(workload, plan)
-        plain, (first, second) = _in_turns(workload, [plan, verified.plan], rounds)
+        plain, (first, second) = in_turns(workload, [plan, verified.plan], rounds)
         extra = _extra(plain, first)
         predicted, corrected = plan.slowdown - 1, verified.plan.slowdown - 1
         yield {
@@ -134,19 +133,6 @@ def rows_of(name: str, rounds: int) -> Iterator[dict[str, Any]]:
             "verified_predicted_extra": corrected,
             "verified_measured_extra": _extra(plain, second),
         }
-
-
-def _in_turns(workload: Workload, plans: list[planner.Plan], rounds: int) -> tuple[list[float], list[list[float]]]:
-    """Seconds of a plain step and of one under each plan, in every round."""
-    plain: list[float] = []
-    planned: list[list[float]] = [[] for _ in plans]
-    with preserved(workload):
-        for _ in range(rounds + 1):
-            plain.append(seconds_of(workload))
-            for plan, seconds in zip(plans, planned, strict=True):
-                with planner.apply(workload.model, plan):
-                    seconds.append(seconds_of(workload))
-    return plain[1:], [seconds[1:] for seconds in planned]
 
 
 def _extra(plain: list[float], planned: list[float]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import planner
@@ -22,12 +23,19 @@ class Ratio:
 
 def interleaved(workload: Workload, plan: planner.Plan, rounds: int = 5) -> Ratio:
     """Time ``rounds`` pairs of a plain and a planned step after one of each to warm up."""
+    plain, (planned,) = in_turns(workload, [plan], rounds)
+    ratios = [b / a for a, b in zip(plain, planned, strict=True)]
+    return Ratio(statistics.median(plain), statistics.median(planned), statistics.median(ratios))
+
+
+def in_turns(workload: Workload, plans: Sequence[planner.Plan], rounds: int) -> tuple[list[float], list[list[float]]]:
+    """Seconds of a plain step and of one under each plan, in every round; one round goes before to warm up."""
     plain: list[float] = []
-    planned: list[float] = []
+    planned: list[list[float]] = [[] for _ in plans]
     with preserved(workload):
         for _ in range(rounds + 1):
             plain.append(seconds_of(workload))
-            with planner.apply(workload.model, plan):
-                planned.append(seconds_of(workload))
-    ratios = [b / a for a, b in zip(plain[1:], planned[1:], strict=True)]
-    return Ratio(statistics.median(plain[1:]), statistics.median(planned[1:]), statistics.median(ratios))
+            for plan, seconds in zip(plans, planned, strict=True):
+                with planner.apply(workload.model, plan):
+                    seconds.append(seconds_of(workload))
+    return plain[1:], [seconds[1:] for seconds in planned]

@@ -16,8 +16,7 @@ from profiler.measurement.profiling import profile
 from profiler.measurement.step_measurement import measure
 from profiler.records import ResidentBytes
 from profiler.workload.snapshot import preserved
-from profiler.workload.steps import first_step, resident_bytes_of
-from profiler.workload.storages import distinct_bytes
+from profiler.workload.steps import first_step, resident_bytes_of, states_bytes
 from profiler.workload.workload import Workload
 
 Build = Callable[[int], Workload]
@@ -87,8 +86,7 @@ def has_room(device: torch.device, peak_bytes: int, resident_bytes: int) -> bool
 def measured_states_bytes(workload: Workload) -> int:
     """Bytes of the model's states, whatever the batch: parameters, buffers, gradients and optimizer states."""
     resident = _resident_after_a_step(workload) or profile(workload).resident  # by steps that need less
-    gradient_bytes = distinct_bytes(p for p in workload.model.parameters() if p.requires_grad)
-    return resident.total - resident.inputs - resident.loop - resident.gradients + gradient_bytes
+    return states_bytes(workload, resident)
 
 
 def _resident_after_a_step(workload: Workload) -> ResidentBytes | None:

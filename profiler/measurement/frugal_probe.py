@@ -132,6 +132,10 @@ class FrugalProbe(StageProbe):
         """The number of the window in which stages lie; None where they lie in several."""
         return next((n for n, window in enumerate(self._windows) if all(k in window for k in stages)), None)
 
+    def _number_of(self, k: int) -> int:
+        """The number of the window in which stage k lies."""
+        return next(n for n, window in enumerate(self._windows) if k in window)
+
     def needed_bytes(self, stages: Collection[int]) -> float:
         """What a step takes at most in which these stages are kept, by the one in which all are dropped.
 
@@ -157,9 +161,9 @@ class FrugalProbe(StageProbe):
 
     def check_room(self, k: int) -> None:
         """Refuse a limit that is too low for a step in which stage k is kept; raises ProfileError."""
-        window = self._windows[self._window_of([k]) or 0]
-        base, inner = self._bases[self._windows.index(window)], {k: self.shared.inner_bytes(k)}
-        self._check(_with_more(base, inner), f"keeps {self.stages[k].name!r} only", self._boundaries_of(window))
+        number = self._number_of(k)
+        needed = _with_more(self._bases[number], {k: self.shared.inner_bytes(k)})
+        self._check(needed, f"keeps {self.stages[k].name!r} only", self._boundaries_of(self._windows[number]))
 
     def _check(self, needed: Iterable[tuple[Mark, int]], what: str, boundaries: Collection[int] = ()) -> None:
         """Refuse a limit below what the phases of a step take; ``boundaries`` are held in it. Raises ProfileError."""
@@ -280,7 +284,7 @@ class FrugalProbe(StageProbe):
         for window, each in zip(self._windows, windows, strict=True):
             composed.input_deaths |= {key: mark for key, mark in each.input_deaths.items() if key[0] in window}
             composed.output_deaths |= {key: mark for key, mark in each.output_deaths.items() if key[0] in window}
-        unable = {k: windows[self._window_of([k]) or 0] for k in self.kept_anyway}
+        unable = {k: windows[self._number_of(k)] for k in self.kept_anyway}
         self._copy_notes({**unable, **steps}, composed)
         return composed
 
@@ -307,7 +311,7 @@ class FrugalProbe(StageProbe):
         composed: MarkedPhases = []
         for mark, occurrence in groups[0]:
             place = mark.place.index if mark.place is not None else 0
-            number = self._window_of([min(place, len(self.stages) - 1)]) or 0
+            number = self._number_of(min(place, len(self.stages) - 1))
             composed += [(mark, phase) for phase in groups[number].get((mark, occurrence), ())]
         return composed
 

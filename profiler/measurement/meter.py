@@ -104,9 +104,15 @@ def time_meter(device: torch.device) -> Meter:
 class AllocatorEvents:
     """Records what the CPU's allocator takes and gives back, and what ``torch.profiler.record_function`` marks.
 
+    Args:
+        ops: record ops as well.
+
     ``torch.profiler`` itself records every op as well, which takes a tenth of a step's time and, in one of some
     thousands of ops, 100 MiB that a process may not have.
     """
+
+    def __init__(self, *, ops: bool = False) -> None:
+        self._scopes = set() if ops else {_profiler.RecordScope.USER_SCOPE}  # none: all of them
 
     def start(self) -> None:
         """Begin; raises RuntimeError where the process is profiled already."""
@@ -116,7 +122,7 @@ class AllocatorEvents:
         activities = {_profiler.ProfilerActivity.CPU}
         _autograd._prepare_profiler(config, activities)
         enable: Any = _autograd._enable_profiler  # torch's own description of it has no scopes
-        enable(config, activities, {_profiler.RecordScope.USER_SCOPE})
+        enable(config, activities, self._scopes)
 
     def stop(self) -> list[Any]:
         """The events, in any order."""

@@ -83,7 +83,7 @@ class Costs:
             number = numbers[group.family]
             forward_seconds, backward_seconds = (seconds.get((phase, number, KEEP), 0.0) for phase in _PHASES)
             costs[KEEP].forward_seconds, costs[KEEP].backward_seconds = forward_seconds, backward_seconds
-            for choice, cost in zip(group.choices, costs, strict=False):
+            for choice, cost in zip(group.choices, costs[:KEEP], strict=True):
                 place = choices[number][choice.rerun]
                 again = sum(seconds.get(("again", number, op), 0.0) for op in self._reran.get((number, place), ()))
                 weight = _carried_out(group.ops, choice)

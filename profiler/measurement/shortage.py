@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.measurement.meter import Mark, MarkedPhases, WarmUp
+from profiler.measurement.meter import AllocatorEvents, Mark, MarkedPhases, WarmUp
 from profiler.measurement.stage_probe import WHERE
 from profiler.records import ResidentBytes
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.steps import resident_bytes_of
+from profiler.workload.steps import resident_bytes_of, states_bytes
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
@@ -42,7 +43,7 @@ def remedies(workload: Workload, needed_bytes: int, limit_bytes: int) -> str:
 
 def _levers(workload: Workload, resident: ResidentBytes, needed_bytes: int) -> dict[str, int]:
     """What the step would about take with each change, and with all of them."""
-    whatever_the_batch = _states_bytes(resident)
+    whatever_the_batch = states_bytes(workload, resident)
     samples = {tensor.shape[0] for tensor in tensors_in(workload.inputs) if tensor.dim()}
     without = needed_bytes - resident.optimizer
     halves = {p.dtype for p in workload.model.parameters() if p.is_floating_point()} == {torch.float32}
@@ -55,11 +56,6 @@ def _levers(workload: Workload, resident: ResidentBytes, needed_bytes: int) -> d
     if halves:
         levers["bf16 throughout"] = needed_bytes // 2
     return levers
-
-
-def _states_bytes(resident: ResidentBytes) -> int:
-    """What the model takes whatever the batch, with a gradient for each parameter."""
-    return resident.total - resident.inputs - resident.loop - resident.gradients + resident.parameters
 
 
 def where_raised(error: BaseException, model: nn.Module) -> str:
@@ -77,12 +73,12 @@ def where_raised(error: BaseException, model: nn.Module) -> str:
     return inner
 
 
-def op_meter(device: torch.device) -> _CpuOpMeter | _CudaOpMeter:
+def op_meter(device: torch.device) -> OpMeter:
     """The meter that finds ops for ``device``."""
     return _CudaOpMeter(device) if device.type == "cuda" else _CpuOpMeter()
 
 
-class OpMeter:
+class OpMeter(ABC):
     """A meter of no bytes: it finds the op in which most are alive, in each interval between marks.
 
     Attributes:
@@ -92,6 +88,25 @@ class OpMeter:
     def __init__(self) -> None:
         self.ops: dict[Mark, str] = {}
         self._most: dict[Mark, int] = {}
+
+    def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
+        if warm_up is not None:
+            warm_up()
+        self._begin()
+        self.mark(mark)
+
+    @abstractmethod
+    def mark(self, mark: Mark) -> None: ...
+
+    def stop(self) -> MarkedPhases:
+        self._end()
+        return []
+
+    @abstractmethod
+    def _begin(self) -> None: ...
+
+    @abstractmethod
+    def _end(self) -> None: ...
 
     def _note(self, mark: Mark, alive_bytes: int, op: str) -> None:
         if alive_bytes > self._most.get(mark, -(2**63)):
@@ -103,28 +118,21 @@ class _CpuOpMeter(OpMeter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._events = AllocatorEvents(ops=True)
         self._marks: list[Mark] = []
 
-    def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
-        if warm_up is not None:
-            warm_up()
-        self._profiler.start()
-        self.mark(mark)
+    def _begin(self) -> None:
+        self._events.start()
 
     def mark(self, mark: Mark) -> None:
         self._marks.append(mark)
         with torch.profiler.record_function(f"{_MARK}{len(self._marks) - 1}"):
             pass
 
-    def stop(self) -> MarkedPhases:
-        self._profiler.stop()
-        kineto = self._profiler.profiler
-        assert kineto is not None and kineto.kineto_results is not None
+    def _end(self) -> None:
         alive, mark = 0, None
         around: list[tuple[int, str]] = []  # ends of ops that have begun and may not have ended, the outermost first
-        events: list[Any] = kineto.kineto_results.events()
-        for event in sorted(events, key=lambda event: (event.start_ns(), -event.duration_ns())):
+        for event in sorted(self._events.stop(), key=lambda event: (event.start_ns(), -event.duration_ns())):
             name, now = event.name(), event.start_ns()
             if name.startswith(_MARK):
                 mark = self._marks[int(name.removeprefix(_MARK))]
@@ -136,7 +144,6 @@ class _CpuOpMeter(OpMeter):
             elif name.startswith("aten::"):
                 around = [(end, op) for end, op in around if end >= now]
                 around.append((now + event.duration_ns(), name))
-        return []
 
 
 _MARK = "sublinear-planner-op:"
@@ -151,11 +158,8 @@ class _CudaOpMeter(OpMeter):
         self._mode = _AfterEachOp(self._after)
         self._now: Mark | None = None
 
-    def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
-        if warm_up is not None:
-            warm_up()
+    def _begin(self) -> None:
         self._mode.__enter__()
-        self.mark(mark)
 
     def mark(self, mark: Mark) -> None:
         self._now = mark
@@ -163,11 +167,10 @@ class _CudaOpMeter(OpMeter):
 
     def _after(self, op: Any) -> None:
         if self._now is not None:
-            self._note(self._now, torch.cuda.max_memory_allocated(self._device), f"aten::{op._schema.name[6:]}")
+            self._note(self._now, torch.cuda.max_memory_allocated(self._device), op._schema.name)
 
-    def stop(self) -> MarkedPhases:
+    def _end(self) -> None:
         self._mode.__exit__(None, None, None)
-        return []
 
 
 class _AfterEachOp(TorchDispatchMode):

@@ -179,6 +179,12 @@ def resident_bytes_of(workload: Workload) -> ResidentBytes:
     )
 
 
+def states_bytes(workload: Workload, resident: ResidentBytes) -> int:
+    """Of what is there between two steps, what is so whatever the batch; with a gradient for each trained parameter."""
+    gradient_bytes = distinct_bytes(p for p in workload.model.parameters() if p.requires_grad)
+    return resident.total - resident.inputs - resident.loop - resident.gradients + gradient_bytes
+
+
 def optimizer_state_bytes(workload: Workload) -> int:
     """Bytes of the optimizers' states on the workload's device, each storage once."""
     kind = workload.device.type

@@ -163,9 +163,10 @@ class Workload:
     def held_by_loop(self) -> list[Tensor]:
         """What the loop holds until the next step: the last output and loss, or what the user's step refers to."""
         if self.own is not None:
-            held = [*tensors_of(reached_from(self.own.function)), *tensors_in(self.own.result)]
+            reached = [*reached_from(self.own.function), *reached_from(self.own.result)]
         else:
-            held = tensors_of(reached_from((self._output, self._loss)))  # Caches are objects of many kinds.
+            reached = reached_from((self._output, self._loss))
+        held = tensors_of(reached)  # Caches are objects of many kinds.
         return [*held, *kept_by_nodes(held)]
 
     @property

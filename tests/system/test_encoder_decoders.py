@@ -55,3 +55,23 @@ def test_what_an_object_in_the_output_holds_is_held_by_the_loop_and_peaks_are_th
     held = cached.resident.loop - plain.resident.loop
     assert held == sum(tensor.untyped_storage().nbytes() for tensor in past)
     assert {planner.measure(work, repeats=1).peak_bytes for _ in range(3)} == {cached.unplanned_peak_bytes}
+
+
+def test_what_an_object_in_the_result_of_an_own_step_holds_is_held_by_the_loop() -> None:
+    def own(cached: bool) -> Workload:
+        built = workload(cached=cached)
+        optimizer = torch.optim.SGD(built.model.parameters(), lr=0.1)
+
+        def step() -> dict[str, object]:
+            output = built.model(built.inputs)
+            output["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return output
+
+        return Workload(model=built.model, step=step, optimizer=optimizer)
+
+    plain, cached = (planner.profile(own(each), stages=STAGES, menus=False) for each in (False, True))
+    model = workload(cached=True).model
+    held = sum(tensor.untyped_storage().nbytes() for tensor in model(torch.randn(16, FRAMES))["cache"].past)
+    assert cached.resident.loop - plain.resident.loop == held
