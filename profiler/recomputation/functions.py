@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
-from profiler.recomputation.op_tape import OpTape, RecomputedTensor
+from profiler.recomputation.op_tape import OpTape
 from profiler.recomputation.outer_hooks import hooks_now, packing_by
 from profiler.recomputation.saved_tensors import (
     PLAIN_TENSORS,
@@ -99,9 +99,9 @@ class _RecomputedCall:
     def _pack(self, tensor: Tensor) -> TensorStandIn:
         if is_there_anyway(tensor):
             return self._passed_on(SavedParameter(tensor))
-        recomputed = self._recorder.tape.recomputed_storage_of(tensor)
+        recomputed = self._recorder.tape.placeholder_of(tensor)
         if recomputed is not None:
-            return RecomputedTensor(self._recorder.tape, recomputed, tensor)
+            return recomputed
         with torch._C._DisableTorchDispatch() if type(tensor) in PLAIN_TENSORS else self._recorder.not_recording():
             kept = tensor.detach()
         return self._passed_on(SavedTensor(kept))

@@ -69,14 +69,16 @@ class CallState:
         return self._modules.storages()
 
 
-@contextmanager
-def running_again() -> Iterator[None]:
+class running_again:  # as torch.no_grad; a generator would take longer than what it does
     """Inside, ops run for the second time: what records the ops of a first run leaves them out."""
-    token = RERUN_DEPTH.set(RERUN_DEPTH.get() + 1)
-    try:
-        yield
-    finally:
-        RERUN_DEPTH.reset(token)
+
+    __slots__ = ("_token",)
+
+    def __enter__(self) -> None:
+        self._token = RERUN_DEPTH.set(RERUN_DEPTH.get() + 1)
+
+    def __exit__(self, *error: object) -> None:
+        RERUN_DEPTH.reset(self._token)
 
 
 def rerun_dropping(call: Callable[..., Any], state: CallState, args: Any, kwargs: Any, saw: Saw | None = None) -> Any:

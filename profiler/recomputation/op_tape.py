@@ -7,10 +7,8 @@ effects. What none of those ops makes is kept: in the graph, or by the op that r
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from profiler.recomputation.module_rerun import running_again
 from profiler.recomputation.op_schema import OpTraits, traits_of
+from profiler.recomputation.recomputed_tensors import RecomputedStorage, RecomputedTensor
 from profiler.recomputation.rng_state import drawing_from, random_state_of
 from profiler.recomputation.saved_tensors import (
     RecordedInput,
@@ -25,155 +24,35 @@ from profiler.recomputation.saved_tensors import (
     TensorStandIn,
     below_autograd,
     geometry_of,
+    lies_so,
     recorded_inputs_in,
-    tensor_over,
-    version_of,
     view_of,
     without_graph,
 )
+from profiler.recomputation.tape_program import ArgumentForm, Instruction, Prepared, Program, Read, Slot, Step
 from profiler.workload.torch_flags import flags_now, with_flags
 
-
-@dataclass(slots=True, eq=False)
-class RecomputedStorage:
-    """A storage that an op on the tape makes: gone after forward, made again in backward.
-
-    Ops are known by their ordinals and placeholders by weak references: no cycle keeps a step's memory alive.
-
-    Attributes:
-        original: the storage that the forward made.
-        first_version: torch's own count of changes in place when it was new.
-        writers, readers: ordinals of the ops, for each version.
-        version: how often ops on the tape have changed it since.
-        placeholders: what stands in the graph for tensors over its last version: as for any saved tensor, what is
-            written to the storage later counts.
-        pending_reads: how many ops that read it have not run again yet.
-        tensor: one over the storage that was made again, while such ops need it.
-    """
-
-    original: weakref.ref[Any]
-    first_version: int
-    writers: list[int]
-    version: int = 0
-    readers: list[list[int]] = field(default_factory=lambda: [[]])
-    placeholders: list[weakref.ref[RecomputedTensor]] = field(default_factory=list)
-    pending_reads: int = 0
-    tensor: Tensor | None = None
-
-    def note_write(self, writer: int) -> None:
-        """An op on the tape changes it in place."""
-        self.version += 1
-        self.writers.append(writer)
-        self.readers.append([])
-
-    def waiting(self) -> list[RecomputedTensor]:
-        """The placeholders that are still there, and still without their tensor."""
-        placeholders = (reference() for reference in self.placeholders)
-        return [placeholder for placeholder in placeholders if placeholder is not None and placeholder.waits()]
-
-    def store(self, version: int, tensor: Tensor) -> None:
-        """A version of it has been made again, under ``tensor``."""
-        if version == self.version:
-            for placeholder in self.waiting():
-                placeholder.fill(tensor)
-        # The writer that changes it next is a reader of it too.
-        self.tensor = tensor if self.pending_reads else None
-
-    def note_read(self) -> None:
-        """An op that reads it has run again."""
-        self.pending_reads -= 1
-        if self.pending_reads == 0:
-            self.tensor = None
-
-
-class RecomputedTensor:
-    """Stands in the graph for a saved tensor that is made again when backward asks for it; then holds it.
-
-    The autograd node owns it, so what it holds goes exactly when autograd lets go of a saved tensor.
-    """
-
-    __slots__ = ("__weakref__", "_geometry", "_recomputed", "_tape", "_value")
-
-    def __init__(self, tape: OpTape, recomputed: RecomputedStorage, tensor: Tensor) -> None:
-        self._tape: OpTape | None = tape
-        self._recomputed = recomputed
-        self._geometry = geometry_of(tensor)
-        self._value: Tensor | None = None
-        recomputed.placeholders.append(weakref.ref(self))
-
-    @property
-    def writers(self) -> list[int]:
-        """Ordinals of the ops that make its storage."""
-        return self._recomputed.writers
-
-    def waits(self) -> bool:
-        """Whether it is still without its tensor."""
-        return self._value is None
-
-    def tensor(self) -> Tensor:
-        """The saved tensor; runs what is needed for it."""
-        if self._value is None:
-            assert self._tape is not None
-            self._tape.recompute(self._recomputed)
-        assert self._value is not None
-        return self._value
-
-    def fill(self, tensor: Tensor) -> None:
-        """Take the tensor from the storage made again."""
-        self._value = view_of(tensor, self._geometry)
-        self._tape = None
-
-    def fill_from_storage(self, storage: Any) -> None:
-        """Take the tensor from the storage itself, which is still alive."""
-        self._value = tensor_over(storage, self._geometry)
-        self._tape = None
-
-
-class _RecomputedView:
-    """Stands in an op's recorded arguments for a view of a storage that is made again."""
-
-    __slots__ = ("_geometry", "_recomputed")
-
-    def __init__(self, recomputed: RecomputedStorage, tensor: Tensor) -> None:
-        self._recomputed = recomputed
-        self._geometry = geometry_of(tensor)
-
-    def tensor(self) -> Tensor:
-        """The view; its storage has been made by now."""
-        assert self._recomputed.tensor is not None
-        return view_of(self._recomputed.tensor, self._geometry)
-
-
-_STAND_INS = frozenset({_RecomputedView, RecordedInput, ShapeOnly})
-# Most arguments that are no tensors are of these kinds: nothing in them is to be looked for.
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
-_NO_CONTEXT = nullcontext()
 Watch = Callable[["int | None"], None]  # is told of each op before it runs again, by its ordinal; of the end by None
-
-
-@dataclass(slots=True, eq=False)
-class RecordedOp:
-    """One op that may run again, with its arguments."""
-
-    ordinal: int
-    op: Any
-    traits: OpTraits
-    args: Any = ()
-    kwargs: Any = field(default_factory=dict)
-    reads: list[tuple[RecomputedStorage, int]] = field(default_factory=list)
-    allocates: list[tuple[int, RecomputedStorage]] = field(default_factory=list)
-    writes: list[tuple[RecomputedStorage, int]] = field(default_factory=list)
-    random_state: Any = None
-    grad_enabled: bool = field(default_factory=torch.is_grad_enabled)  # Some kernels make more where it is.
-    done: bool = False
+Held = tuple[list[Any], Any]  # arguments without what is made again, and the random generator's state
 
 
 class OpTape:
-    """Records ops during forward; runs them again on demand, each at most once, freeing what nothing needs any more."""
+    """Records ops during forward; runs them again on demand, each at most once, freeing what nothing needs any more.
+
+    Attributes:
+        prepared: what calls like this one have prepared; where an op has other arguments, it is prepared anew.
+        watch: is told of ops that run again.
+    """
 
     def __init__(self) -> None:
+        self.prepared = Prepared()
         self._made: dict[int, RecomputedStorage] = {}  # by the address of the storage
-        self._records: dict[int, RecordedOp] = {}
+        self._storages: dict[Slot, RecomputedStorage] = {}
+        self._instructions: dict[int, Instruction] = {}
+        self._held: dict[int, Held] = {}  # of the ops that have not run again
+        self._done = 0  # the others, each a bit
+        self._program: Program | None = None
+        self._roots: dict[Slot, Tensor] = {}  # over storages that were made again, while ops need them
         self._recording = True
         self._inputs_passed_on = False
         self._flags = flags_now()
@@ -183,25 +62,26 @@ class OpTape:
 
     def recomputed_storage_of(self, tensor: Tensor) -> RecomputedStorage | None:
         """The storage under ``tensor`` if an op on the tape made it and only such ops changed it since."""
-        made = self._made_storage_of(tensor)
-        # Fewer changes are no sign of others: pieces of ``unsafe_split`` count their own alone, ``_foreach`` ops none.
-        return made if made is not None and version_of(tensor) <= made.first_version + made.version else None
-
-    def _made_storage_of(self, tensor: Tensor) -> RecomputedStorage | None:
         if tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
         made = self._made.get(storage._cdata)
-        # An address may be used again after its storage is gone.
-        return made if made is not None and made.original() is storage else None
+        return made if made is not None and made.is_under(tensor, storage) else None
+
+    def placeholder_of(self, tensor: Tensor) -> RecomputedTensor | None:
+        """What may stand in the graph for ``tensor``; None where it cannot be made again."""
+        recomputed = self.recomputed_storage_of(tensor)
+        return None if recomputed is None else RecomputedTensor(self.recompute, recomputed, tensor)
 
     def keep_written(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An op that is not recorded is about to change storages in place: from now on they can only be kept."""
         for tensor in traits_of(op).writes(args, kwargs):
-            made = self._made_storage_of(tensor)
-            if made is not None:
-                self._fill(made)
-                del self._made[tensor.untyped_storage()._cdata]
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                made = self._made.get(storage._cdata)
+                if made is not None and made.original() is storage:
+                    self._fill(made)
+                    del self._made[storage._cdata]
 
     def end_recording(self) -> None:
         """The call is over."""
@@ -210,8 +90,8 @@ class OpTape:
 
     def settle_inputs(self) -> None:
         """The call was a second run, and has put back the buffers that it changed."""
-        for record in self._records.values():
-            for recorded_input in recorded_inputs_in((record.args, record.kwargs)):
+        for values, _ in self._held.values():
+            for recorded_input in recorded_inputs_in(values):
                 recorded_input.settle()
 
     def pass_inputs_on(self, holder_of: Callable[[Tensor], TensorStandIn]) -> None:
@@ -223,28 +103,26 @@ class OpTape:
         """What the recorded ops read from outside, each with the op's ordinal, to be passed on."""
         self._inputs_passed_on = True
         return [
-            (record.ordinal, recorded_input)
-            for record in self._records.values()
-            for recorded_input in recorded_inputs_in((record.args, record.kwargs))
+            (ordinal, recorded_input)
+            for ordinal, (values, _) in self._held.items()
+            for recorded_input in recorded_inputs_in(values)
         ]
 
     def forget_unneeded(self) -> None:
         """Forget the ops that no placeholder needs; for after a call of which not only those were recorded."""
-        wanted = [recomputed.writers[-1] for recomputed in self._allocated() if recomputed.waiting()]
-        needed = {record.ordinal for writer in wanted for record in self._ops_needed_for(writer)}
-        for ordinal in self._records.keys() - needed:
-            for recomputed, _ in self._records.pop(ordinal).reads:
-                recomputed.pending_reads -= 1
+        program = self._program_now()
+        wanted = [recomputed.writers[-1] for recomputed in self._storages.values() if recomputed.waiting()]
+        needed = {ordinal for writer in wanted for ordinal in program.needed_for(writer, self._done)}
+        for ordinal in self._held.keys() - needed:
+            del self._held[ordinal]
+            self._done |= 1 << ordinal
 
     def fill_all(self) -> None:
         """Fill every placeholder and take no more: what comes now may change what the recorded ops read."""
         with below_autograd():
-            for recomputed in self._allocated():
+            for recomputed in self._storages.values():
                 self._fill(recomputed)
         self._made.clear()
-
-    def _allocated(self) -> list[RecomputedStorage]:
-        return [recomputed for record in self._records.values() for _, recomputed in record.allocates]
 
     def _fill(self, recomputed: RecomputedStorage) -> None:
         storage = recomputed.original()
@@ -256,35 +134,111 @@ class OpTape:
 
     def run(self, ordinal: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and record it."""
+        instruction = self.prepared.instructions.get(ordinal)
+        found = None if instruction is None else self._arguments_by(instruction, args, kwargs)
+        if instruction is None or found is None:
+            return self._run_unprepared(ordinal, op, args, kwargs)
+        random_state = random_state_of(args, kwargs) if instruction.traits.random else None
+        result = op(*args, **kwargs)
+        for slot, _ in instruction.writes:
+            self._storages[slot].writers.append(ordinal)
+        held, given = found
+        makes = () if instruction.traits.aliases else self._register(ordinal, result, given)
+        if makes != instruction.makes:
+            instruction = self.prepared.instructions[ordinal] = replace(instruction, makes=makes)
+        self._instructions[ordinal] = instruction
+        self._held[ordinal] = held, random_state
+        return result
+
+    def _arguments_by(
+        self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], list[int]] | None:
+        """What is held of an op's arguments, and addresses of the storages; None where others were prepared."""
+        values = instruction.form.flat(args, kwargs)
+        if values is None or tuple(map(type, values)) != instruction.types:
+            return None
+        if torch.is_grad_enabled() is not instruction.grad_enabled:
+            return None
+        given = []
+        for place, slot, version, geometry in instruction.reads:
+            tensor = values[place]
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            made = self._made.get(key)
+            if made is None or made.slot != slot or len(made.writers) != version + 1:
+                return None
+            if not made.is_under(tensor, storage) or not lies_so(tensor, geometry):
+                return None
+            values[place] = None
+            given.append(key)
+        for place in instruction.inputs:
+            tensor = values[place]
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                made = self._made.get(key)
+                if made is not None and made.is_under(tensor, storage):
+                    return None
+                given.append(key)
+            values[place] = RecordedInput(without_graph(tensor))
+        _set_apart(instruction.traits, values, shape_only=instruction.shape_only)
+        return values, given
+
+    def _run_unprepared(self, ordinal: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         traits = traits_of(op)
-        written = traits.writes(args, kwargs) if traits.written else ()
-        if any(self.recomputed_storage_of(tensor) is None for tensor in written):
+        written = traits.writes(args, kwargs) if traits.written else []
+        form = ArgumentForm.of(args, kwargs)
+        values = form.flat(args, kwargs)
+        if any(self.recomputed_storage_of(tensor) is None for tensor in written) or values is None:
             self.keep_written(op, args, kwargs)
             return op(*args, **kwargs)  # It changes what is kept, and must not do so twice.
-        record = RecordedOp(ordinal, op, traits)
-        given: set[int] = set()
-        record.args = self._encoded(args, record, given)
-        if kwargs:
-            record.kwargs = {name: self._encode(value, record, given) for name, value in kwargs.items()}
-        if traits.random:
-            record.random_state = random_state_of(args, kwargs)
+        types = tuple(map(type, values))
+        shape_only = traits.shape_only and args[0].layout is torch.strided
+        reads, inputs, given = self._encode(values, shape_only=shape_only)
+        _set_apart(traits, values, shape_only=shape_only)
+        random_state = random_state_of(args, kwargs) if traits.random else None
+        grad_enabled = torch.is_grad_enabled()
         result = op(*args, **kwargs)
+        writes = []
         for tensor in written:
             changed = self.recomputed_storage_of(tensor)
             if changed is not None:
-                changed.note_write(ordinal)
-                record.writes.append((changed, changed.version))
-        if not traits.aliases:
-            self._register(result, record, given)
-        for recomputed, version in record.reads:
-            recomputed.readers[version].append(ordinal)
-            recomputed.pending_reads += 1
-        self._records[ordinal] = record
+                changed.writers.append(ordinal)
+                writes.append((changed.slot, changed.version))
+        makes = () if traits.aliases else self._register(ordinal, result, given)
+        self._instructions[ordinal] = self.prepared.instructions[ordinal] = Instruction(
+            ordinal, op, traits, grad_enabled, form, types, reads, inputs, shape_only, makes, tuple(writes)
+        )
+        self._held[ordinal] = values, random_state
         return result
 
-    def _register(self, result: Any, record: RecordedOp, given: set[int]) -> None:
-        """Note the storages that an op made: those under its results that were not under its arguments."""
+    def _encode(self, values: list[Any], *, shape_only: bool) -> tuple[tuple[Read, ...], tuple[int, ...], list[int]]:
+        """Take the tensors out of an op's arguments that are made again, and hold the others.
+
+        Returns:
+            What is read of the tape, places of the others, and addresses of all storages.
+        """
+        reads: list[Read] = []
+        inputs: list[int] = []
+        given: list[int] = []
+        for place, value in enumerate(values):
+            if not isinstance(value, Tensor) or (shape_only and place == 0):
+                continue
+            made = self.recomputed_storage_of(value)
+            if made is None:
+                inputs.append(place)
+                values[place] = RecordedInput(without_graph(value))
+            else:
+                reads.append(Read(place, made.slot, made.version, geometry_of(value)))
+                values[place] = None
+            if value.layout is torch.strided:
+                given.append(value.untyped_storage()._cdata)
+        return tuple(reads), tuple(inputs), given
+
+    def _register(self, ordinal: int, result: Any, given: list[int]) -> tuple[int, ...]:
+        """Note the storages that an op made, those under its results that were not under its arguments: which ones."""
         outputs = result if isinstance(result, (tuple, list)) else (result,)
+        makes = []
         for leaf, tensor in enumerate(outputs):
             if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
                 continue
@@ -292,108 +246,95 @@ class OpTape:
             key = storage._cdata
             if key in given:
                 continue
-            given.add(key)
-            recomputed = self._made[key] = RecomputedStorage(weakref.ref(storage), version_of(tensor), [record.ordinal])
-            record.allocates.append((leaf, recomputed))
-
-    def _encoded(self, args: tuple[Any, ...], record: RecordedOp, given: set[int]) -> list[Any]:
-        if record.traits.shape_only and args[0].layout is torch.strided:
-            return [ShapeOnly(args[0]), *(self._encode(value, record, given) for value in args[1:])]
-        encoded = [value if type(value) in _PLAIN else self._encode(value, record, given) for value in args]
-        if record.traits.statistics:
-            for place in record.traits.statistics:  # The op itself changes them, and counts no change.
-                if isinstance(encoded[place], RecordedInput):
-                    encoded[place].values = ()
-        return encoded
-
-    def _encode(self, value: Any, record: RecordedOp, given: set[int]) -> Any:
-        if isinstance(value, Tensor):
-            if value.layout is not torch.strided:
-                return RecordedInput(without_graph(value))
-            storage = value.untyped_storage()
-            key = storage._cdata
-            given.add(key)
-            made = self._made.get(key)
-            if made is None or made.original() is not storage or version_of(value) > made.first_version + made.version:
-                return RecordedInput(without_graph(value))
-            record.reads.append((made, made.version))
-            return _RecomputedView(made, value)
-        if isinstance(value, (list, tuple)):
-            return [self._encode(item, record, given) for item in value]
-        return value
+            given.append(key)
+            slot = (ordinal, leaf)
+            self._made[key] = self._storages[slot] = RecomputedStorage(slot, storage, tensor)
+            makes.append(leaf)
+        return tuple(makes)
 
     # Backward ----------------------------------------------------------------
 
     def recompute(self, recomputed: RecomputedStorage) -> None:
         """Make a storage again, in its last version."""
+        wanted = recomputed.writers[-1]
         if self._inputs_passed_on:  # Who holds something may have to run a part of the model for it, gradients and all.
-            for record in self._ops_needed_for(recomputed.writers[-1]):
-                for recorded_input in recorded_inputs_in((record.args, record.kwargs)):
+            for step in self._program_now().steps_to(wanted, self._done):
+                for recorded_input in recorded_inputs_in(self._held[step.instruction.ordinal][0]):
                     recorded_input.tensor()
         with running_again(), with_flags(self._flags), below_autograd():
             if self._recording and recomputed.original() is not None:
                 self._fill(recomputed)
                 return
-            needed = self._ops_needed_for(recomputed.writers[-1])
-            for record in needed:
-                if self.watch is not None:
-                    self.watch(record.ordinal)
-                _run_again(record)
-            if self.watch is not None:
-                self.watch(None)
+            steps = self._program_now().steps_to(wanted, self._done)
+            self._run_again(steps)
         if self._recording:  # A backward inside the call: what it had made is recorded no further.
-            known = {id(made) for record in needed for _, made in record.allocates}
-            self._made = {key: made for key, made in self._made.items() if id(made) not in known}
+            known = {slot for step in steps for _, slot, _, _ in step.makes}
+            self._made = {key: made for key, made in self._made.items() if made.slot not in known}
 
-    def _ops_needed_for(self, wanted: int) -> list[RecordedOp]:
-        """The ops that must run before and including ``wanted``, in order."""
-        needed: dict[int, RecordedOp] = {}
-        waiting = [wanted]
-        while waiting:
-            ordinal = waiting.pop()
-            record = self._records[ordinal]
-            if record.done or ordinal in needed:
-                continue
-            needed[ordinal] = record
-            waiting.extend(recomputed.writers[version] for recomputed, version in record.reads)
-            for recomputed, version in record.writes:
-                # Whoever reads the version before must do so before it is overwritten.
-                waiting.extend(recomputed.readers[version - 1])
-        return [needed[ordinal] for ordinal in sorted(needed)]
+    def _program_now(self) -> Program:
+        if self._recording:
+            return Program(self._instructions)
+        if self._program is None:
+            self._program = self.prepared.program_of(self._instructions)
+        return self._program
+
+    def _run_again(self, steps: Sequence[Step]) -> None:
+        held, roots, watch = self._held, self._roots, self.watch
+        grad_enabled = False
+        for step in steps:
+            instruction = step.instruction
+            ordinal = instruction.ordinal
+            if watch is not None:
+                watch(ordinal)
+            values, random_state = held[ordinal]
+            args: list[Any] = values.copy()
+            for place, slot, _, geometry in instruction.reads:
+                root = roots[slot]
+                args[place] = root if lies_so(root, geometry) else view_of(root, geometry)
+            for place in instruction.inputs:
+                args[place] = args[place].tensor()
+            kwargs: dict[str, Any] = {}
+            if not instruction.form.is_plain:
+                args, kwargs = instruction.form.call(args)
+            if instruction.shape_only:
+                args[0] = args[0].tensor()
+                kwargs["device"] = kwargs.get("device") or values[0].device
+            if instruction.traits.statistics and instruction.traits.renews_statistics(tuple(args)):
+                for place in instruction.traits.statistics:  # They have been updated once, by the forward.
+                    args[place] = _scratch_copy(args[place])
+            if grad_enabled is not instruction.grad_enabled:
+                grad_enabled = instruction.grad_enabled
+                torch._C._set_grad_enabled(grad_enabled)
+            if random_state is None:
+                result = instruction.op(*args, **kwargs)
+            else:
+                with drawing_from(random_state):
+                    result = instruction.op(*args, **kwargs)
+            del held[ordinal], values, args, kwargs  # What nothing needs any more goes before the next op runs.
+            self._done |= 1 << ordinal
+            for leaf, slot, fills, is_read in step.makes:
+                root = result[leaf] if isinstance(result, (tuple, list)) else result
+                if fills:
+                    self._storages[slot].fill(root)
+                if is_read:
+                    roots[slot] = root
+            for slot in step.writes:
+                self._storages[slot].fill(roots[slot])
+            for slot in step.drops:
+                del roots[slot]
+            root = result = None
+        if watch is not None:
+            watch(None)
 
 
-def _run_again(record: RecordedOp) -> None:
-    traits = record.traits
-    args = [value if type(value) in _PLAIN else _decoded(value) for value in record.args]
-    if traits.statistics and traits.renews_statistics(tuple(args)):
-        for place in traits.statistics:  # They have been updated once, by the forward.
-            args[place] = _scratch_copy(args[place])
-    kwargs = {name: _decoded(value) for name, value in record.kwargs.items()} if record.kwargs else record.kwargs
-    if traits.shape_only and isinstance(record.args[0], ShapeOnly):
-        kwargs["device"] = kwargs.get("device") or record.args[0].device
-    torch._C._set_grad_enabled(record.grad_enabled)
-    with _NO_CONTEXT if record.random_state is None else drawing_from(record.random_state):
-        result = record.op(*args, **kwargs)
-    outputs = result if isinstance(result, (tuple, list)) else (result,)
-    record.done = True
-    record.args, record.kwargs = (), {}
-    for leaf, recomputed in record.allocates:
-        recomputed.store(0, outputs[leaf])
-    for recomputed, version in record.writes:
-        assert recomputed.tensor is not None
-        recomputed.store(version, recomputed.tensor)
-    for recomputed, _ in record.reads:
-        recomputed.note_read()
+def _set_apart(traits: OpTraits, values: list[Any], *, shape_only: bool) -> None:
+    """Arguments of which not all values matter."""
+    if shape_only:
+        values[0] = ShapeOnly(values[0])
+    for place in traits.statistics:  # The op itself changes them, and counts no change.
+        if isinstance(values[place], RecordedInput):
+            values[place].values = ()
 
 
 def _scratch_copy(statistics: Tensor | None) -> Tensor | None:
     return None if statistics is None else statistics.clone()
-
-
-def _decoded(value: Any) -> Any:
-    kind = type(value)
-    if kind in _STAND_INS:
-        return value.tensor()
-    if kind is list:
-        return [_decoded(item) for item in value]
-    return value

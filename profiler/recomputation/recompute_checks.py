@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.recomputation.op_tape import RecomputedTensor
+from profiler.recomputation.recomputed_tensors import RecomputedTensor
 from profiler.recomputation.saved_tensors import SavedTensor, TensorStandIn
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall

@@ -7,7 +7,6 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -225,11 +224,22 @@ def without_graph(tensor: Tensor) -> Tensor:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_VIEWS, without)
 
 
-@contextmanager
-def below_autograd() -> Iterator[None]:
+class below_autograd:  # as torch.no_grad; a generator would take several microseconds
     """Ops inside run as the forward's kernels did: without autograd, autocast or gradients."""
-    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch.no_grad():
-        yield
+
+    __slots__ = ("_grad_enabled", "_guards")
+
+    def __enter__(self) -> None:
+        self._guards = torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast()
+        for guard in self._guards:
+            guard.__enter__()
+        self._grad_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_grad_enabled(self._grad_enabled)
+        for guard in reversed(self._guards):
+            guard.__exit__(None, None, None)
 
 
 # Size, stride, offset, dtype, and whether it is read as its conjugate, or as its negative.
@@ -240,6 +250,19 @@ def geometry_of(tensor: Tensor) -> Geometry:
     """How a strided tensor lies in its storage."""
     size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
     return size, stride, offset, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def lies_so(tensor: Tensor, geometry: Geometry) -> bool:
+    """Whether a strided tensor has this geometry."""
+    size, stride, offset, dtype, conjugate, negative = geometry
+    return (
+        tensor.size() == size
+        and tensor.stride() == stride
+        and tensor.storage_offset() == offset
+        and tensor.dtype is dtype
+        and tensor.is_conj() is conjugate
+        and tensor.is_neg() is negative
+    )
 
 
 def view_of(root: Tensor, geometry: Geometry) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.recomputation.module_rerun import NOT_NEEDED, CallState, Saw, detached, emptied
-from profiler.recomputation.op_tape import OpTape, RecomputedTensor, Watch
+from profiler.recomputation.op_tape import OpTape, Watch
 from profiler.recomputation.outer_hooks import SavedParameters
 from profiler.recomputation.recording_mode import RecordingMode
 from profiler.recomputation.saved_tensors import (
@@ -20,6 +21,7 @@ from profiler.recomputation.saved_tensors import (
     unpack,
 )
 from profiler.recomputation.selection import Selection
+from profiler.recomputation.tape_program import Prepared
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
@@ -84,6 +86,8 @@ class SelectiveCall:
         return emptied(saved), output
 
     def _run(self, call: Callable[..., Any], args: Any, kwargs: Any, hooks: Any) -> Any:
+        shapes = tuple(value.shape for value in args if isinstance(value, Tensor))
+        self._tape.prepared = prepared_for(self.selection, shapes)
         with self._mode.switching(hooks):
             output = self._mode.run_stage(call, args, kwargs)
         self.diverged, self.ended_early = self._mode.end_call()
@@ -114,11 +118,17 @@ class SelectiveCall:
     def _packed(self, tensor: Tensor) -> TensorStandIn:
         if is_there_anyway(tensor):  # What is no parameter is of the batch, and may be offloaded.
             return self._parameters.stand_in(tensor) if isinstance(tensor, nn.Parameter) else self._keep(tensor)
-        recomputed = self._tape.recomputed_storage_of(tensor)
+        recomputed = self._tape.placeholder_of(tensor)
         if recomputed is not None:
-            return RecomputedTensor(self._tape, recomputed, tensor)
+            return recomputed
         with self._mode.not_recording(tensor):
             return self._keep(tensor.detach())
+
+
+@functools.lru_cache(maxsize=256)
+def prepared_for(selection: Selection, shapes: tuple[torch.Size, ...]) -> Prepared:
+    """What calls under a selection have prepared for those with inputs of the same shapes, stages alike share it."""
+    return Prepared()
 
 
 def rerun_selecting(

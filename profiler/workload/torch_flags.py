@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,21 +69,26 @@ def flags_now() -> list[Any]:
 def _set_flags(flags: list[Any], now: list[Any]) -> None:
     """Set those flags that are others now."""
     if flags == now:
-        return  # As nearly always, and in time that counts: ops that run again ask.
+        return  # As nearly always.
     for (_, write), flag, is_now in zip(_FLAGS, flags, now, strict=True):
         if flag != is_now:
             write(flag)
 
 
-@contextmanager
-def with_flags(flags: list[Any]) -> Iterator[None]:
+class with_flags:  # as torch.no_grad; a generator would take longer, and ops that run again ask often
     """Inside, the flags are these; on leaving, as on entering."""
-    now = flags_now()
-    _set_flags(flags, now)
-    try:
-        yield
-    finally:
-        _set_flags(now, flags)
+
+    __slots__ = ("_before", "_flags")
+
+    def __init__(self, flags: list[Any]) -> None:
+        self._flags = flags
+
+    def __enter__(self) -> None:
+        self._before = flags_now()
+        _set_flags(self._flags, self._before)
+
+    def __exit__(self, *error: object) -> None:
+        _set_flags(self._before, self._flags)
 
 
 def current_flags() -> Callable[[], None]:

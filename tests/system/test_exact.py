@@ -66,7 +66,7 @@ def muted_around(manager: Any) -> Any:
 def bookkeeping_muted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_rerun.CallState, "__init__", muted(module_rerun.CallState.__init__))
     monkeypatch.setattr(module_rerun.CallState, "reinstated", muted_around(module_rerun.CallState.reinstated))
-    for name in ("view_of", "tensor_over", "random_state_of", "_scratch_copy"):
+    for name in ("view_of", "random_state_of", "_scratch_copy"):
         monkeypatch.setattr(op_tape, name, muted(getattr(op_tape, name)))
     monkeypatch.setattr(op_tape.ShapeOnly, "tensor", muted(op_tape.ShapeOnly.tensor))
     monkeypatch.setattr(op_tape, "drawing_from", muted_around(op_tape.drawing_from))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.op_graph import StageOps
 from profiler.recomputation.module_rerun import CallState
-from profiler.recomputation.op_tape import RecomputedTensor
+from profiler.recomputation.recomputed_tensors import RecomputedTensor
 from profiler.recomputation.selection import ModuleSwitch, Selection, _nearest_parent, _switches
 from profiler.recomputation.selective_call import SelectiveCall, rerun_selecting
 from tests.support.op_cases.blocks import (
