@@ -9,9 +9,9 @@ from typing import Any
 from profiler.measurement.alike_stages import alike
 from profiler.measurement.assembly import Measured
 from profiler.measurement.frugal_probe import FrugalProbe
-from profiler.measurement.joined_phases import PhasesOfMark, typical_seconds
-from profiler.measurement.measuring import DROPPING_FORWARDS, Measuring, ProgressReporter
-from profiler.measurement.meter import Mark, MarkedPhases, Meter, NoMeter, time_meter
+from profiler.measurement.joined_phases import PhasesOfMark
+from profiler.measurement.measuring import Measuring, ProgressReporter
+from profiler.measurement.meter import MarkedPhases, Meter, NoMeter, time_meter
 from profiler.measurement.option_steps import OptionSteps
 from profiler.measurement.stage_options import OptionGroup, ProposeChoices
 from profiler.measurement.stage_probe import PlainStep, StageProbe
@@ -125,13 +125,10 @@ class FrugalMeasuring(Measuring):
         probe.trace.backward_ops, probe.trace.sparse_gradients = found.backward_ops, found.sparse_gradients
 
     def _time_dropping(
-        self, probe: StageProbe, stages: Sequence[ChosenStage]
-    ) -> tuple[dict[Mark, float], list[RerunTimes]]:
-        runs: list[MarkedPhases] = []
-        for _ in range(DROPPING_FORWARDS):
-            self._begin("time, nothing kept")
-            runs.append(probe.dropping_forward(time_meter(self._device), hold_all=False).phases)
-        return typical_seconds(runs), self._reruns
+        self, probe: StageProbe, stages: Sequence[ChosenStage], known: Sequence[RerunTimes] | None
+    ) -> tuple[MarkedPhases, list[RerunTimes]]:
+        self._begin("time, nothing kept")
+        return probe.dropping_forward(time_meter(self._device), hold_all=False).phases, self._reruns
 
     def _measure_menus(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,9 +35,8 @@ from profiler.workload.steps import (
 from profiler.workload.workload import Workload
 
 Progress = Callable[[str, int, int], None]
-PLAIN_STEPS = 3
-DROPPING_FORWARDS = 2
-_RUNS = 5 + PLAIN_STEPS + DROPPING_FORWARDS
+TURNS = 3  # of a plain step and a forward without keeping
+_RUNS = 5 + 2 * TURNS
 
 
 class ProgressReporter:
@@ -88,10 +88,9 @@ class Measuring:
             groups = grouped(uncompiled_trace, uncompiled_stages, alike(uncompiled_stages), memory, propose, state)
             self._begin("memory, nothing kept")
             dropping = probe.dropping_forward(self._memory_meter(), hold_all=False)
-            dropped_seconds, reruns = self._time_dropping(probe, stages)
+            steps, dropped_seconds, reruns = self._time_in_turns(probe, stages)
             take_turns(groups, stages, [k for k, rerun in enumerate(reruns) if rerun.failure == STORES])
             self._report.runs += steps_for(groups)
-            steps = [self._timed_step(probe) for _ in range(PLAIN_STEPS)]
             menus = self._measure_menus(probe, groups, memory, propose, steps)
             if late := self._late_update(probe):
                 memory[Mark("optimizer")] = [*memory[Mark("optimizer")], *late]
@@ -181,18 +180,45 @@ class Measuring:
     def _traced(self) -> Trace:
         return uncompiled(trace_step)(self._workload) if self._compiled else trace_step(self._workload)
 
-    def _time_dropping(
+    def _time_in_turns(
         self, probe: StageProbe, stages: Sequence[ChosenStage]
-    ) -> tuple[dict[Mark, float], list[RerunTimes]]:
-        """Seconds of forwards without keeping, and of one rerun per distinct stage."""
-        runs: list[MarkedPhases] = []
-        reruns: list[RerunTimes] = []
-        for _ in range(DROPPING_FORWARDS):
-            self._begin("time, nothing kept")
-            timed = probe.dropping_forward(time_meter(self._device), hold_all=True)
-            runs.append(timed.phases)
-            reruns = reruns or rerun_stages(timed.first_runs, alike(stages), self._device, compiled=self._compiled)
-        return typical_seconds(runs), reruns
+    ) -> tuple[list[MarkedPhases], dict[Mark, float], list[RerunTimes]]:
+        """Plain steps, forwards without keeping, and reruns of each distinct stage.
+
+        Returns:
+            The plain steps; seconds of the forwards; and reruns, both at the pace of a typical plain step: each is
+            held against the plain step before it, since a machine may be slower for a while.
+        """
+        steps: list[MarkedPhases] = []
+        forwards: list[MarkedPhases] = []
+        reruns: list[list[RerunTimes]] = []
+        for _ in range(TURNS):
+            steps.append(self._timed_step(probe))
+            forward, again = self._time_dropping(probe, stages, reruns[0] if reruns else None)
+            forwards.append(forward)
+            reruns.append(again)
+        totals = [sum(phase.seconds for _, phase in step) for step in steps]
+        paces = [total / statistics.median_low(totals) if min(totals) > 0 else 1.0 for total in totals]
+        at_one_pace = [
+            [(mark, replace(phase, seconds=phase.seconds / pace)) for mark, phase in forward]
+            for forward, pace in zip(forwards, paces, strict=True)
+        ]
+        typical = [
+            replace(
+                each[0], seconds=statistics.median(one.seconds / pace for one, pace in zip(each, paces, strict=True))
+            )
+            for each in zip(*reruns, strict=True)
+        ]
+        return steps, typical_seconds(at_one_pace), typical
+
+    def _time_dropping(
+        self, probe: StageProbe, stages: Sequence[ChosenStage], known: Sequence[RerunTimes] | None
+    ) -> tuple[MarkedPhases, list[RerunTimes]]:
+        """A forward without keeping, and one rerun per distinct stage; ``known``: what is known of reruns already."""
+        self._begin("time, nothing kept")
+        timed = probe.dropping_forward(time_meter(self._device), hold_all=True)
+        kinds = alike(stages)
+        return timed.phases, rerun_stages(timed.first_runs, kinds, self._device, compiled=self._compiled, known=known)
 
     def _measure_menus(
         self,
