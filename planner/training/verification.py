@@ -166,19 +166,24 @@ def _check(workload: Workload, plan: Plan) -> None:
 
 
 def _in_turns(workload: Workload, plan: Plan, randomness: RandomState) -> tuple[list[MarkedPhases], list[MarkedPhases]]:
-    """Marked and timed steps without the plan and with it; the first of each goes before, and is not counted."""
+    """Marked and timed steps without the plan and with it, each the second of two.
+
+    The first one meets the allocator as the other way of running has left it, and is not counted.
+    """
     places = Places(plan)
     runs: dict[bool, list[MarkedPhases]] = {False: [], True: []}
     with PlannedProbe(workload, places.calls, places.again) as probe:
-        for turn in range(1 + REPEATS):
+        for turn in range(REPEATS):
             for planned in (False, True):
-                randomness.restore()
                 with apply(workload.model, plan) if planned else contextlib.nullcontext():
+                    randomness.restore()
                     if turn == 0:
                         check_inputs(workload, plan)
                         first_step(workload)
                     else:
-                        runs[planned].append(probe.step(time_meter(workload.device)))
+                        probe.step(time_meter(workload.device))
+                    randomness.restore()
+                    runs[planned].append(probe.step(time_meter(workload.device)))
     return runs[False], runs[True]
 
 
