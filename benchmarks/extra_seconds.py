@@ -169,9 +169,11 @@ def main() -> None:
     """Measure, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=[*SETTINGS, *OWN])
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=1, help="of torch: with one, others on the machine disturb less")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     frame = pd.DataFrame([row for name in options.models for row in rows_of(name, options.rounds)])
     title = "What plans add to a step: predicted against measured"
     write_result(options.out, result_name("extra-seconds", "cpu"), title, frame, summary(frame))

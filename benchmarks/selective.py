@@ -22,7 +22,7 @@ from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.workload.workload import Workload
 
 BLOCKS = 6
-BLOCK_MILLISECONDS = (2, 6, 20)
+BLOCK_MILLISECONDS = (2, 8, 32)
 # What running again costs little and frees much.
 OPS = {
     "transformer": ("gelu", "relu", "native_layer_norm", "native_dropout"),
@@ -85,10 +85,10 @@ def row_of(kind: str, milliseconds: float, rounds: int) -> dict[str, Any]:
     """One step, plain and with some ops of each block run again, in turns."""
     workload = step_of(kind, milliseconds)
     ops = OPS.get(kind, ("gelu", "native_layer_norm"))
-    profile = planner.profile(workload, stages=[str(k) for k in range(BLOCKS)])
-    known = {op.kind for menu in profile.menus for op in menu.ops.ops}
+    stages = [str(k) for k in range(BLOCKS)]
+    known = {op.kind for menu in planner.profile(workload, stages=stages).menus for op in menu.ops.ops}
     rules = [planner.Rule(modules="*", ops=op) for op in ops if op in known]
-    plan = planner.state(profile, rules)
+    plan = planner.state(planner.profile(workload, stages=stages, rules=rules), rules)
     plain, (planned,) = in_turns(workload, [plan], rounds)
     seconds = []
     with planner.apply(workload.model, plan), clocked() as clock:
@@ -115,8 +115,10 @@ def main() -> None:
     """Measure, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--threads", type=int, default=1, help="of torch: with one, others on the machine disturb less")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     rows = [row_of(kind, size, options.rounds) for size in BLOCK_MILLISECONDS for kind in (*KINDS, "feed_forward")]
     notes = [
         f"{BLOCKS} blocks, in each of which activations, norms and dropouts run again; {options.rounds} rounds",
