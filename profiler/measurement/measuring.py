@@ -187,16 +187,20 @@ class Measuring:
 
         Returns:
             The plain steps; seconds of the forwards; and reruns, both at the pace of a typical plain step: each is
-            held against the plain step before it, since a machine may be slower for a while.
+            held against the plain step of its turn, since a machine may be slower for a while. Every second turn
+            begins with the forward: what a model does in every second call only shows in two steps on end.
         """
         steps: list[MarkedPhases] = []
         forwards: list[MarkedPhases] = []
         reruns: list[list[RerunTimes]] = []
-        for _ in range(TURNS):
-            steps.append(self._timed_step(probe))
+        for turn in range(TURNS):
+            if turn % 2 == 0:
+                steps.append(self._timed_step(probe))
             forward, again = self._time_dropping(probe, stages, reruns[0] if reruns else None)
             forwards.append(forward)
             reruns.append(again)
+            if turn % 2 == 1:
+                steps.append(self._timed_step(probe))
         totals = [sum(phase.seconds for _, phase in step) for step in steps]
         paces = [total / statistics.median_low(totals) if min(totals) > 0 else 1.0 for total in totals]
         at_one_pace = [

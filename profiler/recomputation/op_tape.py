@@ -29,7 +29,7 @@ from profiler.recomputation.saved_tensors import (
     view_of,
     without_graph,
 )
-from profiler.recomputation.tape_program import ArgumentForm, Instruction, Prepared, Program, Read, Slot, Step
+from profiler.recomputation.tape_program import ArgumentForm, Instruction, Prepared, Read, Slot, Step, TapeProgram
 from profiler.workload.torch_flags import flags_now, with_flags
 
 Watch = Callable[["int | None"], None]  # is told of each op before it runs again, by its ordinal; of the end by None
@@ -51,7 +51,7 @@ class OpTape:
         self._instructions: dict[int, Instruction] = {}
         self._held: dict[int, Held] = {}  # of the ops that have not run again
         self._done = 0  # the others, each a bit
-        self._program: Program | None = None
+        self._program: TapeProgram | None = None
         self._roots: dict[Slot, Tensor] = {}  # over storages that were made again, while ops need them
         self._recording = True
         self._inputs_passed_on = False
@@ -271,9 +271,9 @@ class OpTape:
             known = {slot for step in steps for _, slot, _, _ in step.makes}
             self._made = {key: made for key, made in self._made.items() if made.slot not in known}
 
-    def _program_now(self) -> Program:
+    def _program_now(self) -> TapeProgram:
         if self._recording:
-            return Program(self._instructions)
+            return TapeProgram(self._instructions)
         if self._program is None:
             self._program = self.prepared.program_of(self._instructions)
         return self._program

@@ -132,7 +132,7 @@ class Step:
     drops: tuple[Slot, ...]
 
 
-class Program:
+class TapeProgram:
     """In what order the ops of a tape run again, for whatever is wanted and whatever has run before.
 
     Args:
@@ -218,10 +218,10 @@ class Prepared:
     """
 
     instructions: dict[int, Instruction] = field(default_factory=dict)
-    program: Program | None = None
+    program: TapeProgram | None = None
 
-    def program_of(self, instructions: dict[int, Instruction]) -> Program:
+    def program_of(self, instructions: dict[int, Instruction]) -> TapeProgram:
         """The program of these instructions."""
         if self.program is None or self.program.instructions != instructions:
-            self.program = Program(dict(instructions))
+            self.program = TapeProgram(dict(instructions))
         return self.program
