@@ -12,11 +12,11 @@ import torch
 from planner.plans.plan import Plan
 from planner.runtime.applier import apply
 from profiler.measurement.device_memory import give_back_freed_memory, is_limited, ran_out, room_bytes
-from profiler.measurement.profiling import profile
+from profiler.measurement.profiling import first_plain_step, profile
 from profiler.measurement.step_measurement import measure
 from profiler.records import ResidentBytes
 from profiler.workload.snapshot import preserved
-from profiler.workload.steps import first_step, resident_bytes_of, states_bytes
+from profiler.workload.steps import resident_bytes_of, states_bytes
 from profiler.workload.workload import Workload
 
 Build = Callable[[int], Workload]
@@ -93,7 +93,7 @@ def _resident_after_a_step(workload: Workload) -> ResidentBytes | None:
     """What is there after a plain step; None where memory runs out in it."""
     try:
         with preserved(workload):
-            first_step(workload)
+            first_plain_step(workload)
             return resident_bytes_of(workload)
     except ValueError as error:
         if not ran_out(error):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from planner.units import format_bytes
-from profiler.measurement.device_memory import is_limited
+from profiler.measurement.device_memory import is_short
 
 # A choice, not a measurement: below it a headroom of the same size costs less than changing how memory is mapped.
 FRAGMENTED_SHARE = 0.1
@@ -49,7 +49,9 @@ def advice_on_malloc(peak_bytes: int, faulted_bytes: int | None) -> str:
     >>> advice_on_malloc(100, 100)
     ''
     """
-    if faulted_bytes is None or faulted_bytes <= peak_bytes or sys.platform != "linux" or is_limited():
+    if faulted_bytes is None or faulted_bytes <= peak_bytes or sys.platform != "linux":
+        return ""
+    if is_short(peak_bytes):
         return ""  # Where a limit binds, freed memory has to go back.
     return (
         f"each step gets {format_bytes(faulted_bytes)} of memory anew from the system, which has to clear it, since "

@@ -15,7 +15,7 @@ from planner.runtime.plan_checks import check_device, check_inputs
 from planner.training.oom_diagnosis import report_of, stop_of
 from planner.training.oom_recovery import StepRollback, smaller_plan, wanted_bytes
 from planner.training.oom_report import FailureReport, Stop, failure_text
-from profiler.measurement.device_memory import give_back_freed_memory, is_limited, ran_out
+from profiler.measurement.device_memory import give_back_freed_memory, is_short, ran_out
 from profiler.measurement.step_measurement import Measurement, measure
 from profiler.workload.workload import Workload
 
@@ -91,7 +91,7 @@ def train_planned(
     if retries < 0:
         raise ValueError(f"--retry: expected a number of retries, got {retries}; give 0 or more")
     check_device(workload, plan)
-    if is_limited():
+    if is_short(plan.predicted_peak_bytes):
         give_back_freed_memory(workload.device)
     check_precision(workload.model, plan, workload.autocast)
     training = _Training(workload, steps, copies=retries > 0)

@@ -9,7 +9,14 @@ from typing import NamedTuple
 import torch
 
 from profiler.measurement.assembly import assemble
-from profiler.measurement.device_memory import give_back_freed_memory, is_limited, ran_out, room_bytes
+from profiler.measurement.device_memory import (
+    RoomWatch,
+    give_back_freed_memory,
+    is_limited,
+    is_short,
+    ran_out,
+    room_bytes,
+)
 from profiler.measurement.frugal_measuring import FrugalMeasuring, frugal_first_step
 from profiler.measurement.largest_step import DrawnStep, largest_steps
 from profiler.measurement.link_bandwidth import measure_link
@@ -93,7 +100,7 @@ def profile(
             "profile: expected a model that is not compiled where there is a limit, got a compiled one; profile it "
             "before torch.compile"
         )
-    if is_limited():
+    if is_limited() or (limit_bytes is not None and is_short(limit_bytes)):
         give_back_freed_memory(workload.device)
     if limit_bytes is None:
         try:
@@ -120,7 +127,7 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
         randomness, state_of_modules = RandomState.capture(), TensorsOfState(workload)
         report("warm up")
         if limit_bytes is None:
-            first_step(workload)
+            first_plain_step(workload)
         try:
             if limit_bytes is not None:
                 frugal_first_step(workload, request.stages, limit_bytes)
@@ -145,6 +152,17 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
         profile = replace(assemble(workload, measured, resident), frugal=limit_bytes is not None)
         # A step that runs forward several times would send as often as that over the link.
         return replace(profile, link=measure_link(workload.device) if profile.evaluations == 1 else None)
+
+
+def first_plain_step(workload: Workload) -> None:
+    """``first_step``; on the CPU it ends with a MemoryError before the system would kill the process."""
+    if workload.device.type != "cpu" or is_compiled(workload.model):
+        return first_step(workload)
+    with RoomWatch() as watch:
+        first_step(workload)
+    if is_short(watch.used_bytes):
+        give_back_freed_memory(workload.device)
+    return None
 
 
 def _ran_out(error: BaseException, limit_bytes: int | None, workload: Workload) -> str:
@@ -179,7 +197,7 @@ def _warmed_up_for_the_largest(
         step.randomness.restore()
         with step.drawn():
             if limit_bytes is None:
-                first_step(workload)
+                first_plain_step(workload)
             else:
                 frugal_first_step(workload, request.stages, limit_bytes)
     return steps[-1]

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import planner
 from planner import ProfileError, zoo
@@ -228,39 +224,3 @@ def test_what_is_computed_says_so(tmp_path: Path) -> None:
     run("show", files[1], "--timeline", tmp_path / "timeline.svg")
     assert "the step without the plan is computed" in (tmp_path / "timeline.svg").read_text()
     assert run("profile", *target, "--limit", "much").exit_code not in (0, NO_PLAN)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on private memory, as Linux has it")
-def test_a_process_with_a_third_of_the_memory_profiles_plans_and_trains(tmp_path: Path) -> None:
-    sizes = ["layers=12", "hidden=128", "heads=4", "seq=128", "batch=16", "vocab=500"]
-    target = ["zoo:gpt2", "--set", *sizes]
-    work = zoo.build("gpt2", **{name: int(value) for name, value in (pair.split("=") for pair in sizes)})
-    unplanned_bytes = planner.profile(work, menus=False).unplanned_peak_bytes
-    started = subprocess.run(
-        [sys.executable, "-c", "import torch, planner.zoo, transformers, psutil; planner.zoo.build('gpt2', layers=1);"
-         "planner.profile(planner.zoo.build('gpt2', layers=1), menus=False);"
-         "print(psutil.Process().memory_info().data)"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    limit = int(started.stdout.split()[-1]) + unplanned_bytes // 3
-
-    def limited(*args: Any) -> str:
-        command = [sys.executable, "-m", "planner", *map(str, args)]
-        shell = f'ulimit -d {limit // 1024}; exec "$@"'
-        ended = subprocess.run(
-            ["bash", "-c", shell, "bash", *command],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=500,
-            env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
-        )
-        assert ended.returncode == 0, ended.stderr[-3000:]
-        return ended.stdout
-
-    profile, plan = tmp_path / "profile.json", tmp_path / "plan.json"
-    limited("profile", *target, "--no-menus", "-o", profile)
-    measured = planner.Profile.load(profile)
-    assert measured.frugal and measured.unplanned_peak_bytes == unplanned_bytes
-    limited("solve", profile, "--budget", unplanned_bytes // 4, "--solver", "rotor", "-o", plan)
-    assert "within the budget" in limited("train", *target, "--plan", plan, "--steps", "2")

@@ -1,4 +1,4 @@
-"""A process that the system really gives no more memory: ``planner train --retry`` goes on with what there is."""
+"""Processes that the system really gives no more memory: they go on with what there is."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import planner
+import planner.zoo
 from planner.targets import load_target
 from tests.support.command_line import done
 
@@ -71,3 +75,83 @@ def test_a_process_that_may_have_no_more_memory_goes_on_with_less(tmp_path: Path
     assert document["measured_peak_bytes"] <= document["budget_bytes"] < first["budget_bytes"]
     work = load_target(target, {})
     assert document["losses"] == [work.step() for _ in range(2)]
+
+
+SIZES = {"layers": 12, "hidden": 128, "heads": 4, "seq": 128, "batch": 16, "vocab": 500}
+READY = """
+import psutil, planner, planner.zoo
+planner.profile(planner.zoo.build("gpt2", layers=1), menus=False)
+print(psutil.Process().memory_info().{})
+"""
+LIMITS_OF_GROUPS = ("memory.limit_in_bytes", "memory.max")  # of both versions
+
+
+@pytest.fixture(scope="module")
+def unplanned_bytes() -> int:
+    return planner.profile(planner.zoo.build("gpt2", **SIZES), menus=False).unplanned_peak_bytes
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A new control group that can have a limit on memory."""
+    for parent in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")):
+        made = parent / f"planner-test-{os.getpid()}"
+        try:
+            made.mkdir()
+        except OSError:
+            continue
+        if any((made / name).exists() for name in LIMITS_OF_GROUPS):
+            yield made
+            made.rmdir()
+            return
+        made.rmdir()
+    pytest.skip("needs the right to make control groups for memory")
+
+
+def trains_in_a_third(used: str, limiting: str, unplanned_bytes: int, folder: Path) -> None:
+    """Profile, solve and train within what a process that is ready uses, and a third of the unplanned peak.
+
+    Args:
+        used: what psutil calls that use.
+        limiting: in bash, with the bytes in LIMIT.
+        unplanned_bytes: the peak of a plain step.
+        folder: for the files.
+    """
+    threads = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+
+    def ended(command: list[str], surroundings: dict[str, str]) -> str:
+        run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, env=surroundings)
+        assert run.returncode == 0, run.stderr[-3000:]
+        return run.stdout
+
+    ready_bytes = int(ended([sys.executable, "-c", READY.format(used)], threads).split()[-1])
+    limited = {**threads, "LIMIT": str(ready_bytes + unplanned_bytes // 3)}
+
+    def planner_says(*args: Any) -> str:
+        shell = ["bash", "-c", f'{limiting}; exec "$@"', "bash"]
+        return ended([*shell, sys.executable, "-m", "planner", *map(str, args)], limited)
+
+    target = ["zoo:gpt2", "--set", *(f"{name}={value}" for name, value in SIZES.items())]
+    planner_says("profile", *target, "--no-menus", "-o", folder / "profile.json")
+    measured = planner.Profile.load(folder / "profile.json")
+    assert measured.frugal and measured.unplanned_peak_bytes == unplanned_bytes
+    budget = ["--budget", unplanned_bytes // 4, "--solver", "rotor"]
+    planner_says("solve", folder / "profile.json", *budget, "-o", folder / "plan.json")
+    assert "within the budget" in planner_says("train", *target, "--plan", folder / "plan.json", "--steps", "2")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason=SKIP)
+@pytest.mark.parametrize(("used", "option"), [("data", "-d"), ("vms", "-v")])
+def test_a_process_with_a_third_of_the_memory_profiles_plans_and_trains(
+    used: str, option: str, unplanned_bytes: int, tmp_path: Path
+) -> None:
+    trains_in_a_third(used, f"ulimit {option} $((LIMIT / 1024))", unplanned_bytes, tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason=SKIP)
+def test_a_process_that_its_control_group_would_kill_profiles_plans_and_trains(
+    group: Path, unplanned_bytes: int, tmp_path: Path
+) -> None:
+    limit = next(group / name for name in LIMITS_OF_GROUPS if (group / name).exists())
+    limiting = f"echo $LIMIT > {limit} && echo $$ > {group / 'cgroup.procs'}"
+    trains_in_a_third("rss", limiting, unplanned_bytes, tmp_path)

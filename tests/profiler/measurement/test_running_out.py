@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import planner
 from planner import ProfileError
 from planner.runtime.step_trial import measured_states_bytes
-from profiler.measurement import device_memory
+from profiler.measurement import device_memory, profiling
+from profiler.measurement.device_memory import RoomWatch
 from profiler.workload.workload import Workload
 
 WIDTH, BATCH = 64, 256
@@ -123,3 +124,29 @@ def test_the_states_of_a_model_whose_plain_step_runs_out_are_those_of_one_that_f
     with Hooked():
         short = measured_states_bytes(step(6))
     assert short == measured_states_bytes(step(10_000))
+
+
+@pytest.mark.parametrize(("left_mib", "ends"), [(9, False), (7, True)])
+def test_a_watched_step_ends_where_an_eighth_of_the_room_is_left(left_mib: int, ends: bool) -> None:
+    room = iter([64 * 2**20, left_mib * 2**20])
+    with RoomWatch(lambda: next(room)) as watch:
+        kept = [torch.ones(2**20)]  # 4 MiB: the room is read for the second one
+        assert watch.used_bytes == 0
+        if ends:
+            with pytest.raises(MemoryError, match=r"7340032 bytes are left to this process, after aten::ones made"):
+                torch.ones(2**20)
+        else:
+            kept.append(torch.ones(2**20))
+        assert watch.used_bytes == (64 - left_mib) * 2**20
+
+
+def test_a_step_that_the_system_would_end_with_its_process_is_profiled_with_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(profiling, "RoomWatch", lambda: RoomWatch(lambda: BLOCK_BYTES * (8 - len(SAVED))))
+    with Hooked():
+        short = planner.profile(step(10_000), menus=False)
+    monkeypatch.undo()
+    plain = planner.profile(step(10_000), menus=False)
+    assert (short.frugal, plain.frugal) == (True, False)
+    assert short.unplanned_peak_bytes == plain.unplanned_peak_bytes
