@@ -218,7 +218,7 @@ def _stage_cells(record: StageRecord, reasons: dict[tuple[str, str], int]) -> li
 def _step(profile: Profile) -> list[tuple[str, str]]:
     resident = profile.resident
     parts = [("parameters", resident.parameters), ("buffers", resident.buffers), ("optimizer", resident.optimizer)]
-    parts += [("batch", resident.inputs), ("output held by the loop", resident.loop)]
+    parts += [("batch", resident.inputs), ("held by the loop", resident.loop)]
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
     computed = ", computed: a few stages were kept at a time" if profile.frugal else ""
     facts = [

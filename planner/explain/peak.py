@@ -20,7 +20,7 @@ MADE_AGAIN = "made again"
 OUTPUTS = "outputs of stages"
 LEFT = "left by stages that keep nothing"
 CASTS = "casts of parameters"
-LOOP = "output and loss that the loop holds"
+LOOP = "held by the loop (outputs, losses; of your own step the batch)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,8 +94,10 @@ def alive_report(peak: Peak, plan: Plan | None = None, *, limit: int = ROWS_SHOW
         share = f"{row.size_bytes / peak.peak_bytes:.0%}" if peak.peak_bytes else "-"
         cells = (row.what, escape(row.op) or "-", escape(row.where) or "-")
         table.add_row(*cells, tensors, format_bytes(row.size_bytes), share)
-    rest = sum(row.size_bytes for row in rows[len(shown) :])
-    notes = [f"and {len(rows) - len(shown)} smaller ones: {format_bytes(rest)}"] if len(rows) > len(shown) else []
+    rest = [row.size_bytes for row in rows[len(shown) :]]
+    smaller, twice = [size for size in rest if size >= 0], [size for size in rest if size < 0]
+    notes = [f"and {len(smaller)} smaller ones: {format_bytes(sum(smaller))}"] if smaller else []
+    notes += [f"less what is counted twice above: {format_bytes(-sum(twice))}"] if twice else []
     notes += [f"names of stages without {path_of(plan)!r}"] if path_of(plan) else []
     return Group(table, *([escape("; ".join(notes))] if notes else []))
 

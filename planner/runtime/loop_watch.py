@@ -139,10 +139,11 @@ class LoopWatch:
             _, size, maker = max(self._outputs, key=lambda entry: (entry[1], bool(entry[2])))
             made_by = f", made by {maker}" if maker else ""
             remedy = "delete it before backward" if not expected_bytes else "keep one at a time"
+            known = "" if expected_bytes else "keeps_output=True or "
             self._say(
                 "outputs",
                 f"planner.apply: your loop still holds the model's output, {format_bytes(size)}{made_by}: the peak may "
-                f"be {format_bytes(more_bytes)} higher than the plan's; {remedy}, or profile with keeps_output=True or "
+                f"be {format_bytes(more_bytes)} higher than the plan's; {remedy}, or profile with {known}"
                 "Workload(step=...)",
             )
         return more_bytes

@@ -332,7 +332,7 @@ def metered(meter: Meter, run: Callable[[], Any], warm_up: WarmUp = None) -> Pha
 def metered_step(
     workload: Workload,
     meter: Meter,
-    first: Mark,
+    first: Callable[[StepPhase], Mark],
     on_phase: OnPhase,
     *,
     until: StepPhase | None = None,
@@ -342,8 +342,8 @@ def metered_step(
 
     Args:
         workload: whose step it is.
-        meter: is started when gradients are cleared and the first forward begins.
-        first: the mark of the forward that is measured.
+        meter: is started when gradients are cleared and the first phase begins.
+        first: the mark of that phase: the forward that is measured, or another one before it.
         on_phase: makes the marks of the later phases.
         until: the phase to stop at, as for ``Workload.step``.
         warm_up: runs a whole step before that; needed for a step of the user's own.
@@ -356,11 +356,10 @@ def metered_step(
             nonlocal started
             if not started:
                 started = True
-                meter.start(first if phase == "forward" else Mark(phase), warm_up)
+                meter.start(first(phase), warm_up)
                 on_exit.callback(lambda: phases.extend(meter.stop()))
-                if phase == "forward":
-                    return
-            on_phase(phase, loss)
+            else:
+                on_phase(phase, loss)
 
         workload.step(begin, until)
     return phases

@@ -108,7 +108,7 @@ def _step(workload: Workload) -> StepBytes:
             gradient_bytes = resident_bytes_of(workload).gradients
         meter.mark(Mark(phase))
 
-    phases = dict(metered_step(workload, meter, Mark("forward"), mark))
+    phases = dict(metered_step(workload, meter, Mark, mark))
     made_bytes = optimizer_state_bytes(workload) - before.optimizer
     highest = max(phases, key=lambda mark: phases[mark].peak_bytes)
     optimizer = phases[Mark("optimizer")]

@@ -208,14 +208,13 @@ def _choose_forward(workload: Workload, state: TensorsOfState, *, frugal: bool) 
     own = workload.own
     if own is None or own.forwards < 2:
         return
-    if frugal:  # The one that finds all gradients there.
-        own.measured = own.forwards - 1
+    if frugal:  # Of those with the largest batch the last, which finds gradients there.
+        own.measured = max(range(own.forwards), key=lambda number: (own.input_elements[number], number))
         return
     own.measured = -1
     meter = memory_meter(workload.device, resident_bytes_of(workload).total, state)
-    mark = Mark("evaluation")
     phases = metered_step(
-        workload, meter, mark, lambda phase, _: meter.mark(Mark(phase)), warm_up=lambda: workload.step()
+        workload, meter, Mark, lambda phase, _: meter.mark(Mark(phase)), warm_up=lambda: workload.step()
     )
-    peaks = [phase.peak_bytes for begun, phase in phases if begun == mark]
+    peaks = [phase.peak_bytes for begun, phase in phases if begun == Mark("evaluation")]
     own.measured = max(range(own.forwards), key=lambda number: (peaks[number], number))

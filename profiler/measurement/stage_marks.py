@@ -99,7 +99,7 @@ class MarkedStep:
         self._now = Mark("forward", Place("outside", 0))
         self._node_ends: list[tuple[Place, int]] = []  # each place with the number of the first node after it
         self.warm_up: WarmUp = None
-        self.on_phase: OnPhase | None = None  # is told of the phases after the first, too
+        self.on_phase: OnPhase | None = None  # is told of each phase but a first forward
 
     def run(self) -> None:
         """Run the step."""
@@ -112,7 +112,14 @@ class MarkedStep:
             self._first_node = next_node()
 
         self._first_node = next_node()
-        self.phases = metered_step(self._workload, self._meter, self._now, self._begin, until=until, warm_up=warm_up)
+        self.phases = metered_step(self._workload, self._meter, self._first, self._begin, until=until, warm_up=warm_up)
+
+    def _first(self, phase: StepPhase) -> Mark:
+        if phase != "forward":
+            self._now = Mark(phase)
+            if self.on_phase is not None:
+                self.on_phase(phase, None)
+        return self._now
 
     def _begin(self, phase: StepPhase, loss: Tensor | None) -> None:
         if self.on_phase is not None:

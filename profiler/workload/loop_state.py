@@ -45,6 +45,17 @@ def reached_from(function: Any) -> list[Any]:
     return list(seen.values())
 
 
+def reached_from_loss(loss: Any) -> list[Any]:
+    """The same for a loss; of a module, from what its modules hold as plain attributes, and from their forwards."""
+    if not isinstance(loss, nn.Module):
+        return reached_from(loss)
+    own = set(vars(nn.Module()))
+    held = [value for module in loss.modules() for name, value in vars(module).items() if name not in own]
+    return [
+        item for each in [*held, *{type(module).forward for module in loss.modules()}] for item in reached_from(each)
+    ]
+
+
 def _referents(value: Any) -> Iterator[Any]:
     if isinstance(value, types.FunctionType):
         yield from _of_function(value)

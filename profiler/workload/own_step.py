@@ -41,6 +41,7 @@ class OwnStep:
         result: what the last run returned; bound until the next one returns, as in ``loss = step()``.
         autocast: the type that autocast cast to in the last call of the model; None where it was off.
         input_shapes: of the tensors that this call got.
+        input_elements: of each forward, how many elements the tensors had that calls of the model got.
     """
 
     def __init__(self, function: Callable[[], Any], model: nn.Module) -> None:
@@ -52,6 +53,7 @@ class OwnStep:
         self.result: Any = None
         self.autocast: torch.dtype | None = None
         self.input_shapes: tuple[tuple[int, ...], ...] = ()
+        self.input_elements: list[int] = []
 
     def run(self, begin: Begin, before_update: Callable[[torch.optim.Optimizer], None]) -> float:
         """Run the step.
@@ -83,7 +85,7 @@ class OwnStep:
                 hook.remove()
             patches.remove()
         watch.check()
-        self.forwards = watch.backwards
+        self.forwards, self.input_elements = watch.backwards, watch.input_elements
         loss = _number(result)
         self.result = result
         del result
@@ -101,6 +103,7 @@ class _Watch:
         self._inside = False
         self._over = False
         self.backwards = 0
+        self.input_elements: list[int] = []
         self.called_at_all = False
         self.loss = float("nan")
 
@@ -111,6 +114,7 @@ class _Watch:
     def begin_forward(self) -> None:
         """The step begins, or the model is called after a backward."""
         self._number, self._over = self._number + 1, False
+        self.input_elements.append(0)
         self._calls.clear()
         self._begin("forward" if self._is_measured else "evaluation", None)
 
@@ -123,11 +127,12 @@ class _Watch:
             if self._over:
                 self.begin_forward()
             self.called_at_all = True
+            inputs = tensors_in((args, kwargs))
+            self.input_elements[-1] += sum(tensor.numel() for tensor in inputs)
             if self._is_measured:
-                inputs = tensors_in((args, kwargs))
                 self._step.autocast = _autocast_of(self._step.model)
                 self._step.input_shapes = tuple(map(sizes_of, inputs))
-                del inputs
+            del inputs
             first, self._inside = next_node(), True
             try:
                 return forward(*args, **kwargs)

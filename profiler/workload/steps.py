@@ -166,7 +166,7 @@ def resident_bytes_of(workload: Workload) -> ResidentBytes:
     """Bytes that are there between two steps, each storage once."""
     model = workload.model
     of_model = {id(parameter) for parameter in model.parameters()}
-    buffers = distinct_bytes(model.buffers()) + distinct_bytes(kept_in_attributes(workload))
+    buffers = distinct_bytes(_buffers(workload)) + distinct_bytes(kept_in_attributes(workload))
     return ResidentBytes(
         parameters=distinct_bytes(model.parameters()),
         buffers=buffers,

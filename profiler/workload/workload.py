@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from profiler.workload.loop_state import kept_by_nodes, reached_from, tensors_of
+from profiler.workload.loop_state import kept_by_nodes, reached_from, reached_from_loss, tensors_of
 from profiler.workload.optimizers import (
     Optimizers,
     given_optimizers,
@@ -183,7 +183,7 @@ class Workload:
     @property
     def held_by_loss(self) -> list[Tensor]:
         """What a loss function refers to: the targets of the batch, a teacher's weights."""
-        return [] if self.loss is None else tensors_of(reached_from(self.loss))
+        return [] if self.loss is None else tensors_of(reached_from_loss(self.loss))
 
     @property
     def input_shapes(self) -> tuple[tuple[int, ...], ...]:

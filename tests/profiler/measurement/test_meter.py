@@ -62,7 +62,7 @@ def test_one_phase_is_metered_without_marks() -> None:
 
 def test_a_step_is_metered_from_its_forward_on() -> None:
     work, meter = workload("plain"), Listing()
-    phases = metered_step(work, meter, Mark("forward"), lambda phase, _: meter.mark(Mark(phase)))
+    phases = metered_step(work, meter, Mark, lambda phase, _: meter.mark(Mark(phase)))
     assert meter.calls == ["forward", "backward", "optimizer", "end", "stop"]
     assert phases == [(Mark("forward"), Phase(seconds=1.0))]
 
@@ -84,7 +84,7 @@ def test_a_meter_that_was_started_is_stopped_where_the_step_fails(
 
     monkeypatch.setattr(work, fails, fail)
     with pytest.raises(RuntimeError, match="no room"):
-        metered_step(work, meter, Mark("forward"), mark)
+        metered_step(work, meter, Mark, mark)
     assert meter.calls == calls
 
 

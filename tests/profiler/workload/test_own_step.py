@@ -80,6 +80,25 @@ def test_of_several_micro_batches_the_measured_one_is_the_forward_and_the_others
         assert phases_of(work) == expected
 
 
+@pytest.mark.parametrize("limit", [None, "1TiB"])
+@pytest.mark.parametrize("rows", [(64, 16, 16), (16, 64, 16), (16, 64)])
+def test_the_largest_of_unequal_micro_batches_is_measured_and_each_counts_once(
+    rows: tuple[int, ...], limit: str | None
+) -> None:
+    model, _, optimizer = made()
+    batches = torch.randn(sum(rows), WIDTH).split(rows)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for batch in batches:
+            model(batch).square().mean().backward()
+        optimizer.step()
+
+    profile = planner.profile(Workload(model=model, step=step), menus=False, limit=limit)
+    assert profile.input_shapes == ((64, WIDTH),)
+    assert profile.evaluations == len(rows)
+
+
 def test_a_backward_that_does_not_reach_the_model_is_none_of_the_step() -> None:
     model, x, optimizer = made()
     critic = nn.Linear(WIDTH, 1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
+from profiler.workload.steps import resident_bytes_of
 from profiler.workload.workload import StepPhase, Workload
 from tests.support.odd_models import workload
 
@@ -102,3 +103,29 @@ def test_targets_that_the_loss_refers_to_are_a_part_of_the_batch() -> None:
     target, x = torch.ones(64, 500), torch.ones(64, 8)
     work = Workload(model=nn.Linear(8, 500), inputs=x, loss=lambda output: (output - target).square().mean())
     assert planner.profile(work, menus=False).resident.inputs == (64 * 500 + 64 * 8) * 4
+
+
+class Distance(nn.Module):
+    """A loss that keeps its target in one of several ways."""
+
+    def __init__(self, target: Tensor, how: str) -> None:
+        super().__init__()
+        if how == "buffer":
+            self.register_buffer("target", target)
+            self.of = lambda output: (output - self.target).square().mean()
+        else:
+            self.of = lambda output: (output - target).square().mean()
+
+    def forward(self, output: Tensor) -> Tensor:
+        return self.of(output)
+
+
+@pytest.mark.parametrize("how", ["buffer", "function"])
+def test_what_a_loss_that_is_a_module_holds_counts(how: str) -> None:
+    model = nn.Linear(8, 4)
+    target = torch.randn(16, 4)
+    held, plain = (
+        resident_bytes_of(Workload(model=model, inputs=torch.randn(16, 8), loss=loss)).total
+        for loss in (Distance(target, how), nn.Identity())
+    )
+    assert held - plain == target.nbytes
