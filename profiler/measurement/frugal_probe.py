@@ -33,6 +33,7 @@ from profiler.workload.workload import OnPhase, Workload
 leave_uncompiled(__name__)
 
 MakeMeter = Callable[[], Meter]
+_PHASES = {"evaluation": "another micro-batch or evaluation of the loss"}
 Groups = dict[tuple[Mark, int], list[Phase]]  # by mark and how often it was there before
 
 
@@ -177,7 +178,7 @@ class FrugalProbe(StageProbe):
         raise ProfileError(
             f"profile: expected a limit of at least {needed_bytes} bytes ({needed_bytes / MIB:,.1f} MiB), got "
             f"{self.limit_bytes} ({self.limit_bytes / MIB:,.1f} MiB), {needed_bytes - self.limit_bytes} too few: so "
-            f"much takes a step that {what}, in the {mark.phase}{stage}{op}; "
+            f"much takes a step that {what}, in {_PHASES.get(mark.phase, f'the {mark.phase}')}{stage}{op}; "
             f"{remedies(self.workload, needed_bytes, self.limit_bytes)}"
         )
 

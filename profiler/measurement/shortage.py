@@ -16,7 +16,6 @@ from profiler.measurement.stage_probe import WHERE
 from profiler.records import ResidentBytes
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.steps import resident_bytes_of, states_bytes
-from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
 leave_uncompiled(__name__)
@@ -44,7 +43,7 @@ def remedies(workload: Workload, needed_bytes: int, limit_bytes: int) -> str:
 def _levers(workload: Workload, resident: ResidentBytes, needed_bytes: int) -> dict[str, int]:
     """What the step would about take with each change, and with all of them."""
     whatever_the_batch = states_bytes(workload, resident)
-    samples = {tensor.shape[0] for tensor in tensors_in(workload.inputs) if tensor.dim()}
+    samples = {shape[0] for shape in workload.input_shapes if shape}
     without = needed_bytes - resident.optimizer
     halves = {p.dtype for p in workload.model.parameters() if p.is_floating_point()} == {torch.float32}
     levers: dict[str, int] = {}

@@ -99,6 +99,18 @@ def test_the_largest_of_unequal_micro_batches_is_measured_and_each_counts_once(
     assert profile.evaluations == len(rows)
 
 
+def test_a_limit_too_low_for_another_micro_batch_says_so_and_that_a_smaller_one_fits() -> None:
+    model, _, optimizer = made()
+
+    def step() -> None:
+        for batch in torch.ones(512, WIDTH).split(256):
+            model(batch).square().mean().backward()
+        optimizer.step()
+
+    with pytest.raises(ProfileError, match=r"in another micro-batch .*what would about fit: half the batch"):
+        planner.profile(Workload(model=model, step=step), menus=False, limit="500KiB")
+
+
 def test_a_backward_that_does_not_reach_the_model_is_none_of_the_step() -> None:
     model, x, optimizer = made()
     critic = nn.Linear(WIDTH, 1)
