@@ -1,0 +1,1 @@
+"""The whole training step of a model as one graph of ops."""

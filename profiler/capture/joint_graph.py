@@ -1,0 +1,191 @@
+"""Forward and backward of a workload's model as one graph of aten ops: Dynamo in front, AOTAutograd behind.
+
+Nothing is computed: Dynamo and AOTAutograd trace with fake tensors, and the step ends where the traced forward would
+run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import TorchDynamoException
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch.utils import _pytree as pytree
+
+from profiler.workload.compiled_forwards import Forward
+from profiler.workload.forward_patches import ForwardPatches
+from profiler.workload.model_caches import ModelCaches
+from profiler.workload.snapshot import preserved
+from profiler.workload.workload import Workload
+
+REMEDY = "a plan of stages works there: profile without graph=True"
+
+
+class CaptureError(ValueError):
+    """A model whose step is no single graph of ops; the message names where it breaks, and what to do."""
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """Forward and backward of one call of a model, traced together.
+
+    Attributes:
+        module: its inputs are what the forward reads (parameters, buffers, the batch) and, named ``tangents_...``,
+            the gradients of what it returns; its nodes are aten ops. What is written into buffers is returned.
+        forward_outputs: how many of its outputs the forward returns; the others are gradients of its inputs.
+    """
+
+    module: fx.GraphModule
+    forward_outputs: int
+
+    @cached_property
+    def outputs(self) -> tuple[Any, ...]:
+        """Nodes, and constants, that it returns: first the forward's, then the gradients."""
+        (node,) = self.module.graph.find_nodes(op="output")
+        return tuple(node.args[0])
+
+    @cached_property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """Inputs of the forward."""
+        return tuple(node for node in self._placeholders() if not _is_tangent(node))
+
+    @cached_property
+    def tangents(self) -> tuple[fx.Node, ...]:
+        """Inputs that only the backward has."""
+        return tuple(filter(_is_tangent, self._placeholders()))
+
+    @cached_property
+    def constants(self) -> tuple[fx.Node, ...]:
+        """Tensors that the forward's code holds."""
+        return tuple(self.module.graph.find_nodes(op="get_attr"))
+
+    @cached_property
+    def changed_inputs(self) -> frozenset[fx.Node]:
+        """Inputs (buffers) that get new contents as the forward ends."""
+        (node,) = self.module.graph.find_nodes(op="output")
+        changed = {each.mutated_input for each in node.meta["desc"] if isinstance(each, InputMutationAOTOutput)}
+        return frozenset(each for each in self.inputs if each.meta["desc"] in changed)
+
+    @cached_property
+    def forward_ops(self) -> frozenset[fx.Node]:
+        """Those of ``ops`` that the forward's outputs need."""
+        return frozenset(_needed_by(self.outputs[: self.forward_outputs]).intersection(self.ops))
+
+    @cached_property
+    def ops(self) -> tuple[fx.Node, ...]:
+        """Calls that an output needs, in order: those of the forward first."""
+        forward = _needed_by(self.outputs[: self.forward_outputs])
+        needed = _needed_by(self.outputs)
+        calls = [node for node in self.module.graph.nodes if node.op == "call_function" and node in needed]
+        return (*(call for call in calls if call in forward), *(call for call in calls if call not in forward))
+
+    def _placeholders(self) -> list[fx.Node]:
+        return self.module.graph.find_nodes(op="placeholder")
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    return node.name.startswith("tangents")
+
+
+def _needed_by(outputs: tuple[Any, ...]) -> set[fx.Node]:
+    needed: set[fx.Node] = set()
+    waiting = [output for output in outputs if isinstance(output, fx.Node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    return needed
+
+
+def module_of(op: fx.Node) -> str:
+    """Name of the module whose forward calls an op, or whose forward it is the backward of; empty where unknown."""
+    stack = op.meta.get("nn_module_stack") or op.meta.get("fwd_nn_module_stack") or {}
+    names = [name for name, _ in stack.values()]
+    return names[-1].rpartition("__self__")[2].removeprefix(".") if names else ""
+
+
+def storages_of(node: Any) -> dict[int, int]:
+    """Numbers and bytes of the storages under what a node makes; of a constant none."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    storages = [leaf.untyped_storage() for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+class _Captured(Exception):
+    """Ends the step whose graph has been traced."""
+
+
+def capture(workload: Workload) -> JointGraph:
+    """Trace the workload's forward and backward.
+
+    Raises:
+        CaptureError: the forward is no single graph, or needs no backward.
+    """
+    graphs: list[JointGraph] = []
+
+    def partition(module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+        graphs.append(JointGraph(module, num_fwd_outputs))
+        raise _Captured
+
+    backend = aot_autograd(fw_compiler=_never, partition_fn=partition)
+    compiled = torch.compile(_calling(workload.model.forward), backend=backend, fullgraph=True, dynamic=False)
+    patches = ForwardPatches()
+    with preserved(workload), ModelCaches(workload.model).off():
+        patches.wrap(workload.model, lambda _: compiled)
+        try:
+            workload.step()
+        except Exception as error:
+            if not graphs:
+                raise _not_captured(error) from error
+        finally:
+            patches.remove()
+    if not graphs:
+        raise CaptureError(
+            f"profile: expected a forward whose outputs need gradients, got one that computes none; {REMEDY}"
+        )
+    return graphs[0]
+
+
+def _calling(forward: Forward) -> Forward:
+    """Dynamo begins in no frame of torch's own, as ``Sequential.forward`` is."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return call
+
+
+def _never(module: fx.GraphModule, _: Any) -> Any:
+    raise CaptureError(
+        "profile: expected a forward with parameters that need gradients, got one without; unfreeze what is to be "
+        "trained"
+    )
+
+
+def _not_captured(error: Exception) -> Exception:
+    causes = list(_causes(error))
+    known = next((cause for cause in causes if isinstance(cause, CaptureError)), None)
+    if known is not None:
+        return known
+    if not any(isinstance(cause, TorchDynamoException) for cause in causes):
+        return error
+    said = [line.strip() for line in str(error).strip().splitlines()]
+    lines = [number for number, line in enumerate(said) if line.startswith("File ")]
+    where = ": ".join(said[lines[-1] : lines[-1] + 2]) if lines else ""
+    return CaptureError(
+        f"profile: expected a forward that torch.compile traces as one graph, got a break ({said[0]}"
+        f"{where and f', {where}'}); {REMEDY}"
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,75 @@
+"""From a joint graph to plain data: storages for tensors, ops without views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from profiler.capture.joint_graph import JointGraph, module_of, storages_of
+from profiler.step_graph import StepGraph, StepOp, StepStorage
+
+CHANGES = "it reads a buffer that the step changes"
+
+
+def makers_of(graph: JointGraph) -> dict[int, fx.Node]:
+    """By storage the op that makes it, in the order of ops; what model, batch and loss bring is left out."""
+    brought = _storages((*graph.inputs, *graph.constants, *graph.tangents))
+    makers: dict[int, fx.Node] = {}
+    for op in graph.ops:
+        for storage in storages_of(op):
+            if storage not in brought:
+                makers.setdefault(storage, op)
+    return makers
+
+
+def step_graph_of(graph: JointGraph) -> StepGraph:
+    """The dataflow of the step, without seconds."""
+    makers = makers_of(graph)
+    numbers = {storage: number for number, storage in enumerate(makers)}
+    makes: dict[fx.Node, list[int]] = {}
+    for storage, op in makers.items():
+        makes.setdefault(op, []).append(numbers[storage])
+    changed, from_loss = _storages(graph.changed_inputs), _storages(graph.tangents)
+    ops: list[StepOp] = []
+    for op in filter(makes.__contains__, graph.ops):
+        read = _storages(op.all_input_nodes)
+        ops.append(
+            StepOp(
+                name=op.name,
+                op=str(op.target),
+                module=module_of(op),
+                side="forward" if op in graph.forward_ops else "backward",
+                reads=tuple(sorted(numbers[storage] for storage in read if storage in numbers)),
+                makes=tuple(makes[op]),
+                reads_gradients=not from_loss.isdisjoint(read),
+                once_reason=CHANGES if not changed.isdisjoint(read) and not is_batch_norm(op) else "",
+            )
+        )
+    returned = _storages(graph.outputs[: graph.forward_outputs])
+    gradients = _storages(graph.outputs[graph.forward_outputs :])
+    sizes = _sizes((*graph.inputs, *graph.constants, *graph.tangents, *graph.ops))
+    return StepGraph(
+        ops=tuple(ops),
+        storages=tuple(
+            StepStorage(size_bytes=sizes[storage], returned=storage in returned, gradient=storage in gradients)
+            for storage in makers
+        ),
+        resident_bytes=sum(_sizes((*graph.inputs, *graph.constants)).values()),
+        gradient_bytes=sum(_sizes(graph.tangents).values()),
+    )
+
+
+def is_batch_norm(op: fx.Node) -> bool:
+    """Whether an op normalizes by its batch, and makes running statistics beside, which no second run needs."""
+    return op.target is torch.ops.aten._native_batch_norm_legit_functional.default and op.args[5] is True
+
+
+def _sizes(nodes: Iterable[Any]) -> dict[int, int]:
+    return {storage: size for node in nodes for storage, size in storages_of(node).items()}
+
+
+def _storages(nodes: Iterable[Any]) -> set[int]:
+    return set(_sizes(nodes))

@@ -1,0 +1,76 @@
+"""A training step as one graph of ops: what each reads, makes and costs, forward and backward; plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from profiler.op_graph import kind_of
+
+Side = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOp:
+    """One aten op of a step. Its ordinal is its position in ``StepGraph.ops``.
+
+    Attributes:
+        name: unique in the step.
+        op: for example ``aten.mm.default``.
+        module: name of the module whose forward calls it, or whose forward it is the backward of; empty where unknown.
+        side: ``forward`` where the forward's outputs need it.
+        reads: storages that it reads, parameters, buffers and the batch left out.
+        makes: storages that it makes. A view makes none, and is no op here: who reads a view reads its storage.
+        reads_gradients: it reads gradients of the forward's outputs.
+        once_reason: why it must not run again; empty where it may.
+        seconds: of one run.
+        transient_bytes: the most it holds while it runs, beside what it reads and makes.
+    """
+
+    name: str
+    op: str
+    module: str = ""
+    side: Side = "forward"
+    reads: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
+    reads_gradients: bool = False
+    once_reason: str = ""
+    seconds: float = 0.0
+    transient_bytes: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The op's name without library and overload."""
+        return kind_of(self.op)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStorage:
+    """A storage that an op of the step makes.
+
+    Attributes:
+        size_bytes: of the storage, however many tensors view it.
+        returned: the forward returns it, or it is written into a buffer after the forward.
+        gradient: it is a gradient of a parameter or an input, alive as the step's backward ends.
+    """
+
+    size_bytes: int
+    returned: bool = False
+    gradient: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGraph:
+    """The dataflow of a step's forward and backward; between them the loss is outside of the model.
+
+    Attributes:
+        ops: in the order in which they were traced, those of the forward first.
+        storages: each referred to by its position.
+        resident_bytes: of what ops read and none makes: parameters, buffers, the batch, constants.
+        gradient_bytes: of the gradients of the forward's outputs, with which backward begins.
+    """
+
+    ops: tuple[StepOp, ...]
+    storages: tuple[StepStorage, ...]
+    resident_bytes: int
+    gradient_bytes: int

@@ -1,0 +1,88 @@
+"""The joint graph of a step: it computes what the model computes, and breaks are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from planner import zoo
+from profiler.capture.joint_graph import CaptureError, capture, storages_of
+from profiler.workload.workload import Workload
+
+SMALL: dict[str, dict[str, Any]] = {
+    "gpt2": {"layers": 1, "hidden": 32, "seq": 16, "vocab": 200},
+    "t5": {"layers": 1, "hidden": 32, "seq": 16, "vocab": 200},
+    "resnet50": {"batch": 4, "hidden": 8, "image": 32},
+    "mlp": {"layers": 3, "hidden": 16, "batch": 64},
+}
+
+
+def workload(model: nn.Module) -> Workload:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Workload(model=model, inputs=torch.randn(8, 16), loss=lambda y: y.square().mean(), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_ops_come_in_order_and_an_output_needs_each(name: str) -> None:
+    graph = capture(zoo.build(name, **SMALL[name]))
+    seen: set[fx.Node] = {*graph.inputs, *graph.tangents, *graph.constants}
+    for op in graph.ops:
+        assert seen.issuperset(op.all_input_nodes)
+        seen.add(op)
+    assert seen.issuperset(output for output in graph.outputs if isinstance(output, fx.Node))
+    assert any(storages_of(op) for op in graph.ops)
+
+
+def test_it_computes_outputs_and_gradients() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    work = workload(model)
+    graph = capture(work)
+    output = model(work.inputs)
+    gradient = torch.randn_like(output)
+    values: dict[torch.Size, Tensor] = {each.shape: each.detach() for each in (work.inputs, *model.parameters())}
+    arguments = [values[node.meta["val"].shape] for node in graph.inputs]
+    made = pytree.tree_leaves(graph.module(arguments, [gradient]), is_leaf=lambda leaf: leaf is None)
+    assert torch.equal(made[0], output)
+    expected = torch.autograd.grad(output, list(model.parameters()), gradient)
+    gradients = {each.shape: each for each in made[graph.forward_outputs :] if each is not None}
+    assert all(torch.equal(gradients[each.shape], each) for each in expected)
+
+
+def test_the_workload_is_left_as_it_was() -> None:
+    work = zoo.build("resnet50", **SMALL["resnet50"])
+    before = {name: tensor.clone() for name, tensor in work.model.state_dict().items()}
+    randomness = torch.get_rng_state()
+    capture(work)
+    assert all(torch.equal(before[name], tensor) for name, tensor in work.model.state_dict().items())
+    assert torch.equal(randomness, torch.get_rng_state())
+    assert "forward" not in vars(work.model)
+    assert all(parameter.grad is None for parameter in work.model.parameters())
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if y.sum() > 0:
+            y = y + 1
+        return y
+
+
+def test_a_branch_by_a_value_is_named_with_its_line() -> None:
+    with pytest.raises(CaptureError, match=r"(?s)got a break \(.*test_joint_graph.py.*if y.sum\(\) > 0.*without graph"):
+        capture(workload(Branching()))
+
+
+def test_a_model_without_gradients_is_refused() -> None:
+    work = workload(nn.Linear(16, 4))
+    work.model.requires_grad_(False)
+    work.inputs.requires_grad_(False)
+    with pytest.raises(CaptureError, match="one without; unfreeze"):
+        capture(work)
