@@ -10,9 +10,11 @@ from planner.plans.lowering import LoweredSchedule, lower_schedule
 from planner.plans.offloadable import input_offload_units, offload_units_among, sent_bytes
 from planner.plans.plan import PlannedStage, StageDecision
 from profiler.records import MenuRecord, OptionRecord, Profile
-from solvers import Chain, Option, Schedule
+from solvers import Chain, Schedule
 from solvers.problem.chain_schedule import RUNS
 from solvers.problem.chain_simulator import Replay
+
+_ROUNDING_SECONDS = 1e-12  # less is what sums leave
 
 
 def undecided_stage(profile: Profile, k: int) -> PlannedStage:
@@ -60,14 +62,15 @@ def with_decisions(
     run_counts = Counter(action.stage for action in runs)
     last_options = {action.stage: action.option for action in runs if action.option is not None}
     sent = sent_bytes(chain, schedule)
-    extra_seconds, extra_ops = _extra_runs(stages, replayed)
+    extra_seconds, extra_ops = _extra_runs(stages, chain, replayed)
     decided: list[PlannedStage] = []
     for k, stage in enumerate(stages):
         decision = _decision(lowered, k, sends=k in sent)
         option, chosen = last_options.get(k) or 0, None
         if option:
             chosen = menus[stage.menu].options[option - 1]
-            extra_seconds[k] += _inner_seconds(chain.stages[k].options, option, decision)
+            options = chain.stages[k].options
+            extra_seconds[k] += options[option].backward_seconds - options[0].backward_seconds
             extra_ops[k] += len(chosen.rerun)
         decided.append(
             replace(
@@ -94,8 +97,10 @@ def _decision(lowered: LoweredSchedule, k: int, *, sends: bool) -> StageDecision
     return "offload" if sends else "keep"
 
 
-def _extra_runs(stages: Sequence[PlannedStage], replayed: Replay) -> tuple[defaultdict[int, float], Counter[int]]:
-    """Seconds and ops of every run of a stage but its first."""
+def _extra_runs(
+    stages: Sequence[PlannedStage], chain: Chain, replayed: Replay
+) -> tuple[defaultdict[int, float], Counter[int]]:
+    """What forward runs of a stage take beyond one that keeps everything, and the ops of every run but its first."""
     extra_seconds: defaultdict[int, float] = defaultdict(float)
     extra_ops: Counter[int] = Counter()
     seen: set[int] = set()
@@ -103,21 +108,17 @@ def _extra_runs(stages: Sequence[PlannedStage], replayed: Replay) -> tuple[defau
         action = moment.action
         if action.kind not in RUNS:
             continue
+        run_seconds = moment.seconds - moment.stall_seconds
+        once_seconds = 0.0 if action.stage in seen else chain.stages[action.stage].options[0].forward_seconds
+        if abs(run_seconds - once_seconds) > _ROUNDING_SECONDS:
+            extra_seconds[action.stage] += run_seconds - once_seconds
         if action.stage in seen:
-            extra_seconds[action.stage] += moment.seconds - moment.stall_seconds
             # With an option inside it does not stop at its last saved tensor: see ``planner.plans.lowering``.
             stops = action.kind == "recompute" and not action.option
             stage = stages[action.stage]
             extra_ops[action.stage] += stage.recompute_ops if stops else stage.forward_ops
         seen.add(action.stage)
     return extra_seconds, extra_ops
-
-
-def _inner_seconds(options: Sequence[Option], option: int, decision: StageDecision) -> float:
-    """Seconds that running ops again inside a stage adds to its backward, and to its forward where it runs once."""
-    keep, chosen = options[0], options[option]
-    backward_seconds = chosen.backward_seconds - keep.backward_seconds
-    return backward_seconds + (chosen.forward_seconds - keep.forward_seconds if decision == "selective" else 0.0)
 
 
 def _offload_units(stage: PlannedStage, menus: Sequence[MenuRecord], chosen: OptionRecord | None) -> tuple[int, ...]:

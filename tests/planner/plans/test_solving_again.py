@@ -57,3 +57,14 @@ def test_what_was_stated_is_not_solved_for(blocks):
     plan = planner.state(blocks, planner.Rules(checkpoints=["transformer.h.1"]))
     with pytest.raises(ValueError, match="stated by hand"):
         replan(plan, plan.budget_bytes)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.8])
+def test_what_stages_take_more_is_what_the_step_takes_more(blocks, share):
+    with pytest.raises(planner.Infeasible) as refusal:
+        planner.solve(blocks, 1)
+    smallest = refusal.value.minimum_budget_bytes
+    plan = planner.solve(blocks, smallest + int(share * (blocks.unplanned_peak_bytes - smallest)))
+    more = plan.predicted_seconds - plan.unplanned_seconds
+    assert sum(stage.extra_seconds for stage in plan.stages) == pytest.approx(more, rel=1e-9)
+    assert all(stage.extra_seconds == 0.0 for stage in plan.stages if stage.decision == "keep")
