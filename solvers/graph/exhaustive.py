@@ -16,6 +16,7 @@ import heapq
 from collections.abc import Iterator
 from functools import reduce
 from itertools import accumulate
+from math import inf
 from operator import or_
 from typing import NamedTuple
 
@@ -77,6 +78,7 @@ class _GraphSearch:
         self.own_bytes = [int(size) for size in indexed.output_bytes + indexed.transient_bytes]
         self.resident = indexed.graph.resident_bytes
         self.seconds = [float(seconds) for seconds in indexed.seconds]
+        self.once = sum(1 << v for v in range(self.count) if indexed.once[v])
         self.outputs = sum(1 << v for v in range(self.count) if indexed.is_output[v])
         self.useful = reduce(or_, self.inputs, self.outputs)  # a repeated run of others helps nobody
         self.needed = [self._needed_nodes(undone) for undone in range(self.count + 1)]
@@ -106,7 +108,7 @@ class _GraphSearch:
         missing, total = self.needed[undone] & ~alive, 0.0
         while missing:
             v = missing.bit_length() - 1
-            total += self.seconds[v]
+            total += inf if self.once >> v & 1 else self.seconds[v]
             missing = (missing ^ (1 << v)) | self.inputs[v] & ~alive
         return total
 
@@ -114,7 +116,7 @@ class _GraphSearch:
         next_first, alive = self.count - state.undone, state.alive
         for v in range(min(next_first + 1, self.count)):
             bit, inputs = 1 << v, self.inputs[v]
-            if alive & bit or inputs & ~alive or not (v == next_first or self.useful & bit):
+            if alive & bit or inputs & ~alive or not (v == next_first or self.useful & bit & ~self.once):
                 continue
             undone = state.undone - (v == next_first)
             extra = state.extra + (0.0 if v == next_first else self.seconds[v])
@@ -122,6 +124,8 @@ class _GraphSearch:
             for freed, freed_bytes in self._frees(alive & ~inputs, excess):
                 remaining = alive & ~freed | bit
                 estimate = extra + self._missing_seconds(undone, remaining)
+                if estimate == inf:  # Something is gone that must not run again.
+                    continue
                 alive_bytes = state.alive_bytes - freed_bytes + self.output_bytes[v]
                 yield _GraphState(estimate, undone, remaining, extra, alive_bytes, state, v)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from solvers.graph.liveness import IndexedGraph, seconds_of
-from solvers.graph.order_repair import fits, keep_what_fits
+from solvers.graph.order_repair import fits, keep_what_fits, may_run
 
 SMALLEST_GAP = 1e-6  # what the integer programs are solved to: no search gets closer
 REMEMBERED = 40  # orders that are kept for merging
@@ -52,7 +52,7 @@ class Incumbent:
         self._deadline = time.perf_counter()
 
     def offer(self, order: Sequence[int], solver: str, *, repair: bool = True) -> list[int]:
-        """Repair an order and take it where it fits and is the fastest; returns the repaired order.
+        """Repair an order and take it where it fits, is the fastest, and runs again what may; returns the repaired one.
 
         ``repair=False`` takes it as it is: a published method's own answer.
         """
@@ -60,7 +60,11 @@ class Incumbent:
         self.seen += [list(order), repaired]
         del self.seen[:-REMEMBERED]
         seconds = seconds_of(self.indexed, repaired)
-        if seconds < self.seconds and fits(self.indexed, repaired, self.budget_bytes):
+        if (
+            seconds < self.seconds
+            and may_run(self.indexed, repaired)
+            and fits(self.indexed, repaired, self.budget_bytes)
+        ):
             self.order, self.seconds, self.solver = repaired, seconds, solver
         return repaired
 

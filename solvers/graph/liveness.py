@@ -29,6 +29,7 @@ class IndexedGraph:
         seconds: float64, shape (count,).
         needed_until: per node the last first run that reads it, ``count`` for outputs; int64, shape (count,).
         is_output: per node whether it has to be alive at the end.
+        once: per node whether it must not run again.
         working_bytes: per node its inputs, output, transient and the resident bytes: no budget below this runs it;
             int64, shape (count,).
     """
@@ -47,6 +48,7 @@ class IndexedGraph:
         self.seconds = np.array([node.seconds for node in graph.nodes], dtype=np.float64)
         self.is_output = np.zeros(self.count, dtype=bool)
         self.is_output[[index[name] for name in graph.outputs]] = True
+        self.once = np.array([node.once for node in graph.nodes], dtype=bool)
         last_reader = [max(readers, default=-1) for readers in self.readers]
         self.needed_until: Integers = np.where(self.is_output, self.count, np.array(last_reader, dtype=np.int64))
         own_bytes = self.output_bytes + self.transient_bytes + graph.resident_bytes

@@ -95,13 +95,16 @@ class MomentSearch:
 
 
 def rerunnable_nodes(indexed: IndexedGraph) -> Mask:
-    """The nodes that are worth running again: forward ones, and those up to the moment at which most bytes lie idle."""
+    """The nodes that are worth running again: forward ones, and those up to the moment at which most bytes lie idle.
+
+    Those that must run once are never among them.
+    """
     nodes = indexed.graph.nodes
     forward = np.array([node.side == "forward" for node in nodes])
     idle = peak_profile(indexed, range(indexed.count)) - indexed.working_bytes
     early = np.arange(indexed.count) <= int(idle.argmax())
-    chosen = (forward | early) & ~indexed.is_output
-    return chosen if chosen.any() else np.ones(indexed.count, dtype=bool)
+    chosen = (forward | early) & ~indexed.is_output & ~indexed.once
+    return chosen if chosen.any() else ~indexed.once
 
 
 def first_moments(incumbent: Incumbent) -> list[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from solvers.graph.liveness import IndexedGraph, first_runs, last_reads, peak_profile
 
 
@@ -40,6 +42,12 @@ def _avoidable_runs(indexed: IndexedGraph, order: list[int], budget_bytes: int) 
             room_between -= size  # what the avoided run itself read is not held longer: more room than counted here
             avoidable.add(place)
     return avoidable
+
+
+def may_run(indexed: IndexedGraph, order: Sequence[int]) -> bool:
+    """Whether an order runs each node once that must not run again."""
+    runs = np.bincount(np.array(order), minlength=indexed.count)
+    return not bool((indexed.once & (runs > 1)).any())
 
 
 def fits(indexed: IndexedGraph, order: Sequence[int], budget_bytes: int) -> bool:

@@ -31,6 +31,7 @@ class Node:
         transient_bytes: alive only while it runs, beside its inputs and its output.
         inputs: names of the nodes that it reads, all of them before it.
         side: ``"forward"`` or ``"backward"``.
+        once: it must not run again: an effect, a draw that cannot be repeated, what lies outside of the model.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Node:
     transient_bytes: int = 0
     inputs: tuple[str, ...] = ()
     side: Side = "forward"
+    once: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,7 @@ class Graph:
     """Nodes in topological order, which is the order of their first runs, and the outputs alive at the end.
 
     A schedule runs every node at least once. The first runs come in the order of ``nodes``; between them any node
-    that has run before may run again.
+    that has run before may run again, but for those that run once.
 
     Attributes:
         nodes: at least one node, unique names, inputs before readers.
@@ -84,7 +86,11 @@ class Graph:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a problem file (``"format": "planner-graph"``, version 1)."""
-        return to_document(self, FORMAT, VERSION)
+        document = to_document(self, FORMAT, VERSION)
+        for node in document["nodes"]:
+            if not node["once"]:  # Few nodes have to.
+                del node["once"]
+        return document
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Graph:

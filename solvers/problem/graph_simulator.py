@@ -38,7 +38,8 @@ def replay_graph(graph: Graph, schedule: GraphSchedule) -> GraphReplay:
 
     Raises:
         GraphReplayError: an input is not alive, something alive is run again, something dead is freed, a node's
-            first run is out of order or missing, or an output is not alive at the end.
+            first run is out of order or missing, one that must run once runs again, or an output is not alive at the
+            end.
 
     >>> from solvers.problem.graph import Node
     >>> a = Node(name="a", seconds=1.0, output_bytes=4, transient_bytes=3)
@@ -71,6 +72,8 @@ def replay_graph(graph: Graph, schedule: GraphSchedule) -> GraphReplay:
                 raise GraphReplayError(
                     f"action {position}: the first run of {node.name!r} comes before that of {due!r}"
                 )
+            if node.once and runs[action.node]:
+                raise GraphReplayError(f"action {position}: runs {node.name!r} again, which must run once")
             first_runs += action.node == first_runs
             alive.add(action.node)
             runs[action.node] += 1

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from solvers.graph import exhaustive
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
+from solvers.problem.graph import Graph
 from solvers.problem.graph_simulator import replay_graph
+
+
+def with_once(graph: Graph, seed: int, count: int) -> Graph:
+    """The graph with a few nodes, drawn by the seed, that must run once."""
+    drawn = random.Random(seed).sample(range(len(graph.nodes)), min(count, len(graph.nodes)))
+    nodes = tuple(replace(node, once=k in drawn) for k, node in enumerate(graph.nodes))
+    return replace(graph, nodes=nodes)
 
 
 def unplanned_peak(indexed: IndexedGraph) -> int:

@@ -13,7 +13,7 @@ from solvers.graph import exhaustive
 from solvers.graph.liveness import IndexedGraph, schedule_of
 from solvers.problem.examples import training_graph
 from solvers.problem.graph_simulator import replay_graph
-from tests.support.graph_checks import optimum_seconds, unplanned_peak
+from tests.support.graph_checks import optimum_seconds, unplanned_peak, with_once
 
 
 def budgets(indexed: IndexedGraph) -> range:
@@ -39,6 +39,8 @@ def cheapest_by_relaxation(indexed: IndexedGraph, budget_bytes: int) -> float:
         for (done, alive), spent in list(cost.items()):
             after = [((done, alive - {v}), spent) for v in alive]
             for v in set(range(min(done + 1, n))) - alive:
+                if v < done and nodes[v].once:
+                    continue
                 need = indexed.graph.resident_bytes + held[alive] + nodes[v].output_bytes + nodes[v].transient_bytes
                 if alive.issuperset(indexed.inputs[v]) and need <= budget_bytes:
                     after.append(((done + (v == done), alive | {v}), spent + nodes[v].seconds))
@@ -54,9 +56,10 @@ def subsets(count: int) -> Iterator[frozenset[int]]:
         yield from map(frozenset, combinations(range(count), size))
 
 
+@pytest.mark.parametrize("once", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(60))
-def test_it_equals_value_iteration_at_every_budget(seed):
-    indexed = IndexedGraph(random_tiny_graph(seed, count=3 + seed % 4))
+def test_it_equals_value_iteration_at_every_budget(seed, once):
+    indexed = IndexedGraph(with_once(random_tiny_graph(seed, count=3 + seed % 4), seed, once))
     for budget in budgets(indexed):
         order, cheapest = exhaustive.solve(indexed, budget), cheapest_by_relaxation(indexed, budget)
         assert (math.inf if order is None else replayed(indexed, order, budget)) == cheapest

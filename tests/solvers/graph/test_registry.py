@@ -8,11 +8,12 @@ from benchmarks.random_graphs import random_tiny_graph, random_training_graph
 from solvers.graph import exhaustive
 from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
 from solvers.graph.lower_bound import graph_bound_seconds
-from solvers.graph.registry import graph_frontier, solve_graph
+from solvers.graph.registry import graph_frontier, graph_solver_names, solve_graph
 from solvers.problem.examples import training_graph
+from solvers.problem.graph import Graph
 from solvers.problem.graph_simulator import replay_graph
 from solvers.problem.solution import GraphProblem
-from tests.support.graph_checks import optimum_seconds, telling_budgets
+from tests.support.graph_checks import optimum_seconds, telling_budgets, with_once
 
 RELATIVE = 1e-6  # what the integer programs are solved to
 
@@ -98,6 +99,33 @@ def test_a_method_that_finds_nothing_does_not_call_a_budget_infeasible():
     solution = solve_graph(GraphProblem(graph=graph, budget_bytes=half_budget(graph)), "keep_all")
     assert solution.status == "unknown" and solution.shortage is not None
     assert solution.lower_bound_seconds >= graph.unplanned_seconds * (1 - RELATIVE)
+
+
+@pytest.mark.parametrize("solver", graph_solver_names())
+def test_what_must_run_once_does_whatever_the_method(solver):
+    for seed in range(6):
+        graph = with_once(random_tiny_graph(seed), seed, 2)
+        indexed = IndexedGraph(graph)
+        for budget in telling_budgets(indexed):
+            check(graph, indexed, budget, solver, time_limit_seconds=5.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", ["auto", "demand"])
+def test_larger_graphs_with_nodes_that_run_once_are_solved(solver):
+    graph = with_once(random_training_graph(60, 3), 3, 6)
+    solution = solve_graph(GraphProblem(graph=graph, budget_bytes=half_budget(graph)), solver, time_limit_seconds=5.0)
+    assert solution.schedule is not None
+    runs = replay_graph(graph, solution.schedule).runs
+    assert all(count == 1 for count, node in zip(runs, graph.nodes, strict=True) if node.once)
+    assert max(runs) > 1
+
+
+def test_the_file_of_a_graph_names_only_what_must_run_once():
+    graph = with_once(random_tiny_graph(0), 0, 1)
+    document = graph.to_dict()
+    assert [node["once"] for node in document["nodes"] if "once" in node] == [True]
+    assert Graph.from_dict(document) == graph
 
 
 @pytest.mark.parametrize(
