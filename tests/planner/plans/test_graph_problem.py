@@ -1,0 +1,76 @@
+"""Graph problems of steps, by hand."""
+
+from __future__ import annotations
+
+from planner.plans.graph_problem import LEAST_SECONDS, step_problem
+from profiler.step_graph import StepGraph, StepOp, StepStorage
+from solvers.graph.liveness import unplanned_replay
+
+KIB = 2**10
+BIG, SMALL = 100 * KIB, KIB
+
+
+def small_step(statistics_bytes: int) -> StepGraph:
+    """A norm whose statistics backward reads and whose output the next op alone reads; a gradient at the end."""
+    return StepGraph(
+        ops=(
+            StepOp(name="norm", op="aten.norm.default", makes=(0, 1), seconds=2.0, transient_bytes=7),
+            StepOp(name="exp", op="aten.exp.default", reads=(0,), makes=(2,), seconds=1.0),
+            StepOp(
+                name="back",
+                op="aten.mul.Tensor",
+                side="backward",
+                reads=(1,),
+                makes=(3,),
+                reads_gradients=True,
+                once_reason="an effect",
+            ),
+        ),
+        storages=(
+            StepStorage(size_bytes=BIG),
+            StepStorage(size_bytes=statistics_bytes),
+            StepStorage(size_bytes=BIG, returned=True),
+            StepStorage(size_bytes=SMALL, gradient=True),
+        ),
+        resident_bytes=1000,
+        gradient_bytes=BIG,
+    )
+
+
+def test_small_parts_that_live_longer_are_resident() -> None:
+    graph = step_problem(small_step(SMALL)).graph
+    assert [node.name for node in graph.nodes] == ["norm", "exp", "loss", "back"]
+    assert graph.resident_bytes == 1000 + SMALL
+    norm, exp, loss, back = graph.nodes
+    assert (norm.output_bytes, norm.transient_bytes, norm.seconds) == (BIG, 7, 2.0)
+    assert (exp.inputs, loss.inputs, back.inputs) == (("norm",), ("exp",), ("loss",))
+    assert (loss.output_bytes, loss.once, back.once, norm.once) == (BIG, True, True, False)
+    assert back.seconds == LEAST_SECONDS
+
+
+def test_large_parts_are_nodes_without_work() -> None:
+    problem = step_problem(small_step(BIG))
+    norm, saved, *_, back = problem.graph.nodes
+    assert (norm.output_bytes, norm.transient_bytes) == (BIG, BIG + 7)
+    assert (saved.name, saved.inputs, saved.output_bytes) == ("norm_saved", ("norm",), BIG)
+    assert back.inputs == ("norm_saved", "loss")
+    assert problem.ops == {"norm": 0, "exp": 1, "back": 2}
+
+
+def test_what_the_loop_holds_is_alive_at_the_end() -> None:
+    held, let_go = (step_problem(small_step(SMALL), holds_returned=holds).graph for holds in (True, False))
+    assert (set(held.outputs), set(let_go.outputs)) == ({"exp", "back"}, {"back"})
+    resident = held.resident_bytes
+    assert unplanned_replay(held).timeline[-1].alive_bytes - resident == BIG + SMALL
+    assert unplanned_replay(let_go).timeline[-1].alive_bytes - resident == SMALL
+
+
+def test_an_op_may_be_called_loss() -> None:
+    step = small_step(SMALL)
+    named = StepGraph(
+        ops=(StepOp(name="loss", op="aten.norm.default", makes=(0, 1)), *step.ops[1:]),
+        storages=step.storages,
+        resident_bytes=0,
+        gradient_bytes=0,
+    )
+    assert step_problem(named).loss == "loss_0"
