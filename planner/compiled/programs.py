@@ -1,0 +1,207 @@
+"""From an order of runs to a program for forward and one for backward.
+
+The order names ops of a joint graph, each as often as it is to run, and the loss once, where forward ends. Views are
+made anew of what they look at. What backward needs and does not make, forward hands over: torch saves it. A value goes
+after its last use, as the generated code says.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils import _pytree as pytree
+
+from planner.compiled.random_ops import draws, random_state, run_from_state
+from profiler.capture.joint_graph import JointGraph
+from profiler.capture.step_dataflow import is_batch_norm, makers_of
+
+_STATISTICS = (3, 4)  # of a batch norm's arguments and results: running ones, which its first run alone makes
+
+
+def programs_of(graph: JointGraph, order: Sequence[str], loss: str) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The programs of forward and backward.
+
+    Args:
+        graph: of the step.
+        order: names of its ops, in the order of their runs.
+        loss: what in ``order`` stands for the end of forward.
+
+    Returns:
+        Forward, which takes the graph's inputs and returns its outputs and what is saved; and backward, which takes
+        what was saved and the gradients of the outputs, and returns the gradients of the inputs.
+    """
+    end, by_name = order.index(loss), {op.name: op for op in graph.ops}
+    first, then = [by_name[name] for name in order[:end]], [by_name[name] for name in order[end + 1 :]]
+    runs = Counter([*first, *then])
+    values = _Values(graph)
+    forward = _Writer(values, (op for op in runs if runs[op] > 1), ())
+    for node in graph.inputs:
+        forward.take(node)
+    for op in first:
+        forward.run(op)
+    saved = values.missing_in(then, set(first), graph.outputs[graph.forward_outputs :])
+    states = [op for op in dict.fromkeys(then) if op in forward.states]
+    forward.finish([*graph.outputs[: graph.forward_outputs], *saved], states)
+    backward = _Writer(values, (op for op in then if runs[op] > 1), first)
+    for node in saved:
+        backward.take(node)
+    for op in states:
+        backward.take_state(op)
+    for node in graph.tangents:
+        backward.take(node)
+    for op in then:
+        backward.run(op)
+    backward.finish(graph.outputs[graph.forward_outputs :], ())
+    return fx.GraphModule(graph.module, forward.graph), fx.GraphModule(graph.module, backward.graph)
+
+
+class _Values:
+    """What runs make: tensors with a storage of their own, each by its node in the joint graph."""
+
+    def __init__(self, graph: JointGraph) -> None:
+        self._makers = set(makers_of(graph).values())
+        self._needed = {*graph.ops}
+        self._tangents = set(graph.tangents)
+
+    def made_by(self, op: fx.Node, *, again: bool) -> list[fx.Node]:
+        """What a run of an op makes: itself, or the items of its result that somebody reads."""
+        if isinstance(op.meta["val"], Tensor):
+            return [op]
+        items = [user for user in op.users if user.target is operator.getitem and user in self._needed]
+        return [item for item in items if not (again and is_batch_norm(op) and item.args[1] in _STATISTICS)]
+
+    def missing_in(self, ops: Iterable[fx.Node], ran: set[fx.Node], outputs: Iterable[Any]) -> list[fx.Node]:
+        """What ops and outputs read that ops before them do not make, gradients of outputs left out.
+
+        Args:
+            ops: in the order of their runs.
+            ran: the ops that have run before.
+            outputs: what is returned in the end.
+        """
+        made: set[fx.Node] = set()
+        missing: dict[fx.Node, None] = {}
+
+        def read(node: fx.Node) -> None:
+            if node in made or node in missing or node in self._tangents or node.op == "get_attr":
+                return
+            if node.op == "placeholder" or self._is_value(node):
+                missing[node] = None
+                return
+            for source in node.all_input_nodes:
+                read(source)
+
+        for op in ops:
+            for source in inputs_of(op, again=op in ran):
+                read(source)
+            made.update(self.made_by(op, again=op in ran))
+            ran.add(op)
+        for output in outputs:
+            if isinstance(output, fx.Node):
+                read(output)
+        return list(missing)
+
+    def _is_value(self, node: fx.Node) -> bool:
+        return node in self._makers or (node.target is operator.getitem and node.args[0] in self._makers)
+
+
+def inputs_of(op: fx.Node, *, again: bool) -> list[fx.Node]:
+    """What a run of an op reads: a second one of a batch norm no running statistics, which have changed meanwhile."""
+    if not (again and is_batch_norm(op)):
+        return op.all_input_nodes
+    kept = [each for k, each in enumerate(op.args) if k not in _STATISTICS]
+    return [each for each in kept if isinstance(each, fx.Node)]
+
+
+class _Writer:
+    """Writes a program, run by run.
+
+    Args:
+        values: of the joint graph.
+        again: ops that will run again.
+        ran: ops that have run before this program.
+
+    Attributes:
+        graph: the program.
+        states: by op the state of the generator that its first run drew from.
+    """
+
+    def __init__(self, values: _Values, again: Iterable[fx.Node], ran: Iterable[fx.Node]) -> None:
+        self.graph = fx.Graph()
+        self.graph.set_codegen(_BoxedCodeGen())
+        self.states: dict[fx.Node, fx.Node] = {}
+        self._values = values
+        self._again, self._ran = set(again), set(ran)
+        self._now: dict[fx.Node, fx.Node] = {}  # by node of the joint graph what stands for it
+        self._views: dict[fx.Node, tuple[list[fx.Node], fx.Node]] = {}  # each with what it was made of
+
+    def take(self, node: fx.Node) -> None:
+        """The program takes this."""
+        taken = self.graph.placeholder(node.name)
+        taken.meta = dict(node.meta)
+        self._now[node] = taken
+
+    def take_state(self, op: fx.Node) -> None:
+        """The program takes the state that this op drew from."""
+        self.states[op] = self.graph.placeholder(f"{op.name}_state")
+        self.states[op].meta["val"] = _fake_state(op)
+
+    def run(self, op: fx.Node) -> None:
+        """An op runs, for the first time or again."""
+        again = op in self._ran
+        result = self._rerun(op) if again else self._first_run(op)
+        self._ran.add(op)
+        for value in self._values.made_by(op, again=again):
+            if value is op:
+                self._now[op] = result
+            else:
+                self._now[value] = self.graph.call_function(operator.getitem, (result, value.args[1]))
+                self._now[value].meta = dict(value.meta)
+
+    def finish(self, outputs: Iterable[Any], states: Iterable[fx.Node]) -> None:
+        """The program returns these, and the states that ops drew from."""
+        returned = [self._of(each) if isinstance(each, fx.Node) else each for each in outputs]
+        self.graph.output((*returned, *(self.states[op] for op in states)))
+
+    def _first_run(self, op: fx.Node) -> fx.Node:
+        if draws(op) and op in self._again:
+            self.states[op] = self.graph.call_function(random_state, (_device_of(op),))
+            self.states[op].meta["val"] = _fake_state(op)
+        return self.graph.node_copy(op, self._of)
+
+    def _rerun(self, op: fx.Node) -> fx.Node:
+        if draws(op):
+            args, kwargs = fx.map_arg((op.args, op.kwargs), self._of)
+            from_state: tuple[Any, ...] = (self.states[op], _device_of(op), op.target, *args)
+            return self.graph.call_function(run_from_state, from_state, kwargs)
+        if is_batch_norm(op):
+            kept = [each for k, each in enumerate(op.args) if k not in _STATISTICS]
+            target = torch.ops.aten._native_batch_norm_legit.no_stats
+            return self.graph.call_function(target, tuple(fx.map_arg(kept, self._of)))
+        return self.graph.node_copy(op, self._of)
+
+    def _of(self, node: fx.Node) -> fx.Node:
+        """What stands for a node of the joint graph now; a view is made where there is none of what it looks at."""
+        if node in self._now:
+            return self._now[node]
+        sources = [self._of(source) for source in node.all_input_nodes]
+        known = self._views.get(node)
+        if known is None or known[0] != sources:
+            known = self._views[node] = (sources, self.graph.node_copy(node, self._of))
+        return known[1]
+
+
+def _device_of(op: fx.Node) -> torch.device:
+    return next(leaf.device for leaf in pytree.tree_leaves(op.meta["val"]) if isinstance(leaf, Tensor))
+
+
+def _fake_state(op: fx.Node) -> Tensor:
+    value = next(leaf for leaf in pytree.tree_leaves(op.meta["val"]) if isinstance(leaf, FakeTensor))
+    state = random_state(_device_of(op))
+    return value.fake_mode.from_tensor(state)
