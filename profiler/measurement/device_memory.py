@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ if sys.platform != "win32":
 
 # glibc's numbers for what ``mallopt`` sets, and the size from which a block is a mapping of its own.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MOST_ARENAS, _OWN_MAPPING_BYTES = -1, -3, -8, 2**17
+_LARGEST_IN_HEAP_BYTES = 2**25  # glibc raises that size by itself, up to here, and the other threshold to twice it.
 _WITH_FREED = 5  # A process grew by 4.2 times the tensors of its steps (a planned GPT-2 of 12 layers).
 
 
@@ -40,13 +42,43 @@ def give_back_freed_memory(device: torch.device) -> None:
     """
     gc.collect()
     release_cache(device)
+    if device.type == "cpu":
+        _set_malloc(_OWN_MAPPING_BYTES, _OWN_MAPPING_BYTES)
+        _set_malloc_option(_MOST_ARENAS, 1)  # Each takes 64 MiB of what a process may have.
+    trim_heap(device)
+
+
+@contextlib.contextmanager
+def large_blocks_mapped() -> Iterator[None]:
+    """Within it large blocks are mappings of their own: else what a step frees stays, and scattered tensors fill it."""
+    _set_malloc(_OWN_MAPPING_BYTES, _OWN_MAPPING_BYTES)
+    try:
+        yield
+    finally:
+        mapped_bytes = int(os.environ.get("MALLOC_MMAP_THRESHOLD_", _LARGEST_IN_HEAP_BYTES))
+        _set_malloc(mapped_bytes, int(os.environ.get("MALLOC_TRIM_THRESHOLD_", 2 * _LARGEST_IN_HEAP_BYTES)))
+
+
+def _set_malloc(mapped_bytes: int, trimmed_bytes: int) -> None:
+    _set_malloc_option(_MMAP_THRESHOLD, mapped_bytes)
+    _set_malloc_option(_TRIM_THRESHOLD, trimmed_bytes)
+
+
+def _set_malloc_option(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").mallopt(option, value)
+
+
+def trim_heap(device: torch.device) -> None:
+    """Give host memory that is freed now back to the system: glibc fills gaps before it makes mappings, and keeps them.
+
+    Args:
+        device: of the step; nothing happens unless it is the CPU.
+    """
     if device.type == "cpu" and sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
-            libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(_MMAP_THRESHOLD, _OWN_MAPPING_BYTES)
-            libc.mallopt(_TRIM_THRESHOLD, _OWN_MAPPING_BYTES)
-            libc.mallopt(_MOST_ARENAS, 1)  # Each takes 64 MiB of what a process may have.
-            libc.malloc_trim(0)
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def is_limited() -> bool:
@@ -155,7 +187,7 @@ def _read(path: Path) -> str:
 class RoomWatch(TorchDispatchMode):
     """Ends a step on the CPU before the system kills the process, as it does where a control group's memory is used up.
 
-    The room is read whenever ops have made an eighth of it, or as much as the largest tensor so far twice.
+    The room is read whenever ops have made a sixteenth of it, or as much as the largest tensor so far.
 
     Attributes:
         used_bytes: the most that was seen gone of the room.
@@ -179,7 +211,7 @@ class RoomWatch(TorchDispatchMode):
         made = sum(tensor.nbytes for tensor in tensors_in(result) if tensor.layout is torch.strided)
         self._made_bytes += made
         self._reserve_bytes = max(self._reserve_bytes, 2 * made)
-        if self._made_bytes >= self._reserve_bytes:
+        if 2 * self._made_bytes >= self._reserve_bytes:
             self._made_bytes = 0
             left = self._room()
             self.used_bytes = max(self.used_bytes, self._at_first_bytes - left)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from profiler.measurement.device_memory import trim_heap
 from profiler.measurement.frugal_steps import FrugalDroppingForward, FrugalSavingStep, FrugalStep, Kept, SharedStorages
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, NoMeter, Place
 from profiler.measurement.shortage import MIB, op_meter, remedies
@@ -213,6 +214,10 @@ class FrugalProbe(StageProbe):
         return windows
 
     # Steps --------------------------------------------------------------------
+
+    def _run(self, step: AnyStep) -> AnyStep:
+        trim_heap(self.workload.device)
+        return super()._run(step)
 
     def run_again(self) -> list[RerunTimes]:
         """Run each stage again in one forward; those that cannot are kept in every step from now on."""

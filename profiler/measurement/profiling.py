@@ -14,6 +14,7 @@ from profiler.measurement.device_memory import (
     give_back_freed_memory,
     is_limited,
     is_short,
+    large_blocks_mapped,
     ran_out,
     room_bytes,
 )
@@ -41,7 +42,7 @@ from profiler.workload.steps import (
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
-# Of what the device has left, profiling by itself takes so much: allocators and libraries need their part.
+# Of what the device has left, profiling by itself takes so much: allocators, libraries and the trace need their part.
 SHARE_OF_ROOM = 0.75
 
 
@@ -158,7 +159,7 @@ def first_plain_step(workload: Workload) -> None:
     """``first_step``; on the CPU it ends with a MemoryError before the system would kill the process."""
     if workload.device.type != "cpu" or is_compiled(workload.model):
         return first_step(workload)
-    with RoomWatch() as watch:
+    with large_blocks_mapped(), RoomWatch() as watch:
         first_step(workload)
     if is_short(watch.used_bytes):
         give_back_freed_memory(workload.device)

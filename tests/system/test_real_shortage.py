@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,11 @@ def test_a_process_that_may_have_no_more_memory_goes_on_with_less(tmp_path: Path
     assert document["losses"] == [work.step() for _ in range(2)]
 
 
-SIZES = {"layers": 12, "hidden": 128, "heads": 4, "seq": 128, "batch": 16, "vocab": 500}
+SIZES = {"layers": 8, "hidden": 128, "heads": 4, "seq": 128, "batch": 24, "vocab": 500}
 READY = """
-import psutil, planner, planner.zoo
+import json, psutil, planner, planner.zoo
 planner.profile(planner.zoo.build("gpt2", layers=1), menus=False)
-print(psutil.Process().memory_info().{})
+print(json.dumps(psutil.Process().memory_info()._asdict()))
 """
 LIMITS_OF_GROUPS = ("memory.limit_in_bytes", "memory.max")  # of both versions
 
@@ -108,28 +108,26 @@ def group() -> Iterator[Path]:
     pytest.skip("needs the right to make control groups for memory")
 
 
-def trains_in_a_third(used: str, limiting: str, unplanned_bytes: int, folder: Path) -> None:
+def trains_in_a_third(limiting: Callable[[dict[str, int]], str], unplanned_bytes: int, folder: Path) -> None:
     """Profile, solve and train within what a process that is ready uses, and a third of the unplanned peak.
 
     Args:
-        used: what psutil calls that use.
-        limiting: in bash, with the bytes in LIMIT.
+        limiting: the limits as bash commands, from bytes by what psutil calls that use.
         unplanned_bytes: the peak of a plain step.
         folder: for the files.
     """
     threads = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
-    def ended(command: list[str], surroundings: dict[str, str]) -> str:
-        run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, env=surroundings)
+    def ended(command: list[str]) -> str:
+        run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, env=threads)
         assert run.returncode == 0, run.stderr[-3000:]
         return run.stdout
 
-    ready_bytes = int(ended([sys.executable, "-c", READY.format(used)], threads).split()[-1])
-    limited = {**threads, "LIMIT": str(ready_bytes + unplanned_bytes // 3)}
+    ready = json.loads(ended([sys.executable, "-c", READY]).splitlines()[-1])
+    limits = limiting({use: used_bytes + unplanned_bytes // 3 for use, used_bytes in ready.items()})
 
     def planner_says(*args: Any) -> str:
-        shell = ["bash", "-c", f'{limiting}; exec "$@"', "bash"]
-        return ended([*shell, sys.executable, "-m", "planner", *map(str, args)], limited)
+        return ended(["bash", "-c", f'{limits} && exec "$@"', "bash", sys.executable, "-m", "planner", *map(str, args)])
 
     target = ["zoo:gpt2", "--set", *(f"{name}={value}" for name, value in SIZES.items())]
     planner_says("profile", *target, "--no-menus", "-o", folder / "profile.json")
@@ -141,11 +139,11 @@ def trains_in_a_third(used: str, limiting: str, unplanned_bytes: int, folder: Pa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason=SKIP)
-@pytest.mark.parametrize(("used", "option"), [("data", "-d"), ("vms", "-v")])
-def test_a_process_with_a_third_of_the_memory_profiles_plans_and_trains(
-    used: str, option: str, unplanned_bytes: int, tmp_path: Path
-) -> None:
-    trains_in_a_third(used, f"ulimit {option} $((LIMIT / 1024))", unplanned_bytes, tmp_path)
+def test_a_process_with_a_third_of_the_memory_profiles_plans_and_trains(unplanned_bytes: int, tmp_path: Path) -> None:
+    def limiting(most: dict[str, int]) -> str:
+        return f"ulimit -d {most['data'] // 1024} && ulimit -v {most['vms'] // 1024}"
+
+    trains_in_a_third(limiting, unplanned_bytes, tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason=SKIP)
@@ -153,5 +151,8 @@ def test_a_process_that_its_control_group_would_kill_profiles_plans_and_trains(
     group: Path, unplanned_bytes: int, tmp_path: Path
 ) -> None:
     limit = next(group / name for name in LIMITS_OF_GROUPS if (group / name).exists())
-    limiting = f"echo $LIMIT > {limit} && echo $$ > {group / 'cgroup.procs'}"
-    trains_in_a_third("rss", limiting, unplanned_bytes, tmp_path)
+
+    def limiting(most: dict[str, int]) -> str:
+        return f"echo {most['rss']} > {limit} && echo $$ > {group / 'cgroup.procs'}"
+
+    trains_in_a_third(limiting, unplanned_bytes, tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,3 +85,24 @@ def test_host_memory_is_what_is_free_and_allowed(
 
 def test_this_machine_tells_its_memory() -> None:
     assert 0 <= available_host_bytes() <= psutil.virtual_memory().total
+
+
+FREED = """
+import contextlib, psutil, torch
+from profiler.measurement.device_memory import large_blocks_mapped
+torch.ones(2**22)  # from now on glibc has blocks of such a size in its heap
+process = psutil.Process()
+with {}:
+    before = process.memory_info().rss
+    held = [torch.ones(2**18) if n % 2 else torch.ones(2**14) for n in range(200)]
+    del held[1::2]
+    print(process.memory_info().rss - before < 20 * 2**20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc's malloc")
+@pytest.mark.parametrize(("around", "goes_back"), [("large_blocks_mapped", True), ("contextlib.nullcontext", False)])
+def test_large_blocks_go_back_to_the_system_from_between_small_ones(around: str, goes_back: bool) -> None:
+    command = [sys.executable, "-c", FREED.format(f"{around}()")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == [str(goes_back)]
