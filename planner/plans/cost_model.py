@@ -227,16 +227,11 @@ class _UnsharedTimeline:
         return self.unreleased_bytes[k] + max(measured_bytes, self.room_for_random_state(k))
 
     def second_run_peak(self, k: int, first_run_bytes: int) -> int:
-        """Most bytes of a second run of stage k, by those of its first.
+        """Most bytes of a second run of stage k, by those of its first, beside which there is what that one left.
 
-        It takes over what the first one left. Until then, what is hidden from saved-tensor hooks lives beside the
-        second run's, and what had gone before this backward counts as gone from it although it is not there again yet.
+        That is its output, where the loop or another stage holds it, and what is hidden from saved-tensor hooks.
         """
-        record = self.profile.stages[k]
-        # Others hold these outputs on; not those that only its own backward needs, which it made again.
-        others_bytes = max(0, record.lasting_output_bytes - record.own_output_bytes)
-        leftover_bytes = max(0, self.residue(k) - others_bytes)
-        return max(first_run_bytes, self.random_state_bytes) + leftover_bytes
+        return max(first_run_bytes, self.random_state_bytes) + self.residue(k)
 
 
 def _released_cast_bytes(profile: Profile) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import planner
-from tests.support.exactness import assert_same, budgets, state_after
+from solvers.chain.segments import Segment, segmented_schedule
+from tests.support.exactness import assert_same, budgets, following, state_after
+from tests.support.step_peaks import peaks_of_steps
 
 WIDTH, INNER, BATCH = 16, 128, 64
 
@@ -59,6 +63,25 @@ def test_gradients_made_without_saved_tensors_are_not_there_yet(kind: type[nn.Mo
         with planner.apply(work.model, plan):
             assert_same(state_after(work), expected)
             assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kind", [Narrows, Widens])
+def test_no_plan_takes_more_while_the_loop_holds_the_output_of_the_last_stage(
+    kind: type[nn.Module], together: bool
+) -> None:
+    """Stages that are dropped one after the other run again each by itself, or together."""
+    profile = planner.profile(build(kind), menus=False)
+    choices = [[0] if record.kind == "outside" else [None, 0] for record in profile.stages]
+    for choice in itertools.product(*choices):
+        spans: list[Segment] = []
+        for k, option in enumerate(choice):
+            if together and option is None and spans and not spans[-1].kept:
+                spans[-1] = Segment(spans[-1].start, k + 1)
+            else:
+                spans.append(Segment(k, k + 1, option))
+        plan = following(profile, segmented_schedule(spans))
+        assert max(peaks_of_steps(build(kind), plan, 1)) <= plan.predicted_peak_bytes, choice
 
 
 def test_a_backward_that_needs_nothing_of_a_stage_runs_nothing_again() -> None:

@@ -130,13 +130,13 @@ def test_the_states_of_a_model_whose_plain_step_runs_out_are_those_of_one_that_f
 def test_a_watched_step_ends_where_an_eighth_of_the_room_is_left(left_mib: int, ends: bool) -> None:
     room = iter([64 * 2**20, left_mib * 2**20])
     with RoomWatch(lambda: next(room)) as watch:
-        kept = [torch.ones(2**20)]  # 4 MiB: the room is read for the second one
+        kept = [torch.ones(2**19)]  # 2 MiB: the room is read for the second one
         assert watch.used_bytes == 0
         if ends:
             with pytest.raises(MemoryError, match=r"7340032 bytes are left to this process, after aten::ones made"):
-                torch.ones(2**20)
+                torch.ones(2**19)
         else:
-            kept.append(torch.ones(2**20))
+            kept.append(torch.ones(2**19))
         assert watch.used_bytes == (64 - left_mib) * 2**20
 
 
