@@ -14,23 +14,25 @@ if TYPE_CHECKING:
     from planner.capacity.batch_limits import Limit as Limit, MaxBatch as MaxBatch, NoBatch as NoBatch
     from planner.capacity.batch_search import max_batch as max_batch
     from planner.capacity.levers import Combination as Combination, Lever as Lever
+    from planner.compiled.applying import apply as apply
     from planner.explain.state_table import (
         ModelStates as ModelStates,
         StateRow as StateRow,
         model_states as model_states,
     )
+    from planner.plans.graph_plan import GraphPlan as GraphPlan
     from planner.plans.lowering import UnsupportedPlan as UnsupportedPlan
     from planner.plans.offload_request import Offload as Offload
     from planner.plans.pareto_curves import pareto as pareto
     from planner.plans.plan import Plan as Plan, PlannedStage as PlannedStage
     from planner.plans.profiling import profile as profile
+    from planner.plans.refusals import Infeasible as Infeasible, NothingFound as NothingFound
     from planner.plans.rules import Rule as Rule, Rules as Rules
-    from planner.plans.solving import Infeasible as Infeasible, NothingFound as NothingFound, solve as solve
+    from planner.plans.solving import solve as solve
     from planner.plans.stated_plan import state as state
     from planner.runtime.applier import (
         Handle as Handle,
         PlanMismatch as PlanMismatch,
-        apply as apply,
         handle_of as handle_of,
     )
     from planner.training.checkpointing import auto_checkpoint as auto_checkpoint
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
         train_planned as train_planned,
     )
     from planner.training.verification import Verification as Verification, verify as verify
+    from profiler.capture.joint_graph import CaptureError as CaptureError
+    from profiler.graph_profile import GraphProfile as GraphProfile
     from profiler.measurement.step_measurement import Measurement as Measurement, measure as measure
     from profiler.recomputation.functions import recompute as recompute
     from profiler.records import Profile as Profile
@@ -55,15 +59,18 @@ _NAMES = {
     "planner.capacity.batch_search": "max_batch",
     "planner.capacity.levers": "Combination Lever",
     "planner.explain.state_table": "ModelStates StateRow model_states",
+    "planner.compiled.applying": "apply",
+    "planner.plans.graph_plan": "GraphPlan",
     "planner.plans.lowering": "UnsupportedPlan",
     "planner.plans.offload_request": "Offload",
     "planner.plans.pareto_curves": "pareto",
     "planner.plans.plan": "Plan PlannedStage",
     "planner.plans.profiling": "profile",
     "planner.plans.rules": "Rule Rules",
-    "planner.plans.solving": "Infeasible NothingFound solve",
+    "planner.plans.refusals": "Infeasible NothingFound",
+    "planner.plans.solving": "solve",
     "planner.plans.stated_plan": "state",
-    "planner.runtime.applier": "Handle PlanMismatch apply handle_of",
+    "planner.runtime.applier": "Handle PlanMismatch handle_of",
     "planner.training.checkpointing": "auto_checkpoint",
     "planner.training.dynamic_shapes": "DynamicHandle",
     "planner.training.input_signatures": "Signature",
@@ -72,6 +79,8 @@ _NAMES = {
     "planner.training.verification": "Verification verify",
     "profiler.measurement.step_measurement": "Measurement measure",
     "profiler.recomputation.functions": "recompute",
+    "profiler.capture.joint_graph": "CaptureError",
+    "profiler.graph_profile": "GraphProfile",
     "profiler.records": "Profile",
     "profiler.workload.steps": "ProfileError",
     "profiler.workload.workload": "Workload",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 FORMAT = "planner-profile"
 VERSION = 1
+KIND = "stages"  # of a profile or plan whose file does not say another one
 # Attributes that files of version 1 call otherwise.
 KEYS = {**OP_GRAPH_KEYS, "parents": "around"}
 
@@ -353,7 +354,14 @@ class Profile:
     @classmethod
     def from_document(cls, document: Mapping[str, Any], where: str) -> Profile:
         """Build a profile from its JSON document; ``where`` names it in errors."""
-        data = {key: value for key, value in document.items() if key not in ("format", "version", "fingerprint")}
+        if document.get("kind", KIND) != KIND:
+            raise ValueError(
+                f"{where}: expected a profile of stages, got one of a {document['kind']}; profile without graph=True "
+                "(--graph)"
+            )
+        data = {
+            key: value for key, value in document.items() if key not in ("format", "version", "kind", "fingerprint")
+        }
         try:
             profile = from_plain(cls, data, KEYS)
         except ValueError as error:

@@ -21,10 +21,10 @@ class StepOp:
         side: ``forward`` where the forward's outputs need it.
         reads: storages that it reads, parameters, buffers and the batch left out.
         makes: storages that it makes. A view makes none, and is no op here: who reads a view reads its storage.
-        reads_gradients: it reads gradients of the forward's outputs.
         once_reason: why it must not run again; empty where it may.
         seconds: of one run.
         transient_bytes: the most it holds while it runs, beside what it reads and makes.
+        state_bytes: on the device, of the state that it draws random numbers from; kept where it runs again.
     """
 
     name: str
@@ -33,10 +33,10 @@ class StepOp:
     side: Side = "forward"
     reads: tuple[int, ...] = ()
     makes: tuple[int, ...] = ()
-    reads_gradients: bool = False
     once_reason: str = ""
     seconds: float = 0.0
     transient_bytes: int = 0
+    state_bytes: int = 0
 
     @property
     def kind(self) -> str:
@@ -46,17 +46,21 @@ class StepOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStorage:
-    """A storage that an op of the step makes.
+    """A storage that an op of the step makes, or the loss.
 
     Attributes:
         size_bytes: of the storage, however many tensors view it.
-        returned: the forward returns it, or it is written into a buffer after the forward.
+        returned: the forward returns it.
+        written: it is written into a buffer as the forward ends.
         gradient: it is a gradient of a parameter or an input, alive as the step's backward ends.
+        of_loss: the loss makes it: the gradient of an output of the forward, with which backward begins.
     """
 
     size_bytes: int
     returned: bool = False
+    written: bool = False
     gradient: bool = False
+    of_loss: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +71,8 @@ class StepGraph:
         ops: in the order in which they were traced, those of the forward first.
         storages: each referred to by its position.
         resident_bytes: of what ops read and none makes: parameters, buffers, the batch, constants.
-        gradient_bytes: of the gradients of the forward's outputs, with which backward begins.
     """
 
     ops: tuple[StepOp, ...]
     storages: tuple[StepStorage, ...]
     resident_bytes: int
-    gradient_bytes: int

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.plans.plan import Plan
-from planner.plans.solving import Infeasible
+from planner.plans.refusals import Infeasible
 from planner.units import format_bytes
 
 TrainingMode = Literal["none", "recompute", "offload"]

@@ -15,7 +15,8 @@ from planner.capacity.smallest_size import SearchStart, doubling_steps, search_s
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.plans.profiling import profile
-from planner.plans.solving import Infeasible, plan_with_headroom, quick_plan, why_no_offload
+from planner.plans.refusals import Infeasible
+from planner.plans.solving import plan_with_headroom, quick_plan, why_no_offload
 from planner.runtime.step_trial import Build, release
 from planner.targets import call_target, load_target, on_device
 from planner.units import parse_bytes

@@ -11,7 +11,8 @@ from planner.capacity.size_profiles import NoProfile, PerSizeProfiles
 from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan
-from planner.plans.solving import SEARCH_SECONDS, Infeasible, quick_plan, solve, why_no_offload
+from planner.plans.refusals import Infeasible
+from planner.plans.solving import SEARCH_SECONDS, quick_plan, solve, why_no_offload
 from planner.units import format_bytes
 from profiler.records import Profile
 from solvers.chain.baselines import keep_all_replay

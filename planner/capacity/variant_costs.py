@@ -10,7 +10,8 @@ from planner.capacity.levers import Combination, CostBasis, Exactness, Recipe, w
 from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan
-from planner.plans.solving import SEARCH_SECONDS, Infeasible, quick_plan, solve
+from planner.plans.refusals import Infeasible
+from planner.plans.solving import SEARCH_SECONDS, quick_plan, solve
 from profiler.records import Profile
 from solvers.chain.minimum_memory import shortage
 

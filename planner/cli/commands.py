@@ -194,7 +194,7 @@ def compare_command(
     from planner.cli import documents
     from planner.cli.tables import comparison_report
     from planner.plans.profiling import profile
-    from planner.plans.solving import Infeasible
+    from planner.plans.refusals import Infeasible
     from planner.training.solver_comparison import compare_solvers
 
     if not budget.strip().endswith("%"):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from planner.plans.plan import Plan
-from planner.plans.solving import NoPlan
+from planner.plans.refusals import NoPlan
 from planner.training.oom_report import failure_document
 from profiler.records import Profile
 

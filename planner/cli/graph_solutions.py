@@ -7,7 +7,7 @@ from typing import Any
 
 from planner.cli.solution_summary import SolutionSummary, StageSummary, summary_of_solution
 from planner.plans.problem_files import all_bytes
-from planner.plans.solving import require_schedule
+from planner.plans.refusals import require_schedule
 from planner.units import parse_bytes
 from solvers.graph.liveness import unplanned_replay
 from solvers.graph.registry import DEFAULT_GAP, solve_graph

@@ -10,8 +10,9 @@ from planner.cli.documents import refusal_document
 from planner.cli.solution_summary import SolutionSummary, summary_of_plan
 from planner.plans.offload_request import Offload
 from planner.plans.problem_files import Source
+from planner.plans.refusals import NoPlan
 from planner.plans.rules import Rules
-from planner.plans.solving import NoPlan, solve
+from planner.plans.solving import solve
 from planner.plans.stated_plan import state
 from profiler.records import Profile
 from solvers.chain.baselines import keep_all_replay

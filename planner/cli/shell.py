@@ -32,7 +32,7 @@ class PlannerGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except ValueError as error:
-            from planner.plans.solving import NoPlan
+            from planner.plans.refusals import NoPlan
 
             refused = isinstance(error, NoPlan)
             note(f"{error.status if refused else 'error'}: {error}")

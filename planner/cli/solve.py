@@ -87,8 +87,8 @@ def solve_command(
     from planner.cli.solution_summary import summary_of_plan
     from planner.cli.tables import solution_report
     from planner.plans import problem_files
+    from planner.plans.refusals import NoPlan
     from planner.plans.rules import Rules
-    from planner.plans.solving import NoPlan
     from profiler.json_files import write_document
 
     check_folder(output)

@@ -50,7 +50,7 @@ def view_step(workload: Workload, plan: Plan, *, rounds: int = ROUNDS) -> Measur
     """
     check_device(workload, plan)
     _check_not_compiled(workload.model)
-    check_precision(workload.model, plan, workload.autocast)
+    check_precision(workload.model, plan.precision, workload.autocast)
     with preserved(workload):
         randomness = RandomState.capture()
         with apply(workload.model, plan):

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from planner.plans.plan import Plan
-from profiler.records import Profile
+from planner.plans.graph_plan import GraphPlan
+from planner.plans.plan import FORMAT, VERSION, Plan
+from profiler.graph_profile import GRAPH_KIND, GraphProfile
+from profiler.json_files import read_document
+from profiler.records import FORMAT as PROFILE_FORMAT, VERSION as PROFILE_VERSION, Profile
 
 Given = TypeVar("Given", Profile, Plan)
 
@@ -45,6 +48,32 @@ def given_profile(profile: Any, who: str) -> Profile:
         ValueError: it is of another kind, or the file is no profile.
     """
     return object_or_file(profile, Profile, who, _remedy)
+
+
+def plan_from_file(path: str | Path) -> Plan | GraphPlan:
+    """A plan of either kind.
+
+    Raises:
+        ValueError: as ``Plan.load``.
+    """
+    document = read_document(path, {FORMAT: VERSION})
+    kind = GraphPlan if document.get("kind") == GRAPH_KIND else Plan
+    return kind.from_document(document, str(path))
+
+
+def profile_of_either_kind(profile: Any, who: str) -> Profile | GraphProfile:
+    """The profile, of stages or of a graph, read from its file where a path is given; ``who`` begins the message.
+
+    Raises:
+        ValueError: as ``given_profile``.
+    """
+    if isinstance(profile, GraphProfile):
+        return profile
+    if not isinstance(profile, (str, Path)):
+        return given_profile(profile, who)
+    document = read_document(profile, {PROFILE_FORMAT: PROFILE_VERSION})
+    kind = GraphProfile if document.get("kind") == GRAPH_KIND else Profile
+    return kind.from_document(document, str(profile))
 
 
 def _remedy(given: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from planner.plans.offload_request import link_document, link_from
 from profiler.json_files import from_plain, read_document, to_plain, write_document
-from profiler.records import KEYS as PROFILE_KEYS, LeftOutRecord, MenuRecord, ResidentBytes
+from profiler.records import KEYS as PROFILE_KEYS, KIND, LeftOutRecord, MenuRecord, ResidentBytes
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Action, Schedule
 from solvers.problem.chain_simulator import replay
@@ -177,7 +177,12 @@ class Plan:
     @classmethod
     def from_document(cls, document: Mapping[str, Any], where: str) -> Plan:
         """Build a plan from its JSON document; ``where`` names it in errors."""
-        data = {key: value for key, value in document.items() if key not in ("format", "version")}
+        if document.get("kind", KIND) != KIND:
+            raise ValueError(
+                f"{where}: expected a plan of stages, got one of a {document['kind']}; read it with "
+                "planner.GraphPlan.load"
+            )
+        data = {key: value for key, value in document.items() if key not in ("format", "version", "kind")}
         try:
             schedule = Schedule.from_list(data.pop("schedule"))
             chain = None if data.get("chain") is None else Chain.from_dict(data["chain"])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal, overload
 
 from planner.plans.rule_resolution import resolve_rules
 from planner.plans.rules import Rule, Rules, rules_from
 from planner.units import parse_bytes
+from profiler.graph_profile import GraphProfile
 from profiler.measurement import profiling
 from profiler.measurement.measuring import Progress
 from profiler.op_graph import Choice, ChoiceError, NamedStage, StageOp, StageOps
@@ -19,6 +21,23 @@ from profiler.workload.workload import Workload
 from solvers.saved_tensors import HeldTensor, RerunCandidate, SavedSetProblem, frontier
 
 
+@overload
+def profile(workload: Workload, *, graph: Literal[True], progress: Progress | None = ...) -> GraphProfile: ...
+
+
+@overload
+def profile(
+    workload: Workload,
+    *,
+    stages: Sequence[StagePattern] | None = ...,
+    menus: bool = ...,
+    rules: Rules | Rule | Sequence[Rule] | str | Path | None = ...,
+    limit: str | int | None = ...,
+    graph: Literal[False] = ...,
+    progress: Progress | None = ...,
+) -> Profile: ...
+
+
 def profile(
     workload: Workload,
     *,
@@ -26,8 +45,9 @@ def profile(
     menus: bool = True,
     rules: Rules | Rule | Sequence[Rule] | str | Path | None = None,
     limit: str | int | None = None,
+    graph: bool = False,
     progress: Progress | None = None,
-) -> Profile:
+) -> Profile | GraphProfile:
     """Measure one training step of a workload on the device it is on.
 
     Runs about ten steps, and with ``menus`` about eight more, in which stages
@@ -45,18 +65,30 @@ def profile(
         limit: bytes (``"8GiB"``) that no step of profiling takes more than, for a step that does not fit: a few stages
             are kept at a time while the others run again, and what a plain step takes is put together from that
             (``Profile.frugal``). Without one, profiling does so by itself where a plain step runs out of memory.
+        graph: profile forward and backward as one graph of single ops, by torch.compile, instead of as stages. The
+            plan then says of every op when it runs. The step has to fit, and takes no other argument beside.
         progress: called as ``progress(what, done, total)`` before each run.
 
     Returns:
         The profile: bytes as exact integers, seconds as medians.
 
     Raises:
+        CaptureError: ``graph`` of a forward that is no single graph; a ValueError.
         ProfileError: the step fails, does not fit in any way, or the model is in eval mode or planned.
         StagesError: a stage pattern matches nothing, or the step calls the model more than once.
         ChoiceError: a rule names what is not there, or an op that must not run again.
         ValueError: rules that cannot be read.
     """
     check_workload(workload, "profile")
+    if graph:
+        if stages is not None or rules is not None or limit is not None:
+            raise ValueError(
+                "profile: expected graph=True without stages, rules and limit, which are about stages, got one of "
+                "them; leave it out"
+            )
+        from profiler.capture.graph_profiling import profile_graph  # It loads what torch.compile is made of.
+
+        return profile_graph(workload, progress)
     stated = None if rules is None else rules_from(rules)
     compiled = is_compiled(workload.model)
     return profiling.profile(

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, overload
 
 from planner.plans.cost_model import chain_of
-from planner.plans.given_sources import given_profile
+from planner.plans.given_sources import profile_of_either_kind
+from planner.plans.graph_plan import AnyPlan, GraphPlan
+from planner.plans.graph_solving import solve_graph_profile
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.left_out import never_rerun, obstacle_in_words, remedy_in_words
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.plan import Plan, PlannedStage, chain_in
+from planner.plans.refusals import NoPlan, require_schedule
 from planner.plans.stage_decisions import undecided_stage, with_decisions
-from planner.units import format_bytes, format_seconds, parse_bytes
-from profiler.records import LeftOutRecord, MenuRecord, Profile, states_bytes
+from planner.units import format_bytes, parse_bytes
+from profiler.graph_profile import GraphProfile
+from profiler.records import MenuRecord, Profile, states_bytes
 from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
-from solvers.problem.solution import AnySchedule
 
 OFFLOAD_ONLY = "offload_only"
 # So little leaves out the integer program for short chains, which proves the best plan and hardly ever betters it.
@@ -30,115 +32,87 @@ _FEWER_STATES = (
 )
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class NoPlan(ValueError):
-    """No schedule came out, and what is known instead.
-
-    Attributes:
-        status: ``infeasible`` (proven) or ``unknown``.
-        minimum_budget_bytes: the smallest budget that is known to be feasible.
-        reason: the stage and moment, or the node, that force it.
-        solver: the method that was asked.
-        budget_bytes: what was asked for.
-        lower_bound_seconds: of a whole step; None where nothing finite is known.
-        solve_seconds: time that the solver took; None where it is not known.
-        remedy: what to do.
-        left_out: blocks that keep much and cannot run again.
-    """
-
-    status: ClassVar[Literal["infeasible", "unknown"]]
-
-    minimum_budget_bytes: int
-    reason: str
-    solver: str
-    budget_bytes: int
-    lower_bound_seconds: float | None = None
-    solve_seconds: float | None = None
-    remedy: str = "raise the budget, make the batch smaller"
-    left_out: tuple[LeftOutRecord, ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__init__(self._message())
-
-    def _message(self) -> str:
-        raise NotImplementedError
-
-    @property
-    def _asked(self) -> str:
-        return f"{self.budget_bytes} ({format_bytes(self.budget_bytes)}) with solver {self.solver!r}"
-
-    @property
-    def _known(self) -> str:
-        return f"{self.minimum_budget_bytes} bytes ({format_bytes(self.minimum_budget_bytes)})"
-
-    @property
-    def _advised(self) -> str:
-        return f"{self.remedy}; or " if self.left_out else ""
-
-    @property
-    def _or_auto(self) -> str:
-        return "" if self.solver == "auto" else " or try solver 'auto'"
+@overload
+def solve(
+    profile: GraphProfile,
+    budget: str | int,
+    *,
+    solver: str = ...,
+    time_limit_seconds: float | None = ...,
+    offload: Offload | OffloadMode = ...,
+    headroom: str | int = ...,
+) -> GraphPlan: ...
 
 
-class Infeasible(NoPlan):
-    """No schedule fits the budget; ``minimum_budget_bytes`` is the smallest one that the solver can meet."""
-
-    status = "infeasible"
-
-    def _message(self) -> str:
-        return (
-            f"budget: expected at least {self._known}, the least known to be enough, got {self._asked}: {self.reason}; "
-            f"{self.remedy}{self._or_auto}"
-        )
-
-
-class NothingFound(NoPlan):
-    """The search ended without a schedule, and without a proof that there is none."""
-
-    status = "unknown"
-
-    def _message(self) -> str:
-        spent = "" if self.solve_seconds is None else f" in {format_seconds(self.solve_seconds)}"
-        bound = "" if self.lower_bound_seconds is None else f", any would take {self.lower_bound_seconds:.6g} s or more"
-        return (
-            f"budget: expected a schedule within it, got none{spent} for {self._asked}; it is not proven that there is "
-            f"none{bound}; the smallest budget known to be feasible is {self._known}: {self.reason}; "
-            f"{self._advised}allow more time, raise the budget{self._or_auto}"
-        )
+@overload
+def solve(
+    profile: Profile | str | Path,
+    budget: str | int,
+    *,
+    solver: str = ...,
+    time_limit_seconds: float | None = ...,
+    offload: Offload | OffloadMode = ...,
+    headroom: str | int = ...,
+) -> Plan: ...
 
 
 def solve(
-    profile: Profile | str | Path,
+    profile: Profile | GraphProfile | str | Path,
     budget: str | int,
     *,
     solver: str = "auto",
     time_limit_seconds: float | None = None,
     offload: Offload | OffloadMode = "auto",
     headroom: str | int = 0,
-) -> Plan:
+) -> Plan | GraphPlan:
     """Choose what to keep, recompute and offload so that the step's true peak stays within ``budget``.
 
     Args:
-        profile: a Profile or the path of its file.
+        profile: a Profile, of stages or of a graph (``planner.profile(..., graph=True)``), or the path of its file.
         budget: bytes, ``"8GiB"``, ``"512MiB"`` or ``"70%"`` of the unplanned peak.
-        solver: a name of ``solvers.solver_names()``.
-        time_limit_seconds: for solvers that search (``ilp``, ``auto``).
+        solver: a name of ``solvers.solver_names()``, of a graph one of ``solvers.graph_solver_names()``.
+        time_limit_seconds: for solvers that search (``ilp``, ``auto``, and all for graphs).
         offload: ``"auto"`` (where the profile has a link to host memory), ``"never"``, ``"only"``, or an ``Offload``
             that says how fast the link is and how much the host may hold.
         headroom: of the budget, what is left to the device's allocator: bytes, or ``"5%"`` of the budget.
 
     Returns:
-        The plan, replayed in exact bytes, with its bound.
+        The plan, replayed in exact bytes, with its bound; of a graph's profile a GraphPlan.
 
     Raises:
         Infeasible: nothing fits; carries the smallest feasible budget.
         ValueError: no profile, unknown solver, a budget or headroom that does not parse, or offloading demanded where
             nothing can be sent.
     """
-    profile = given_profile(profile, "solve")
+    profile = profile_of_either_kind(profile, "solve")
     budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
-    chain = chain_of(profile)
     offload_request = offload_from(offload)
+    if isinstance(profile, GraphProfile):
+        if offload_request.mode == "only":
+            raise ValueError(
+                "offload: expected a profile of stages where nothing is to be recomputed, got one of a graph; profile "
+                "without graph=True"
+            )
+        ops = profile
+        return plan_with_headroom(
+            budget_bytes,
+            headroom_from(headroom),
+            lambda planned_bytes: solve_graph_profile(
+                ops, planned_bytes, solver=solver, time_limit_seconds=time_limit_seconds
+            ),
+        )
+    return _solved(profile, budget_bytes, solver, time_limit_seconds, offload_request, headroom_from(headroom))
+
+
+def _solved(
+    profile: Profile,
+    budget_bytes: int,
+    solver: str,
+    time_limit_seconds: float | None,
+    offload_request: Offload,
+    headroom: Headroom,
+) -> Plan:
+    chain = chain_of(profile)
     link, why = usable_link(offload_request, chain, profile.link)
     seconds_outside_chain = profile.unplanned_seconds - chain.unplanned_seconds
     method = solver_for(offload_request, solver)
@@ -151,7 +125,7 @@ def solve(
             raise explained(refusal, profile) from refusal
         return plan_of(profile, problem, solution, no_offload=why, offload_only=method == OFFLOAD_ONLY)
 
-    return plan_with_headroom(budget_bytes, headroom_from(headroom), plan_within)
+    return plan_with_headroom(budget_bytes, headroom, plan_within)
 
 
 def explained(refusal: NoPlan, profile: Profile) -> NoPlan:
@@ -243,7 +217,7 @@ def _states_excess(profile: Profile, budget_bytes: int) -> str:
     )
 
 
-def plan_with_headroom(budget_bytes: int, headroom: Headroom, plan_within: Callable[[int], Plan]) -> Plan:
+def plan_with_headroom(budget_bytes: int, headroom: Headroom, plan_within: Callable[[int], AnyPlan]) -> AnyPlan:
     """The plan that ``plan_within`` finds for what the headroom leaves of a budget; it states both.
 
     Raises:
@@ -284,24 +258,6 @@ def feasible_solution(
     """
     solution = solve_chain(problem, solver=solver, time_limit_seconds=time_limit_seconds)
     return require_schedule(solution, problem.budget_bytes, solver, seconds_outside_chain)
-
-
-def require_schedule(
-    solution: Solution[AnySchedule], budget_bytes: int, solver: str, seconds_outside_chain: float = 0.0
-) -> Solution[AnySchedule]:
-    """The solution itself; raises Infeasible or NothingFound where it has no schedule."""
-    if solution.schedule is not None:
-        return solution
-    assert solution.shortage is not None
-    bound = solution.lower_bound_seconds + seconds_outside_chain
-    raise (Infeasible if solution.status == "infeasible" else NothingFound)(
-        minimum_budget_bytes=solution.shortage.minimum_budget_bytes,
-        reason=solution.shortage.reason,
-        solver=solver,
-        budget_bytes=budget_bytes,
-        lower_bound_seconds=bound if math.isfinite(bound) else None,
-        solve_seconds=solution.solve_seconds,
-    )
 
 
 def plan_of(

@@ -11,9 +11,10 @@ from planner.plans.cost_model import chain_of
 from planner.plans.given_sources import given_profile
 from planner.plans.headroom import headroom_from
 from planner.plans.plan import Plan
+from planner.plans.refusals import Infeasible, require_schedule
 from planner.plans.rule_resolution import ResolvedRules, StageDirective, resolve_rules
 from planner.plans.rules import Rule, Rules, rules_from
-from planner.plans.solving import Infeasible, plan_of, plan_with_headroom, require_schedule
+from planner.plans.solving import plan_of, plan_with_headroom
 from planner.units import parse_bytes
 from profiler.op_graph import NamedStage, StageOps
 from profiler.records import Profile, StageRecord

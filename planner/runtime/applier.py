@@ -7,11 +7,12 @@ import warnings
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
 import torch
 from torch import nn
 
+from planner.plans.graph_plan import AnyPlan
 from planner.plans.lowering import LoweredSchedule, lower_schedule
 from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.compiled_models import CompiledCalls, made_compiled, module_named
@@ -40,17 +41,17 @@ from profiler.workload.precision import autocast_now, autocast_part, precision_o
 from profiler.workload.wrapped_models import autocasts_inside, class_name, inner_model
 from solvers.problem.chain_schedule import RUNS
 
-_PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
+_PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle[Any]] = weakref.WeakKeyDictionary()
 
 
 class PlanMismatch(ValueError):
     """The model is not the one that the plan was made for; the message says what differs."""
 
 
-class Handle:
+class Handle(Generic[AnyPlan]):
     """An applied plan; ``remove()`` or leaving the ``with`` block puts the model back."""
 
-    def __init__(self, model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
+    def __init__(self, model: nn.Module, plan: AnyPlan, patches: ForwardPatches) -> None:
         self.plan = plan
         self._model = weakref.ref(model)
         self._patches = patches
@@ -69,7 +70,7 @@ class Handle:
         self.remove()
 
 
-def apply(model: nn.Module, plan: Plan | str | Path, *, watch: bool | None = None) -> Handle:
+def apply(model: nn.Module, plan: Plan | str | Path, *, watch: bool | None = None) -> Handle[Plan]:
     """Install ``plan`` on ``model``, in place and reversibly.
 
     Only the ``forward`` of the model and of recomputed stages is wrapped: the
@@ -117,7 +118,7 @@ def _say_what_is_unsteady(plan: Plan) -> None:
             f"apply: expected the same bytes in every step, got a {plan.model_class} whose peak is not promised: "
             f"{'; '.join(plan.unsteady[:3])}{more}. Solve with headroom for it",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -129,12 +130,12 @@ def check_unplanned(model: nn.Module) -> None:
         )
 
 
-def register(model: nn.Module, handle: Handle) -> None:
+def register(model: nn.Module, handle: Handle[Any]) -> None:
     """From now on ``handle_of(model)`` is this one."""
     _PLANNED[model] = handle
 
 
-def handle_of(model: nn.Module) -> Handle | None:
+def handle_of(model: nn.Module) -> Handle[Any] | None:
     """The handle of the plan that is applied to ``model``; None where there is none."""
     return _PLANNED.get(inner_model(model))
 
@@ -220,7 +221,7 @@ class PlannedCalls:
         differs = autocast_now(self._device) != self._autocast
         self._casts_inside = differs and autocasts_inside(model)
         if (differs and not self._casts_inside) or self._parameters.differ():
-            check_precision(model, self._plan, autocast_now(self._device))
+            check_precision(model, self._plan.precision, autocast_now(self._device))
         self._parameters.check_trained()
         if (device := model_device(model)) != self._device:
             self._device = device
@@ -262,7 +263,7 @@ class PlannedCalls:
             if step is None or place is None:
                 return forward(*args, **kwargs)
             if self._casts_inside and autocast_now(self._device) != self._autocast:
-                check_precision(self._model() or module, self._plan, autocast_now(self._device))
+                check_precision(self._model() or module, self._plan.precision, autocast_now(self._device))
             self._inside = True
             try:
                 if place.unseen:
@@ -295,13 +296,13 @@ def _check_types(model: nn.Module, plan: Plan) -> None:
         )
 
 
-def check_precision(model: nn.Module, plan: Plan, autocast: torch.dtype | None) -> None:
+def check_precision(model: nn.Module, precision: str, autocast: torch.dtype | None) -> None:
     """Refuse a step in another precision than the plan's: bytes, casts and kernels are others then.
 
     Raises:
         PlanMismatch: the parameters' types, or what autocast casts to.
     """
-    expected, got = plan.precision.removesuffix(COMPILED), precision_of(model, autocast)
+    expected, got = precision.removesuffix(COMPILED), precision_of(model, autocast)
     if got != expected:
         raise PlanMismatch(
             f"a plan for {expected}: expected a step in the same precision, got {got}; "

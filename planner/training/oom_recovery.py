@@ -8,7 +8,8 @@ from torch import Tensor
 
 from planner.explain.timeline import PhaseName
 from planner.plans.plan import Plan
-from planner.plans.solving import SEARCH_SECONDS, NoPlan, replan
+from planner.plans.refusals import NoPlan
+from planner.plans.solving import SEARCH_SECONDS, replan
 from planner.training.oom_report import FailureReport
 from profiler.workload.restoring import Restoring
 from profiler.workload.snapshot import RandomState, captured, modules_of, remember_modules

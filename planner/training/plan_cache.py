@@ -11,7 +11,8 @@ from typing import Literal
 from planner.plans.headroom import headroom_from
 from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan
-from planner.plans.solving import SEARCH_SECONDS, Infeasible, NoPlan, quick_plan, solve
+from planner.plans.refusals import Infeasible, NoPlan
+from planner.plans.solving import SEARCH_SECONDS, quick_plan, solve
 from planner.training.background import Background
 from planner.training.input_signatures import Signature
 from planner.training.signature_scaling import Basis, SizeLine, expected, lines_of

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.plans.plan import Plan
-from planner.plans.solving import COMPARE_SECONDS, Infeasible, solve
+from planner.plans.refusals import Infeasible
+from planner.plans.solving import COMPARE_SECONDS, solve
 from planner.runtime.applier import apply
 from profiler.measurement.measuring import Progress
 from profiler.measurement.meter import metered, time_meter

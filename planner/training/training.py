@@ -93,7 +93,7 @@ def train_planned(
     check_device(workload, plan)
     if is_short(plan.predicted_peak_bytes):
         give_back_freed_memory(workload.device)
-    check_precision(workload.model, plan, workload.autocast)
+    check_precision(workload.model, plan.precision, workload.autocast)
     training = _Training(workload, steps, copies=retries > 0)
     failures: list[FailureReport] = []
     while (stop := training.attempt(plan)) is not None:

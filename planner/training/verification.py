@@ -155,7 +155,7 @@ def can_verify(workload: Workload, plan: Plan) -> bool:
 
 def _check(workload: Workload, plan: Plan) -> None:
     check_device(workload, plan)
-    check_precision(workload.model, plan, workload.autocast)
+    check_precision(workload.model, plan.precision, workload.autocast)
     chain_in(plan, "verify")
     if not can_verify(workload, plan):
         got = "stated by hand" if plan.stated else "of a step that does not fit" if plan.frugal else ""

@@ -7,12 +7,13 @@ run.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
@@ -68,9 +69,22 @@ class JointGraph:
     @cached_property
     def changed_inputs(self) -> frozenset[fx.Node]:
         """Inputs (buffers) that get new contents as the forward ends."""
-        (node,) = self.module.graph.find_nodes(op="output")
-        changed = {each.mutated_input for each in node.meta["desc"] if isinstance(each, InputMutationAOTOutput)}
+        changed = {each.mutated_input for _, each in self._described() if isinstance(each, InputMutationAOTOutput)}
         return frozenset(each for each in self.inputs if each.meta["desc"] in changed)
+
+    @cached_property
+    def written(self) -> tuple[Any, ...]:
+        """Outputs that are written into buffers as the forward ends."""
+        return tuple(node for node, described in self._described() if isinstance(described, InputMutationAOTOutput))
+
+    @cached_property
+    def returned(self) -> tuple[Any, ...]:
+        """The other outputs of the forward."""
+        return tuple(node for node, described in self._described() if not isinstance(described, InputMutationAOTOutput))
+
+    def _described(self) -> list[tuple[Any, Any]]:
+        (node,) = self.module.graph.find_nodes(op="output")
+        return [*zip(self.outputs, node.meta["desc"], strict=True)][: self.forward_outputs]
 
     @cached_property
     def forward_ops(self) -> frozenset[fx.Node]:
@@ -135,17 +149,12 @@ def capture(workload: Workload) -> JointGraph:
         raise _Captured
 
     backend = aot_autograd(fw_compiler=_never, partition_fn=partition)
-    compiled = torch.compile(_calling(workload.model.forward), backend=backend, fullgraph=True, dynamic=False)
-    patches = ForwardPatches()
-    with preserved(workload), ModelCaches(workload.model).off():
-        patches.wrap(workload.model, lambda _: compiled)
+    with preserved(workload), ModelCaches(workload.model).off(), capturing(workload.model, backend):
         try:
             workload.step()
-        except Exception as error:
+        except Exception:
             if not graphs:
-                raise _not_captured(error) from error
-        finally:
-            patches.remove()
+                raise
     if not graphs:
         raise CaptureError(
             f"profile: expected a forward whose outputs need gradients, got one that computes none; {REMEDY}"
@@ -153,13 +162,33 @@ def capture(workload: Workload) -> JointGraph:
     return graphs[0]
 
 
-def _calling(forward: Forward) -> Forward:
-    """Dynamo begins in no frame of torch's own, as ``Sequential.forward`` is."""
+@contextmanager
+def capturing(model: nn.Module, backend: Any) -> Iterator[None]:
+    """Within it the model's forward is compiled by a backend, whole.
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    Raises:
+        CaptureError: a step within it ends since the forward is no single graph.
+    """
+    compiled = compiled_whole(model.forward, backend)
+    patches = ForwardPatches()
+    patches.wrap(model, lambda _: compiled)
+    try:
+        yield
+    except Exception as error:
+        raise said_by_capture(error, CaptureError) from error
+    finally:
+        patches.remove()
+
+
+def compiled_whole(forward: Forward, backend: Any) -> Forward:
+    """A forward compiled by a backend as one graph, of the shapes that it is called with."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # Dynamo begins in no frame of torch's own: Sequential.forward is one.
         return forward(*args, **kwargs)
 
-    return call
+    # Dynamo counts what it compiles of a piece of code, and gives up after eight: each model has its own.
+    call.__code__ = call.__code__.replace()
+    return torch.compile(call, backend=backend, fullgraph=True, dynamic=False)
 
 
 def _never(module: fx.GraphModule, _: Any) -> Any:
@@ -169,10 +198,16 @@ def _never(module: fx.GraphModule, _: Any) -> Any:
     )
 
 
-def _not_captured(error: Exception) -> Exception:
+def said_by_capture(error: Exception, ours: type[Exception]) -> Exception:
+    """What to raise instead of an error of compiling: ours that it came from, or where the graph breaks; else itself.
+
+    Args:
+        error: that a call of a compiled forward raised.
+        ours: what a backend raises.
+    """
     causes = list(_causes(error))
-    known = next((cause for cause in causes if isinstance(cause, CaptureError)), None)
-    if known is not None:
+    known = next((cause for cause in causes if isinstance(cause, (CaptureError, ours))), None)
+    if isinstance(known, Exception):
         return known
     if not any(isinstance(cause, TorchDynamoException) for cause in causes):
         return error

@@ -9,8 +9,10 @@ import torch
 from torch import fx
 
 from profiler.capture.joint_graph import JointGraph, module_of, storages_of
+from profiler.capture.random_ops import draws, state_bytes
 from profiler.step_graph import StepGraph, StepOp, StepStorage
 
+STATISTICS = (3, 4)  # of a batch norm's arguments and results: running ones, which its first run alone makes
 CHANGES = "it reads a buffer that the step changes"
 
 
@@ -27,12 +29,12 @@ def makers_of(graph: JointGraph) -> dict[int, fx.Node]:
 
 def step_graph_of(graph: JointGraph) -> StepGraph:
     """The dataflow of the step, without seconds."""
-    makers = makers_of(graph)
-    numbers = {storage: number for number, storage in enumerate(makers)}
+    makers, of_loss = makers_of(graph), _storages(graph.tangents)
+    numbers = {storage: number for number, storage in enumerate((*makers, *of_loss))}
     makes: dict[fx.Node, list[int]] = {}
     for storage, op in makers.items():
         makes.setdefault(op, []).append(numbers[storage])
-    changed, from_loss = _storages(graph.changed_inputs), _storages(graph.tangents)
+    changed = _storages(graph.changed_inputs)
     ops: list[StepOp] = []
     for op in filter(makes.__contains__, graph.ops):
         read = _storages(op.all_input_nodes)
@@ -44,27 +46,44 @@ def step_graph_of(graph: JointGraph) -> StepGraph:
                 side="forward" if op in graph.forward_ops else "backward",
                 reads=tuple(sorted(numbers[storage] for storage in read if storage in numbers)),
                 makes=tuple(makes[op]),
-                reads_gradients=not from_loss.isdisjoint(read),
+                state_bytes=state_bytes(op) if draws(op) else 0,
                 once_reason=CHANGES if not changed.isdisjoint(read) and not is_batch_norm(op) else "",
             )
         )
-    returned = _storages(graph.outputs[: graph.forward_outputs])
+    returned, written = _storages(graph.returned), _storages(graph.written)
     gradients = _storages(graph.outputs[graph.forward_outputs :])
     sizes = _sizes((*graph.inputs, *graph.constants, *graph.tangents, *graph.ops))
     return StepGraph(
         ops=tuple(ops),
         storages=tuple(
-            StepStorage(size_bytes=sizes[storage], returned=storage in returned, gradient=storage in gradients)
-            for storage in makers
+            StepStorage(
+                size_bytes=sizes[storage],
+                returned=storage in returned,
+                written=storage in written,
+                gradient=storage in gradients,
+                of_loss=storage in of_loss,
+            )
+            for storage in numbers
         ),
         resident_bytes=sum(_sizes((*graph.inputs, *graph.constants)).values()),
-        gradient_bytes=sum(_sizes(graph.tangents).values()),
     )
 
 
 def is_batch_norm(op: fx.Node) -> bool:
     """Whether an op normalizes by its batch, and makes running statistics beside, which no second run needs."""
     return op.target is torch.ops.aten._native_batch_norm_legit_functional.default and op.args[5] is True
+
+
+def second_call(op: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """What a second run of an op calls: a batch norm neither reads nor makes statistics, which have changed meanwhile.
+
+    Returns:
+        The function, its positional and its named arguments.
+    """
+    if not is_batch_norm(op):
+        return op.target, op.args, op.kwargs
+    kept = tuple(each for k, each in enumerate(op.args) if k not in STATISTICS)
+    return torch.ops.aten._native_batch_norm_legit.no_stats, kept, {}
 
 
 def _sizes(nodes: Iterable[Any]) -> dict[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.plans.graph_problem import LEAST_SECONDS, step_problem
+from planner.plans.graph_problem import LEAST_SECONDS, StepSurroundings, step_problem
 from profiler.step_graph import StepGraph, StepOp, StepStorage
 from solvers.graph.liveness import unplanned_replay
 
@@ -20,9 +20,8 @@ def small_step(statistics_bytes: int) -> StepGraph:
                 name="back",
                 op="aten.mul.Tensor",
                 side="backward",
-                reads=(1,),
+                reads=(1, 4),
                 makes=(3,),
-                reads_gradients=True,
                 once_reason="an effect",
             ),
         ),
@@ -31,14 +30,17 @@ def small_step(statistics_bytes: int) -> StepGraph:
             StepStorage(size_bytes=statistics_bytes),
             StepStorage(size_bytes=BIG, returned=True),
             StepStorage(size_bytes=SMALL, gradient=True),
+            StepStorage(size_bytes=BIG, of_loss=True),
         ),
         resident_bytes=1000,
-        gradient_bytes=BIG,
     )
 
 
+AROUND = StepSurroundings(forward_bytes=1000, backward_bytes=1000, loss_bytes=1000)
+
+
 def test_small_parts_that_live_longer_are_resident() -> None:
-    graph = step_problem(small_step(SMALL)).graph
+    graph = step_problem(small_step(SMALL), AROUND).graph
     assert [node.name for node in graph.nodes] == ["norm", "exp", "loss", "back"]
     assert graph.resident_bytes == 1000 + SMALL
     norm, exp, loss, back = graph.nodes
@@ -49,7 +51,7 @@ def test_small_parts_that_live_longer_are_resident() -> None:
 
 
 def test_large_parts_are_nodes_without_work() -> None:
-    problem = step_problem(small_step(BIG))
+    problem = step_problem(small_step(BIG), AROUND)
     norm, saved, *_, back = problem.graph.nodes
     assert (norm.output_bytes, norm.transient_bytes) == (BIG, BIG + 7)
     assert (saved.name, saved.inputs, saved.output_bytes) == ("norm_saved", ("norm",), BIG)
@@ -58,7 +60,7 @@ def test_large_parts_are_nodes_without_work() -> None:
 
 
 def test_what_the_loop_holds_is_alive_at_the_end() -> None:
-    held, let_go = (step_problem(small_step(SMALL), holds_returned=holds).graph for holds in (True, False))
+    held, let_go = (step_problem(small_step(SMALL), AROUND, holds_returned=holds).graph for holds in (True, False))
     assert (set(held.outputs), set(let_go.outputs)) == ({"exp", "back"}, {"back"})
     resident = held.resident_bytes
     assert unplanned_replay(held).timeline[-1].alive_bytes - resident == BIG + SMALL
@@ -71,6 +73,5 @@ def test_an_op_may_be_called_loss() -> None:
         ops=(StepOp(name="loss", op="aten.norm.default", makes=(0, 1)), *step.ops[1:]),
         storages=step.storages,
         resident_bytes=0,
-        gradient_bytes=0,
     )
-    assert step_problem(named).loss == "loss_0"
+    assert step_problem(named, AROUND).loss == "loss_0"

@@ -49,11 +49,12 @@ def test_what_is_resident_and_what_backward_begins_and_ends_with() -> None:
     inputs = torch.randn(ROWS, WIDTH)
     graph = graph_of(model, inputs)
     assert graph.resident_bytes == inputs.nbytes + model.layer.weight.nbytes
-    assert graph.gradient_bytes == ROWS * OUT * 4
+    (of_loss,) = [number for number, storage in enumerate(graph.storages) if storage.of_loss]
+    assert graph.storages[of_loss].size_bytes == ROWS * OUT * 4
     gradients = [storage.size_bytes for storage in graph.storages if storage.gradient]
     assert gradients == [model.layer.weight.nbytes]
     backward = [op for op in graph.ops if op.side == "backward"]
-    assert backward[0].reads_gradients and not backward[-1].reads_gradients
+    assert of_loss in backward[0].reads and of_loss not in backward[-1].reads
     assert backward[-1].module == "layer"
 
 

@@ -1,8 +1,7 @@
 """From an order of runs to a program for forward and one for backward.
 
-The order names ops of a joint graph, each as often as it is to run, and the loss once, where forward ends. Views are
-made anew of what they look at. What backward needs and does not make, forward hands over: torch saves it. A value goes
-after its last use, as the generated code says.
+Views are made anew of what they look at. What backward needs and does not make, forward hands over: torch saves it. A
+value goes after its last use, as the generated code says.
 """
 
 from __future__ import annotations
@@ -10,35 +9,47 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
 
-from planner.compiled.random_ops import draws, random_state, run_from_state
 from profiler.capture.joint_graph import JointGraph
-from profiler.capture.step_dataflow import is_batch_norm, makers_of
+from profiler.capture.random_ops import device_of, draws, random_state, run_from_state
+from profiler.capture.step_dataflow import STATISTICS, is_batch_norm, makers_of, second_call
 
-_STATISTICS = (3, 4)  # of a batch norm's arguments and results: running ones, which its first run alone makes
+
+class StepOrder(NamedTuple):
+    """Names of the ops of a joint graph in the order of their runs, each as often as it is to run, by side."""
+
+    forward: Sequence[str]
+    backward: Sequence[str]
 
 
-def programs_of(graph: JointGraph, order: Sequence[str], loss: str) -> tuple[fx.GraphModule, fx.GraphModule]:
+def order_of(graph: JointGraph) -> StepOrder:
+    """Each op once, in the order in which they were traced."""
+    makers = set(makers_of(graph).values())
+    return StepOrder(
+        [op.name for op in graph.ops if op in makers and op in graph.forward_ops],
+        [op.name for op in graph.ops if op in makers and op not in graph.forward_ops],
+    )
+
+
+def programs_of(graph: JointGraph, order: StepOrder) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The programs of forward and backward.
 
     Args:
         graph: of the step.
-        order: names of its ops, in the order of their runs.
-        loss: what in ``order`` stands for the end of forward.
+        order: what runs when.
 
     Returns:
         Forward, which takes the graph's inputs and returns its outputs and what is saved; and backward, which takes
         what was saved and the gradients of the outputs, and returns the gradients of the inputs.
     """
-    end, by_name = order.index(loss), {op.name: op for op in graph.ops}
-    first, then = [by_name[name] for name in order[:end]], [by_name[name] for name in order[end + 1 :]]
+    by_name = {op.name: op for op in graph.ops}
+    first, then = ([by_name[name] for name in names] for names in order)
     runs = Counter([*first, *then])
     values = _Values(graph)
     forward = _Writer(values, (op for op in runs if runs[op] > 1), ())
@@ -75,7 +86,7 @@ class _Values:
         if isinstance(op.meta["val"], Tensor):
             return [op]
         items = [user for user in op.users if user.target is operator.getitem and user in self._needed]
-        return [item for item in items if not (again and is_batch_norm(op) and item.args[1] in _STATISTICS)]
+        return [item for item in items if not (again and is_batch_norm(op) and item.args[1] in STATISTICS)]
 
     def missing_in(self, ops: Iterable[fx.Node], ran: set[fx.Node], outputs: Iterable[Any]) -> list[fx.Node]:
         """What ops and outputs read that ops before them do not make, gradients of outputs left out.
@@ -113,10 +124,10 @@ class _Values:
 
 def inputs_of(op: fx.Node, *, again: bool) -> list[fx.Node]:
     """What a run of an op reads: a second one of a batch norm no running statistics, which have changed meanwhile."""
-    if not (again and is_batch_norm(op)):
+    if not again:
         return op.all_input_nodes
-    kept = [each for k, each in enumerate(op.args) if k not in _STATISTICS]
-    return [each for each in kept if isinstance(each, fx.Node)]
+    _, args, kwargs = second_call(op)
+    return [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, fx.Node)]
 
 
 class _Writer:
@@ -171,20 +182,18 @@ class _Writer:
 
     def _first_run(self, op: fx.Node) -> fx.Node:
         if draws(op) and op in self._again:
-            self.states[op] = self.graph.call_function(random_state, (_device_of(op),))
+            self.states[op] = self.graph.call_function(random_state, (device_of(op),))
             self.states[op].meta["val"] = _fake_state(op)
         return self.graph.node_copy(op, self._of)
 
     def _rerun(self, op: fx.Node) -> fx.Node:
+        target, args, kwargs = second_call(op)
+        if target is op.target and not draws(op):
+            return self.graph.node_copy(op, self._of)
+        args, kwargs = fx.map_arg((args, kwargs), self._of)
         if draws(op):
-            args, kwargs = fx.map_arg((op.args, op.kwargs), self._of)
-            from_state: tuple[Any, ...] = (self.states[op], _device_of(op), op.target, *args)
-            return self.graph.call_function(run_from_state, from_state, kwargs)
-        if is_batch_norm(op):
-            kept = [each for k, each in enumerate(op.args) if k not in _STATISTICS]
-            target = torch.ops.aten._native_batch_norm_legit.no_stats
-            return self.graph.call_function(target, tuple(fx.map_arg(kept, self._of)))
-        return self.graph.node_copy(op, self._of)
+            return self.graph.call_function(run_from_state, (self.states[op], device_of(op), target, *args), kwargs)
+        return self.graph.call_function(target, args, kwargs)
 
     def _of(self, node: fx.Node) -> fx.Node:
         """What stands for a node of the joint graph now; a view is made where there is none of what it looks at."""
@@ -197,11 +206,7 @@ class _Writer:
         return known[1]
 
 
-def _device_of(op: fx.Node) -> torch.device:
-    return next(leaf.device for leaf in pytree.tree_leaves(op.meta["val"]) if isinstance(leaf, Tensor))
-
-
 def _fake_state(op: fx.Node) -> Tensor:
     value = next(leaf for leaf in pytree.tree_leaves(op.meta["val"]) if isinstance(leaf, FakeTensor))
-    state = random_state(_device_of(op))
+    state = random_state(device_of(op))
     return value.fake_mode.from_tensor(state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,9 +11,10 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 
 from planner import zoo
-from planner.compiled.backend import eager_backend
-from planner.plans.graph_problem import step_problem
+from planner.plans.graph_problem import StepSurroundings, step_problem
+from profiler.capture.backend import eager_backend
 from profiler.capture.joint_graph import JointGraph
+from profiler.capture.programs import StepOrder
 from profiler.capture.step_dataflow import step_graph_of
 from profiler.workload.workload import Workload
 from solvers.graph.liveness import unplanned_replay
@@ -28,9 +28,12 @@ SMALL: dict[str, dict[str, Any]] = {
 RUNS: list[int] = []
 
 
-def solved(graph: JointGraph, share: float) -> tuple[Sequence[str], str]:
+def solved(graph: JointGraph, share: float) -> StepOrder:
     """The order of a plan between the least and the unplanned peak."""
-    problem = step_problem(step_graph_of(graph), split_bytes=0)
+    step = step_graph_of(graph)
+    base = step.resident_bytes
+    around = StepSurroundings(forward_bytes=base, backward_bytes=base, loss_bytes=base)
+    problem = step_problem(step, around, split_bytes=0)
     peak = unplanned_replay(problem.graph).peak_bytes
     refused = solve_graph(GraphProblem(graph=problem.graph, budget_bytes=1))
     assert refused.shortage is not None
@@ -40,7 +43,8 @@ def solved(graph: JointGraph, share: float) -> tuple[Sequence[str], str]:
     assert solution.schedule is not None
     names = [problem.graph.nodes[node].name for node in solution.schedule.computed()]
     RUNS.append(len(names) - len(set(names)))
-    return [name for name in names if name in problem.ops or name == problem.loss], problem.loss
+    end = names.index(problem.loss)
+    return StepOrder(*([name for name in part if name in problem.ops] for part in (names[:end], names[end + 1 :])))
 
 
 def trained(work: Workload, backend: Any) -> tuple[list[float], list[torch.Tensor]]:

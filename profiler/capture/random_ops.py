@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 
 def draws(op: fx.Node) -> bool:
@@ -17,6 +18,17 @@ def draws(op: fx.Node) -> bool:
 def random_state(device: torch.device) -> Tensor:
     """The state of a device's generator: 5,056 bytes on the CPU, 16 on CUDA, both in host memory."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def device_of(op: fx.Node) -> torch.device:
+    """The device of what an op makes."""
+    return next(leaf.device for leaf in pytree.tree_leaves(op.meta["val"]) if isinstance(leaf, Tensor))
+
+
+def state_bytes(op: fx.Node) -> int:
+    """Bytes on an op's device of its generator's state."""
+    device = device_of(op)
+    return random_state(device).nbytes if device.type == "cpu" else 0
 
 
 def run_from_state(state: Tensor, device: torch.device, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

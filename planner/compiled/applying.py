@@ -1,0 +1,60 @@
+"""Installs a plan of single ops on the real model; ``apply`` takes plans of both kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from planner.plans.given_sources import plan_from_file
+from planner.plans.graph_plan import GraphPlan
+from planner.plans.plan import Plan
+from planner.runtime import applier
+from planner.runtime.applier import Handle, check_unplanned, register
+from planner.runtime.given_arguments import given_model
+from profiler.workload.forward_patches import ForwardPatches
+from profiler.workload.model_caches import check_no_checkpointing
+from profiler.workload.wrapped_models import inner_model
+
+
+def apply(model: nn.Module, plan: Plan | GraphPlan | str | Path, *, watch: bool | None = None) -> Handle[Any]:
+    """Install ``plan`` on ``model``, in place and reversibly.
+
+    Only ``forward`` is wrapped, of the model and of recomputed stages: the module tree, names, state_dict and hooks
+    stay as they are. The plan acts in training mode with gradients enabled; under ``no_grad`` and in eval mode the
+    model runs as without it. A plan of single ops is compiled, as by ``torch.compile``, at the first training step.
+
+    Args:
+        model: the model that was profiled, or one with the same stages; also where it was compiled, or wrapped by
+            DistributedDataParallel or fully_shard since.
+        plan: from ``planner.solve`` or ``Plan.load``, or the path of its file.
+        watch: take the peak of the first steps, and say once where it is above the budget, by how much and what holds
+            it. None does so on CUDA, where it is free; on the CPU the profiler runs for two steps. That a loop holds
+            gradients or outputs which the plan does not count on is said in any case. Plans of stages only.
+
+    Returns:
+        A handle with ``remove()``; also a context manager.
+
+    Raises:
+        PlanMismatch: stage names, parameter shapes, types or ops differ. So says the model's forward where it runs
+            under another autocast or with other shapes than the profiled step, or its parameters have become others.
+        UnsupportedPlan: the plan's schedule cannot be carried out.
+        ValueError: another plan is applied already, an argument is of another kind, the file is no plan, or
+            checkpointing of the model's own is switched on.
+    """
+    if isinstance(plan, (str, Path)):
+        plan = plan_from_file(plan)
+    if not isinstance(plan, GraphPlan):
+        return applier.apply(model, plan, watch=watch)
+    model = inner_model(given_model(model))
+    check_unplanned(model)
+    check_no_checkpointing(model, "apply")
+    from planner.compiled.planned_forward import PlannedForward  # It loads what torch.compile is made of.
+
+    patches = ForwardPatches()
+    planned = PlannedForward(model, plan)
+    patches.wrap(model, lambda _: planned.run)
+    handle = Handle(model, plan, patches)
+    register(model, handle)
+    return handle

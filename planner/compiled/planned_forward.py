@@ -1,0 +1,56 @@
+"""A model's forward that runs, in training, as the two programs of a plan of single ops."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.plans.graph_plan import GraphPlan
+from planner.plans.graph_solving import first_difference
+from planner.runtime.applier import PlanMismatch, check_precision
+from profiler.capture.backend import eager_backend
+from profiler.capture.joint_graph import JointGraph, compiled_whole, said_by_capture
+from profiler.capture.programs import StepOrder
+from profiler.capture.step_dataflow import step_graph_of
+from profiler.workload.compiled_forwards import Forward
+from profiler.workload.model_caches import ModelCaches
+from profiler.workload.precision import autocast_now
+
+
+class PlannedForward:
+    """A model's forward that runs as two programs in training."""
+
+    def __init__(self, model: nn.Module, plan: GraphPlan) -> None:
+        self._model = weakref.ref(model)
+        self._plan = plan
+        self._device = torch.device(plan.device)
+        self._plain: Forward = model.forward
+        self._compiled = compiled_whole(self._plain, eager_backend(self._order))
+        self._caches = ModelCaches(model)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward, planned in training."""
+        model = self._model()
+        if model is None or not model.training or not torch.is_grad_enabled():
+            return self._plain(*args, **kwargs)
+        check_precision(model, self._plan.precision, autocast_now(self._device))
+        with self._caches.off(kwargs):
+            try:
+                return self._compiled(*args, **kwargs)
+            except Exception as error:
+                said = said_by_capture(error, PlanMismatch)
+                if said is error:
+                    raise
+                raise said from error
+
+    def _order(self, graph: JointGraph) -> StepOrder:
+        plan = self._plan
+        if differs := first_difference(plan.graph, step_graph_of(graph)):
+            raise PlanMismatch(
+                f"apply: expected the {plan.model_class} and batch that were profiled, got ops that differ: {differs}; "
+                "profile and solve for this model and batch"
+            )
+        return StepOrder(*([plan.graph.ops[ordinal].name for ordinal in side] for side in plan.runs))

@@ -1,0 +1,106 @@
+"""Why no plan came out, and what is known instead."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from planner.units import format_bytes, format_seconds
+from profiler.records import LeftOutRecord
+from solvers.problem.solution import AnySchedule, Solution
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class NoPlan(ValueError):
+    """No schedule came out, and what is known instead.
+
+    Attributes:
+        status: ``infeasible`` (proven) or ``unknown``.
+        minimum_budget_bytes: the smallest budget that is known to be feasible.
+        reason: the stage and moment, or the node, that force it.
+        solver: the method that was asked.
+        budget_bytes: what was asked for.
+        lower_bound_seconds: of a whole step; None where nothing finite is known.
+        solve_seconds: time that the solver took; None where it is not known.
+        remedy: what to do.
+        left_out: blocks that keep much and cannot run again.
+    """
+
+    status: ClassVar[Literal["infeasible", "unknown"]]
+
+    minimum_budget_bytes: int
+    reason: str
+    solver: str
+    budget_bytes: int
+    lower_bound_seconds: float | None = None
+    solve_seconds: float | None = None
+    remedy: str = "raise the budget, make the batch smaller"
+    left_out: tuple[LeftOutRecord, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def _asked(self) -> str:
+        return f"{self.budget_bytes} ({format_bytes(self.budget_bytes)}) with solver {self.solver!r}"
+
+    @property
+    def _known(self) -> str:
+        return f"{self.minimum_budget_bytes} bytes ({format_bytes(self.minimum_budget_bytes)})"
+
+    @property
+    def _advised(self) -> str:
+        return f"{self.remedy}; or " if self.left_out else ""
+
+    @property
+    def _or_auto(self) -> str:
+        return "" if self.solver == "auto" else " or try solver 'auto'"
+
+
+class Infeasible(NoPlan):
+    """No schedule fits the budget; ``minimum_budget_bytes`` is the smallest one that the solver can meet."""
+
+    status = "infeasible"
+
+    def _message(self) -> str:
+        return (
+            f"budget: expected at least {self._known}, the least known to be enough, got {self._asked}: {self.reason}; "
+            f"{self.remedy}{self._or_auto}"
+        )
+
+
+class NothingFound(NoPlan):
+    """The search ended without a schedule, and without a proof that there is none."""
+
+    status = "unknown"
+
+    def _message(self) -> str:
+        spent = "" if self.solve_seconds is None else f" in {format_seconds(self.solve_seconds)}"
+        bound = "" if self.lower_bound_seconds is None else f", any would take {self.lower_bound_seconds:.6g} s or more"
+        return (
+            f"budget: expected a schedule within it, got none{spent} for {self._asked}; it is not proven that there is "
+            f"none{bound}; the smallest budget known to be feasible is {self._known}: {self.reason}; "
+            f"{self._advised}allow more time, raise the budget{self._or_auto}"
+        )
+
+
+def require_schedule(
+    solution: Solution[AnySchedule], budget_bytes: int, solver: str, seconds_outside_chain: float = 0.0
+) -> Solution[AnySchedule]:
+    """The solution itself; raises Infeasible or NothingFound where it has no schedule."""
+    if solution.schedule is not None:
+        return solution
+    assert solution.shortage is not None
+    bound = solution.lower_bound_seconds + seconds_outside_chain
+    raise (Infeasible if solution.status == "infeasible" else NothingFound)(
+        minimum_budget_bytes=solution.shortage.minimum_budget_bytes,
+        reason=solution.shortage.reason,
+        solver=solver,
+        budget_bytes=budget_bytes,
+        lower_bound_seconds=bound if math.isfinite(bound) else None,
+        solve_seconds=solution.solve_seconds,
+    )

@@ -1,0 +1,49 @@
+"""Backends of torch.compile that run a step in a given order of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+
+from profiler.capture.joint_graph import JointGraph
+from profiler.capture.programs import StepOrder, programs_of
+
+OnProgram = Callable[[Literal["forward", "backward"], Literal["begin", "end"]], None]
+
+
+def eager_backend(choose: Callable[[JointGraph], StepOrder], on_program: OnProgram | None = None) -> Any:
+    """A backend that runs the ops as they are, through generated Python code.
+
+    Args:
+        choose: the order for a graph.
+        on_program: is told when a program begins and ends.
+    """
+
+    def partition(module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+        graph = JointGraph(module, num_fwd_outputs)
+        return programs_of(graph, choose(graph))
+
+    return aot_autograd(
+        fw_compiler=_running("forward", on_program),
+        bw_compiler=_running("backward", on_program),
+        partition_fn=partition,
+    )
+
+
+def _running(side: Literal["forward", "backward"], on_program: OnProgram | None) -> Any:
+    def compiler(module: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
+        def run(arguments: list[Any]) -> Any:
+            if on_program is None:
+                return module.forward(arguments)
+            on_program(side, "begin")
+            result = module.forward(arguments)
+            on_program(side, "end")
+            return result
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    return compiler

@@ -1,0 +1,160 @@
+"""Every distinct op of a graph measured for real, once: seconds, warm and repeated, and bytes beside what it makes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from profiler.capture.joint_graph import JointGraph, storages_of
+from profiler.capture.step_dataflow import second_call
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, time_meter
+
+REPEATS = 5
+_PREPARED = Mark("forward")
+
+
+class OpCost(NamedTuple):
+    """What one run of an op costs.
+
+    Attributes:
+        seconds: the median of several.
+        transient_bytes: the most that it holds beside what it reads and makes.
+    """
+
+    seconds: float
+    transient_bytes: int
+
+
+class OpKey(NamedTuple):
+    """What ops have in common that cost the same: the function, and what it is called with, tensors by their shape."""
+
+    target: Any
+    arguments: str
+
+
+def key_of(op: fx.Node) -> OpKey:
+    """The key of an op."""
+    return OpKey(op.target, repr(fx.map_arg((op.args, op.kwargs), _described)))
+
+
+def costs_of(graph: JointGraph, ops: Iterable[fx.Node], device: torch.device) -> dict[fx.Node, OpCost]:
+    """What each op costs; ops that are alike are measured once.
+
+    Args:
+        graph: that they are of.
+        ops: nodes of it.
+        device: of the step.
+    """
+    alike: dict[OpKey, list[fx.Node]] = {}
+    for op in ops:
+        alike.setdefault(key_of(op), []).append(op)
+    firsts = [each[0] for each in alike.values()]
+    seconds = _seconds(graph, firsts, device)
+    transient_bytes = _transient_bytes(graph, firsts, device)
+    return {
+        op: OpCost(seconds[first], transient_bytes[first])
+        for first, each in zip(firsts, alike.values(), strict=True)
+        for op in each
+    }
+
+
+class _Call(NamedTuple):
+    """A call of an op's function, or of what its second run calls."""
+
+    op: fx.Node
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def _seconds(graph: JointGraph, ops: Iterable[fx.Node], device: torch.device) -> dict[fx.Node, float]:
+    seconds: dict[fx.Node, float] = {}
+    for op in ops:
+        call = _with_tensors(graph, _first_call(op))
+        _run(call)
+        phases = _metered(time_meter(device), [call] * REPEATS, lambda call: call)
+        seconds[op] = statistics.median(phase.seconds for mark, phase in phases if mark != _PREPARED)
+    return seconds
+
+
+def _transient_bytes(graph: JointGraph, ops: Iterable[fx.Node], device: torch.device) -> dict[fx.Node, int]:
+    """The most that an op's first run holds beside what it makes, or its second."""
+    calls = [call for op in ops for call in _distinct(_first_call(op), _Call(op, *second_call(op)))]
+    phases = _metered(memory_meter(device, 0), calls, lambda call: _with_tensors(graph, call))
+    ran = {mark.place.index: phase for mark, phase in phases if mark.place is not None}
+    transient_bytes: dict[fx.Node, int] = {}
+    for number, call in enumerate(calls):
+        beside = ran[number].peak_bytes - ran[number].start_bytes - _made_bytes(call.op)
+        transient_bytes[call.op] = max(0, beside, transient_bytes.get(call.op, 0))
+    return transient_bytes
+
+
+def _first_call(op: fx.Node) -> _Call:
+    return _Call(op, op.target, op.args, op.kwargs)
+
+
+def _distinct(first: _Call, second: _Call) -> list[_Call]:
+    return [first] if second.target is first.target else [first, second]
+
+
+def _metered(meter: Meter, calls: Iterable[_Call], prepared: Callable[[_Call], _Call]) -> MarkedPhases:
+    meter.start(_PREPARED)
+    for number, call in enumerate(calls):
+        ready = prepared(call)
+        meter.mark(Mark("forward", Place("stage", number)))
+        result = _run(ready)
+        meter.mark(_PREPARED)
+        del result, ready
+    return meter.stop()
+
+
+def _run(call: _Call) -> Any:
+    with torch.no_grad():
+        return call.target(*call.args, **call.kwargs)
+
+
+def _made_bytes(op: fx.Node) -> int:
+    read = {storage for source in op.all_input_nodes for storage in storages_of(source)}
+    return sum(size for storage, size in storages_of(op).items() if storage not in read)
+
+
+def _with_tensors(graph: JointGraph, call: _Call) -> _Call:
+    """With tensors of the same shapes, types and strides, and other values: whole numbers are zeros."""
+    made: dict[fx.Node, Any] = {}
+
+    def given(node: fx.Node) -> Any:
+        if node not in made:
+            if node.op == "get_attr":
+                made[node] = getattr(graph.module, str(node.target))
+            else:
+                made[node] = pytree.tree_map(_like, node.meta["val"])
+        return made[node]
+
+    args, kwargs = fx.map_arg((call.args, call.kwargs), given)
+    return call._replace(args=args, kwargs=kwargs)
+
+
+def _like(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        return made.normal_() if 0 not in value.stride() else made.fill_(0.5)
+    return made.zero_()
+
+
+def _described(node: fx.Node) -> Any:
+    if node.op == "get_attr":
+        return node.target
+    return pytree.tree_map(_shape_of, node.meta["val"])
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return str(value.dtype), str(value.device), tuple(value.shape), tuple(value.stride())
+    return value

@@ -1,0 +1,150 @@
+"""The replay of a step's ops in some order: the bytes alive in forward and in backward, storage by storage.
+
+A storage is alive from the run that makes it to the last run that reads it, or to the end where it is handed on. What
+is made again is another one from then on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from profiler.step_graph import StepGraph
+
+
+class StepRuns(NamedTuple):
+    """Ordinals of a step's ops in the order of their runs, each as often as it runs, by side."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideReplay:
+    """The bytes of one side's runs, above those of everything else.
+
+    Attributes:
+        peaks: the most bytes during each run.
+        alive: bytes after each run.
+        start_bytes: at its start.
+    """
+
+    peaks: tuple[int, ...]
+    alive: tuple[int, ...]
+    start_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of all runs."""
+        return max((*self.peaks, self.start_bytes))
+
+    @property
+    def end_bytes(self) -> int:
+        """At its end."""
+        return self.alive[-1] if self.alive else self.start_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReplay:
+    """Both sides. Backward begins with what forward hands over and the gradients that the loss makes.
+
+    What forward returns is counted in forward alone: who calls it holds it.
+    """
+
+    forward: SideReplay
+    backward: SideReplay
+
+
+def runs_once(step: StepGraph) -> StepRuns:
+    """Each op once, in the order in which they were traced."""
+    forward = tuple(k for k, op in enumerate(step.ops) if op.side == "forward")
+    return StepRuns(forward, tuple(k for k, op in enumerate(step.ops) if op.side == "backward"))
+
+
+def replay_step(step: StepGraph, runs: StepRuns) -> StepReplay:
+    """The bytes of an order of runs.
+
+    Args:
+        step: what its ops read, make and take.
+        runs: what runs when; who reads a storage comes after who makes it.
+    """
+    storages = [*enumerate(step.storages)]
+    sizes = [storage.size_bytes for storage in step.storages] + [op.state_bytes for op in step.ops]
+    of_loss = {s for s, storage in storages if storage.of_loss}
+    gradients = {s for s, storage in storages if storage.gradient}
+    forward, backward = _runs_of(step, runs)
+    made = {s for run in backward for s in run.makes}
+    handed = _read_first(backward) - of_loss | (gradients - made)
+    ends = {s for s, storage in storages if storage.returned or storage.written}
+    taken = {s for s in handed if s >= len(storages) or not step.storages[s].returned}
+    return StepReplay(
+        forward=_replay(forward, sizes, (), ends | handed),
+        backward=_replay(backward, sizes, taken | of_loss, gradients),
+    )
+
+
+class _Run(NamedTuple):
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    transient_bytes: int
+
+
+def _runs_of(step: StepGraph, runs: StepRuns) -> tuple[list[_Run], list[_Run]]:
+    """What runs read and make; random states are storages that an op's first run makes, and its other runs read."""
+    counts = Counter([*runs.forward, *runs.backward])
+    ran: set[int] = set()
+
+    def run_of(ordinal: int) -> _Run:
+        op, state = step.ops[ordinal], len(step.storages) + ordinal
+        again = ordinal in ran
+        ran.add(ordinal)
+        if not op.state_bytes or counts[ordinal] == 1:
+            return _Run(op.reads, op.makes, op.transient_bytes)
+        if again:  # The generator's own state is kept meanwhile.
+            return _Run((*op.reads, state), op.makes, op.transient_bytes + op.state_bytes)
+        return _Run(op.reads, (*op.makes, state), op.transient_bytes)
+
+    return [*map(run_of, runs.forward)], [*map(run_of, runs.backward)]
+
+
+def _read_first(runs: Iterable[_Run]) -> set[int]:
+    """Storages that are read before one of the runs makes them."""
+    made: set[int] = set()
+    found: set[int] = set()
+    for run in runs:
+        found.update(set(run.reads) - made)
+        made.update(run.makes)
+    return found
+
+
+def _replay(runs: Sequence[_Run], sizes: Sequence[int], taken: Collection[int], ends: Collection[int]) -> SideReplay:
+    dying = _dying(runs, taken, ends)
+    start = alive = sum(sizes[storage] for storage in taken)
+    peaks: list[int] = []
+    after: list[int] = []
+    for place, run in enumerate(runs):
+        alive += sum(sizes[storage] for storage in run.makes)
+        peaks.append(alive + run.transient_bytes)
+        alive -= sum(sizes[storage] for storage in dying[place])
+        after.append(alive)
+    return SideReplay(peaks=tuple(peaks), alive=tuple(after), start_bytes=start)
+
+
+def _dying(runs: Sequence[_Run], taken: Collection[int], ends: Collection[int]) -> list[list[int]]:
+    """Storages that go after each run. What is taken and never read stays: whoever hands it over may hold it."""
+    made = dict.fromkeys(taken, -1)  # by storage the place of the run that made it last
+    last_use = {(storage, -1): len(runs) for storage in taken}
+    for place, run in enumerate(runs):
+        for storage in run.reads:
+            if storage in made:
+                last_use[storage, made[storage]] = place
+        for storage in run.makes:
+            made[storage] = place
+            last_use[storage, place] = place
+    last_use.update({(storage, made[storage]): len(runs) for storage in ends if storage in made})
+    dying: list[list[int]] = [[] for _ in range(len(runs) + 1)]
+    for (storage, _), place in last_use.items():
+        dying[place].append(storage)
+    return dying

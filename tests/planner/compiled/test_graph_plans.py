@@ -1,0 +1,141 @@
+"""Plans of single ops on real models: bytes as predicted, values as without a plan, refusals in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+
+import planner
+from profiler.graph_profile import GraphProfile
+
+WIDTH, BATCH = 32, 64
+
+
+class Dense(nn.Module):
+    """Each layer reads what all layers before it have made: no chain of stages."""
+
+    def __init__(self, layers: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH * (k + 1), WIDTH) for k in range(layers))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(layers))
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = [x]
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            made.append(self.drop(torch.nn.functional.gelu(norm(layer(torch.cat(made, 1))))))
+        return torch.cat(made, 1)
+
+
+def work_of(model: Callable[[], nn.Module] = Dense, batch: int = BATCH, **more: Any) -> planner.Workload:
+    torch.manual_seed(0)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    inputs = torch.randn(batch, WIDTH)
+    return planner.Workload(model=net, inputs=inputs, loss=lambda y: y.square().mean(), optimizer=optimizer, **more)
+
+
+@pytest.fixture(scope="module")
+def profiled() -> GraphProfile:
+    return planner.profile(work_of(), graph=True)
+
+
+def smallest_budget(profile: GraphProfile) -> int:
+    with pytest.raises((planner.Infeasible, planner.NothingFound)) as refused:
+        planner.solve(profile, 1, time_limit_seconds=2)
+    return refused.value.minimum_budget_bytes
+
+
+def trained(work: planner.Workload) -> list[Tensor]:
+    """Losses of three steps, then parameters and buffers."""
+    torch.manual_seed(1)
+    losses = [work.step() for _ in range(3)]
+    return [torch.tensor(losses), *work.model.parameters(), *work.model.buffers()]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
+def test_a_plan_takes_what_it_predicts_and_computes_what_compiled_ops_do(profiled: GraphProfile, share: float) -> None:
+    least = smallest_budget(profiled)
+    budget = least + int(share * (profiled.unplanned_peak_bytes - least))
+    plan = planner.solve(profiled, budget, time_limit_seconds=3)
+    assert plan.predicted_peak_bytes <= budget < profiled.unplanned_peak_bytes
+    assert plan.recomputed_ops
+    measured = work_of()
+    with planner.apply(measured.model, plan):
+        assert planner.measure(measured, repeats=1).peak_bytes == plan.predicted_peak_bytes
+    unplanned, planned = work_of(), work_of()
+    unplanned.model.forward = torch.compile(unplanned.model.forward, backend=aot_autograd(fw_compiler=boxed))
+    with planner.apply(planned.model, plan):
+        assert all(map(torch.equal, trained(planned), trained(unplanned)))
+
+
+def boxed(module: fx.GraphModule, _: Any) -> Any:
+    return make_boxed_func(module.forward)
+
+
+def test_profiles_and_plans_are_files(profiled: GraphProfile, tmp_path: Path) -> None:
+    profiled.save(tmp_path / "profile.json")
+    assert planner.GraphProfile.load(tmp_path / "profile.json") == profiled
+    plan = planner.solve(profiled, "90%")
+    plan.save(tmp_path / "plan.json")
+    assert planner.GraphPlan.load(tmp_path / "plan.json") == plan
+    assert planner.solve(tmp_path / "profile.json", "90%").predicted_peak_bytes == plan.predicted_peak_bytes
+    with pytest.raises(ValueError, match="expected a profile of stages, got one of a graph"):
+        planner.Profile.load(tmp_path / "profile.json")
+    with pytest.raises(ValueError, match="expected a plan of stages, got one of a graph"):
+        planner.Plan.load(tmp_path / "plan.json")
+    work = work_of()
+    with planner.apply(work.model, tmp_path / "plan.json"):
+        work.step()
+
+
+def test_another_model_batch_or_precision_is_refused_with_what_differs(profiled: GraphProfile) -> None:
+    plan = planner.solve(profiled, "90%")
+    for work, said in [
+        (work_of(lambda: Dense(4)), "ops that differ"),
+        (work_of(batch=BATCH // 2), "makes .* bytes, and made"),
+        (work_of(autocast=torch.bfloat16), "a plan for float32"),
+    ]:
+        with planner.apply(work.model, plan), pytest.raises(planner.PlanMismatch, match=said):
+            work.step()
+
+
+def test_evaluation_is_as_without_a_plan_and_a_plan_comes_off(profiled: GraphProfile) -> None:
+    work = work_of()
+    with planner.apply(work.model, planner.solve(profiled, "90%")) as handle:
+        work.step()
+        expected = work.model.eval()(work.inputs)
+        assert planner.handle_of(work.model) is handle
+    assert torch.equal(work.model(work.inputs), expected)
+    assert planner.handle_of(work.model) is None and "forward" not in vars(work.model)
+
+
+class Breaks(nn.Module):
+    """What runs depends on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if y.sum() > 0:
+            return y
+        return -y
+
+
+def test_a_break_is_refused_with_its_line_and_what_works_instead() -> None:
+    with pytest.raises(planner.CaptureError, match=r"if y\.sum\(\) > 0.*a plan of stages works there"):
+        planner.profile(work_of(Breaks), graph=True)
+
+
+def test_a_budget_below_the_smallest_names_the_op_that_forces_it(profiled: GraphProfile) -> None:
+    with pytest.raises((planner.Infeasible, planner.NothingFound), match=r"running node '\w+' needs"):
+        planner.solve(profiled, profiled.resident.total * 2, time_limit_seconds=2)
