@@ -68,6 +68,9 @@ def profile_command(
             help="No step of profiling takes more; for a step that does not fit. By itself where needed.",
         ),
     ] = None,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Forward and backward as one graph of single ops, instead of stages.")
+    ] = False,
     states: Annotated[
         bool, typer.Option("--states", help="Print the model states, measured in two more steps and by formula.")
     ] = False,
@@ -85,6 +88,9 @@ def profile_command(
         parse_bytes(limit)
     from planner.plans.profiling import profile
 
+    if graph:
+        _profile_graph(target, settings, device, output, others=bool(stages or rules or limit or states or ops))
+        return
     with working() as progress:
         workload = _workload(target, settings, device)
         measured = profile(
@@ -99,6 +105,25 @@ def profile_command(
         show("", states_report(model_states(workload)))
     if ops:
         show("", ops_report(measured.op_records, limit=ops_limit))
+    say_written(output)
+
+
+def _profile_graph(
+    target: str, settings: list[str] | None, device: str | None, output: Path | None, *, others: bool
+) -> None:
+    from planner.cli.graph_tables import graph_profile_report
+    from planner.plans.profiling import profile
+
+    if others:
+        raise ValueError(
+            "--graph: expected it without --stages, --rules, --limit, --states and --ops, which are about stages, got "
+            "one of them; leave it out"
+        )
+    with working() as progress:
+        measured = profile(_workload(target, settings, device), graph=True, progress=progress)
+    if output is not None:
+        measured.save(output)
+    show(graph_profile_report(measured))
     say_written(output)
 
 

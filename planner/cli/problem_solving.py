@@ -7,13 +7,14 @@ from typing import Any
 
 from planner.cli import chain_solutions, graph_solutions
 from planner.cli.documents import refusal_document
-from planner.cli.solution_summary import SolutionSummary, summary_of_plan
+from planner.cli.solution_summary import SolutionSummary, summary_of_graph_plan, summary_of_plan
 from planner.plans.offload_request import Offload
 from planner.plans.problem_files import Source
 from planner.plans.refusals import NoPlan
 from planner.plans.rules import Rules
 from planner.plans.solving import solve
 from planner.plans.stated_plan import state
+from profiler.graph_profile import GraphProfile
 from profiler.records import Profile
 from solvers.chain.baselines import keep_all_replay
 from solvers.graph.liveness import unplanned_replay
@@ -54,6 +55,16 @@ def solve_source(
         ValueError: a solver or an option that this kind of problem does not have, or a budget that does not parse.
     """
     _check_options(source, gap=gap, rules=rules, offload=offload, headroom=headroom)
+    if isinstance(source, GraphProfile):
+        plan = solve(
+            source,
+            _given(budget),
+            solver=solver,
+            time_limit_seconds=time_limit_seconds,
+            headroom=headroom or 0,
+            gap=gap,
+        )
+        return summary_of_graph_plan(plan), plan.to_document()
     if isinstance(source, Graph):
         summary, actions = graph_solutions.solve_graph_problem(
             source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, gap=gap
@@ -86,17 +97,17 @@ def _check_options(
     """Refuse options that this kind of problem does not have."""
     if rules is not None and not isinstance(source, Profile):
         raise ValueError(
-            "--rules: expected a profile, whose stages have names, got a problem file; make one with planner profile"
+            "--rules: expected a profile, whose stages have names, got another file; make one with planner profile"
         )
-    if offload is not None and (rules is not None or isinstance(source, Graph)):
-        kind = "rules" if rules is not None else "a graph problem"
+    if offload is not None and (rules is not None or isinstance(source, Graph | GraphProfile)):
+        kind = "rules" if rules is not None else "a graph"
         raise ValueError(f"--link-gbps and the like: expected a profile or a chain alone, got {kind}; leave them out")
-    if headroom is not None and not isinstance(source, Profile):
+    if headroom is not None and not isinstance(source, Profile | GraphProfile):
         raise ValueError(
             "--headroom: expected a profile, whose device has an allocator, got a problem file; lower the budget"
         )
-    if gap is not None and not isinstance(source, Graph):
-        kind = "a profile" if isinstance(source, Profile) else "a chain problem"
+    if gap is not None and not isinstance(source, Graph | GraphProfile):
+        kind = "a profile of stages" if isinstance(source, Profile) else "a chain problem"
         raise ValueError(f"--gap: expected a graph problem, whose solvers search until then, got {kind}; leave it out")
 
 
@@ -110,7 +121,7 @@ def _given(budget: str | None) -> str:
 
 def refusal_of(refusal: NoPlan, source: Source) -> dict[str, Any]:
     """What ``solve --json`` says where no schedule came out."""
-    if isinstance(source, Profile):
+    if isinstance(source, Profile | GraphProfile):
         return refusal_document(
             refusal,
             unplanned_peak_bytes=source.unplanned_peak_bytes,
@@ -128,7 +139,7 @@ def refusal_of(refusal: NoPlan, source: Source) -> dict[str, Any]:
 
 def title_of(source: Source, path: Path) -> str:
     """What a picture of it is headed with."""
-    if isinstance(source, Profile):
+    if isinstance(source, Profile | GraphProfile):
         return f"{source.model_class} on {source.device} ({source.device_name})"
     if isinstance(source, Graph):
         return f"{path.stem}: a graph of {len(source.nodes)} nodes"

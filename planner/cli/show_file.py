@@ -20,15 +20,18 @@ from planner.cli.graph_solutions import (
     SOLUTION_FORMAT as GRAPH_SOLUTION_FORMAT,
     SOLUTION_VERSION as GRAPH_SOLUTION_VERSION,
 )
+from planner.cli.graph_tables import graph_profile_report
 from planner.cli.shell import check_folder, note, say_written, show, working
-from planner.cli.solution_summary import summary_from, summary_of_plan
+from planner.cli.solution_summary import summary_from, summary_of_graph_plan, summary_of_plan
 from planner.explain.figures import check_picture
 from planner.explain.op_decision_table import plan_ops_report
 from planner.explain.peak import Peak, predicted_peak
 from planner.explain.peak_report import alive_report, peak_rows, peak_table
 from planner.explain.timeline import Timeline, predicted_timelines, seconds_outside_chain_of, timeline_table
+from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import FORMAT as PLAN_FORMAT, VERSION as PLAN_VERSION, Plan, chain_in
 from planner.units import exact_bytes, format_seconds
+from profiler.graph_profile import GRAPH_KIND, GraphProfile
 from profiler.json_files import read_document, write_whole
 from profiler.records import FORMAT as PROFILE_FORMAT, VERSION as PROFILE_VERSION, Profile
 
@@ -97,7 +100,9 @@ def run_show(file: Path, request: ShowRequest) -> None:
         check_picture(request.timeline)
     document = read_document(file, FORMATS)
     file_format = document["format"]
-    if file_format == PLAN_FORMAT:
+    if file_format == PLAN_FORMAT and document.get("kind") == GRAPH_KIND:
+        parts = _show_graph_plan(GraphPlan.from_document(document, str(file)), str(file), request)
+    elif file_format == PLAN_FORMAT:
         parts = _show_plan(Plan.from_document(document, str(file)), str(file), request)
     elif file_format == CHAIN_SOLUTION_FORMAT:
         parts = _show_chain(document, str(file), request)
@@ -114,9 +119,20 @@ def _show_other(document: dict[str, Any], where: str, request: ShowRequest) -> l
             f"{where}: expected a plan to show ops, a timeline or a peak of, got a {document['format']}; "
             "pass the plan that planner solve -o wrote"
         )
+    if document["format"] == PROFILE_FORMAT and document.get("kind") == GRAPH_KIND:
+        return [graph_profile_report(GraphProfile.from_document(document, where))]
     if document["format"] == PROFILE_FORMAT:
         return [tables.profile_report(Profile.from_document(document, where))]
     return [tables.solution_report(summary_from(document, where))]
+
+
+def _show_graph_plan(plan: GraphPlan, where: str, request: ShowRequest) -> list[RenderableType]:
+    if request.ops or request.step:
+        raise ValueError(
+            f"{where}: expected a plan of stages to show ops, a timeline or a peak of, got one of a graph; leave the "
+            "options out"
+        )
+    return [tables.solution_report(summary_of_graph_plan(plan))]
 
 
 def _show_chain(document: dict[str, Any], where: str, request: ShowRequest) -> list[RenderableType]:

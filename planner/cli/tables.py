@@ -52,9 +52,12 @@ def _graph_report(summary: SolutionSummary) -> RenderableType:
     if not again:
         return claims
     shown = sorted(again, key=lambda node: -node.extra_seconds)[:_NODES_SHOWN]
-    table = plain_table(f"Run again: {len(shown)} of {len(again)}, dearest first", ["node"], ["runs", "extra time"])
+    title = f"Run again: {len(shown)} of {len(again)}, dearest first"
+    of_model = any(node.module for node in again)
+    table = plain_table(title, ["op", "module"] if of_model else ["node"], ["runs", "extra time"])
     for node in shown:
-        table.add_row(escape(node.name), str(node.runs), _ms(node.extra_seconds))
+        module = [escape(node.module or _NOTHING)] if of_model else []
+        table.add_row(escape(node.name), *module, str(node.runs), _ms(node.extra_seconds))
     return Group(claims, "", table)
 
 

@@ -45,22 +45,26 @@ class StepSurroundings:
         forward_bytes, backward_bytes: alive beside what the programs make, take and hand over.
         loss_bytes: between the programs the most that is alive beside what forward hands over and returns.
         other_peak_bytes: the peak of what comes before the programs and after them: the optimizer step.
+        held_bytes: of ``backward_bytes``, what forward returned and the loop holds.
     """
 
     forward_bytes: int
     backward_bytes: int
     loss_bytes: int
     other_peak_bytes: int = 0
+    held_bytes: int = 0
 
     @classmethod
     def of(cls, profile: GraphProfile) -> StepSurroundings:
         """As measured: what was alive, without what the replay of the same order of ops says."""
         once = replay_step(profile.graph, runs_once(profile.graph))
+        returned_bytes = sum(storage.size_bytes for storage in profile.graph.storages if storage.returned)
         return cls(
             forward_bytes=_beside(profile.forward, once.forward),
             backward_bytes=_beside(profile.backward, once.backward),
             loss_bytes=profile.between.peak_bytes - once.forward.end_bytes,
             other_peak_bytes=max(phase.peak_bytes for phase in (profile.before, profile.after, profile.optimizer)),
+            held_bytes=returned_bytes if profile.resident.loop >= returned_bytes else 0,
         )
 
     def peak_bytes(self, replay: StepReplay) -> int:
@@ -82,18 +86,15 @@ def _beside(measured: Phase, replayed: SideReplay) -> int:
     )
 
 
-def step_problem(
-    step: StepGraph, around: StepSurroundings, *, holds_returned: bool = True, split_bytes: int = SPLIT_BYTES
-) -> StepProblem:
+def step_problem(step: StepGraph, around: StepSurroundings, *, split_bytes: int = SPLIT_BYTES) -> StepProblem:
     """The problem of a step.
 
     Args:
         step: its dataflow.
         around: bytes around its programs.
-        holds_returned: what the forward returns stays alive until the step ends, as the loop holds it.
         split_bytes: storages of one op are told apart where there are more bytes than that of both kinds.
     """
-    return _Builder(step, around, split_bytes).problem(holds_returned=holds_returned)
+    return _Builder(step, around, split_bytes).problem()
 
 
 class _Builder:
@@ -101,7 +102,8 @@ class _Builder:
 
     def __init__(self, step: StepGraph, around: StepSurroundings, split_bytes: int) -> None:
         self._step, self._around = step, around
-        self._resident_bytes = min(around.forward_bytes, around.backward_bytes)
+        self._backward_bytes = around.backward_bytes - around.held_bytes
+        self._resident_bytes = min(around.forward_bytes, self._backward_bytes)
         self._split_bytes = split_bytes
         self._owner: dict[int, str] = {}
         self._nodes: list[Node] = []
@@ -111,14 +113,12 @@ class _Builder:
         self._names = {op.name for op in step.ops}
         self._loss = self._free_name("loss")
         self._saved = {s for op in step.ops if op.side == "backward" for s in op.reads}
-        self._ends = {s for s, storage in enumerate(step.storages) if storage.gradient}
-        self._returned = [s for s, storage in enumerate(step.storages) if storage.returned]
+        held = around.held_bytes > 0
+        self._ends = {s for s, storage in enumerate(step.storages) if storage.gradient or (held and storage.returned)}
         self._before: tuple[str, ...] = ()
         self._after: tuple[str, ...] = ()
 
-    def problem(self, *, holds_returned: bool) -> StepProblem:
-        if holds_returned:
-            self._ends.update(self._returned)
+    def problem(self) -> StepProblem:
         after_loss = False
         before_bytes = self._around.forward_bytes - self._resident_bytes
         self._before = self._add_bytes("before", before_bytes) if before_bytes else ()
@@ -186,7 +186,7 @@ class _Builder:
             )
         )
         self._owner.update(dict.fromkeys(of_loss, self._loss))
-        after_bytes = self._around.backward_bytes - self._resident_bytes
+        after_bytes = self._backward_bytes - self._resident_bytes
         self._after = self._add_bytes("after", after_bytes, (self._loss,)) if after_bytes else ()
 
     def _add_bytes(self, name: str, size_bytes: int, inputs: tuple[str, ...] = ()) -> tuple[str]:

@@ -12,9 +12,13 @@ import numpy as np
 
 from planner.plans.cost_model import chain_of
 from planner.plans.given_sources import given_profile
+from planner.plans.graph_problem import StepSurroundings, step_problem
+from planner.plans.graph_solving import runs_of
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.problem_files import Source, read_source
+from profiler.graph_profile import GraphProfile
 from profiler.records import Profile
+from profiler.step_replay import replay_step
 from solvers import Chain, Solution, frontier as solver_frontier
 from solvers.chain.baselines import keep_all_replay
 from solvers.chain.lower_bound import bound_seconds
@@ -59,7 +63,7 @@ def pareto(
     """The memory/time frontier of every solver.
 
     Args:
-        problem: a Profile, a Chain, a Graph, or the path of its file.
+        problem: a Profile, a GraphProfile, a Chain, a Graph, or the path of its file.
         solvers: methods to draw; None: the quick ones. ``ilp`` solves a handful of budgets one by one.
         time_limit_seconds: for methods that search; all methods of a graph share it (45 where None).
         offload: as for ``solve``. Over a link the curves of ``offload_only``, and of ``auto``, which weighs copies
@@ -77,9 +81,11 @@ def pareto(
     if isinstance(problem, str | Path):
         source = read_source(problem)
     else:
-        source = problem if isinstance(problem, Chain | Graph) else given_profile(problem, "pareto")
+        source = problem if isinstance(problem, Chain | Graph | GraphProfile) else given_profile(problem, "pareto")
     if isinstance(source, Graph):
         return _graph_curves(source, solvers, time_limit_seconds)
+    if isinstance(source, GraphProfile):
+        return _step_curves(source, solvers, time_limit_seconds)
     if isinstance(source, Profile):
         chain, record = chain_of(source), source.link
         status = "computed" if source.frugal else "optimal"
@@ -103,16 +109,39 @@ def pareto(
 
 def _graph_curves(graph: Graph, solvers: Sequence[str] | None, time_limit_seconds: float | None) -> pd.DataFrame:
     whole = unplanned_replay(graph)
+    solutions, left_out = _solved_in_turn(graph, solvers, time_limit_seconds)
+    rows = [_unplanned(whole.peak_bytes, whole.seconds), *(_row(solution, 0.0, name) for name, solution in solutions)]
+    rows += _graph_bound_rows(graph, rows, 0.0)
+    return _table(rows, left_out=left_out)
+
+
+def _step_curves(
+    profile: GraphProfile, solvers: Sequence[str] | None, time_limit_seconds: float | None
+) -> pd.DataFrame:
+    """The same of a step's ops: the peak is that of the whole step, by its own replay."""
+    around = StepSurroundings.of(profile)
+    problem = step_problem(profile.graph, around)
+    solutions, left_out = _solved_in_turn(problem.graph, solvers, time_limit_seconds)
+    outside_seconds = profile.once_seconds - problem.graph.unplanned_seconds
+    rows = [_unplanned(profile.unplanned_peak_bytes, profile.unplanned_seconds)]
+    for name, solution in solutions:
+        row = _row(solution, outside_seconds, name)
+        peak_bytes = around.peak_bytes(replay_step(profile.graph, runs_of(problem, solution)))
+        rows.append(row._replace(peak_bytes=peak_bytes, budget_bytes=max(row.budget_bytes, peak_bytes)))
+    rows += _graph_bound_rows(problem.graph, rows[1:], outside_seconds)
+    return _table(rows, left_out=left_out)
+
+
+def _solved_in_turn(
+    graph: Graph, solvers: Sequence[str] | None, time_limit_seconds: float | None
+) -> tuple[list[tuple[str, GraphSolution]], list[str]]:
     names = list(solvers or (name for name in GRAPH_SOLVERS if name in graph_solver_names()))
     limit_seconds = GRAPH_SECONDS if time_limit_seconds is None else time_limit_seconds
     if not limit_seconds > 0:
         raise ValueError(
             f"a time limit: expected seconds above zero, got {limit_seconds!r}; leave it out for {GRAPH_SECONDS:g}"
         )
-    solutions, left_out = _graph_solutions(graph, names, limit_seconds)
-    rows = [_unplanned(whole.peak_bytes, whole.seconds), *(_row(solution, 0.0, name) for name, solution in solutions)]
-    rows += _graph_bound_rows(graph, rows)
-    return _table(rows, left_out=left_out)
+    return _graph_solutions(graph, names, limit_seconds)
 
 
 def _table(rows: list[CurveRow], **attributes: Any) -> pd.DataFrame:
@@ -138,15 +167,22 @@ def _graph_solutions(
     return solutions, []
 
 
-def _graph_bound_rows(graph: Graph, rows: list[CurveRow]) -> list[CurveRow]:
-    """The quick bound over the budgets, lifted to what the solutions proved: a bound holds for smaller budgets too."""
+def _graph_bound_rows(graph: Graph, rows: list[CurveRow], outside_seconds: float) -> list[CurveRow]:
+    """The quick bound over the budgets, lifted to what the solutions proved: a bound holds for smaller budgets too.
+
+    Args:
+        graph: the problem.
+        rows: of its solutions.
+        outside_seconds: that rows have beside those of the graph.
+    """
     indexed = IndexedGraph(graph)
     proven = [(row.budget_bytes, row.lower_bound_seconds) for row in rows]
     peaks = [peak for peak, _ in proven]
     budgets = {*_evenly_spaced(smallest_working_set(indexed)[0], max(peaks)), *peaks}
 
     def bound(budget: int) -> float:
-        return max([graph_bound_seconds(indexed, budget), *(seconds for peak, seconds in proven if peak >= budget)])
+        quick_seconds = graph_bound_seconds(indexed, budget) + outside_seconds
+        return max([quick_seconds, *(seconds for peak, seconds in proven if peak >= budget)])
 
     return list(_bound_rows(sorted(budgets), bound))
 

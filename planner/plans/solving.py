@@ -21,6 +21,7 @@ from planner.units import format_bytes, parse_bytes
 from profiler.graph_profile import GraphProfile
 from profiler.records import MenuRecord, Profile, states_bytes
 from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
+from solvers.graph.registry import DEFAULT_GAP
 
 OFFLOAD_ONLY = "offload_only"
 # So little leaves out the integer program for short chains, which proves the best plan and hardly ever betters it.
@@ -41,6 +42,7 @@ def solve(
     time_limit_seconds: float | None = ...,
     offload: Offload | OffloadMode = ...,
     headroom: str | int = ...,
+    gap: float | None = ...,
 ) -> GraphPlan: ...
 
 
@@ -64,6 +66,7 @@ def solve(
     time_limit_seconds: float | None = None,
     offload: Offload | OffloadMode = "auto",
     headroom: str | int = 0,
+    gap: float | None = None,
 ) -> Plan | GraphPlan:
     """Choose what to keep, recompute and offload so that the step's true peak stays within ``budget``.
 
@@ -75,6 +78,7 @@ def solve(
         offload: ``"auto"`` (where the profile has a link to host memory), ``"never"``, ``"only"``, or an ``Offload``
             that says how fast the link is and how much the host may hold.
         headroom: of the budget, what is left to the device's allocator: bytes, or ``"5%"`` of the budget.
+        gap: of a graph: the search ends this close to the bound, a share; None for 0.001.
 
     Returns:
         The plan, replayed in exact bytes, with its bound; of a graph's profile a GraphPlan.
@@ -98,7 +102,11 @@ def solve(
             budget_bytes,
             headroom_from(headroom),
             lambda planned_bytes: solve_graph_profile(
-                ops, planned_bytes, solver=solver, time_limit_seconds=time_limit_seconds
+                ops,
+                planned_bytes,
+                solver=solver,
+                time_limit_seconds=time_limit_seconds,
+                gap=DEFAULT_GAP if gap is None else gap,
             ),
         )
     return _solved(profile, budget_bytes, solver, time_limit_seconds, offload_request, headroom_from(headroom))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.plans.graph_problem import LEAST_SECONDS, StepSurroundings, step_problem
 from profiler.step_graph import StepGraph, StepOp, StepStorage
 from solvers.graph.liveness import unplanned_replay
@@ -60,7 +62,9 @@ def test_large_parts_are_nodes_without_work() -> None:
 
 
 def test_what_the_loop_holds_is_alive_at_the_end() -> None:
-    held, let_go = (step_problem(small_step(SMALL), AROUND, holds_returned=holds).graph for holds in (True, False))
+    holding = replace(AROUND, backward_bytes=1000 + BIG, held_bytes=BIG)
+    held, let_go = (step_problem(small_step(SMALL), around).graph for around in (holding, AROUND))
+    assert held.resident_bytes == let_go.resident_bytes
     assert (set(held.outputs), set(let_go.outputs)) == ({"exp", "back"}, {"back"})
     resident = held.resident_bytes
     assert unplanned_replay(held).timeline[-1].alive_bytes - resident == BIG + SMALL

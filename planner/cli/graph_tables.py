@@ -1,0 +1,61 @@
+"""The tables of whole-graph profiles and plans: ops by kind, and which of them run again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+
+from planner.explain.tables import facts, plain_table
+from planner.units import counted, exact_bytes, format_bytes, format_seconds
+from profiler.graph_profile import GraphProfile
+from profiler.step_graph import StepGraph, StepOp
+
+KINDS_SHOWN = 20
+
+
+def graph_profile_report(profile: GraphProfile) -> RenderableType:
+    """The ops of a graph by kind, dearest first, and the step as a whole."""
+    graph = profile.graph
+    by_kind: dict[str, list[StepOp]] = {}
+    for op in graph.ops:
+        by_kind.setdefault(op.kind, []).append(op)
+    kinds = sorted(by_kind.items(), key=lambda pair: -_seconds(pair[1]))
+    shown = kinds[:KINDS_SHOWN]
+    title = f"Profile of {profile.model_class} on {profile.device} ({profile.precision}), op by op"
+    table = plain_table(title, ["op"], ["forward", "backward", "time", "makes", "most beside"])
+    for kind, ops in shown:
+        sides = [sum(op.side == side for op in ops) for side in ("forward", "backward")]
+        beside = max(op.transient_bytes for op in ops)
+        made = format_bytes(sum(_made_bytes(graph, op) for op in ops))
+        table.add_row(escape(kind), *map(str, sides), format_seconds(_seconds(ops)), made, format_bytes(beside))
+    rest = len(kinds) - len(shown)
+    more = [("", f"and {counted(rest, 'other kind')} of ops")] if rest > 0 else []
+    return Group(table, facts([*more, *_step(profile)]))
+
+
+def _step(profile: GraphProfile) -> list[tuple[str, str]]:
+    ops = profile.graph.ops
+    forward = sum(op.side == "forward" for op in ops)
+    return [
+        ("graph", f"{counted(forward, 'op')} forward, {len(ops) - forward} backward"),
+        ("unplanned peak", exact_bytes(profile.unplanned_peak_bytes)),
+        ("unplanned time", f"{format_seconds(profile.unplanned_seconds)} a step"),
+        ("as a graph", f"{format_seconds(profile.once_seconds)} a step in which every op runs once"),
+        ("optimizer step", f"{format_seconds(profile.optimizer.seconds)}, peak {_peak(profile)}"),
+        ("resident", format_bytes(profile.resident.total)),
+        ("measured on", f"{escape(profile.device_name)}, torch {profile.torch_version}"),
+    ]
+
+
+def _peak(profile: GraphProfile) -> str:
+    return format_bytes(profile.optimizer.peak_bytes)
+
+
+def _seconds(ops: Iterable[StepOp]) -> float:
+    return sum(op.seconds for op in ops)
+
+
+def _made_bytes(graph: StepGraph, op: StepOp) -> int:
+    return sum(graph.storages[storage].size_bytes for storage in op.makes)

@@ -1,0 +1,56 @@
+"""Whole-graph profiles at the command line: profiled, solved, shown, drawn, and refused in words."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+import planner
+from tests.support.command_line import done, refused
+
+SIZES = ["--set", "layers=6", "hidden=64", "batch=256"]
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("graph") / "profile.json"
+    said = done("profile", "zoo:mlp", *SIZES, "--graph", "-o", path).stdout
+    assert "op by op" in said and "addmm" in said and "ops forward" in said
+    return path
+
+
+def test_a_profile_is_solved_shown_and_drawn(profile: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    document = json.loads(done("solve", profile, "--budget", "90%", "-o", plan, "--json", "--gap", "0.01").stdout)
+    loaded = planner.GraphPlan.load(plan)
+    assert document["predicted_peak_bytes"] == loaded.predicted_peak_bytes <= document["budget_bytes"]
+    assert json.loads(plan.read_text())["kind"] == "graph"
+    runs = {stage["name"]: stage["runs"] for stage in document["stages"]}
+    assert sum(runs.values()) - len(runs) == loaded.recomputed_ops > 0
+    assert "module" in done("show", plan).stdout and "op by op" in done("show", profile).stdout
+    done("pareto", profile, "--csv", tmp_path / "curves.csv", "--time-limit", "3")
+    with (tmp_path / "curves.csv").open() as file:
+        rows = [*csv.DictReader(file)]
+    assert {"none", "auto", "lower_bound"} <= {row["solver"] for row in rows}
+    assert all(float(row["peak_bytes"]) <= float(row["budget_bytes"]) for row in rows if row["peak_bytes"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rules", "rules.json"], "--rules: expected a profile, whose stages have names"),
+        (["--link-gbps", "1"], "expected a profile or a chain alone, got a graph"),
+        (["--no-menus"], "--no-menus: expected a profile alone"),
+    ],
+)
+def test_options_about_stages_are_refused(profile: Path, tmp_path: Path, options: list[str], said: str) -> None:
+    (tmp_path / "rules.json").write_text('{"rules": [{"modules": "*", "ops": "gelu"}]}')
+    given = [str(tmp_path / option) if option == "rules.json" else option for option in options]
+    assert said in refused("solve", profile, "--budget", "90%", *given)
+
+
+def test_profiles_of_stages_and_of_a_graph_are_asked_for_apart() -> None:
+    assert "--graph: expected it without" in refused("profile", "zoo:mlp", "--graph", "--ops")

@@ -1,0 +1,53 @@
+"""The bytes of orders of a step's ops, by hand."""
+
+from __future__ import annotations
+
+from profiler.step_graph import StepGraph, StepOp, StepStorage
+from profiler.step_replay import StepRuns, replay_step, runs_once
+
+A, B, OUT, TANGENT, GRAD_B, GRAD = range(6)
+SIZES = (10, 20, 40, 80, 160, 320)
+STATE = 7
+
+
+def step() -> StepGraph:
+    """a -> b -> out, and back: the gradient of b needs b, the one of a needs a; a is drawn at random."""
+    return StepGraph(
+        ops=(
+            StepOp(name="a", op="aten.rand.default", makes=(A,), state_bytes=STATE),
+            StepOp(name="b", op="aten.exp.default", reads=(A,), makes=(B,), transient_bytes=1000),
+            StepOp(name="out", op="aten.exp.default", reads=(B,), makes=(OUT,)),
+            StepOp(name="grad_b", op="aten.mul.Tensor", side="backward", reads=(TANGENT, B), makes=(GRAD_B,)),
+            StepOp(name="grad", op="aten.mul.Tensor", side="backward", reads=(GRAD_B, A), makes=(GRAD,)),
+        ),
+        storages=tuple(
+            StepStorage(size_bytes=size, returned=s == OUT, of_loss=s == TANGENT, gradient=s == GRAD)
+            for s, size in enumerate(SIZES)
+        ),
+        resident_bytes=0,
+    )
+
+
+def test_each_op_once() -> None:
+    replay = replay_step(step(), runs_once(step()))
+    assert replay.forward.peaks == (10, 1030, 70)
+    assert replay.forward.alive == (10, 30, 70)
+    assert (replay.backward.start_bytes, replay.backward.peaks) == (110, (270, 490))
+    assert replay.backward.alive == (170, 320)  # b and the loss's gradient go first, then a and the gradient of b
+    assert (replay.backward.peak_bytes, replay.backward.end_bytes) == (490, 320)
+
+
+def test_what_runs_again_is_not_handed_over_but_the_state_of_its_random_numbers_is() -> None:
+    replay = replay_step(step(), StepRuns((0, 1, 2), (0, 1, 3, 4)))
+    assert replay.forward.peaks == (17, 1037, 67)  # a goes after b, b after out
+    assert replay.forward.end_bytes == 40 + STATE
+    assert replay.backward.start_bytes == 80 + STATE
+    assert replay.backward.peaks == (97 + STATE, 1110, 270, 490)  # the state goes with a's last run
+    assert replay.backward.end_bytes == 320
+
+
+def test_what_is_made_twice_is_two_storages_one_after_the_other() -> None:
+    again = StepRuns((0, 1, 2, 1), (3, 4))
+    replay = replay_step(step(), again)
+    assert replay.forward.alive == (10, 30, 50, 70)  # the first b goes after out, the second is handed over
+    assert replay.backward == replay_step(step(), runs_once(step())).backward
