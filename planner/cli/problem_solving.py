@@ -108,7 +108,7 @@ def _check_options(
         )
     if gap is not None and not isinstance(source, Graph | GraphProfile):
         kind = "a profile of stages" if isinstance(source, Profile) else "a chain problem"
-        raise ValueError(f"--gap: expected a graph problem, whose solvers search until then, got {kind}; leave it out")
+        raise ValueError(f"--gap: expected a graph, whose solvers search until then, got {kind}; leave it out")
 
 
 def _given(budget: str | None) -> str:
