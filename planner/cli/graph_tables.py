@@ -36,21 +36,20 @@ def graph_profile_report(profile: GraphProfile) -> RenderableType:
 
 
 def _step(profile: GraphProfile) -> list[tuple[str, str]]:
-    ops = profile.graph.ops
+    ops, optimizer = profile.graph.ops, profile.optimizer
     forward = sum(op.side == "forward" for op in ops)
     return [
         ("graph", f"{counted(forward, 'op')} forward, {len(ops) - forward} backward"),
         ("unplanned peak", exact_bytes(profile.unplanned_peak_bytes)),
         ("unplanned time", f"{format_seconds(profile.unplanned_seconds)} a step"),
         ("as a graph", f"{format_seconds(profile.once_seconds)} a step in which every op runs once"),
-        ("optimizer step", f"{format_seconds(profile.optimizer.seconds)}, peak {_peak(profile)}"),
+        (
+            "optimizer step",
+            f"{format_seconds(optimizer.seconds)}, peak {format_bytes(optimizer.peak_bytes)}",
+        ),
         ("resident", format_bytes(profile.resident.total)),
         ("measured on", f"{escape(profile.device_name)}, torch {profile.torch_version}"),
     ]
-
-
-def _peak(profile: GraphProfile) -> str:
-    return format_bytes(profile.optimizer.peak_bytes)
 
 
 def _seconds(ops: Iterable[StepOp]) -> float:

@@ -28,10 +28,10 @@ from planner.explain.op_decision_table import plan_ops_report
 from planner.explain.peak import Peak, predicted_peak
 from planner.explain.peak_report import alive_report, peak_rows, peak_table
 from planner.explain.timeline import Timeline, predicted_timelines, seconds_outside_chain_of, timeline_table
+from planner.plans.given_sources import plan_from, profile_from
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import FORMAT as PLAN_FORMAT, VERSION as PLAN_VERSION, Plan, chain_in
 from planner.units import exact_bytes, format_seconds
-from profiler.graph_profile import GRAPH_KIND, GraphProfile
 from profiler.json_files import read_document, write_whole
 from profiler.records import FORMAT as PROFILE_FORMAT, VERSION as PROFILE_VERSION, Profile
 
@@ -100,10 +100,8 @@ def run_show(file: Path, request: ShowRequest) -> None:
         check_picture(request.timeline)
     document = read_document(file, FORMATS)
     file_format = document["format"]
-    if file_format == PLAN_FORMAT and document.get("kind") == GRAPH_KIND:
-        parts = _show_graph_plan(GraphPlan.from_document(document, str(file)), str(file), request)
-    elif file_format == PLAN_FORMAT:
-        parts = _show_plan(Plan.from_document(document, str(file)), str(file), request)
+    if file_format == PLAN_FORMAT:
+        parts = _show_plan(plan_from(document, str(file)), str(file), request)
     elif file_format == CHAIN_SOLUTION_FORMAT:
         parts = _show_chain(document, str(file), request)
     else:
@@ -119,10 +117,10 @@ def _show_other(document: dict[str, Any], where: str, request: ShowRequest) -> l
             f"{where}: expected a plan to show ops, a timeline or a peak of, got a {document['format']}; "
             "pass the plan that planner solve -o wrote"
         )
-    if document["format"] == PROFILE_FORMAT and document.get("kind") == GRAPH_KIND:
-        return [graph_profile_report(GraphProfile.from_document(document, where))]
     if document["format"] == PROFILE_FORMAT:
-        return [tables.profile_report(Profile.from_document(document, where))]
+        profile = profile_from(document, where)
+        report = tables.profile_report(profile) if isinstance(profile, Profile) else graph_profile_report(profile)
+        return [report]
     return [tables.solution_report(summary_from(document, where))]
 
 
@@ -159,7 +157,9 @@ def _show_chain(document: dict[str, Any], where: str, request: ShowRequest) -> l
     return [*parts, "", *_peaks(step)]
 
 
-def _show_plan(plan: Plan, where: str, request: ShowRequest) -> list[RenderableType]:
+def _show_plan(plan: Plan | GraphPlan, where: str, request: ShowRequest) -> list[RenderableType]:
+    if isinstance(plan, GraphPlan):
+        return _show_graph_plan(plan, where, request)
     parts: list[RenderableType] = [tables.solution_report(summary_of_plan(plan))]
     if plan.menus:
         parts += ["", plan_ops_report(plan, every_op=request.ops)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,9 +56,13 @@ def plan_from_file(path: str | Path) -> Plan | GraphPlan:
     Raises:
         ValueError: as ``Plan.load``.
     """
-    document = read_document(path, {FORMAT: VERSION})
+    return plan_from(read_document(path, {FORMAT: VERSION}), str(path))
+
+
+def plan_from(document: Mapping[str, Any], where: str) -> Plan | GraphPlan:
+    """The plan of a file's document; ``where`` names it in errors."""
     kind = GraphPlan if document.get("kind") == GRAPH_KIND else Plan
-    return kind.from_document(document, str(path))
+    return kind.from_document(document, where)
 
 
 def profile_of_either_kind(profile: Any, who: str) -> Profile | GraphProfile:
@@ -71,9 +75,13 @@ def profile_of_either_kind(profile: Any, who: str) -> Profile | GraphProfile:
         return profile
     if not isinstance(profile, (str, Path)):
         return given_profile(profile, who)
-    document = read_document(profile, {PROFILE_FORMAT: PROFILE_VERSION})
+    return profile_from(read_document(profile, {PROFILE_FORMAT: PROFILE_VERSION}), str(profile))
+
+
+def profile_from(document: Mapping[str, Any], where: str) -> Profile | GraphProfile:
+    """The profile of a file's document; ``where`` names it in errors."""
     kind = GraphProfile if document.get("kind") == GRAPH_KIND else Profile
-    return kind.from_document(document, str(profile))
+    return kind.from_document(document, where)
 
 
 def _remedy(given: Any) -> str:

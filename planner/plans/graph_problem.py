@@ -133,13 +133,12 @@ class _Builder:
         return StepProblem(graph=graph, ops=self._ops, loss=self._loss)
 
     def _add(self, ordinal: int, op: StepOp) -> None:
-        inputs = self._owners(op.reads)
         node = Node(
             name=op.name,
             seconds=max(op.seconds, LEAST_SECONDS),
             output_bytes=self._bytes(op.makes),
             transient_bytes=op.transient_bytes,
-            inputs=inputs,
+            inputs=self._owners(op.reads),
             side=op.side,
             once=bool(op.once_reason),
         )

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from profiler.graph_profile import GRAPH_KIND, GraphProfile
+from planner.plans.given_sources import profile_from
+from profiler.graph_profile import GraphProfile
 from profiler.json_files import read_document
 from profiler.records import FORMAT as PROFILE_FORMAT, VERSION as PROFILE_VERSION, Profile
 from solvers.problem.chain import FORMAT as CHAIN_FORMAT, VERSION as CHAIN_VERSION, Chain
@@ -25,8 +26,7 @@ def read_source(path: str | Path) -> Source:
         return chain_from(document, str(path))
     if document["format"] == GRAPH_FORMAT:
         return graph_from(document, str(path))
-    kind = GraphProfile if document.get("kind") == GRAPH_KIND else Profile
-    return kind.from_document(document, str(path))
+    return profile_from(document, str(path))
 
 
 def chain_from(document: Mapping[str, Any], where: str) -> Chain:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -97,18 +98,14 @@ def solve(
                 "offload: expected a profile of stages where nothing is to be recomputed, got one of a graph; profile "
                 "without graph=True"
             )
-        ops = profile
-        return plan_with_headroom(
-            budget_bytes,
-            headroom_from(headroom),
-            lambda planned_bytes: solve_graph_profile(
-                ops,
-                planned_bytes,
-                solver=solver,
-                time_limit_seconds=time_limit_seconds,
-                gap=DEFAULT_GAP if gap is None else gap,
-            ),
+        within = partial(
+            solve_graph_profile,
+            profile,
+            solver=solver,
+            time_limit_seconds=time_limit_seconds,
+            gap=DEFAULT_GAP if gap is None else gap,
         )
+        return plan_with_headroom(budget_bytes, headroom_from(headroom), within)
     return _solved(profile, budget_bytes, solver, time_limit_seconds, offload_request, headroom_from(headroom))
 
 

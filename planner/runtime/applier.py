@@ -71,30 +71,13 @@ class Handle(Generic[AnyPlan]):
 
 
 def apply(model: nn.Module, plan: Plan | str | Path, *, watch: bool | None = None) -> Handle[Plan]:
-    """Install ``plan`` on ``model``, in place and reversibly.
-
-    Only the ``forward`` of the model and of recomputed stages is wrapped: the
-    module tree, names, state_dict and hooks stay as they are. The plan acts in
-    training mode with gradients enabled; under ``no_grad`` and in eval mode the
-    model runs as without it.
+    """Install a plan of stages, as ``planner.apply`` does, which also takes plans of single ops.
 
     Args:
-        model: the model that was profiled, or one with the same stages; also where it was compiled, or wrapped by
-            DistributedDataParallel or fully_shard since.
-        plan: from ``planner.solve`` or ``Plan.load``, or the path of its file.
-        watch: take the peak of the first steps, and say once where it is above the budget, by how much and what holds
-            it. None does so on CUDA, where it is free; on the CPU the profiler runs for two steps. That a loop holds
-            gradients or outputs which the plan does not count on is said in any case.
-
-    Returns:
-        A handle with ``remove()``; also a context manager.
+        model, plan, watch: as for ``planner.apply``.
 
     Raises:
-        PlanMismatch: stage names, parameter shapes or the parameters' types differ. So says the model's forward
-            where it runs under another autocast than the profiled step, or its parameters have become others since.
-        UnsupportedPlan: the plan's schedule cannot be carried out.
-        ValueError: another plan is applied already, an argument is of another kind, the file is no plan, or
-            checkpointing of the model's own is switched on.
+        PlanMismatch, UnsupportedPlan, ValueError: as there.
     """
     model, plan = inner_model(given_model(model)), given_plan(plan)
     check_unplanned(model)

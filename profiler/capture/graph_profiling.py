@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,9 @@ from profiler.capture.backend import eager_backend
 from profiler.capture.joint_graph import JointGraph, capturing
 from profiler.capture.op_costs import costs_of
 from profiler.capture.programs import order_of
-from profiler.capture.step_dataflow import makers_of, step_graph_of
+from profiler.capture.step_dataflow import step_graph_of
 from profiler.graph_profile import GraphProfile
+from profiler.measurement.assembly import what_ran_where
 from profiler.measurement.joined_phases import joined
 from profiler.measurement.measuring import Progress, ProgressReporter
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, metered_step, time_meter
@@ -28,7 +28,6 @@ from profiler.workload.precision import precision_of
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import TensorsOfState, first_step, resident_bytes_of, until_stepped
 from profiler.workload.workload import StepPhase, Workload
-from profiler.workload.wrapped_models import class_name, inner_model
 
 TIMED_STEPS = 3
 _PROGRAM, _BEHIND = Place("stage", 0), Place("outside", 1)
@@ -65,15 +64,10 @@ def profile_graph(workload: Workload, progress: Progress | None = None) -> Graph
             times = [step(time_meter(workload.device)) for _ in range(TIMED_STEPS)]
         report("ops")
         graph = _measured(programs.graph, workload.device)
-    device = workload.device
     seconds = [sum(phase.seconds for _, phase in phases) for phases in times]
     typical = times[seconds.index(statistics.median_low(seconds))]
     return GraphProfile(
-        model_class=class_name(inner_model(workload.model)),
-        input_shapes=workload.input_shapes,
-        device=str(device),
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        torch_version=str(torch.__version__),
+        **what_ran_where(workload),
         precision=precision_of(workload.model, workload.autocast),
         graph=graph,
         resident=resident,
@@ -129,7 +123,7 @@ def _in_programs(workload: Workload) -> Iterator[_Programs]:
 
 def _measured(graph: JointGraph, device: torch.device) -> StepGraph:
     """The dataflow with what its ops cost."""
-    costs = {op.name: cost for op, cost in costs_of(graph, set(makers_of(graph).values()), device).items()}
+    costs = {op.name: cost for op, cost in costs_of(graph, dict.fromkeys(graph.makers.values()), device).items()}
     step = step_graph_of(graph)
     ops = [
         replace(op, seconds=costs[op.name].seconds, transient_bytes=costs[op.name].transient_bytes) for op in step.ops
@@ -137,7 +131,7 @@ def _measured(graph: JointGraph, device: torch.device) -> StepGraph:
     return replace(step, ops=tuple(ops))
 
 
-def _parts(memory: MarkedPhases, times: MarkedPhases) -> dict[str, Phase]:
+def _parts(memory: MarkedPhases, times: MarkedPhases) -> dict[str, Any]:
     """The phases of a step around and in its programs, by the names of a profile's attributes."""
     bytes_of, seconds_of = _by_part(memory), _by_part(times)
     return {part: joined(bytes_of[part], sum(phase.seconds for phase in seconds_of[part])) for part in bytes_of}

@@ -88,16 +88,27 @@ class JointGraph:
 
     @cached_property
     def forward_ops(self) -> frozenset[fx.Node]:
-        """Those of ``ops`` that the forward's outputs need."""
-        return frozenset(_needed_by(self.outputs[: self.forward_outputs]).intersection(self.ops))
+        """Calls that the forward's outputs need."""
+        needed = _needed_by(self.outputs[: self.forward_outputs])
+        return frozenset(node for node in needed if node.op == "call_function")
 
     @cached_property
     def ops(self) -> tuple[fx.Node, ...]:
         """Calls that an output needs, in order: those of the forward first."""
-        forward = _needed_by(self.outputs[: self.forward_outputs])
         needed = _needed_by(self.outputs)
         calls = [node for node in self.module.graph.nodes if node.op == "call_function" and node in needed]
-        return (*(call for call in calls if call in forward), *(call for call in calls if call not in forward))
+        return tuple(sorted(calls, key=lambda call: call not in self.forward_ops))
+
+    @cached_property
+    def makers(self) -> dict[int, fx.Node]:
+        """By storage the op that makes it, in the order of ops; what model, batch and loss bring is left out."""
+        brought = {s for node in (*self.inputs, *self.constants, *self.tangents) for s in storages_of(node)}
+        makers: dict[int, fx.Node] = {}
+        for op in self.ops:
+            for storage in storages_of(op):
+                if storage not in brought:
+                    makers.setdefault(storage, op)
+        return makers
 
     def _placeholders(self) -> list[fx.Node]:
         return self.module.graph.find_nodes(op="placeholder")
@@ -152,7 +163,7 @@ def capture(workload: Workload) -> JointGraph:
     with preserved(workload), ModelCaches(workload.model).off(), capturing(workload.model, backend):
         try:
             workload.step()
-        except Exception:
+        except Exception:  # torch puts what ends the step into errors of its own.
             if not graphs:
                 raise
     if not graphs:

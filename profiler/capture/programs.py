@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from profiler.capture.joint_graph import JointGraph
 from profiler.capture.random_ops import device_of, draws, random_state, run_from_state
-from profiler.capture.step_dataflow import STATISTICS, is_batch_norm, makers_of, second_call
+from profiler.capture.step_dataflow import STATISTICS, is_batch_norm, second_call
 
 
 class StepOrder(NamedTuple):
@@ -30,7 +30,7 @@ class StepOrder(NamedTuple):
 
 def order_of(graph: JointGraph) -> StepOrder:
     """Each op once, in the order in which they were traced."""
-    makers = set(makers_of(graph).values())
+    makers = set(graph.makers.values())
     return StepOrder(
         [op.name for op in graph.ops if op in makers and op in graph.forward_ops],
         [op.name for op in graph.ops if op in makers and op not in graph.forward_ops],
@@ -77,7 +77,7 @@ class _Values:
     """What runs make: tensors with a storage of their own, each by its node in the joint graph."""
 
     def __init__(self, graph: JointGraph) -> None:
-        self._makers = set(makers_of(graph).values())
+        self._makers = set(graph.makers.values())
         self._needed = {*graph.ops}
         self._tangents = set(graph.tangents)
 

@@ -16,20 +16,9 @@ STATISTICS = (3, 4)  # of a batch norm's arguments and results: running ones, wh
 CHANGES = "it reads a buffer that the step changes"
 
 
-def makers_of(graph: JointGraph) -> dict[int, fx.Node]:
-    """By storage the op that makes it, in the order of ops; what model, batch and loss bring is left out."""
-    brought = _storages((*graph.inputs, *graph.constants, *graph.tangents))
-    makers: dict[int, fx.Node] = {}
-    for op in graph.ops:
-        for storage in storages_of(op):
-            if storage not in brought:
-                makers.setdefault(storage, op)
-    return makers
-
-
 def step_graph_of(graph: JointGraph) -> StepGraph:
     """The dataflow of the step, without seconds."""
-    makers, of_loss = makers_of(graph), _storages(graph.tangents)
+    makers, of_loss = graph.makers, _storages(graph.tangents)
     numbers = {storage: number for number, storage in enumerate((*makers, *of_loss))}
     makes: dict[fx.Node, list[int]] = {}
     for storage, op in makers.items():

@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -60,18 +60,25 @@ class Measured:
     left_out: tuple[LeftOutRecord, ...] = ()
 
 
+def what_ran_where(workload: Workload) -> dict[str, Any]:
+    """The model, batch, device and torch of a profile, by the names of its attributes."""
+    device = workload.device
+    return {
+        "model_class": class_name(inner_model(workload.model)),
+        "input_shapes": workload.input_shapes,
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "torch_version": str(torch.__version__),
+    }
+
+
 def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) -> Profile:
     """The profile of what was measured."""
     optimizer = joined(measured.memory.get(Mark("optimizer")), measured.seconds.get(Mark("optimizer"), 0.0))
     evaluations = measured.memory.get(Mark("evaluation"), [])
-    device = workload.device
     assembly = _Assembly(measured, resident.total)
     return Profile(
-        model_class=class_name(inner_model(workload.model)),
-        input_shapes=workload.input_shapes,
-        device=str(device),
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        torch_version=str(torch.__version__),
+        **what_ran_where(workload),
         precision=precision_of(workload.model, workload.autocast) + (COMPILED if is_compiled(workload.model) else ""),
         stages=assembly.records(),
         shared=assembly.shared(),

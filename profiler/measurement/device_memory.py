@@ -44,7 +44,7 @@ def give_back_freed_memory(device: torch.device) -> None:
     release_cache(device)
     if device.type == "cpu":
         _set_malloc(_OWN_MAPPING_BYTES, _OWN_MAPPING_BYTES)
-        _set_malloc_option(_MOST_ARENAS, 1)  # Each takes 64 MiB of what a process may have.
+        _call_libc("mallopt", _MOST_ARENAS, 1)  # Each takes 64 MiB of what a process may have.
     trim_heap(device)
 
 
@@ -60,14 +60,15 @@ def large_blocks_mapped() -> Iterator[None]:
 
 
 def _set_malloc(mapped_bytes: int, trimmed_bytes: int) -> None:
-    _set_malloc_option(_MMAP_THRESHOLD, mapped_bytes)
-    _set_malloc_option(_TRIM_THRESHOLD, trimmed_bytes)
+    _call_libc("mallopt", _MMAP_THRESHOLD, mapped_bytes)
+    _call_libc("mallopt", _TRIM_THRESHOLD, trimmed_bytes)
 
 
-def _set_malloc_option(option: int, value: int) -> None:
+def _call_libc(function: str, *arguments: int) -> None:
+    """Call a function of glibc's; with another C library nothing happens."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL("libc.so.6").mallopt(option, value)
+            getattr(ctypes.CDLL("libc.so.6"), function)(*arguments)
 
 
 def trim_heap(device: torch.device) -> None:
@@ -76,9 +77,8 @@ def trim_heap(device: torch.device) -> None:
     Args:
         device: of the step; nothing happens unless it is the CPU.
     """
-    if device.type == "cpu" and sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
+    if device.type == "cpu":
+        _call_libc("malloc_trim", 0)
 
 
 def is_limited() -> bool:
