@@ -21,9 +21,11 @@ class StepOp:
         side: ``forward`` where the forward's outputs need it.
         reads: storages that it reads, parameters, buffers and the batch left out.
         makes: storages that it makes. A view makes none, and is no op here: who reads a view reads its storage.
+        once_makes: those of them that its first run alone makes: a batch norm's running statistics.
         once_reason: why it must not run again; empty where it may.
         seconds: of one run.
         transient_bytes: the most it holds while it runs, beside what it reads and makes.
+        random: it draws random numbers.
         state_bytes: on the device, of the state that it draws random numbers from; kept where it runs again.
     """
 
@@ -33,9 +35,11 @@ class StepOp:
     side: Side = "forward"
     reads: tuple[int, ...] = ()
     makes: tuple[int, ...] = ()
+    once_makes: tuple[int, ...] = ()
     once_reason: str = ""
     seconds: float = 0.0
     transient_bytes: int = 0
+    random: bool = False
     state_bytes: int = 0
 
     @property

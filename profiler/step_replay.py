@@ -100,11 +100,12 @@ def _runs_of(step: StepGraph, runs: StepRuns) -> tuple[list[_Run], list[_Run]]:
         op, state = step.ops[ordinal], len(step.storages) + ordinal
         again = ordinal in ran
         ran.add(ordinal)
+        makes = tuple(s for s in op.makes if s not in op.once_makes) if again else op.makes
         if not op.state_bytes or counts[ordinal] == 1:
-            return _Run(op.reads, op.makes, op.transient_bytes)
+            return _Run(op.reads, makes, op.transient_bytes)
         if again:  # The generator's own state is kept meanwhile.
-            return _Run((*op.reads, state), op.makes, op.transient_bytes + op.state_bytes)
-        return _Run(op.reads, (*op.makes, state), op.transient_bytes)
+            return _Run((*op.reads, state), makes, op.transient_bytes + op.state_bytes)
+        return _Run(op.reads, (*makes, state), op.transient_bytes)
 
     return [*map(run_of, runs.forward)], [*map(run_of, runs.backward)]
 

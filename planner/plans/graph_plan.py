@@ -29,7 +29,8 @@ class GraphPlan:
         resident_bytes: always there: parameters, optimizer states, batch.
         recomputed_seconds: predicted seconds of runs beside each op's first.
         recomputed_ops: how many such runs there are.
-        lower_bound_seconds: no order of these ops whose first runs come as they were traced is faster in the budget.
+        lower_bound_seconds: no order of these ops whose first runs come as they were traced, and which keeps what is
+            small (a thousandth of the peak in all), is faster within the budget.
         gap: relative distance of the prediction from that bound.
         solve_seconds: time that the solver took.
         graph: the ops of the step, by which it is recognised.

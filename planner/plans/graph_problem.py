@@ -1,8 +1,9 @@
 """From the dataflow of a step to a graph problem.
 
-Each op is a node. Where storages of one op are needed for different times, and both parts are large, the one that is
-needed longer has a node of its own: directly after the op, without work. Between forward and backward stands the loss,
-a node that runs once: it reads what the forward returns, and makes the gradients that backward begins with.
+Each op is a node, but for those that make small storages alone: these run once, and what is small always counts. Where
+large storages of one op are needed for different times, the one that is needed longer has a node of its own: directly
+after the op, without work. Between forward and backward stands the loss, a node that runs once: it reads what the
+forward returns, and makes the gradients that backward begins with.
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from planner.plans.op_groups import OpGroup, groups_of, small_storages
 from profiler.graph_profile import GraphProfile
 from profiler.records import Phase
-from profiler.step_graph import StepGraph, StepOp
+from profiler.step_graph import StepGraph
 from profiler.step_replay import SideReplay, StepReplay, replay_step, runs_once
 from solvers.problem.graph import Graph, Node, Side
 
-# Without it every BatchNorm's statistics would be nodes: 114 beside the 400 of a ResNet-50, for 0.01 % of its bytes.
-SPLIT_BYTES = 2**16
+SMALL_SHARE = 1e-3  # of the bytes at the peak: that much all small storages hold together
 LEAST_SECONDS = 1e-6  # of an op: no run is free
-_RESIDENT = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +28,12 @@ class StepProblem:
 
     Attributes:
         graph: the problem.
-        ops: by name of a node the ordinal of the op that it runs. The loss, and nodes without work, run none.
+        groups: by name of a node the ops that it runs. The loss, and nodes without work, run none.
         loss: name of the loss's node.
     """
 
     graph: Graph
-    ops: Mapping[str, int]
+    groups: Mapping[str, OpGroup]
     loss: str
 
 
@@ -86,35 +86,35 @@ def _beside(measured: Phase, replayed: SideReplay) -> int:
     )
 
 
-def step_problem(step: StepGraph, around: StepSurroundings, *, split_bytes: int = SPLIT_BYTES) -> StepProblem:
+def step_problem(step: StepGraph, around: StepSurroundings, *, small_share: float = SMALL_SHARE) -> StepProblem:
     """The problem of a step.
 
     Args:
         step: its dataflow.
         around: bytes around its programs.
-        split_bytes: storages of one op are told apart where there are more bytes than that of both kinds.
+        small_share: of the most bytes that its ops hold when each runs once; the smallest storages, as many as hold no
+            more than that together, always count.
     """
-    return _Builder(step, around, split_bytes).problem()
+    once = replay_step(step, runs_once(step))
+    small = small_storages(step, small_share * max(once.forward.peak_bytes, once.backward.peak_bytes))
+    return _Builder(step, around, small).problem()
 
 
 class _Builder:
     """Goes through the ops in order, and keeps which node owns each storage."""
 
-    def __init__(self, step: StepGraph, around: StepSurroundings, split_bytes: int) -> None:
-        self._step, self._around = step, around
+    def __init__(self, step: StepGraph, around: StepSurroundings, small: frozenset[int]) -> None:
+        self._step, self._around, self._small = step, around, small
         self._backward_bytes = around.backward_bytes - around.held_bytes
         self._resident_bytes = min(around.forward_bytes, self._backward_bytes)
-        self._split_bytes = split_bytes
         self._owner: dict[int, str] = {}
         self._nodes: list[Node] = []
-        self._ops: dict[str, int] = {}
-        # Of what always is alive: small parts that outlive the rest, and the states of random generators.
-        self._always_bytes = sum(op.state_bytes for op in step.ops)
+        self._groups: dict[str, OpGroup] = {}
         self._names = {op.name for op in step.ops}
         self._loss = self._free_name("loss")
         self._saved = {s for op in step.ops if op.side == "backward" for s in op.reads}
-        held = around.held_bytes > 0
-        self._ends = {s for s, storage in enumerate(step.storages) if storage.gradient or (held and storage.returned)}
+        self._held = {s for s, storage in enumerate(step.storages) if around.held_bytes > 0 and storage.returned}
+        self._ends = self._held | {s for s, storage in enumerate(step.storages) if storage.gradient}
         self._before: tuple[str, ...] = ()
         self._after: tuple[str, ...] = ()
 
@@ -122,50 +122,71 @@ class _Builder:
         after_loss = False
         before_bytes = self._around.forward_bytes - self._resident_bytes
         self._before = self._add_bytes("before", before_bytes) if before_bytes else ()
-        for ordinal, op in enumerate(self._step.ops):
-            if op.side == "backward" and not after_loss:
+        for group in groups_of(self._step, self._small):
+            if self._step.ops[group.ordinal].side == "backward" and not after_loss:
                 self._add_loss()
                 after_loss = True
-            self._add(ordinal, op)
-        outputs = (*self._owners(sorted(self._ends)), *self._after)
-        resident_bytes = self._resident_bytes + self._always_bytes
-        graph = Graph(nodes=tuple(self._nodes), outputs=outputs, resident_bytes=resident_bytes)
-        return StepProblem(graph=graph, ops=self._ops, loss=self._loss)
+            self._add(group)
+        always_bytes = self._bytes(self._small) + sum(op.state_bytes for op in self._step.ops)
+        graph = Graph(
+            nodes=tuple(self._nodes),
+            outputs=(*self._owners(sorted(self._ends)), *self._after),
+            resident_bytes=self._resident_bytes + always_bytes,
+        )
+        return StepProblem(graph=graph, groups=self._groups, loss=self._loss)
 
-    def _add(self, ordinal: int, op: StepOp) -> None:
+    def _add(self, group: OpGroup) -> None:
+        op = self._step.ops[group.ordinal]
+        ops = [op, *(self._step.ops[ordinal] for ordinal in group.once)]
+        made = [s for s in op.makes if s not in self._small]
         node = Node(
             name=op.name,
             seconds=max(op.seconds, LEAST_SECONDS),
-            output_bytes=self._bytes(op.makes),
-            transient_bytes=op.transient_bytes,
+            output_bytes=self._bytes(made),
+            transient_bytes=max(each.transient_bytes for each in ops),
             inputs=self._owners(op.reads),
             side=op.side,
-            once=bool(op.once_reason),
+            once=bool(op.once_reason) or not made or self._held.issuperset(made),
         )
-        self._ops[op.name] = ordinal
-        self._owner.update(dict.fromkeys(op.makes, op.name))
+        self._groups[op.name] = group
+        self._owner.update(dict.fromkeys(made, op.name))
         place = len(self._nodes)
-        node = self._part(node, [s for s in op.makes if s in self._ends], "end")
+        lasting = [s for s in made if s in self._ends or (s in self._saved and s in op.once_makes)]
+        node = self._with_part_apart(node, lasting)
         if op.side == "forward":
-            node = self._part(node, [s for s in op.makes if s in self._saved and s not in self._ends], "saved")
+            self._add_part(node, [s for s in made if s in self._saved and s not in lasting], "saved", once=False)
         self._nodes.insert(place, node)
 
-    def _part(self, node: Node, part: list[int], suffix: str) -> Node:
-        """Let a part of an op's storages outlive the rest; returns the op's node without that part."""
+    def _with_part_apart(self, node: Node, part: list[int]) -> Node:
+        """A node without a part of its output, which stays from the first run on."""
         part_bytes = self._bytes(part)
-        rest_bytes = node.output_bytes - part_bytes
-        if not part or rest_bytes <= self._split_bytes:
+        if not self._add_part(node, part, "kept", once=True):
             return node
-        if part_bytes <= self._split_bytes:
-            self._owner.update(dict.fromkeys(part, _RESIDENT))
-            self._always_bytes += part_bytes
-            return replace(node, output_bytes=rest_bytes)
+        rest_bytes = node.output_bytes - part_bytes
+        return replace(node, output_bytes=rest_bytes, transient_bytes=node.transient_bytes + part_bytes)
+
+    def _add_part(self, node: Node, part: list[int], suffix: str, *, once: bool) -> bool:
+        """Add a node for a part of a node's output that outlives the rest; says whether there is a rest.
+
+        Where it may be made again, it is made of the whole output, which counts beside it as long as that is read:
+        who keeps the rest alone has to run the op again.
+        """
+        part_bytes = self._bytes(part)
+        if not 0 < part_bytes < node.output_bytes:
+            return False
         name = f"{node.name}_{suffix}"
         self._nodes.append(
-            Node(name=name, seconds=LEAST_SECONDS, output_bytes=part_bytes, inputs=(node.name,), side=node.side)
+            Node(
+                name=name,
+                seconds=LEAST_SECONDS,
+                output_bytes=part_bytes,
+                inputs=(node.name,),
+                side=node.side,
+                once=once,
+            )
         )
         self._owner.update(dict.fromkeys(part, name))
-        return replace(node, output_bytes=rest_bytes, transient_bytes=node.transient_bytes + part_bytes)
+        return True
 
     def _add_loss(self) -> None:
         """The loss lets go of what is alive in forward alone, and leaves what is alive in backward alone."""
@@ -202,8 +223,8 @@ class _Builder:
         return next(each for each in (name, *numbered) if each not in self._names)
 
     def _owners(self, storages: Iterable[int]) -> tuple[str, ...]:
-        owners = dict.fromkeys(self._owner[storage] for storage in storages)
-        return tuple(name for name in owners if name != _RESIDENT)
+        """Nodes whose outputs hold these; what is small always is there."""
+        return tuple(dict.fromkeys(self._owner[s] for s in storages if s in self._owner))
 
     def _bytes(self, storages: Iterable[int]) -> int:
         return sum(self._step.storages[storage].size_bytes for storage in storages)

@@ -41,8 +41,11 @@ def solve_graph_profile(
     if budget_bytes < around.other_peak_bytes:
         raise _too_little_around(problem, around.other_peak_bytes, budget_bytes, solver)
     within = GraphProblem(graph=problem.graph, budget_bytes=budget_bytes)
-    solution = solve_graph(within, solver, time_limit_seconds, gap)
-    return _plan_of(profile, problem, around, require_schedule(solution, budget_bytes, solver), budget_bytes)
+    solution = require_schedule(solve_graph(within, solver, time_limit_seconds, gap), budget_bytes, solver)
+    plan = _plan_of(profile, problem, around, solution, budget_bytes)
+    # The problem counts each storage at least as long as it lives.
+    assert plan.predicted_peak_bytes <= budget_bytes, f"{plan.predicted_peak_bytes} bytes in {budget_bytes}"
+    return plan
 
 
 def _too_little_around(problem: StepProblem, needed_bytes: int, budget_bytes: int, solver: str) -> Infeasible:
@@ -60,11 +63,16 @@ def runs_of(problem: StepProblem, solution: GraphSolution) -> StepRuns:
     assert solution.schedule is not None
     names = [problem.graph.nodes[node].name for node in solution.schedule.computed()]
     end = names.index(problem.loss)
+    ran: set[str] = set()
 
-    def ordinals(part: list[str]) -> tuple[int, ...]:
-        return tuple(problem.ops[name] for name in part if name in problem.ops)
+    def ordinals(part: list[str]) -> Iterator[int]:
+        for name in part:
+            if (group := problem.groups.get(name)) is not None:
+                yield group.ordinal
+                yield from () if name in ran else group.once
+                ran.add(name)
 
-    return StepRuns(ordinals(names[:end]), ordinals(names[end + 1 :]))
+    return StepRuns(tuple(ordinals(names[:end])), tuple(ordinals(names[end + 1 :])))
 
 
 def _plan_of(

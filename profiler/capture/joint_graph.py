@@ -6,6 +6,7 @@ run.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -199,7 +200,20 @@ def compiled_whole(forward: Forward, backend: Any) -> Forward:
 
     # Dynamo counts what it compiles of a piece of code, and gives up after eight: each model has its own.
     call.__code__ = call.__code__.replace()
-    return torch.compile(call, backend=backend, fullgraph=True, dynamic=False)
+    compiled = torch.compile(call, backend=backend, fullgraph=True, dynamic=False)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        ignored = {*torch._dynamo.config.ignore_logging_functions, *_log_calls()}
+        with torch._dynamo.config.patch(ignore_logging_functions=ignored):
+            return compiled(*args, **kwargs)
+
+    return run
+
+
+def _log_calls() -> list[Any]:
+    """Methods of loggers, also those that libraries add: a line in a log is no reason for a break."""
+    found = vars(logging.Logger).items()
+    return [method for name, method in found if name.startswith(("debug", "info", "warn", "error", "log", "exception"))]
 
 
 def _never(module: fx.GraphModule, _: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ def step_graph_of(graph: JointGraph) -> StepGraph:
                 side="forward" if op in graph.forward_ops else "backward",
                 reads=tuple(sorted(numbers[storage] for storage in read if storage in numbers)),
                 makes=tuple(makes[op]),
+                once_makes=_statistics(op, numbers),
+                random=draws(op),
                 state_bytes=state_bytes(op) if draws(op) else 0,
                 once_reason=CHANGES if not changed.isdisjoint(read) and not is_batch_norm(op) else "",
             )
@@ -56,6 +58,13 @@ def step_graph_of(graph: JointGraph) -> StepGraph:
         ),
         resident_bytes=sum(_sizes((*graph.inputs, *graph.constants)).values()),
     )
+
+
+def _statistics(op: fx.Node, numbers: Mapping[int, int]) -> tuple[int, ...]:
+    if not is_batch_norm(op):
+        return ()
+    made = [op.meta["val"][place].untyped_storage()._cdata for place in STATISTICS]
+    return tuple(numbers[storage] for storage in made)
 
 
 def is_batch_norm(op: fx.Node) -> bool:

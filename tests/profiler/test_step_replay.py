@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from profiler.step_graph import StepGraph, StepOp, StepStorage
 from profiler.step_replay import StepRuns, replay_step, runs_once
 
@@ -51,3 +53,13 @@ def test_what_is_made_twice_is_two_storages_one_after_the_other() -> None:
     replay = replay_step(step(), again)
     assert replay.forward.alive == (10, 30, 50, 70)  # the first b goes after out, the second is handed over
     assert replay.backward == replay_step(step(), runs_once(step())).backward
+
+
+def test_a_second_run_makes_no_statistics_so_those_of_the_first_are_handed_over() -> None:
+    plain = step()
+    ops = (replace(plain.ops[0], makes=(A, B), once_makes=(B,), state_bytes=0), *plain.ops[2:])
+    statistics = replace(plain, ops=ops)
+    replay = replay_step(statistics, StepRuns((0, 1), (0, 2, 3)))
+    assert replay.forward.end_bytes == SIZES[B] + SIZES[OUT]
+    assert replay.backward.start_bytes == SIZES[TANGENT] + SIZES[B]
+    assert replay.backward.peaks[0] == SIZES[TANGENT] + SIZES[B] + SIZES[A]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import planner
 from profiler.graph_profile import GraphProfile
 
 WIDTH, BATCH = 32, 64
+LOGGER = logging.getLogger("model")
 
 
 class Dense(nn.Module):
@@ -117,6 +119,20 @@ def test_evaluation_is_as_without_a_plan_and_a_plan_comes_off(profiled: GraphPro
     assert planner.handle_of(work.model) is None and "forward" not in vars(work.model)
 
 
+class Logs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        LOGGER.warning("a forward of %s", type(self).__name__)
+        return torch.sigmoid(self.layer(x))
+
+
+def test_a_line_in_a_log_is_no_break() -> None:
+    assert {op.kind for op in planner.profile(work_of(Logs), graph=True).graph.ops} >= {"addmm", "sigmoid"}
+
+
 class Breaks(nn.Module):
     """What runs depends on a value."""
 
@@ -138,4 +154,4 @@ def test_a_break_is_refused_with_its_line_and_what_works_instead() -> None:
 
 def test_a_budget_below_the_smallest_names_the_op_that_forces_it(profiled: GraphProfile) -> None:
     with pytest.raises((planner.Infeasible, planner.NothingFound), match=r"running node '\w+' needs"):
-        planner.solve(profiled, profiled.resident.total * 2, time_limit_seconds=2)
+        planner.solve(profiled, smallest_budget(profiled) // 2, time_limit_seconds=2)

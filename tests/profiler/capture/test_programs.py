@@ -12,6 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from planner import zoo
 from planner.plans.graph_problem import StepSurroundings, step_problem
+from planner.plans.graph_solving import runs_of
 from profiler.capture.backend import eager_backend
 from profiler.capture.joint_graph import JointGraph
 from profiler.capture.programs import StepOrder
@@ -33,7 +34,7 @@ def solved(graph: JointGraph, share: float) -> StepOrder:
     step = step_graph_of(graph)
     base = step.resident_bytes
     around = StepSurroundings(forward_bytes=base, backward_bytes=base, loss_bytes=base)
-    problem = step_problem(step, around, split_bytes=0)
+    problem = step_problem(step, around, small_share=0.0)
     peak = unplanned_replay(problem.graph).peak_bytes
     refused = solve_graph(GraphProblem(graph=problem.graph, budget_bytes=1))
     assert refused.shortage is not None
@@ -41,10 +42,9 @@ def solved(graph: JointGraph, share: float) -> StepOrder:
     budget = least + int(share * (peak - least))
     solution = solve_graph(GraphProblem(graph=problem.graph, budget_bytes=budget), time_limit_seconds=10, gap=0.1)
     assert solution.schedule is not None
-    names = [problem.graph.nodes[node].name for node in solution.schedule.computed()]
-    RUNS.append(len(names) - len(set(names)))
-    end = names.index(problem.loss)
-    return StepOrder(*([name for name in part if name in problem.ops] for part in (names[:end], names[end + 1 :])))
+    runs = runs_of(problem, solution)
+    RUNS.append(sum(map(len, runs)) - len(step.ops))
+    return StepOrder(*([step.ops[ordinal].name for ordinal in side] for side in runs))
 
 
 def trained(work: Workload, backend: Any) -> tuple[list[float], list[torch.Tensor]]:
