@@ -1,6 +1,6 @@
 """From the dataflow of a step to a graph problem.
 
-Each op is a node, but for those that make small storages alone: these run once, and what is small always counts. Where
+Each group of ops is a node. Ops that make small storages alone run once, and what is small always counts. Where
 large storages of one op are needed for different times, the one that is needed longer has a node of its own: directly
 after the op, without work. Between forward and backward stands the loss, a node that runs once: it reads what the
 forward returns, and makes the gradients that backward begins with.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from planner.plans.op_groups import OpGroup, groups_of, small_storages
+from planner.plans.op_groups import OpGroup, groups_of, inner_bytes, small_storages
 from profiler.graph_profile import GraphProfile
 from profiler.records import Phase
 from profiler.step_graph import StepGraph
@@ -123,7 +123,7 @@ class _Builder:
         before_bytes = self._around.forward_bytes - self._resident_bytes
         self._before = self._add_bytes("before", before_bytes) if before_bytes else ()
         for group in groups_of(self._step, self._small):
-            if self._step.ops[group.ordinal].side == "backward" and not after_loss:
+            if self._step.ops[group.ops[0]].side == "backward" and not after_loss:
                 self._add_loss()
                 after_loss = True
             self._add(group)
@@ -136,15 +136,18 @@ class _Builder:
         return StepProblem(graph=graph, groups=self._groups, loss=self._loss)
 
     def _add(self, group: OpGroup) -> None:
-        op = self._step.ops[group.ordinal]
-        ops = [op, *(self._step.ops[ordinal] for ordinal in group.once)]
+        ops = [self._step.ops[ordinal] for ordinal in group.ops]
+        op = ops[-1]
         made = [s for s in op.makes if s not in self._small]
+        inside = {s for each in ops for s in each.makes}
+        beside = [self._step.ops[ordinal].transient_bytes for ordinal in group.once]
+        beside += [bytes_ - self._bytes(made) for bytes_ in inner_bytes(self._step, group.ops)]
         node = Node(
             name=op.name,
-            seconds=max(op.seconds, LEAST_SECONDS),
+            seconds=max(sum(each.seconds for each in ops), LEAST_SECONDS),
             output_bytes=self._bytes(made),
-            transient_bytes=max(each.transient_bytes for each in ops),
-            inputs=self._owners(op.reads),
+            transient_bytes=max(0, *beside),
+            inputs=self._owners(s for each in ops for s in each.reads if s not in inside),
             side=op.side,
             once=bool(op.once_reason) or not made or self._held.issuperset(made),
         )

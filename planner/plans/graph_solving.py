@@ -68,8 +68,7 @@ def runs_of(problem: StepProblem, solution: GraphSolution) -> StepRuns:
     def ordinals(part: list[str]) -> Iterator[int]:
         for name in part:
             if (group := problem.groups.get(name)) is not None:
-                yield group.ordinal
-                yield from () if name in ran else group.once
+                yield from group.ops if name in ran else group.first_run
                 ran.add(name)
 
     return StepRuns(tuple(ordinals(names[:end])), tuple(ordinals(names[end + 1 :])))

@@ -58,7 +58,7 @@ def test_large_parts_are_nodes_without_work() -> None:
     assert (norm.output_bytes, norm.transient_bytes) == (2 * BIG, 7)
     assert (saved.name, saved.inputs, saved.output_bytes) == ("norm_saved", ("norm",), BIG)
     assert back.inputs == ("norm_saved", "loss")
-    assert {name: group.ordinal for name, group in problem.groups.items()} == {"norm": 0, "exp": 1, "back": 2}
+    assert {name: group.ops[0] for name, group in problem.groups.items()} == {"norm": 0, "exp": 1, "back": 2}
 
 
 def test_what_the_loop_holds_is_alive_at_the_end() -> None:
