@@ -113,15 +113,17 @@ class _OrderInMaking:
     def _score(self) -> None:
         """Scores for the present first run; missing nodes pass their need on to what they are made from."""
         indexed, first_runs = self.indexed, self._first_runs
-        cost, need = indexed.seconds.copy(), np.full(indexed.count, np.inf)
         alive = self._alive.tolist()
-        for v in range(first_runs):
-            cost[v] += sum(cost[u] for u in indexed.inputs[v] if not alive[u])
+        costs, needs = indexed.seconds.tolist(), [float(indexed.count) if end else np.inf for end in indexed.is_output]
+        for v in range(first_runs):  # of lists: an array's single items are slow
+            for u in indexed.inputs[v]:
+                if not alive[u]:
+                    costs[v] += costs[u]
         for v in reversed(range(first_runs)):
-            later = [
-                float(r) if r >= first_runs else need[r] for r in indexed.readers[v] if r >= first_runs or not alive[r]
-            ]
-            need[v] = min(later, default=float(indexed.count) if indexed.is_output[v] else np.inf)
+            later = [r if r >= first_runs else needs[r] for r in indexed.readers[v] if r >= first_runs or not alive[r]]
+            if later:
+                needs[v] = min(later)
+        cost, need = np.array(costs), np.array(needs)
         wait = np.maximum(1.0, need - first_runs + 1)
         per_byte = cost * self._noise / np.maximum(1, indexed.output_bytes)
         self._scores = np.where(self._rerunnable, per_byte / wait**self._power, np.inf)
