@@ -62,6 +62,7 @@ class _OrderInMaking:
         self._alive = np.zeros(indexed.count, dtype=bool)
         self._first_runs = 0  # first runs that are done
         self._scores = np.full(indexed.count, np.inf)
+        self._last = indexed.once.copy()  # what cannot be made again
         self._scored_at = -1  # the first run for which the scores are
 
     def make(self, node: int) -> bool:
@@ -88,6 +89,8 @@ class _OrderInMaking:
                 return False
             self._alive[victim] = False
             self._room += int(indexed.output_bytes[victim])
+            if self._last[victim]:  # What is made from it cannot be made again from now on.
+                self._scored_at = -1
         self.order.append(v)
         self._alive[v] = True
         self._room -= int(indexed.output_bytes[v])
@@ -99,7 +102,8 @@ class _OrderInMaking:
         if self._first_runs - self._scored_at >= max(1, self.indexed.count // SCORINGS):
             self._score()
         victim = self._cheapest(pinned)
-        if victim is None and self._first_runs > self._scored_at:
+        stale = self._first_runs > self._scored_at if victim is None else self._last[victim]
+        if stale:  # What was dropped since may need what cannot be made again, and was not needed then.
             self._score()
             victim = self._cheapest(pinned)
         return victim
@@ -114,7 +118,8 @@ class _OrderInMaking:
         """Scores for the present first run; missing nodes pass their need on to what they are made from."""
         indexed, first_runs = self.indexed, self._first_runs
         alive = self._alive.tolist()
-        costs, needs = indexed.seconds.tolist(), [float(indexed.count) if end else np.inf for end in indexed.is_output]
+        costs = np.where(indexed.once, np.inf, indexed.seconds).tolist()
+        needs = [float(indexed.count) if end else np.inf for end in indexed.is_output]
         for v in range(first_runs):  # of lists: an array's single items are slow
             for u in indexed.inputs[v]:
                 if not alive[u]:
@@ -122,10 +127,12 @@ class _OrderInMaking:
         for v in reversed(range(first_runs)):
             later = [r if r >= first_runs else needs[r] for r in indexed.readers[v] if r >= first_runs or not alive[r]]
             if later:
-                needs[v] = min(later)
+                needs[v] = min(needs[v], *later)
         cost, need = np.array(costs), np.array(needs)
         wait = np.maximum(1.0, need - first_runs + 1)
         per_byte = cost * self._noise / np.maximum(1, indexed.output_bytes)
-        self._scores = np.where(self._rerunnable, per_byte / wait**self._power, np.inf)
+        self._last = np.isinf(cost)
+        chosen = self._rerunnable & ~self._last
+        self._scores = np.divide(per_byte, wait**self._power, out=np.full(indexed.count, np.inf), where=chosen)
         self._scores[np.isinf(need)] = 0.0
         self._scored_at = first_runs

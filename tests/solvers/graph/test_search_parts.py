@@ -9,6 +9,7 @@ from benchmarks.random_graphs import random_tiny_graph, random_training_graph
 from solvers.graph import eviction, exhaustive, on_demand
 from solvers.graph.incumbent import Incumbent
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
+from solvers.graph.lower_bound import smallest_working_set
 from solvers.graph.moments import MomentSearch, first_moments, rerunnable_nodes
 from solvers.graph.moments_program import MomentsProgram
 from solvers.graph.neighbourhood_search import NeighbourhoodSearch
@@ -18,7 +19,7 @@ from solvers.graph.template_program import TemplateProgram, template_of
 from solvers.highs import Program
 from solvers.problem.examples import training_graph
 from solvers.problem.graph_simulator import replay_graph
-from tests.support.graph_checks import optimum_seconds
+from tests.support.graph_checks import optimum_seconds, with_once
 
 SEEDS = range(40)
 
@@ -42,6 +43,18 @@ def test_demand_and_eviction_make_orders_that_replay(seed):
         assert seconds_of(indexed, order) >= optimum_seconds(indexed, budget) - 1e-9
     for order in on_demand.orders(indexed, rerunnable):
         replay_graph(indexed.graph, schedule_of(indexed, order))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_eviction_runs_nothing_again_that_must_run_once(seed):
+    """Neither outputs that nothing reads any more, nor what dropped outputs are made from."""
+    indexed = IndexedGraph(with_once(random_training_graph(40, seed), seed, 10))
+    least, most = smallest_working_set(indexed)[0], int(peak_profile(indexed, range(indexed.count)).max())
+    rerunnable = ~indexed.once
+    for share in (0.1, 0.3, 0.6):
+        order = eviction.eviction_order(indexed, least + int(share * (most - least)), rerunnable)
+        if order is not None:
+            replay_graph(indexed.graph, schedule_of(indexed, order))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
