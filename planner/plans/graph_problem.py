@@ -141,7 +141,7 @@ class _Builder:
         made = [s for s in op.makes if s not in self._small]
         inside = {s for each in ops for s in each.makes}
         beside = [self._step.ops[ordinal].transient_bytes for ordinal in group.once]
-        beside += [bytes_ - self._bytes(made) for bytes_ in inner_bytes(self._step, group.ops)]
+        beside += [bytes_ - self._bytes(made) for bytes_ in inner_bytes(self._step, group.ops, self._small)]
         node = Node(
             name=op.name,
             seconds=max(sum(each.seconds for each in ops), LEAST_SECONDS),

@@ -117,7 +117,7 @@ class _Grouping:
         read = [self._large(op.reads) - made for op in ops]
         everything = set[int]().union(*read)
         lasting = {s for s in everything if self._lasts(s, ordinals)}
-        inside = inner_bytes(self._step, ordinals)
+        inside = inner_bytes(self._step, ordinals, self._small)
         one_by_one = [
             beside + self._bytes(lasting | (set[int]().union(*read[: k + 1]) & set[int]().union(*read[k:])))
             for k, beside in enumerate(inside)
@@ -140,10 +140,15 @@ class _Grouping:
         return sum(self._step.storages[s].size_bytes for s in storages if s not in self._small)
 
 
-def inner_bytes(step: StepGraph, ordinals: Sequence[int]) -> list[int]:
-    """The bytes during each op of a group, beside what the group reads."""
-    made = [sum(step.storages[s].size_bytes for s in step.ops[ordinal].makes) for ordinal in ordinals]
+def inner_bytes(step: StepGraph, ordinals: Sequence[int], small: frozenset[int]) -> list[int]:
+    """The bytes during each op of a group, beside what the group reads and what always stays.
+
+    An op that draws again holds the generator's own state meanwhile.
+    """
+    made = [
+        sum(step.storages[s].size_bytes for s in step.ops[ordinal].makes if s not in small) for ordinal in ordinals
+    ]
     return [
-        before + made_bytes + step.ops[ordinal].transient_bytes
+        before + made_bytes + step.ops[ordinal].transient_bytes + step.ops[ordinal].state_bytes
         for before, made_bytes, ordinal in zip([0, *made], made, ordinals, strict=False)
     ]

@@ -9,7 +9,7 @@ from profiler.step_graph import StepGraph, StepOp, StepStorage
 from solvers.graph.liveness import unplanned_replay
 
 KIB = 2**10
-BIG, SMALL = 10_000 * KIB, KIB
+BIG, OUT, SMALL = 10_000 * KIB, 20_000 * KIB, KIB
 
 
 def small_step(statistics_bytes: int) -> StepGraph:
@@ -30,9 +30,9 @@ def small_step(statistics_bytes: int) -> StepGraph:
         storages=(
             StepStorage(size_bytes=BIG),
             StepStorage(size_bytes=statistics_bytes),
-            StepStorage(size_bytes=BIG, returned=True),
+            StepStorage(size_bytes=OUT, returned=True),
             StepStorage(size_bytes=SMALL, gradient=True),
-            StepStorage(size_bytes=BIG, of_loss=True),
+            StepStorage(size_bytes=OUT, of_loss=True),
         ),
         resident_bytes=1000,
     )
@@ -48,7 +48,7 @@ def test_small_parts_that_live_longer_are_resident() -> None:
     norm, exp, loss, back = graph.nodes
     assert (norm.output_bytes, norm.transient_bytes, norm.seconds) == (BIG, 7, 2.0)
     assert (exp.inputs, loss.inputs, back.inputs) == (("norm",), ("exp",), ("loss",))
-    assert (loss.output_bytes, loss.once, back.once, norm.once) == (BIG, True, True, False)
+    assert (loss.output_bytes, loss.once, back.once, norm.once) == (OUT, True, True, False)
     assert back.seconds == LEAST_SECONDS
 
 
@@ -62,13 +62,37 @@ def test_large_parts_are_nodes_without_work() -> None:
 
 
 def test_what_the_loop_holds_is_alive_at_the_end() -> None:
-    holding = replace(AROUND, backward_bytes=1000 + BIG, held_bytes=BIG)
+    holding = replace(AROUND, backward_bytes=1000 + OUT, held_bytes=OUT)
     held, let_go = (step_problem(small_step(SMALL), around).graph for around in (holding, AROUND))
     assert held.resident_bytes == let_go.resident_bytes
     assert (set(held.outputs), set(let_go.outputs)) == ({"exp"}, set())
     resident = held.resident_bytes
-    assert unplanned_replay(held).timeline[-1].alive_bytes - resident == BIG
+    assert unplanned_replay(held).timeline[-1].alive_bytes - resident == OUT
     assert unplanned_replay(let_go).timeline[-1].alive_bytes == resident
+
+
+def test_what_the_loop_holds_does_not_go_and_come_again() -> None:
+    holding = replace(AROUND, backward_bytes=1000 + OUT, held_bytes=OUT)
+    held, let_go = (step_problem(small_step(SMALL), around).graph for around in (holding, AROUND))
+    assert [node.name for node in held.nodes if node.once] == ["exp", "loss", "back"]
+    assert [node.name for node in let_go.nodes if node.once] == ["loss", "back"]
+
+
+def test_a_large_part_that_the_loop_holds_does_not_go_and_its_op_may_run_again() -> None:
+    step = small_step(BIG)
+    returned = (replace(step.storages[0], returned=True), *step.storages[1:])
+    holding = replace(AROUND, backward_bytes=1000 + BIG + OUT, held_bytes=BIG + OUT)
+    norm, end, *_ = step_problem(replace(step, storages=returned), holding).graph.nodes
+    assert (norm.name, norm.once) == ("norm", False)
+    assert (end.name, end.once) == ("norm_kept", True)
+
+
+def test_a_second_run_that_draws_holds_the_state_of_now_beside_the_one_of_then() -> None:
+    step = small_step(SMALL)
+    drawing = replace(step, ops=(replace(step.ops[0], state_bytes=KIB), *step.ops[1:]))
+    plain, drawn = (step_problem(each, AROUND).graph for each in (step, drawing))
+    assert drawn.resident_bytes - plain.resident_bytes == KIB
+    assert drawn.nodes[0].transient_bytes - plain.nodes[0].transient_bytes == KIB
 
 
 def test_an_op_may_be_called_loss() -> None:
