@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 
-from profiler.capture.joint_graph import JointGraph
+from profiler.capture.joint_graph import JointGraph, never_compiled
 from profiler.capture.programs import StepOrder, programs_of
 
 OnProgram = Callable[[Literal["forward", "backward"], Literal["begin", "end"]], None]
@@ -29,6 +29,7 @@ def eager_backend(choose: Callable[[JointGraph], StepOrder], on_program: OnProgr
     return aot_autograd(
         fw_compiler=_running("forward", on_program),
         bw_compiler=_running("backward", on_program),
+        inference_compiler=never_compiled,
         partition_fn=partition,
     )
 

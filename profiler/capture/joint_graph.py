@@ -160,7 +160,7 @@ def capture(workload: Workload) -> JointGraph:
         graphs.append(JointGraph(module, num_fwd_outputs))
         raise _Captured
 
-    backend = aot_autograd(fw_compiler=_never, partition_fn=partition)
+    backend = aot_autograd(fw_compiler=never_compiled, partition_fn=partition)
     with preserved(workload), ModelCaches(workload.model).off(), capturing(workload.model, backend):
         try:
             workload.step()
@@ -203,8 +203,12 @@ def compiled_whole(forward: Forward, backend: Any) -> Forward:
     compiled = torch.compile(call, backend=backend, fullgraph=True, dynamic=False)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        ignored = {*torch._dynamo.config.ignore_logging_functions, *_log_calls()}
-        with torch._dynamo.config.patch(ignore_logging_functions=ignored):
+        patched = {
+            "ignore_logging_functions": {*torch._dynamo.config.ignore_logging_functions, *_log_calls()},
+            # What the cache gives back has lost the size of its storage: aten.copy of a part makes one like the whole.
+            "fake_tensor_cache_enabled": False,
+        }
+        with torch._dynamo.config.patch(patched):
             return compiled(*args, **kwargs)
 
     return run
@@ -216,10 +220,10 @@ def _log_calls() -> list[Any]:
     return [method for name, method in found if name.startswith(("debug", "info", "warn", "error", "log", "exception"))]
 
 
-def _never(module: fx.GraphModule, _: Any) -> Any:
+def never_compiled(module: fx.GraphModule, _: Any) -> Any:
+    """A compiler for forwards that compute nothing to train; it raises CaptureError."""
     raise CaptureError(
-        "profile: expected a forward with parameters that need gradients, got one without; unfreeze what is to be "
-        "trained"
+        "profile: expected a forward that computes what needs gradients, got one without; unfreeze what is to be trained"
     )
 
 

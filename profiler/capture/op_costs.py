@@ -124,7 +124,7 @@ def _made_bytes(op: fx.Node) -> int:
 
 
 def _with_tensors(graph: JointGraph, call: _Call) -> _Call:
-    """With tensors of the same shapes, types and strides, and other values: whole numbers are zeros."""
+    """With tensors of the same shapes, types and strides, and other values: between 0 and 1, whole numbers are zeros."""
     made: dict[fx.Node, Any] = {}
 
     def given(node: fx.Node) -> Any:
@@ -144,7 +144,7 @@ def _like(value: Any) -> Any:
         return value
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     if value.dtype.is_floating_point or value.dtype.is_complex:
-        return made.normal_() if 0 not in value.stride() else made.fill_(0.5)
+        return made.uniform_() if 0 not in value.stride() else made.fill_(0.5)  # Both may be probabilities.
     return made.zero_()
 
 

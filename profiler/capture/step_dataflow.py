@@ -18,7 +18,7 @@ CHANGES = "it reads a buffer that the step changes"
 
 def step_graph_of(graph: JointGraph) -> StepGraph:
     """The dataflow of the step, without seconds."""
-    makers, of_loss = graph.makers, _storages(graph.tangents)
+    makers, of_loss = graph.makers, _sizes(graph.tangents)  # in order, the same in every process
     numbers = {storage: number for number, storage in enumerate((*makers, *of_loss))}
     makes: dict[fx.Node, list[int]] = {}
     for storage, op in makers.items():

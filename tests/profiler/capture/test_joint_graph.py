@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from planner import zoo
+from profiler.capture.graph_profiling import profile_graph
 from profiler.capture.joint_graph import CaptureError, capture, storages_of
 from profiler.workload.workload import Workload
 
@@ -86,3 +87,34 @@ def test_a_model_without_gradients_is_refused() -> None:
     work.inputs.requires_grad_(False)
     with pytest.raises(CaptureError, match="one without; unfreeze"):
         capture(work)
+
+
+class Returning(nn.Module):
+    """Returns a parameter as it is: there is nothing to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight
+
+
+def test_a_model_that_computes_nothing_to_train_is_refused_by_a_profile_too() -> None:
+    with pytest.raises(CaptureError, match="one without; unfreeze"):
+        profile_graph(workload(Returning()))
+
+
+class Drawing(nn.Module):
+    """Draws with probabilities that it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * torch.bernoulli(x.sigmoid()[:, :4])
+
+
+def test_ops_are_measured_with_values_that_may_be_probabilities() -> None:
+    assert any(op.kind == "bernoulli" for op in profile_graph(workload(Drawing())).graph.ops)

@@ -79,3 +79,40 @@ def test_what_reads_a_buffer_that_changes_runs_once_and_batch_norm_may_run_again
     assert op_named(graph, "exp").once_reason == CHANGES
     assert op_named(graph, "_native_batch_norm_legit_functional").once_reason == ""
     assert op_named(graph, "addmm").once_reason == ""
+
+
+class Several(nn.Module):
+    """Returns several tensors, each with a gradient of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, OUT + k) for k in range(12))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in self.layers]
+
+
+def test_gradients_of_outputs_come_in_their_order() -> None:
+    model = Several()
+    work = Workload(model=model, inputs=torch.randn(ROWS, WIDTH), loss=lambda ys: sum(y.square().mean() for y in ys))
+    sizes = [storage.size_bytes for storage in step_graph_of(capture(work)).storages if storage.of_loss]
+    assert sizes == [ROWS * (OUT + k) * 4 for k in range(12)]
+
+
+class WritingAPart(nn.Module):
+    """Writes into a part of a tensor: aten.copy of the part makes a storage like the whole one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        y[0].tanh_()
+        return y
+
+
+def test_storages_are_as_large_in_every_capture() -> None:
+    graphs = [graph_of(WritingAPart(), torch.randn(ROWS, WIDTH)) for _ in range(2)]
+    made = [[g.storages[op.makes[0]].size_bytes for op in g.ops if op.kind == "copy"] for g in graphs]
+    assert made[0] == made[1] and made[0][0] == ROWS * OUT * 4
