@@ -48,10 +48,7 @@ class SideReplay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReplay:
-    """Both sides. Backward begins with what forward hands over and the gradients that the loss makes.
-
-    What forward returns is counted in forward alone: who calls it holds it.
-    """
+    """Both sides. Backward begins with what forward hands over and the gradients that the loss makes."""
 
     forward: SideReplay
     backward: SideReplay
@@ -63,12 +60,13 @@ def runs_once(step: StepGraph) -> StepRuns:
     return StepRuns(forward, tuple(k for k, op in enumerate(step.ops) if op.side == "backward"))
 
 
-def replay_step(step: StepGraph, runs: StepRuns) -> StepReplay:
+def replay_step(step: StepGraph, runs: StepRuns, *, held: bool) -> StepReplay:
     """The bytes of an order of runs.
 
     Args:
         step: what its ops read, make and take.
         runs: what runs when; who reads a storage comes after who makes it.
+        held: whoever calls forward holds what it returns through backward, where it is not counted then.
     """
     storages = [*enumerate(step.storages)]
     sizes = [storage.size_bytes for storage in step.storages] + [op.state_bytes for op in step.ops]
@@ -78,7 +76,7 @@ def replay_step(step: StepGraph, runs: StepRuns) -> StepReplay:
     made = {s for run in backward for s in run.makes}
     handed = _read_first(backward) - of_loss | (gradients - made)
     ends = {s for s, storage in storages if storage.returned or storage.written}
-    taken = {s for s in handed if s >= len(storages) or not step.storages[s].returned}
+    taken = {s for s in handed if not held or s >= len(storages) or not step.storages[s].returned}
     return StepReplay(
         forward=_replay(forward, sizes, (), ends | handed),
         backward=_replay(backward, sizes, taken | of_loss, gradients),

@@ -15,7 +15,7 @@ from planner.plans.op_groups import OpGroup, groups_of, inner_bytes, small_stora
 from profiler.graph_profile import GraphProfile
 from profiler.records import Phase
 from profiler.step_graph import StepGraph
-from profiler.step_replay import SideReplay, StepReplay, replay_step, runs_once
+from profiler.step_replay import SideReplay, StepRuns, replay_step, runs_once
 from solvers.problem.graph import Graph, Node, Side
 
 SMALL_SHARE = 1e-3  # of the bytes at the peak: that much all small storages hold together
@@ -57,18 +57,20 @@ class StepSurroundings:
     @classmethod
     def of(cls, profile: GraphProfile) -> StepSurroundings:
         """As measured: what was alive, without what the replay of the same order of ops says."""
-        once = replay_step(profile.graph, runs_once(profile.graph))
         returned_bytes = sum(storage.size_bytes for storage in profile.graph.storages if storage.returned)
+        held = profile.resident.loop >= returned_bytes > 0
+        once = replay_step(profile.graph, runs_once(profile.graph), held=held)
         return cls(
             forward_bytes=_beside(profile.forward, once.forward),
             backward_bytes=_beside(profile.backward, once.backward),
             loss_bytes=profile.between.peak_bytes - once.forward.end_bytes,
             other_peak_bytes=max(phase.peak_bytes for phase in (profile.before, profile.after, profile.optimizer)),
-            held_bytes=returned_bytes if profile.resident.loop >= returned_bytes else 0,
+            held_bytes=returned_bytes if held else 0,
         )
 
-    def peak_bytes(self, replay: StepReplay) -> int:
-        """The peak of a step by the replay of its order."""
+    def peak_bytes(self, step: StepGraph, runs: StepRuns) -> int:
+        """The peak of a step by the replay of an order of its ops."""
+        replay = replay_step(step, runs, held=self.held_bytes > 0)
         return max(
             self.forward_bytes + replay.forward.peak_bytes,
             self.loss_bytes + replay.forward.end_bytes,
@@ -95,7 +97,7 @@ def step_problem(step: StepGraph, around: StepSurroundings, *, small_share: floa
         small_share: of the most bytes that its ops hold when each runs once; the smallest storages, as many as hold no
             more than that together, always count.
     """
-    once = replay_step(step, runs_once(step))
+    once = replay_step(step, runs_once(step), held=around.held_bytes > 0)
     small = small_storages(step, small_share * max(once.forward.peak_bytes, once.backward.peak_bytes))
     return _Builder(step, around, small).problem()
 

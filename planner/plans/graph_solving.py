@@ -10,7 +10,7 @@ from planner.plans.graph_problem import StepProblem, StepSurroundings, step_prob
 from planner.plans.refusals import Infeasible, require_schedule
 from profiler.graph_profile import GraphProfile
 from profiler.step_graph import StepGraph
-from profiler.step_replay import StepRuns, replay_step
+from profiler.step_replay import StepRuns
 from solvers.graph.registry import DEFAULT_GAP, GraphSolution, solve_graph
 from solvers.problem.solution import GraphProblem
 
@@ -97,7 +97,7 @@ def _plan_of(
         solver=solution.solver,
         status=status,
         budget_bytes=budget_bytes,
-        predicted_peak_bytes=around.peak_bytes(replay_step(profile.graph, runs)),
+        predicted_peak_bytes=around.peak_bytes(profile.graph, runs),
         predicted_seconds=seconds,
         unplanned_peak_bytes=profile.unplanned_peak_bytes,
         unplanned_seconds=profile.unplanned_seconds,

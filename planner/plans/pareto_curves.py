@@ -18,7 +18,6 @@ from planner.plans.offload_request import Offload, OffloadMode, offload_from, us
 from planner.plans.problem_files import Source, read_source
 from profiler.graph_profile import GraphProfile
 from profiler.records import Profile
-from profiler.step_replay import replay_step
 from solvers import Chain, Solution, frontier as solver_frontier
 from solvers.chain.baselines import keep_all_replay
 from solvers.chain.lower_bound import bound_seconds
@@ -126,7 +125,7 @@ def _step_curves(
     rows = [_unplanned(profile.unplanned_peak_bytes, profile.unplanned_seconds)]
     for name, solution in solutions:
         row = _row(solution, outside_seconds, name)
-        peak_bytes = around.peak_bytes(replay_step(profile.graph, runs_of(problem, solution)))
+        peak_bytes = around.peak_bytes(profile.graph, runs_of(problem, solution))
         rows.append(row._replace(peak_bytes=peak_bytes, budget_bytes=max(row.budget_bytes, peak_bytes)))
     rows += _graph_bound_rows(problem.graph, rows[1:], outside_seconds)
     return _table(rows, left_out=left_out)

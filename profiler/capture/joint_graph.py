@@ -223,7 +223,7 @@ def _log_calls() -> list[Any]:
 def never_compiled(module: fx.GraphModule, _: Any) -> Any:
     """A compiler for forwards that compute nothing to train; it raises CaptureError."""
     raise CaptureError(
-        "profile: expected a forward that computes what needs gradients, got one without; unfreeze what is to be trained"
+        "profile: expected a forward that computes something to train, got one without; unfreeze what is to be trained"
     )
 
 

@@ -124,7 +124,7 @@ def _made_bytes(op: fx.Node) -> int:
 
 
 def _with_tensors(graph: JointGraph, call: _Call) -> _Call:
-    """With tensors of the same shapes, types and strides, and other values: between 0 and 1, whole numbers are zeros."""
+    """With tensors of the same shapes, types and strides, and values between 0 and 1; whole numbers are zeros."""
     made: dict[fx.Node, Any] = {}
 
     def given(node: fx.Node) -> Any:

@@ -31,7 +31,7 @@ def step() -> StepGraph:
 
 
 def test_each_op_once() -> None:
-    replay = replay_step(step(), runs_once(step()))
+    replay = replay_step(step(), runs_once(step()), held=True)
     assert replay.forward.peaks == (10, 1030, 70)
     assert replay.forward.alive == (10, 30, 70)
     assert (replay.backward.start_bytes, replay.backward.peaks) == (110, (270, 490))
@@ -40,7 +40,7 @@ def test_each_op_once() -> None:
 
 
 def test_what_runs_again_is_not_handed_over_but_the_state_of_its_random_numbers_is() -> None:
-    replay = replay_step(step(), StepRuns((0, 1, 2), (0, 1, 3, 4)))
+    replay = replay_step(step(), StepRuns((0, 1, 2), (0, 1, 3, 4)), held=True)
     assert replay.forward.peaks == (17, 1037, 67)  # a goes after b, b after out
     assert replay.forward.end_bytes == 40 + STATE
     assert replay.backward.start_bytes == 80 + STATE
@@ -50,16 +50,27 @@ def test_what_runs_again_is_not_handed_over_but_the_state_of_its_random_numbers_
 
 def test_what_is_made_twice_is_two_storages_one_after_the_other() -> None:
     again = StepRuns((0, 1, 2, 1), (3, 4))
-    replay = replay_step(step(), again)
+    replay = replay_step(step(), again, held=True)
     assert replay.forward.alive == (10, 30, 50, 70)  # the first b goes after out, the second is handed over
-    assert replay.backward == replay_step(step(), runs_once(step())).backward
+    assert replay.backward == replay_step(step(), runs_once(step()), held=True).backward
 
 
 def test_a_second_run_makes_no_statistics_so_those_of_the_first_are_handed_over() -> None:
     plain = step()
     ops = (replace(plain.ops[0], makes=(A, B), once_makes=(B,), state_bytes=0), *plain.ops[2:])
     statistics = replace(plain, ops=ops)
-    replay = replay_step(statistics, StepRuns((0, 1), (0, 2, 3)))
+    replay = replay_step(statistics, StepRuns((0, 1), (0, 2, 3)), held=True)
     assert replay.forward.end_bytes == SIZES[B] + SIZES[OUT]
     assert replay.backward.start_bytes == SIZES[TANGENT] + SIZES[B]
     assert replay.backward.peaks[0] == SIZES[TANGENT] + SIZES[B] + SIZES[A]
+
+
+def test_what_forward_returns_counts_in_backward_where_it_is_handed_over_and_nobody_holds_it() -> None:
+    reading = step()
+    grad = replace(reading.ops[4], reads=(GRAD_B, A, OUT))
+    reading = replace(reading, ops=(*reading.ops[:4], grad))
+    held, let_go = (replay_step(reading, runs_once(reading), held=held) for held in (True, False))
+    assert held.forward == let_go.forward
+    assert let_go.backward.start_bytes - held.backward.start_bytes == SIZES[OUT]
+    assert let_go.backward.peak_bytes - held.backward.peak_bytes == SIZES[OUT]
+    assert let_go.backward.end_bytes == held.backward.end_bytes
