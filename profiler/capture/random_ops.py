@@ -31,7 +31,7 @@ def state_bytes(op: fx.Node) -> int:
     return random_state(device).nbytes if device.type == "cpu" else 0
 
 
-def run_from_state(state: Tensor, device: torch.device, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_from_state(state: Tensor, device: torch.device, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run an op with the numbers that came from a state; the generator is as before then."""
     before = random_state(device)
     _set_state(device, state)
