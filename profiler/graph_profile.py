@@ -19,7 +19,8 @@ class GraphProfile:
     """One profiled training step as a graph of aten ops.
 
     The phases are those of a step in which every op of the graph runs once, in the order in which they were traced:
-    one program for forward and one for backward, and what runs around them. Resident bytes are included.
+    one program for forward and one for backward, and what runs around them. Resident bytes are included. Where a step
+    has several forwards and backwards, each phase begins, reaches and ends at the most of them.
 
     Attributes:
         model_class: class of the model.
@@ -35,6 +36,7 @@ class GraphProfile:
         unplanned_peak_bytes, unplanned_seconds: of a plain step, without the graph.
         once_seconds: median seconds of the step in which every op of the graph runs once.
         step_seconds: each plain step that was timed.
+        evaluations: how often a step runs forward and backward.
     """
 
     kind: ClassVar[str] = GRAPH_KIND
@@ -57,6 +59,7 @@ class GraphProfile:
     unplanned_seconds: Seconds
     once_seconds: Seconds
     step_seconds: tuple[Seconds, ...]
+    evaluations: int = 1
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all."""

@@ -83,10 +83,10 @@ def _plan_of(
 ) -> GraphPlan:
     runs = runs_of(problem, solution)
     again = [*_second_runs(runs)]
-    again_seconds = sum(profile.graph.ops[ordinal].seconds for ordinal in again)
+    again_seconds = profile.evaluations * sum(profile.graph.ops[ordinal].seconds for ordinal in again)
     seconds = profile.once_seconds + again_seconds
-    bound = profile.once_seconds + max(0.0, solution.lower_bound_seconds - problem.graph.unplanned_seconds)
-    bound = min(bound, seconds)
+    least_added = profile.evaluations * (solution.lower_bound_seconds - problem.graph.unplanned_seconds)
+    bound = min(profile.once_seconds + max(0.0, least_added), seconds)
     status = solution.status
     assert status in ("optimal", "feasible")
     return GraphPlan(

@@ -5,31 +5,35 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
 from profiler.capture.backend import eager_backend
-from profiler.capture.joint_graph import JointGraph, capturing
+from profiler.capture.joint_graph import REMEDY, CaptureError, JointGraph, capturing
 from profiler.capture.op_costs import costs_of
 from profiler.capture.programs import order_of
 from profiler.capture.step_dataflow import step_graph_of
 from profiler.graph_profile import GraphProfile
 from profiler.measurement.assembly import what_ran_where
-from profiler.measurement.joined_phases import joined
-from profiler.measurement.measuring import Progress, ProgressReporter
+from profiler.measurement.device_memory import ran_out
+from profiler.measurement.joined_phases import highest, joined
+from profiler.measurement.measuring import SEVERAL_CALLS, Progress, ProgressReporter
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, metered_step, time_meter
+from profiler.measurement.profiling import check_profilable, ran_out_in_words
 from profiler.measurement.step_measurement import measure
 from profiler.records import Phase
-from profiler.step_graph import StepGraph
+from profiler.step_graph import Side, StepGraph
+from profiler.trace.partition import StagesError
 from profiler.workload.model_caches import ModelCaches
 from profiler.workload.precision import precision_of
 from profiler.workload.snapshot import RandomState, preserved
-from profiler.workload.steps import TensorsOfState, first_step, resident_bytes_of, until_stepped
+from profiler.workload.steps import ProfileError, TensorsOfState, first_step, resident_bytes_of, until_stepped
 from profiler.workload.workload import StepPhase, Workload
 
 TIMED_STEPS = 3
+_PARTS = ("before", "forward", "between", "backward", "after", "optimizer")
 _PROGRAM, _BEHIND = Place("stage", 0), Place("outside", 1)
 
 
@@ -41,54 +45,97 @@ def profile_graph(workload: Workload, progress: Progress | None = None) -> Graph
         progress: called as ``progress(what, done, total)`` before each run.
 
     Raises:
-        CaptureError: the forward is no single graph.
-        ProfileError: the step fails.
+        CaptureError: the forward is no single graph, or another one in each of a step's forwards.
+        ProfileError: the step fails or does not fit, or the model is in eval mode or planned.
+        StagesError: the step calls the model more than once before a backward.
     """
+    check_profilable(workload)
     report = ProgressReporter(progress)
-    report("plain steps")
-    with preserved(workload), ModelCaches(workload.model).off():
+    with preserved(workload), ModelCaches(workload.model).off(), _running_out_in_words(workload):
+        report("plain steps")
         plain = measure(workload)
-        randomness, state = RandomState.capture(), TensorsOfState(workload)
-        report("capture")
-        with _in_programs(workload) as programs:
-            first_step(workload)
-            resident = resident_bytes_of(workload)
+        return GraphProfile(
+            **what_ran_where(workload),
+            precision=precision_of(workload.model, workload.autocast),
+            unplanned_peak_bytes=plain.peak_bytes,
+            unplanned_seconds=plain.seconds,
+            step_seconds=plain.step_seconds,
+            **_as_a_graph(workload, report),
+        )
 
-            def step(meter: Meter) -> MarkedPhases:
-                randomness.restore()
-                return until_stepped(workload, lambda: programs.step(workload, meter))
 
-            report("memory")
-            memory = step(memory_meter(workload.device, resident.total, state))
-            report("time")
-            times = [step(time_meter(workload.device)) for _ in range(TIMED_STEPS)]
-        report("ops")
-        graph = _measured(programs.graph, workload.device)
+@contextmanager
+def _running_out_in_words(workload: Workload) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # User code runs here.
+        if not ran_out(error):
+            raise
+        said = ran_out_in_words(error, None, workload)
+        raise ProfileError(f"{said}; profiles of stages are made where a step does not fit, too") from error
+
+
+@contextmanager
+def _compiling_in_words() -> Iterator[None]:
+    """What fails in it did not fail in plain steps."""
+    try:
+        yield
+    except (CaptureError, StagesError):
+        raise
+    except Exception as error:  # User code and torch's compiler run here.
+        if ran_out(error):
+            raise
+        cause = error.__cause__ if isinstance(error, ProfileError) and error.__cause__ is not None else error
+        said = next(iter(str(cause).strip().splitlines()), "")
+        raise CaptureError(
+            f"profile: expected a step that runs as one graph of ops as it does without, got {type(cause).__name__}: "
+            f"{said}; {REMEDY}"
+        ) from error
+
+
+@_compiling_in_words()
+def _as_a_graph(workload: Workload, report: ProgressReporter) -> dict[str, Any]:
+    """The graph, and the phases of a step in which its ops run once, by the names of a profile's attributes."""
+    randomness, state = RandomState.capture(), TensorsOfState(workload)
+    report("capture")
+    with _in_programs(workload) as programs:
+        first_step(workload)
+        programs.check()
+        resident = resident_bytes_of(workload)
+
+        def step(meter: Meter) -> MarkedPhases:
+            randomness.restore()
+            return until_stepped(workload, lambda: programs.step(workload, meter))
+
+        report("memory")
+        memory = step(memory_meter(workload.device, resident.total, state))
+        report("time")
+        times = [step(time_meter(workload.device)) for _ in range(TIMED_STEPS)]
+        programs.check()
+    report("ops")
     seconds = [sum(phase.seconds for _, phase in phases) for phases in times]
     typical = times[seconds.index(statistics.median_low(seconds))]
-    return GraphProfile(
-        **what_ran_where(workload),
-        precision=precision_of(workload.model, workload.autocast),
-        graph=graph,
-        resident=resident,
+    return {
+        "graph": _measured(programs.graphs[0], workload.device),
+        "resident": resident,
+        "once_seconds": statistics.median(seconds),
+        "evaluations": [mark for mark, _ in memory].count(Mark("forward", _PROGRAM)),
         **_parts(memory, typical),
-        unplanned_peak_bytes=plain.peak_bytes,
-        unplanned_seconds=plain.seconds,
-        once_seconds=statistics.median(seconds),
-        step_seconds=plain.step_seconds,
-    )
+    }
 
 
-@dataclass(slots=True)
 class _Programs:
-    """The two programs of a step, and the meter that is told of them."""
+    """The two programs of a step, and the meter that is told of them.
 
-    graphs: list[JointGraph]
-    meter: Meter | None = None
+    Attributes:
+        graphs: that the model has been compiled to.
+    """
 
-    @property
-    def graph(self) -> JointGraph:
-        return self.graphs[0]
+    def __init__(self) -> None:
+        self.graphs: list[JointGraph] = []
+        self._meter: Meter | None = None
+        self._last: Side | None = None
+        self._again: set[Side] = set()
 
     def step(self, workload: Workload, meter: Meter) -> MarkedPhases:
         """One step under a meter."""
@@ -96,22 +143,47 @@ class _Programs:
         def on_phase(phase: StepPhase, _: Any) -> None:
             meter.mark(Mark(phase))
 
-        self.meter = meter
-        try:
-            warm_up = workload.step if workload.own is not None else None
-            return metered_step(workload, meter, Mark, on_phase, warm_up=warm_up)
-        finally:
-            self.meter = None
+        def warm_up() -> None:
+            self._meter = None
+            workload.step()
+            self._meter = meter
 
-    def on_program(self, side: Any, moment: str) -> None:
-        if self.meter is not None:
-            self.meter.mark(Mark(side, _PROGRAM if moment == "begin" else _BEHIND))
+        self._meter = meter
+        try:
+            first = warm_up if workload.own is not None else None
+            return metered_step(workload, meter, Mark, on_phase, warm_up=first)
+        finally:
+            self._meter = None
+
+    def on_program(self, side: Side, moment: Literal["begin", "end"]) -> None:
+        """A program begins or ends."""
+        if moment == "begin":
+            if side == self._last:
+                self._again.add(side)
+            self._last = side
+        if self._meter is not None:
+            self._meter.mark(Mark(side, _PROGRAM if moment == "begin" else _BEHIND))
+
+    def check(self) -> None:
+        """Refuse what no plan is for; raises StagesError or CaptureError."""
+        if "forward" in self._again:
+            raise StagesError(SEVERAL_CALLS)
+        if "backward" in self._again:
+            raise CaptureError(
+                f"profile: expected one backward after each forward, got several; add their losses up, or: {REMEDY}"
+            )
+        steps = [step_graph_of(graph) for graph in self.graphs]
+        if any(step != steps[0] for step in steps):
+            raise CaptureError(
+                "profile: expected a step whose forwards run the same ops on the same shapes, got some that differ; "
+                f"give all micro-batches one shape; {REMEDY}"
+            )
 
 
 @contextmanager
 def _in_programs(workload: Workload) -> Iterator[_Programs]:
     """Within it the model runs as two programs, every op once."""
-    programs = _Programs([])
+    programs = _Programs()
 
     def choose(graph: JointGraph) -> Any:
         programs.graphs.append(graph)
@@ -134,20 +206,30 @@ def _measured(graph: JointGraph, device: torch.device) -> StepGraph:
 def _parts(memory: MarkedPhases, times: MarkedPhases) -> dict[str, Any]:
     """The phases of a step around and in its programs, by the names of a profile's attributes."""
     bytes_of, seconds_of = _by_part(memory), _by_part(times)
-    return {part: joined(bytes_of[part], sum(phase.seconds for phase in seconds_of[part])) for part in bytes_of}
-
-
-def _by_part(phases: MarkedPhases) -> dict[str, list[Phase]]:
-    parts: dict[str, list[Phase]] = {
-        name: [] for name in ("before", "forward", "between", "backward", "after", "optimizer")
+    return {
+        part: highest(
+            [joined(phases, 0.0) for phases in bytes_of[part]],
+            sum(phase.seconds for phases in seconds_of[part] for phase in phases),
+        )
+        for part in _PARTS
     }
-    now = "before"
+
+
+def _by_part(phases: MarkedPhases) -> dict[str, list[list[Phase]]]:
+    """Of each part, for every time that it comes, its phases."""
+    parts: dict[str, list[list[Phase]]] = {part: [] for part in _PARTS}
+    last, now = "", "before"
     for mark, phase in phases:
         if mark.place == _PROGRAM:
             now = str(mark.phase)
         elif mark.place == _BEHIND:
             now = "between" if mark.phase == "forward" else "after"
+        elif mark.phase in ("forward", "evaluation"):
+            now = "before"
         elif mark.phase in ("optimizer", "end"):
             now = "optimizer"
-        parts[now].append(phase)
+        if now != last:
+            parts[now].append([])
+        parts[now][-1].append(phase)
+        last = now
     return parts

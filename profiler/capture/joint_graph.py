@@ -176,18 +176,26 @@ def capture(workload: Workload) -> JointGraph:
 
 @contextmanager
 def capturing(model: nn.Module, backend: Any) -> Iterator[None]:
-    """Within it the model's forward is compiled by a backend, whole.
+    """Within it the model's forward is compiled by a backend, whole, in training; in evaluation it is as it was.
 
     Raises:
         CaptureError: a step within it ends since the forward is no single graph.
     """
-    compiled = compiled_whole(model.forward, backend)
+    plain = model.forward
+    compiled = compiled_whole(plain, backend)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if model.training and torch.is_grad_enabled() else plain)(*args, **kwargs)
+
     patches = ForwardPatches()
-    patches.wrap(model, lambda _: compiled)
+    patches.wrap(model, lambda _: run)
     try:
         yield
     except Exception as error:
-        raise said_by_capture(error, CaptureError) from error
+        said = said_by_capture(error, CaptureError)
+        if said is error:
+            raise
+        raise said from error
     finally:
         patches.remove()
 
@@ -238,9 +246,10 @@ def said_by_capture(error: Exception, ours: type[Exception]) -> Exception:
     known = next((cause for cause in causes if isinstance(cause, (CaptureError, ours))), None)
     if isinstance(known, Exception):
         return known
-    if not any(isinstance(cause, TorchDynamoException) for cause in causes):
+    torchs = next((cause for cause in causes if isinstance(cause, TorchDynamoException)), None)
+    if torchs is None:
         return error
-    said = [line.strip() for line in str(error).strip().splitlines()]
+    said = [line.strip() for line in str(torchs).strip().splitlines()]
     lines = [number for number, line in enumerate(said) if line.startswith("File ")]
     where = ": ".join(said[lines[-1] : lines[-1] + 2]) if lines else ""
     return CaptureError(

@@ -37,6 +37,10 @@ from profiler.workload.workload import Workload
 Progress = Callable[[str, int, int], None]
 TURNS = 3  # of a plain step and a forward without keeping
 _RUNS = 5 + 2 * TURNS
+SEVERAL_CALLS = (
+    "profile: expected a step that calls the model once, got several calls (by the loss?); put what calls it into one "
+    "module and profile that"
+)
 
 
 class ProgressReporter:
@@ -171,10 +175,7 @@ class Measuring:
         self._begin("trace")
         trace = self._traced()
         if sum(call.parent < 0 for call in trace.calls) > 1:
-            raise StagesError(
-                "profile: expected a step that calls the model once, got several calls (by the loss?); "
-                "put what calls it into one module and profile that"
-            )
+            raise StagesError(SEVERAL_CALLS)
         return trace, choose_stages(trace, patterns)
 
     def _traced(self) -> Trace:

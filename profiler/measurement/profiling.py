@@ -41,6 +41,7 @@ from profiler.workload.steps import (
 )
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
+from profiler.workload.wrapped_models import inner_model
 
 # Of what the device has left, profiling by itself takes so much: allocators, libraries and the trace need their part.
 SHARE_OF_ROOM = 0.75
@@ -80,21 +81,7 @@ def profile(
         StagesError: a stage pattern matches nothing, or the step calls the model more than once.
         ChoiceError: what ``state`` asks for cannot be.
     """
-    if not workload.model.training:
-        raise ProfileError("profile: expected a model in training mode, got one in eval mode; call model.train()")
-    if is_patched(workload.model):
-        raise ProfileError(
-            "profile: expected a model without a plan, got a planned one; call its handle's remove() first"
-        )
-    if any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors_in(workload.inputs)):
-        raise ProfileError(
-            "profile: expected inputs that stages can take again, got a nested tensor of torch's older kind; make it "
-            "with torch.nested.nested_tensor(..., layout=torch.jagged)"
-        )
-    try:
-        check_no_checkpointing(workload.model, "profile")
-    except ValueError as error:
-        raise ProfileError(str(error)) from error
+    check_profilable(workload)
     request = _Request(stages, propose or (lambda ops: ()), state)
     if limit_bytes is not None and is_compiled(workload.model):
         raise ProfileError(
@@ -112,6 +99,26 @@ def profile(
         give_back_freed_memory(workload.device)
         limit_bytes = int(SHARE_OF_ROOM * room_bytes(workload.device)) + resident_bytes_of(workload).total
     return _profiled(workload, request, ProgressReporter(progress), limit_bytes)
+
+
+def check_profilable(workload: Workload) -> None:
+    """Refuse a workload of which nobody could make a plan; raises ProfileError."""
+    if not workload.model.training:
+        raise ProfileError("profile: expected a model in training mode, got one in eval mode; call model.train()")
+    if is_patched(workload.model):
+        raise ProfileError(
+            "profile: expected a model without a plan, got a planned one; call its handle's remove() first"
+        )
+    if any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors_in(workload.inputs)):
+        raise ProfileError(
+            "profile: expected inputs that stages can take again, got a nested tensor of torch's older kind; make it "
+            "with torch.nested.nested_tensor(..., layout=torch.jagged)"
+        )
+    try:
+        inner_model(workload.model)
+        check_no_checkpointing(workload.model, "profile")
+    except ValueError as error:
+        raise ProfileError(str(error)) from error
 
 
 class _Request(NamedTuple):
@@ -143,7 +150,7 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
             raise
         except Exception as error:
             if ran_out(error):
-                raise ProfileError(_ran_out(error, limit_bytes, workload)) from error
+                raise ProfileError(ran_out_in_words(error, limit_bytes, workload)) from error
             if isinstance(error, ProfileError):
                 raise
             raise ProfileError(
@@ -166,7 +173,7 @@ def first_plain_step(workload: Workload) -> None:
     return None
 
 
-def _ran_out(error: BaseException, limit_bytes: int | None, workload: Workload) -> str:
+def ran_out_in_words(error: BaseException, limit_bytes: int | None, workload: Workload) -> str:
     """What to say where memory ran out: the error's own first line has the bytes asked for, where it has one."""
     where = where_raised(error, workload.model)
     while isinstance(error, ProfileError) and error.__cause__ is not None:
