@@ -26,6 +26,7 @@ class GraphProfile:
         model_class: class of the model.
         input_shapes: of the batch's tensors.
         device, device_name, torch_version, precision: where and how it ran.
+        unused_outputs: places of the forward's outputs, among all leaves, to which the loss hands no gradient.
         graph: its ops, with seconds and transient bytes as measured.
         resident: bytes that are always there.
         before: from the step's beginning to the forward's program.
@@ -47,6 +48,7 @@ class GraphProfile:
     device_name: str
     torch_version: str
     precision: str
+    unused_outputs: tuple[int, ...]
     graph: StepGraph
     resident: ResidentBytes
     before: Phase

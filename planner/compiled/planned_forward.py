@@ -15,6 +15,7 @@ from profiler.capture.backend import eager_backend
 from profiler.capture.joint_graph import JointGraph, compiled_whole, said_by_capture
 from profiler.capture.programs import StepOrder
 from profiler.capture.step_dataflow import step_graph_of
+from profiler.capture.unused_outputs import refusing_gradients, without_gradients
 from profiler.workload.compiled_forwards import Forward
 from profiler.workload.model_caches import ModelCaches
 from profiler.workload.precision import autocast_now
@@ -28,7 +29,8 @@ class PlannedForward:
         self._plan = plan
         self._device = torch.device(plan.device)
         self._plain: Forward = model.forward
-        self._compiled = compiled_whole(self._plain, eager_backend(self._order))
+        unused = frozenset(plan.unused_outputs)
+        self._compiled = compiled_whole(without_gradients(self._plain, unused), eager_backend(self._order))
         self._caches = ModelCaches(model)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -39,12 +41,19 @@ class PlannedForward:
         check_precision(model, self._plan.precision, autocast_now(self._device))
         with self._caches.off(kwargs):
             try:
-                return self._compiled(*args, **kwargs)
+                output = self._compiled(*args, **kwargs)
             except Exception as error:
                 said = said_by_capture(error, PlanMismatch)
                 if said is error:
                     raise
                 raise said from error
+        return refusing_gradients(output, self._plan.unused_outputs, self._not_used())
+
+    def _not_used(self) -> PlanMismatch:
+        return PlanMismatch(
+            "apply: expected a loss that uses what the profiled step's loss used, got a gradient for an output that it "
+            "did not use; profile with the loss that you train with"
+        )
 
     def _order(self, graph: JointGraph) -> StepOrder:
         plan = self._plan

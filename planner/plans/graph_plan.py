@@ -33,6 +33,7 @@ class GraphPlan:
             small (a thousandth of the peak in all), is faster within the budget.
         gap: relative distance of the prediction from that bound.
         solve_seconds: time that the solver took.
+        unused_outputs: places of the forward's outputs, among all leaves, to which the loss hands no gradient.
         graph: the ops of the step, by which it is recognised.
         runs: ordinals of ops in the order of their runs, forward and backward.
     """
@@ -56,6 +57,7 @@ class GraphPlan:
     lower_bound_seconds: float
     gap: float
     solve_seconds: float
+    unused_outputs: tuple[int, ...]
     graph: StepGraph
     runs: StepRuns
     headroom_bytes: int = 0

@@ -107,6 +107,7 @@ def _plan_of(
         lower_bound_seconds=bound,
         gap=(seconds - bound) / seconds if seconds > 0 else 0.0,
         solve_seconds=solution.solve_seconds,
+        unused_outputs=profile.unused_outputs,
         graph=profile.graph,
         runs=runs,
     )

@@ -145,9 +145,7 @@ def inner_bytes(step: StepGraph, ordinals: Sequence[int], small: frozenset[int])
 
     An op that draws again holds the generator's own state meanwhile.
     """
-    made = [
-        sum(step.storages[s].size_bytes for s in step.ops[ordinal].makes if s not in small) for ordinal in ordinals
-    ]
+    made = [sum(step.storages[s].size_bytes for s in step.ops[ordinal].makes if s not in small) for ordinal in ordinals]
     return [
         before + made_bytes + step.ops[ordinal].transient_bytes + step.ops[ordinal].state_bytes
         for before, made_bytes, ordinal in zip([0, *made], made, ordinals, strict=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from profiler.capture.joint_graph import REMEDY, CaptureError, JointGraph, captu
 from profiler.capture.op_costs import costs_of
 from profiler.capture.programs import order_of
 from profiler.capture.step_dataflow import step_graph_of
+from profiler.capture.unused_outputs import unused_outputs
 from profiler.graph_profile import GraphProfile
 from profiler.measurement.assembly import what_ran_where
 from profiler.measurement.device_memory import ran_out
@@ -98,7 +99,8 @@ def _as_a_graph(workload: Workload, report: ProgressReporter) -> dict[str, Any]:
     """The graph, and the phases of a step in which its ops run once, by the names of a profile's attributes."""
     randomness, state = RandomState.capture(), TensorsOfState(workload)
     report("capture")
-    with _in_programs(workload) as programs:
+    unused = unused_outputs(workload)
+    with _in_programs(workload, unused) as programs:
         first_step(workload)
         programs.check()
         resident = resident_bytes_of(workload)
@@ -117,6 +119,7 @@ def _as_a_graph(workload: Workload, report: ProgressReporter) -> dict[str, Any]:
     typical = times[seconds.index(statistics.median_low(seconds))]
     return {
         "graph": _measured(programs.graphs[0], workload.device),
+        "unused_outputs": unused,
         "resident": resident,
         "once_seconds": statistics.median(seconds),
         "evaluations": [mark for mark, _ in memory].count(Mark("forward", _PROGRAM)),
@@ -181,7 +184,7 @@ class _Programs:
 
 
 @contextmanager
-def _in_programs(workload: Workload) -> Iterator[_Programs]:
+def _in_programs(workload: Workload, unused: Collection[int]) -> Iterator[_Programs]:
     """Within it the model runs as two programs, every op once."""
     programs = _Programs()
 
@@ -189,7 +192,7 @@ def _in_programs(workload: Workload) -> Iterator[_Programs]:
         programs.graphs.append(graph)
         return order_of(graph)
 
-    with capturing(workload.model, eager_backend(choose, programs.on_program)):
+    with capturing(workload.model, eager_backend(choose, programs.on_program), unused):
         yield programs
 
 

@@ -7,7 +7,7 @@ run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +20,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils import _pytree as pytree
 
+from profiler.capture.unused_outputs import without_gradients
 from profiler.workload.compiled_forwards import Forward
 from profiler.workload.forward_patches import ForwardPatches
 from profiler.workload.model_caches import ModelCaches
@@ -175,14 +176,19 @@ def capture(workload: Workload) -> JointGraph:
 
 
 @contextmanager
-def capturing(model: nn.Module, backend: Any) -> Iterator[None]:
+def capturing(model: nn.Module, backend: Any, unused: Collection[int] = ()) -> Iterator[None]:
     """Within it the model's forward is compiled by a backend, whole, in training; in evaluation it is as it was.
+
+    Args:
+        model: to compile.
+        backend: of torch.compile.
+        unused: places of outputs that need no gradient.
 
     Raises:
         CaptureError: a step within it ends since the forward is no single graph.
     """
     plain = model.forward
-    compiled = compiled_whole(plain, backend)
+    compiled = compiled_whole(without_gradients(plain, unused), backend)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return (compiled if model.training and torch.is_grad_enabled() else plain)(*args, **kwargs)

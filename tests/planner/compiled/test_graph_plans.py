@@ -155,3 +155,38 @@ def test_a_break_is_refused_with_its_line_and_what_works_instead() -> None:
 def test_a_budget_below_the_smallest_names_the_op_that_forces_it(profiled: GraphProfile) -> None:
     with pytest.raises((planner.Infeasible, planner.NothingFound), match=r"running node '\w+' needs"):
         planner.solve(profiled, smallest_budget(profiled) // 2, time_limit_seconds=2)
+
+
+class WithLoss(nn.Module):
+    """Returns its loss, and logits that nobody needs gradients of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 40 * WIDTH)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        logits = self.head(torch.sigmoid(self.layer(x)))
+        return {"logits": logits, "loss": logits.square().mean()}
+
+
+def test_outputs_that_the_loss_does_not_use_take_no_gradients() -> None:
+    def work() -> planner.Workload:
+        torch.manual_seed(0)
+        net = WithLoss()
+        return planner.Workload(model=net, inputs=torch.randn(BATCH, WIDTH), loss=lambda y: y["loss"])
+
+    profile = planner.profile(work(), graph=True)
+    assert profile.unused_outputs == (0,)
+    assert sum(storage.size_bytes for storage in profile.graph.storages if storage.of_loss) == 4
+    plan = planner.solve(profile, profile.unplanned_peak_bytes)
+    measured, plain = work(), work()
+    with planner.apply(measured.model, plan):
+        assert planner.measure(measured, repeats=1).peak_bytes == plan.predicted_peak_bytes
+        output = measured.model(measured.inputs)
+        assert output["logits"].requires_grad
+        output["loss"].backward()
+        with pytest.raises(planner.PlanMismatch, match="a gradient for an output that it did not use"):
+            measured.model(measured.inputs)["logits"].sum().backward()
+    plain.model(plain.inputs)["loss"].backward()
+    for mine, other in zip(measured.model.parameters(), plain.model.parameters(), strict=True):
+        assert mine.grad is not None and other.grad is not None and torch.equal(mine.grad, other.grad)

@@ -1,0 +1,85 @@
+"""Outputs of a forward that no loss uses, such as logits beside a loss that the model has computed itself.
+
+AOTAutograd hands zeros as large as they are to backward in place of their gradients; autograd by itself hands nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from profiler.workload.compiled_forwards import Forward
+from profiler.workload.forward_patches import ForwardPatches
+from profiler.workload.workload import Workload
+
+
+def unused_outputs(workload: Workload) -> tuple[int, ...]:
+    """The places of those outputs, among the leaves of what forward returns in a step; the step runs once."""
+    given: set[int] = set()
+    used: set[int] = set()
+
+    def watched_leaf(place: int, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+            return leaf
+        given.add(place)
+        outside = leaf.view_as(leaf)  # The forward itself may have gone on with the leaf.
+        outside.register_hook(lambda _: used.add(place))
+        return outside
+
+    def watched(plain: Forward) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = pytree.tree_flatten(plain(*args, **kwargs))
+            return pytree.tree_unflatten([watched_leaf(k, leaf) for k, leaf in enumerate(leaves)], spec)
+
+        return run
+
+    patches = ForwardPatches()
+    patches.wrap(workload.model, watched)
+    try:
+        workload.step()
+    finally:
+        patches.remove()
+    return tuple(sorted(given - used))
+
+
+def without_gradients(forward: Forward, places: Collection[int]) -> Forward:
+    """A forward some of whose outputs need no gradient."""
+    if not places:
+        return forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(forward(*args, **kwargs))
+        return pytree.tree_unflatten([leaf.detach() if k in places else leaf for k, leaf in enumerate(leaves)], spec)
+
+    return run
+
+
+def refusing_gradients(output: Any, places: Collection[int], error: Exception) -> Any:
+    """What forward returned, such that a backward from one of its leaves raises an error.
+
+    Args:
+        output: of the forward.
+        places: of those leaves.
+        error: to raise.
+    """
+    if not places:
+        return output
+    leaves, spec = pytree.tree_flatten(output)
+    anchor = torch.empty(0, requires_grad=True)
+    leaves = [_Refusing.apply(leaf, anchor, error) if k in places else leaf for k, leaf in enumerate(leaves)]
+    return pytree.tree_unflatten(leaves, spec)
+
+
+class _Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, _: Tensor, error: Exception) -> Tensor:
+        ctx.error = error
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise ctx.error
