@@ -48,10 +48,17 @@ class SideReplay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReplay:
-    """Both sides. Backward begins with what forward hands over and the gradients that the loss makes."""
+    """Both sides. Backward begins with what forward hands over and the gradients that the loss makes.
+
+    Attributes:
+        handed: storages that forward hands over.
+        between_bytes: of these and of what forward returns; what it writes into buffers is gone by then.
+    """
 
     forward: SideReplay
     backward: SideReplay
+    handed: frozenset[int]
+    between_bytes: int
 
 
 def runs_once(step: StepGraph) -> StepRuns:
@@ -75,11 +82,14 @@ def replay_step(step: StepGraph, runs: StepRuns, *, held: bool) -> StepReplay:
     forward, backward = _runs_of(step, runs)
     made = {s for run in backward for s in run.makes}
     handed = _read_first(backward) - of_loss | (gradients - made)
-    ends = {s for s, storage in storages if storage.returned or storage.written}
-    taken = {s for s in handed if not held or s >= len(storages) or not step.storages[s].returned}
+    returned = {s for s, storage in storages if storage.returned}
+    written = {s for s, storage in storages if storage.written}
+    taken = {s for s in handed if not held or s not in returned}
     return StepReplay(
-        forward=_replay(forward, sizes, (), ends | handed),
+        forward=_replay(forward, sizes, (), returned | written | handed),
         backward=_replay(backward, sizes, taken | of_loss, gradients),
+        handed=frozenset(handed),
+        between_bytes=sum(sizes[s] for s in handed | returned),
     )
 
 

@@ -15,7 +15,7 @@ from planner.plans.op_groups import OpGroup, groups_of, inner_bytes, small_stora
 from profiler.graph_profile import GraphProfile
 from profiler.records import Phase
 from profiler.step_graph import StepGraph
-from profiler.step_replay import SideReplay, StepRuns, replay_step, runs_once
+from profiler.step_replay import SideReplay, StepReplay, StepRuns, replay_step, runs_once
 from solvers.problem.graph import Graph, Node, Side
 
 SMALL_SHARE = 1e-3  # of the bytes at the peak: that much all small storages hold together
@@ -44,6 +44,7 @@ class StepSurroundings:
     Attributes:
         forward_bytes, backward_bytes: alive beside what the programs make, take and hand over.
         loss_bytes: between the programs the most that is alive beside what forward hands over and returns.
+        loss_kept: what forward hands over where every op runs once.
         other_peak_bytes: the peak of what comes before the programs and after them: the optimizer step.
         held_bytes: of ``backward_bytes``, what forward returned and the loop holds.
     """
@@ -53,6 +54,7 @@ class StepSurroundings:
     loss_bytes: int
     other_peak_bytes: int = 0
     held_bytes: int = 0
+    loss_kept: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, profile: GraphProfile) -> StepSurroundings:
@@ -63,9 +65,10 @@ class StepSurroundings:
         return cls(
             forward_bytes=_beside(profile.forward, once.forward),
             backward_bytes=_beside(profile.backward, once.backward),
-            loss_bytes=profile.between.peak_bytes - once.forward.end_bytes,
+            loss_bytes=profile.between.peak_bytes - once.between_bytes,
             other_peak_bytes=max(phase.peak_bytes for phase in (profile.before, profile.after, profile.optimizer)),
             held_bytes=returned_bytes if held else 0,
+            loss_kept=once.handed,
         )
 
     def peak_bytes(self, step: StepGraph, runs: StepRuns) -> int:
@@ -73,10 +76,17 @@ class StepSurroundings:
         replay = replay_step(step, runs, held=self.held_bytes > 0)
         return max(
             self.forward_bytes + replay.forward.peak_bytes,
-            self.loss_bytes + replay.forward.end_bytes,
+            self.loss_bytes + replay.between_bytes + self._kept_longer_bytes(step, replay),
             self.backward_bytes + replay.backward.peak_bytes,
             self.other_peak_bytes,
         )
+
+    def _kept_longer_bytes(self, step: StepGraph, replay: StepReplay) -> int:
+        """What forward returns, nobody may hold any more at that peak, and an order hands over all the same."""
+        if self.held_bytes:
+            return 0
+        handed = [storage for s, storage in enumerate(step.storages) if s in replay.handed - self.loss_kept]
+        return sum(storage.size_bytes for storage in handed if storage.returned)
 
 
 def _beside(measured: Phase, replayed: SideReplay) -> int:

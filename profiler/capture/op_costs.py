@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from profiler.capture.joint_graph import JointGraph, storages_of
+from profiler.capture.joint_graph import REMEDY, CaptureError, JointGraph, module_of, storages_of
 from profiler.capture.step_dataflow import second_call
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, time_meter
 
@@ -114,8 +114,17 @@ def _metered(meter: Meter, calls: Iterable[_Call], prepared: Callable[[_Call], _
 
 
 def _run(call: _Call) -> Any:
-    with torch.no_grad():
-        return call.target(*call.args, **call.kwargs)
+    try:
+        with torch.no_grad():
+            return call.target(*call.args, **call.kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # Of values that it needs, or of types that tracing had wrong.
+        module = module_of(call.op)
+        raise CaptureError(
+            f"profile: expected ops that can be measured by themselves, got {call.target}"
+            f"{module and f' in {module}'}, which says {error}; {REMEDY}"
+        ) from error
 
 
 def _made_bytes(op: fx.Node) -> int:

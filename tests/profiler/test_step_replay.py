@@ -74,3 +74,13 @@ def test_what_forward_returns_counts_in_backward_where_it_is_handed_over_and_nob
     assert let_go.backward.start_bytes - held.backward.start_bytes == SIZES[OUT]
     assert let_go.backward.peak_bytes - held.backward.peak_bytes == SIZES[OUT]
     assert let_go.backward.end_bytes == held.backward.end_bytes
+
+
+def test_between_the_programs_what_is_written_into_buffers_is_gone() -> None:
+    writing = step()
+    storages = (*writing.storages[:B], replace(writing.storages[B], written=True), *writing.storages[B + 1 :])
+    once = replay_step(replace(writing, storages=storages), runs_once(writing), held=True)
+    again = replay_step(replace(writing, storages=storages), StepRuns((0, 1, 2), (0, 1, 3, 4)), held=True)
+    assert once.handed == {A, B}
+    assert once.between_bytes == SIZES[A] + SIZES[B] + SIZES[OUT]
+    assert (again.forward.end_bytes, again.between_bytes) == (SIZES[B] + SIZES[OUT] + STATE, SIZES[OUT] + STATE)
