@@ -1,0 +1,16 @@
+"""A sample of the fuzz of plans of single ops: values bit for bit, bytes within budget and prediction."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.graph_fuzz.verdicts import BAD, judged
+
+SEEDS = range(100, 125)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_program_computes_the_same_within_its_budget(seed: int) -> None:
+    outcome = judged(seed)
+    assert outcome.verdict not in BAD, f"{outcome.detail}\n{outcome.source}"
+    assert all(plan.measured_bytes <= plan.predicted_bytes <= plan.budget_bytes for plan in outcome.plans)
