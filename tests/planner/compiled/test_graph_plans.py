@@ -148,8 +148,9 @@ class Breaks(nn.Module):
 
 
 def test_a_break_is_refused_with_its_line_and_what_works_instead() -> None:
-    with pytest.raises(planner.CaptureError, match=r"if y\.sum\(\) > 0.*a plan of stages works there"):
+    with pytest.raises(planner.CaptureError, match=r"if y\.sum\(\) > 0.*a plan of stages works there") as refused:
         planner.profile(work_of(Breaks), graph=True)
+    assert str(refused.value).count("expected") == 1
 
 
 def test_a_budget_below_the_smallest_names_the_op_that_forces_it(profiled: GraphProfile) -> None:
