@@ -72,6 +72,7 @@ _VERBS = [
     "train",
     "try",
     "turn",
+    "unfreeze",
     "use",
     "wrap",
     "write",
