@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import planner
+from planner.plans import graph_solving
+from planner.plans.graph_problem import step_problem
 from profiler.graph_profile import GraphProfile
 
 WIDTH, BATCH = 32, 64
@@ -80,6 +83,25 @@ def test_a_plan_takes_what_it_predicts_and_computes_what_compiled_ops_do(profile
 
 def boxed(module: fx.GraphModule, _: Any) -> Any:
     return make_boxed_func(module.forward)
+
+
+def test_a_plan_keeps_its_budget_where_its_problem_counts_too_little(
+    profiled: GraphProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = 4096
+
+    def with_less(*args: Any) -> Any:
+        problem = step_problem(*args)
+        less = replace(problem.graph, resident_bytes=problem.graph.resident_bytes - missing)
+        return replace(problem, graph=less)
+
+    monkeypatch.setattr(graph_solving, "step_problem", with_less)
+    least = smallest_budget(profiled)
+    for budget in (least, least + missing // 2, least + missing):
+        try:
+            assert planner.solve(profiled, budget, time_limit_seconds=1).predicted_peak_bytes <= budget
+        except planner.NothingFound as none:
+            assert none.minimum_budget_bytes > budget
 
 
 def test_profiles_and_plans_are_files(profiled: GraphProfile, tmp_path: Path) -> None:
