@@ -178,7 +178,11 @@ def pareto_command(
 @app.command("train", cls=ManyValues)
 def train_command(
     target: TargetArgument,
-    plan: Annotated[Path, typer.Option(help="The plan to apply.")],
+    plan: Annotated[Path | None, typer.Option(help="The plan to apply.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="B", help="Instead of a plan: profile, and solve for this budget, first.")
+    ] = None,
+    graph: Annotated[bool, typer.Option("--graph", help="With --budget: plan single ops, instead of stages.")] = False,
     settings: Settings = None,
     device: Device = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 3,
@@ -193,11 +197,10 @@ def train_command(
     as_json: AsJson = False,
 ) -> None:
     """Train under a plan and hold what it predicts against what is measured."""
-    from planner.cli.train import run_train
-    from planner.plans.plan import Plan
+    from planner.cli.train import PlanRequest, run_train
 
     run_train(
-        Plan.load(plan),
+        PlanRequest(file=plan, budget=budget, graph=graph),
         lambda: _workload(target, settings, device),
         steps=steps,
         retries=retry,

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.plans.refusals import NoPlan
 from planner.training.oom_report import failure_document
@@ -67,7 +68,7 @@ def training_document(run: TrainingRun, allocator_advice: str = "") -> dict[str,
     }
 
 
-def lost_training_document(plan: Plan, failure: OutOfMemory) -> dict[str, Any]:
+def lost_training_document(plan: Plan | GraphPlan, failure: OutOfMemory) -> dict[str, Any]:
     """What ``train --json`` says where memory ran out for good; ``plan`` is the first one."""
     last = failure.reports[-1]
     unknown = dict.fromkeys(("measured_peak_bytes", "reserved_bytes", "faulted_bytes", "measured_seconds"))

@@ -29,6 +29,16 @@ def stage_level(source: Source, rules: Rules | None) -> Profile:
     raise ValueError(f"--no-menus: expected a profile alone, got {kind}; leave one of them out")
 
 
+def check_verifiable(source: Source) -> None:
+    """Refuse what is not held against its own run; raises ValueError."""
+    if isinstance(source, GraphProfile):
+        raise ValueError(
+            "--verify: expected a profile of stages, got one of a graph; planner train measures its plan's run"
+        )
+    if not isinstance(source, Profile):
+        raise ValueError("--verify: expected a profile, whose stages a model runs, got a problem file; leave it out")
+
+
 def solve_source(
     source: Source,
     budget: str | None,

@@ -30,7 +30,8 @@ from planner.explain.peak_report import alive_report, peak_rows, peak_table
 from planner.explain.timeline import Timeline, predicted_timelines, seconds_outside_chain_of, timeline_table
 from planner.plans.given_sources import plan_from, profile_from
 from planner.plans.graph_plan import GraphPlan
-from planner.plans.plan import FORMAT as PLAN_FORMAT, VERSION as PLAN_VERSION, Plan, chain_in
+from planner.plans.plan import Plan, chain_in
+from planner.plans.plan_claims import FORMAT as PLAN_FORMAT, VERSION as PLAN_VERSION
 from planner.units import exact_bytes, format_seconds
 from profiler.json_files import read_document, write_whole
 from profiler.records import FORMAT as PROFILE_FORMAT, VERSION as PROFILE_VERSION, Profile

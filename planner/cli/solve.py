@@ -96,6 +96,8 @@ def solve_command(
     stated = None if rules is None else Rules.load(rules)
     offload_request = offload_options(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
     source = problem_files.read_source(file)
+    if verify is not None:
+        problem_solving.check_verifiable(source)
     if no_menus:
         source = problem_solving.stage_level(source, stated)
     try:
@@ -156,12 +158,10 @@ def _verified(
     solver: str,
     time_limit_seconds: float | None,
 ) -> Verification:
-    from planner.plans.plan import FORMAT, Plan
+    from planner.plans.plan import Plan
     from planner.targets import load_target, on_device, parse_settings
     from planner.training.verification import verify
 
-    if document.get("format") != FORMAT:
-        raise ValueError("--verify: expected a profile, whose stages a model runs, got a problem file; leave it out")
     plan = Plan.from_document(document, "the plan")
     with working() as progress:
         workload = on_device(load_target(target, parse_settings(settings or [])), plan.device)

@@ -3,22 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 
 from planner.cli import documents, tables
 from planner.cli.shell import NO_PLAN, check_folder, note, say_written, show, show_json, working
+from planner.plans.given_sources import plan_from_file
+from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
+from planner.plans.profiling import profile
+from planner.plans.solving import solve
 from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
 from planner.training.oom_report import FailureReport, failure_text
 from planner.training.training import OutOfMemory, TrainingRun, train_planned
 from profiler.measurement.device_memory import has_expandable_segments
+from profiler.measurement.measuring import Progress
 from profiler.workload.workload import Workload
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """Where the plan to train under comes from: a file, or a budget to profile and solve for.
+
+    Attributes:
+        file: of a plan.
+        budget: as text.
+        graph: plan single ops.
+    """
+
+    file: Path | None
+    budget: str | None
+    graph: bool
+
+    def read(self) -> Plan | GraphPlan | None:
+        """The file's plan; None where it is to be made.
+
+        Raises:
+            ValueError: not one of both is given, or the file is no plan.
+        """
+        if (self.file is None) == (self.budget is None):
+            got = "neither" if self.file is None else "both"
+            raise ValueError(f"--plan, --budget: expected one of them, got {got}; give a plan's file, or a budget")
+        if self.file is None:
+            return None
+        if self.graph:
+            raise ValueError("--graph: expected it with --budget, got --plan, which says by itself; leave it out")
+        return plan_from_file(self.file)
+
+    def made_for(self, workload: Workload, progress: Progress) -> Plan | GraphPlan:
+        """The plan for a workload, profiled and solved for."""
+        assert self.budget is not None
+        if self.graph:
+            return solve(profile(workload, graph=True, progress=progress), self.budget)
+        return solve(profile(workload, progress=progress), self.budget)
+
+
 def run_train(
-    plan: Plan,
+    wanted: PlanRequest,
     build: Callable[[], Workload],
     *,
     steps: int,
@@ -30,12 +73,16 @@ def run_train(
 
     Raises:
         typer.Exit: memory ran out for good, which has been said.
-        ValueError: as ``train_planned``.
+        NoPlan: nothing fits the budget.
+        ValueError: as ``PlanRequest.read`` and ``train_planned``.
     """
     check_folder(save_plan)
+    plan = wanted.read()
+    with working() as progress:
+        workload = build()
+        plan = wanted.made_for(workload, progress) if plan is None else plan
     try:
         with working() as progress:
-            workload = build()
             progress(f"train {steps} steps", 0, 1)
             run = train_planned(workload, plan, steps=steps, retries=retries, on_failure=_say)
     except OutOfMemory as failure:

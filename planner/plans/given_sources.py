@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from planner.plans.graph_plan import GraphPlan
-from planner.plans.plan import FORMAT, VERSION, Plan
+from planner.plans.plan import Plan
+from planner.plans.plan_claims import FORMAT, VERSION
 from profiler.graph_profile import GRAPH_KIND, GraphProfile
 from profiler.json_files import read_document
 from profiler.records import FORMAT as PROFILE_FORMAT, VERSION as PROFILE_VERSION, Profile
@@ -87,6 +88,8 @@ def profile_from(document: Mapping[str, Any], where: str) -> Profile | GraphProf
 def _remedy(given: Any) -> str:
     if isinstance(given, Plan):
         return "pass the profile that it was made from"
+    if isinstance(given, GraphProfile):
+        return "profile stages for that: planner.profile(workload)"
     if hasattr(given, "model") and hasattr(given, "inputs"):  # a Workload; its class would load torch
         return "profile it first: profile = planner.profile(workload)"
     if hasattr(given, "named_parameters"):

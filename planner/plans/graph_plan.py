@@ -5,75 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from planner.plans.plan import FORMAT, VERSION, Plan
+from planner.plans.plan import Plan
+from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
 from profiler.graph_profile import GRAPH_KIND
-from profiler.json_files import from_plain, read_document, to_plain, write_document
+from profiler.json_files import from_plain, read_document, to_plain
 from profiler.step_graph import StepGraph
 from profiler.step_replay import StepRuns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphPlan:
+class GraphPlan(PlanClaims):
     """An order of runs of a step's ops, with predictions. Bytes and seconds are of one whole training step.
 
     Attributes:
-        model_class, input_shapes, device, precision: of the profile it was made from.
-        solver: the method that found it.
-        status: ``optimal``: no order of these ops within the budget is faster; ``feasible``: see the bound.
-        budget_bytes: the most bytes that may be alive at once.
-        headroom_bytes: of the budget, left to what the device's allocator wastes; the solver had the rest.
-        predicted_peak_bytes, predicted_seconds: by exact replay of the order.
-        unplanned_peak_bytes, unplanned_seconds: of the model without a plan.
-        resident_bytes: always there: parameters, optimizer states, batch.
-        recomputed_seconds: predicted seconds of runs beside each op's first.
-        recomputed_ops: how many such runs there are.
         lower_bound_seconds: no order of these ops whose first runs come as they were traced, and which keeps what is
             small (a thousandth of the peak in all), is faster within the budget.
-        gap: relative distance of the prediction from that bound.
-        solve_seconds: time that the solver took.
         unused_outputs: places of the forward's outputs, among all leaves, to which the loss hands no gradient.
         graph: the ops of the step, by which it is recognised.
         runs: ordinals of ops in the order of their runs, forward and backward.
     """
 
     kind: ClassVar[str] = GRAPH_KIND
+    frugal: ClassVar[bool] = False  # Steps that do not fit are profiled as stages.
 
-    model_class: str
-    input_shapes: tuple[tuple[int, ...], ...]
-    device: str
-    precision: str
-    solver: str
-    status: Literal["optimal", "feasible"]
-    budget_bytes: int
-    predicted_peak_bytes: int
-    predicted_seconds: float
-    unplanned_peak_bytes: int
-    unplanned_seconds: float
-    resident_bytes: int
-    recomputed_seconds: float
-    recomputed_ops: int
-    lower_bound_seconds: float
-    gap: float
-    solve_seconds: float
     unused_outputs: tuple[int, ...]
     graph: StepGraph
     runs: StepRuns
-    headroom_bytes: int = 0
-
-    @property
-    def slowdown(self) -> float:
-        """Predicted seconds over unplanned seconds."""
-        return self.predicted_seconds / self.unplanned_seconds if self.unplanned_seconds > 0 else 1.0
 
     def to_document(self) -> dict[str, Any]:
         """Plain data, as it stands in the file."""
         return {"format": FORMAT, "version": VERSION, "kind": GRAPH_KIND, **to_plain(self, {})}
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, whole or not at all."""
-        write_document(path, self.to_document())
 
     @classmethod
     def load(cls, path: str | Path) -> GraphPlan:

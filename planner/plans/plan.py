@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from planner.plans.offload_request import link_document, link_from
-from profiler.json_files import from_plain, read_document, to_plain, write_document
+from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
+from profiler.json_files import from_plain, read_document, to_plain
 from profiler.records import KEYS as PROFILE_KEYS, KIND, LeftOutRecord, MenuRecord, ResidentBytes
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Action, Schedule
 from solvers.problem.chain_simulator import replay
 from solvers.problem.link import Link
 
-FORMAT = "planner-plan"
-VERSION = 1
 # Attributes that files of version 1 call otherwise.
 KEYS = {**PROFILE_KEYS, "offload_units": "parcels", "input_offload_units": "input_parcels"}
 StageDecision = Literal["keep", "selective", "offload", "recompute", "segment"]
@@ -74,21 +73,12 @@ class PlannedStage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(PlanClaims):
     """A schedule with names and predictions. Bytes and seconds are of one whole training step.
 
     Attributes:
         profile_fingerprint: of the profile it was made from.
-        input_shapes: of the batch it was profiled with.
-        budget_bytes: the most bytes that may be alive at once.
-        headroom_bytes: of the budget, left to what the device's allocator wastes; the solver had the rest.
-        predicted_peak_bytes, predicted_seconds: by exact replay of the schedule.
-        unplanned_peak_bytes, unplanned_seconds: of the model without a plan.
-        recomputed_seconds: predicted seconds spent on running stages again.
-        recomputed_ops: forward ops run again; exact.
-        lower_bound_seconds: no plan of these stages within the budget is faster.
-        gap: relative distance of the prediction from that bound.
-        solve_seconds: time that the solver took.
+        stages, schedule: what happens to which stage, and when.
         menus: per kind of stage its ops and options; option k of the schedule, from 1, is ``options[k - 1]``.
         chain: the problem that the schedule solves; None in files of older releases.
         resident: what ``resident_bytes`` is made of; None in files of older releases.
@@ -105,24 +95,7 @@ class Plan:
         frugal: as in the profile: unplanned peak and seconds were computed, and never measured as a whole.
     """
 
-    model_class: str
     profile_fingerprint: str
-    input_shapes: tuple[tuple[int, ...], ...]
-    device: str
-    precision: str
-    solver: str
-    status: Literal["optimal", "feasible"]
-    budget_bytes: int
-    predicted_peak_bytes: int
-    predicted_seconds: float
-    unplanned_peak_bytes: int
-    unplanned_seconds: float
-    resident_bytes: int
-    recomputed_seconds: float
-    recomputed_ops: int
-    lower_bound_seconds: float
-    gap: float
-    solve_seconds: float
     stages: tuple[PlannedStage, ...]
     schedule: Schedule
     menus: tuple[MenuRecord, ...] = ()
@@ -135,7 +108,6 @@ class Plan:
     offload_only: bool = False
     stated: tuple[str, ...] = ()
     restricted: bool = False
-    headroom_bytes: int = 0
     unseen: tuple[str, ...] = ()
     unsteady: tuple[str, ...] = ()
     forward_nodes: int = 0
@@ -147,11 +119,6 @@ class Plan:
         planned = self.stages[stage]
         return planned.input_offload_units if option is None else tuple((number,) for number in planned.offload_units)
 
-    @property
-    def slowdown(self) -> float:
-        """Predicted seconds over unplanned seconds."""
-        return self.predicted_seconds / self.unplanned_seconds if self.unplanned_seconds > 0 else 1.0
-
     def to_document(self) -> dict[str, Any]:
         """Plain data, as it stands in the file."""
         document = to_plain(replace(self, chain=None, link=None), KEYS)
@@ -159,10 +126,6 @@ class Plan:
         document["chain"] = None if self.chain is None else self.chain.to_dict()
         document["link"] = link_document(self.link)
         return {"format": FORMAT, "version": VERSION, **document}
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, whole or not at all."""
-        write_document(path, self.to_document())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

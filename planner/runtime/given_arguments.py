@@ -8,6 +8,8 @@ from torch import nn
 
 from planner.plans.given_sources import object_or_file, type_in_words
 from planner.plans.plan import Plan
+from planner.plans.plan_claims import PlanClaims
+from profiler.graph_profile import GraphProfile
 from profiler.records import Profile
 from profiler.workload.ready_models import check_initialised
 from profiler.workload.workload import Workload
@@ -56,10 +58,10 @@ def check_sharded(model: nn.Module, plan: Plan) -> None:
 
 
 def _remedy(plan: Any) -> str:
-    if isinstance(plan, Profile):
+    if isinstance(plan, (Profile, GraphProfile)):
         return "solve it first: plan = planner.solve(profile, budget=...)"
     if isinstance(plan, (Workload, nn.Module)):
         return "profile and solve first: plan = planner.solve(planner.profile(workload), budget=...)"
-    if isinstance(getattr(plan, "plan", None), Plan):
+    if isinstance(getattr(plan, "plan", None), PlanClaims):
         return "pass its plan attribute"
     return "pass what planner.solve returned"

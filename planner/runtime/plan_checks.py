@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from planner.plans.plan import Plan
+from planner.plans.plan_claims import PlanClaims
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.outer_hooks import hooks_of_the_user
 from profiler.workload.compiled_forwards import leave_uncompiled
@@ -24,7 +25,7 @@ leave_uncompiled(__name__)
 _WARNED: set[str] = set()
 
 
-def check_inputs(workload: Workload, plan: Plan) -> None:
+def check_inputs(workload: Workload, plan: PlanClaims) -> None:
     """Refuse a batch of other shapes than the plan's."""
     shapes = workload.input_shapes
     if shapes != plan.input_shapes and (shapes or workload.own is None):  # A step of the user's own may not have run.
@@ -34,7 +35,7 @@ def check_inputs(workload: Workload, plan: Plan) -> None:
         )
 
 
-def check_device(workload: Workload, plan: Plan) -> None:
+def check_device(workload: Workload, plan: PlanClaims) -> None:
     """Refuse a model on another kind of device than the plan's."""
     planned = torch.device(plan.device).type
     if workload.device.type != planned:

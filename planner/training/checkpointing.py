@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.compiled.applying import apply
 from planner.plans.offload_request import Offload, OffloadMode
 from planner.plans.profiling import profile
 from planner.plans.solving import solve
-from planner.runtime.applier import apply
 from planner.training.dynamic_profiles import Training
 from planner.training.dynamic_shapes import apply_dynamic
 from planner.training.plan_cache import CACHE_SIZE
@@ -43,6 +43,7 @@ def auto_checkpoint(
     sizes: Sequence[Any] = (),
     cache_size: int = CACHE_SIZE,
     strict: bool = False,
+    graph: bool = False,
 ) -> nn.Module:
     """Profile the model on one batch, solve for ``budget`` and apply the plan.
 
@@ -73,6 +74,8 @@ def auto_checkpoint(
         cache_size: signatures to remember beside those profiled; the least recently used one is forgotten first.
         strict: raise Infeasible from the forward of a signature that no plan meets the budget for, once that is
             known; without, it is said once and the plan that needs least memory is used.
+        graph: plan single ops of the whole step, as ``profile`` says. Then there are no ``dynamic``, ``stages`` and
+            ``offload``, and the plan is not verified.
 
     Returns:
         The same model; ``planner.handle_of(model)`` gives the handle to inspect
@@ -92,6 +95,8 @@ def auto_checkpoint(
         "clip_norm": clip_norm,
         "keeps_output": keeps_output,
     }
+    if graph:
+        _check_graph(dynamic=dynamic, stages=stages, offload=offload)
     if dynamic:
         _check_no_offload(offload)
         if step is not None:
@@ -112,11 +117,22 @@ def auto_checkpoint(
     if sizes:
         raise ValueError("auto_checkpoint: expected no sizes without dynamic=True, got some; pass dynamic=True")
     workload = Workload(model=model, inputs=inputs, step=step, **described)
+    if graph:
+        apply(model, solve(profile(workload, graph=True), budget, solver=solver, headroom=headroom))
+        return model
     plan = solve(profile(workload, stages=stages), budget, solver=solver, offload=offload, headroom=headroom)
     if verify and can_verify(workload, plan):
         plan = verified(workload, plan, solver=solver).plan
     apply(model, plan)
     return model
+
+
+def _check_graph(*, dynamic: bool, stages: object, offload: Offload | OffloadMode) -> None:
+    if dynamic or stages is not None or offload not in ("auto", "never"):
+        raise ValueError(
+            "auto_checkpoint: expected graph=True without dynamic, stages and offload, which are about stages, got one "
+            "of them; leave it out"
+        )
 
 
 def _check_no_offload(offload: Offload | OffloadMode) -> None:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from planner.compiled.applying import apply
+from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
-from planner.runtime.applier import apply, check_precision
+from planner.runtime.applier import check_precision
 from planner.runtime.plan_checks import check_device, check_inputs
 from planner.training.oom_diagnosis import report_of, stop_of
 from planner.training.oom_recovery import StepRollback, smaller_plan, wanted_bytes
@@ -35,7 +37,7 @@ class TrainingRun:
         failures: each time that memory ran out and a smaller plan was tried.
     """
 
-    plan: Plan
+    plan: Plan | GraphPlan
     losses: tuple[float, ...]
     step_seconds: tuple[float, ...]
     measured_peak_bytes: int
@@ -61,7 +63,7 @@ class OutOfMemory(torch.OutOfMemoryError):
 
 def train_planned(
     workload: Workload,
-    plan: Plan,
+    plan: Plan | GraphPlan,
     *,
     steps: int,
     retries: int = 0,
@@ -75,10 +77,11 @@ def train_planned(
 
     Args:
         workload: the training step.
-        plan: for it.
+        plan: for it, of stages or of single ops.
         steps: to train.
-        retries: how many smaller plans to try. Above 0, model and optimizer states are copied to host memory, so that
-            an optimizer's step that fails half way can be undone, too.
+        retries: how many smaller plans to try; a plan of single ops cannot be solved again. Above 0, model and
+            optimizer states are copied to host memory, so that an optimizer's step that fails half way can be undone,
+            too.
         on_failure: is told each failure that is followed by a retry.
 
     Raises:
@@ -90,6 +93,11 @@ def train_planned(
         raise ValueError(f"--steps: expected at least 1, got {steps}; give a whole number above zero")
     if retries < 0:
         raise ValueError(f"--retry: expected a number of retries, got {retries}; give 0 or more")
+    if retries and isinstance(plan, GraphPlan):
+        raise ValueError(
+            "--retry: expected a plan of stages, which can be solved again by itself, got one of single ops; leave it "
+            "out, and solve the profile for a smaller budget where memory runs out"
+        )
     check_device(workload, plan)
     if is_short(plan.predicted_peak_bytes):
         give_back_freed_memory(workload.device)
@@ -128,7 +136,7 @@ class _Training:
         self.seconds: list[float] = []
         self.measured: Measurement | None = None
 
-    def attempt(self, plan: Plan) -> Stop | None:
+    def attempt(self, plan: Plan | GraphPlan) -> Stop | None:
         """Measure, and train what is left of the steps; where memory ran out, if it did."""
         self.measured = None
         try:
@@ -151,7 +159,7 @@ class _Training:
         _wait_for(self._workload.device)
         self.seconds.append(time.perf_counter() - begin)
 
-    def recover(self, plan: Plan, stop: Stop, *, retry: bool) -> tuple[FailureReport, Plan | None]:
+    def recover(self, plan: Plan | GraphPlan, stop: Stop, *, retry: bool) -> tuple[FailureReport, Plan | None]:
         """Undo the failed step; its report, and the plan to go on with where that is wanted and there is one."""
         gc.collect()  # What the error's frames held in cycles goes before anything is measured.
         done = len(self.losses) if self.measured is None else self._guard.undo()
@@ -161,7 +169,7 @@ class _Training:
             del self.losses[done:], self.seconds[done:]
         report = report_of(self._workload, plan, stop, restored=done is not None)
         gc.collect()  # That step has failed, too, and the solver needs memory as well.
-        if done is None or not retry:
+        if done is None or not retry or isinstance(plan, GraphPlan):
             return replace(report, why_not=_by_hand(plan, report)), None
         try:
             smaller = smaller_plan(plan, report)
@@ -170,12 +178,10 @@ class _Training:
         return replace(report, next_budget_bytes=smaller.budget_bytes), smaller
 
 
-def _by_hand(plan: Plan, report: FailureReport) -> str:
+def _by_hand(plan: Plan | GraphPlan, report: FailureReport) -> str:
     budget_bytes = wanted_bytes(plan, report) + plan.headroom_bytes
-    return (
-        "not tried again: planner solve PROFILE --budget "
-        f"{budget_bytes} makes a smaller plan; train --retry N tries up to N by itself"
-    )
+    by_itself = "; train --retry N tries up to N by itself" if isinstance(plan, Plan) else ""
+    return f"not tried again: planner solve PROFILE --budget {budget_bytes} makes a smaller plan{by_itself}"
 
 
 def _checked(step: int, run: Callable[[], float]) -> float:

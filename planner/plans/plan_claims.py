@@ -1,0 +1,66 @@
+"""What every plan claims, of stages or of single ops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from profiler.json_files import write_document
+
+FORMAT = "planner-plan"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanClaims:
+    """What a plan was made from and for, and what it predicts. Bytes and seconds are of one whole training step.
+
+    Attributes:
+        model_class, input_shapes, device, precision: of the profile it was made from.
+        solver: the method that found it.
+        status: ``optimal``: none that does the same kind of things within the budget is faster; ``feasible``: see the
+            bound.
+        budget_bytes: the most bytes that may be alive at once.
+        headroom_bytes: of the budget, left to what the device's allocator wastes; the solver had the rest.
+        predicted_peak_bytes, predicted_seconds: by exact replay.
+        unplanned_peak_bytes, unplanned_seconds: of the model without a plan.
+        resident_bytes: always there: parameters, optimizer states, batch.
+        recomputed_seconds: predicted seconds spent on running again.
+        recomputed_ops: how many ops run again, each time counted; exact.
+        lower_bound_seconds: no such plan within the budget is faster.
+        gap: relative distance of the prediction from that bound.
+        solve_seconds: time that the solver took.
+    """
+
+    model_class: str
+    input_shapes: tuple[tuple[int, ...], ...]
+    device: str
+    precision: str
+    solver: str
+    status: Literal["optimal", "feasible"]
+    budget_bytes: int
+    predicted_peak_bytes: int
+    predicted_seconds: float
+    unplanned_peak_bytes: int
+    unplanned_seconds: float
+    resident_bytes: int
+    recomputed_seconds: float
+    recomputed_ops: int
+    lower_bound_seconds: float
+    gap: float
+    solve_seconds: float
+    headroom_bytes: int = 0
+
+    @property
+    def slowdown(self) -> float:
+        """Predicted seconds over unplanned seconds."""
+        return self.predicted_seconds / self.unplanned_seconds if self.unplanned_seconds > 0 else 1.0
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain data, as it stands in the file."""
+        raise NotImplementedError
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, whole or not at all."""
+        write_document(path, self.to_document())
