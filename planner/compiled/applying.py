@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+import torch
 from torch import nn
 
 from planner.plans.given_sources import plan_from_file
@@ -17,8 +18,16 @@ from profiler.workload.forward_patches import ForwardPatches
 from profiler.workload.model_caches import check_no_checkpointing
 from profiler.workload.wrapped_models import inner_model
 
+Backend = Literal["eager", "inductor"]
 
-def apply(model: nn.Module, plan: Plan | GraphPlan | str | Path, *, watch: bool | None = None) -> Handle[Any]:
+
+def apply(
+    model: nn.Module,
+    plan: Plan | GraphPlan | str | Path,
+    *,
+    watch: bool | None = None,
+    backend: Backend = "eager",
+) -> Handle[Any]:
     """Install ``plan`` on ``model``, in place and reversibly.
 
     Only ``forward`` is wrapped, of the model and of recomputed stages: the module tree, names, state_dict and hooks
@@ -32,6 +41,9 @@ def apply(model: nn.Module, plan: Plan | GraphPlan | str | Path, *, watch: bool 
         watch: take the peak of the first steps, and say once where it is above the budget, by how much and what holds
             it. None does so on CUDA, where it is free; on the CPU the profiler runs for two steps. That a loop holds
             gradients or outputs which the plan does not count on is said in any case. Plans of stages only.
+        backend: of a plan of single ops: ``"eager"`` runs the ops as they are; ``"inductor"`` has Inductor compile
+            them, faster and with a peak near the predicted one: ``planner.verify`` finds a plan that is within its
+            budget then. It needs a C++ compiler on the CPU.
 
     Returns:
         A handle with ``remove()``; also a context manager.
@@ -40,12 +52,19 @@ def apply(model: nn.Module, plan: Plan | GraphPlan | str | Path, *, watch: bool 
         PlanMismatch: stage names, parameter shapes, types or ops differ. So says the model's forward where it runs
             under another autocast or with other shapes than the profiled step, or its parameters have become others.
         UnsupportedPlan: the plan's schedule cannot be carried out.
-        ValueError: another plan is applied already, an argument is of another kind, the file is no plan, or
-            checkpointing of the model's own is switched on.
+        ValueError: another plan is applied already, an argument is of another kind, the file is no plan,
+            checkpointing of the model's own is switched on, or there is no such backend.
     """
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend: expected one of {get_args(Backend)}, got {backend!r}; leave it out, or take one")
     if isinstance(plan, (str, Path)):
         plan = plan_from_file(plan)
     if not isinstance(plan, GraphPlan):
+        if backend != "eager":
+            raise ValueError(
+                f"backend: expected 'eager' for a plan of stages, got {backend!r}; compile the model itself "
+                "(torch.compile), before or after"
+            )
         return applier.apply(model, plan, watch=watch)
     model = inner_model(given_model(model))
     check_unplanned(model)
@@ -53,8 +72,19 @@ def apply(model: nn.Module, plan: Plan | GraphPlan | str | Path, *, watch: bool 
     from planner.compiled.planned_forward import PlannedForward  # It loads what torch.compile is made of.
 
     patches = ForwardPatches()
-    planned = PlannedForward(model, plan)
+    planned = PlannedForward(model, plan, _maker_of(backend, torch.device(plan.device)))
     patches.wrap(model, lambda _: planned.run)
     handle = Handle(model, plan, patches)
     register(model, handle)
     return handle
+
+
+def _maker_of(backend: Backend, device: torch.device) -> Any:
+    if backend == "eager":
+        from profiler.capture.backend import eager_backend
+
+        return eager_backend
+    from planner.compiled.inductor_programs import check_compiler, inductor_backend  # It loads all of Inductor.
+
+    check_compiler(device)
+    return inductor_backend

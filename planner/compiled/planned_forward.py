@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.graph_solving import first_difference
 from planner.runtime.applier import PlanMismatch, check_precision
-from profiler.capture.backend import eager_backend
+from profiler.capture.backend import OrderOf
 from profiler.capture.joint_graph import JointGraph, compiled_whole, said_by_capture
 from profiler.capture.programs import StepOrder
 from profiler.capture.step_dataflow import step_graph_of
@@ -22,15 +23,21 @@ from profiler.workload.precision import autocast_now
 
 
 class PlannedForward:
-    """A model's forward that runs as two programs in training."""
+    """A model's forward that runs as two programs in training.
 
-    def __init__(self, model: nn.Module, plan: GraphPlan) -> None:
+    Args:
+        model: its model.
+        plan: for it.
+        make_backend: makes a backend of torch.compile from what chooses an order.
+    """
+
+    def __init__(self, model: nn.Module, plan: GraphPlan, make_backend: Callable[[OrderOf], Any]) -> None:
         self._model = weakref.ref(model)
         self._plan = plan
         self._device = torch.device(plan.device)
         self._plain: Forward = model.forward
         unused = frozenset(plan.unused_outputs)
-        self._compiled = compiled_whole(without_gradients(self._plain, unused), eager_backend(self._order))
+        self._compiled = compiled_whole(without_gradients(self._plain, unused), make_backend(self._order))
         self._caches = ModelCaches(model)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:

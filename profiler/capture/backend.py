@@ -12,14 +12,26 @@ from profiler.capture.joint_graph import JointGraph, never_compiled
 from profiler.capture.programs import StepOrder, programs_of
 
 OnProgram = Callable[[Literal["forward", "backward"], Literal["begin", "end"]], None]
+OrderOf = Callable[[JointGraph], StepOrder]
+Compiler = Callable[[fx.GraphModule, Any], Callable[[list[Any]], Any]]
 
 
-def eager_backend(choose: Callable[[JointGraph], StepOrder], on_program: OnProgram | None = None) -> Any:
+def eager_backend(choose: OrderOf, on_program: OnProgram | None = None) -> Any:
     """A backend that runs the ops as they are, through generated Python code.
 
     Args:
         choose: the order for a graph.
         on_program: is told when a program begins and ends.
+    """
+    return backend_of(choose, _running("forward", on_program), _running("backward", on_program))
+
+
+def backend_of(choose: OrderOf, forward: Compiler, backward: Compiler) -> Any:
+    """A backend that has the two programs compiled.
+
+    Args:
+        choose: the order for a graph.
+        forward, backward: make of a program and example inputs what runs; it takes the inputs as a list and empties it.
     """
 
     def partition(module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
@@ -27,14 +39,11 @@ def eager_backend(choose: Callable[[JointGraph], StepOrder], on_program: OnProgr
         return programs_of(graph, choose(graph))
 
     return aot_autograd(
-        fw_compiler=_running("forward", on_program),
-        bw_compiler=_running("backward", on_program),
-        inference_compiler=never_compiled,
-        partition_fn=partition,
+        fw_compiler=forward, bw_compiler=backward, inference_compiler=never_compiled, partition_fn=partition
     )
 
 
-def _running(side: Literal["forward", "backward"], on_program: OnProgram | None) -> Any:
+def _running(side: Literal["forward", "backward"], on_program: OnProgram | None) -> Compiler:
     def compiler(module: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
         def run(arguments: list[Any]) -> Any:
             if on_program is None:

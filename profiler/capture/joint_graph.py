@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils import _pytree as pytree
 
@@ -253,7 +253,7 @@ def said_by_capture(error: Exception, ours: type[Exception]) -> Exception:
     if isinstance(known, Exception):
         return known
     torchs = next((cause for cause in causes if isinstance(cause, TorchDynamoException)), None)
-    if torchs is None:
+    if torchs is None or any(isinstance(cause, BackendCompilerFailed) for cause in causes):
         return error
     said = [line.strip() for line in str(torchs).strip().splitlines()]
     lines = [number for number, line in enumerate(said) if line.startswith("File ")]
