@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from planner.training.checkpointing import auto_checkpoint as auto_checkpoint
     from planner.training.dynamic_shapes import DynamicHandle as DynamicHandle
+    from planner.training.graph_verification import GraphVerification as GraphVerification, MeasuredPlan as MeasuredPlan
     from planner.training.input_signatures import Signature as Signature
     from planner.training.oom_report import FailureReport as FailureReport
     from planner.training.training import (
@@ -73,6 +74,7 @@ _NAMES = {
     "planner.runtime.applier": "Handle PlanMismatch handle_of",
     "planner.training.checkpointing": "auto_checkpoint",
     "planner.training.dynamic_shapes": "DynamicHandle",
+    "planner.training.graph_verification": "GraphVerification MeasuredPlan",
     "planner.training.input_signatures": "Signature",
     "planner.training.oom_report": "FailureReport",
     "planner.training.training": "OutOfMemory TrainingRun train_planned",
