@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from planner.capacity.batch_search import max_batch as max_batch
     from planner.capacity.levers import Combination as Combination, Lever as Lever
     from planner.compiled.applying import apply as apply
+    from planner.compiled.budget_backend import BudgetBackend as BudgetBackend, backend as backend
     from planner.explain.state_table import (
         ModelStates as ModelStates,
         StateRow as StateRow,
@@ -61,6 +62,7 @@ _NAMES = {
     "planner.capacity.levers": "Combination Lever",
     "planner.explain.state_table": "ModelStates StateRow model_states",
     "planner.compiled.applying": "apply",
+    "planner.compiled.budget_backend": "BudgetBackend backend",
     "planner.plans.graph_plan": "GraphPlan",
     "planner.plans.lowering": "UnsupportedPlan",
     "planner.plans.offload_request": "Offload",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -17,6 +18,9 @@ from planner.runtime.given_arguments import given_model
 from profiler.workload.forward_patches import ForwardPatches
 from profiler.workload.model_caches import check_no_checkpointing
 from profiler.workload.wrapped_models import inner_model
+
+if TYPE_CHECKING:
+    from profiler.capture.backend import OrderOf
 
 Backend = Literal["eager", "inductor"]
 
@@ -72,19 +76,31 @@ def apply(
     from planner.compiled.planned_forward import PlannedForward  # It loads what torch.compile is made of.
 
     patches = ForwardPatches()
-    planned = PlannedForward(model, plan, _maker_of(backend, torch.device(plan.device)))
+    planned = PlannedForward(model, plan, maker_of(backend, torch.device(plan.device)))
     patches.wrap(model, lambda _: planned.run)
     handle = Handle(model, plan, patches)
     register(model, handle)
     return handle
 
 
-def _maker_of(backend: Backend, device: torch.device) -> Any:
+def maker_of(backend: Backend, device: torch.device | None = None) -> Callable[[OrderOf], Any]:
+    """What makes a backend of torch.compile from what chooses an order.
+
+    Args:
+        backend: its name.
+        device: that has to have a compiler; None for one that is not known yet.
+
+    Raises:
+        ValueError: no such backend, or its compiler is missing.
+    """
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend: expected one of {get_args(Backend)}, got {backend!r}; leave it out, or take one")
     if backend == "eager":
         from profiler.capture.backend import eager_backend
 
         return eager_backend
     from planner.compiled.inductor_programs import check_compiler, inductor_backend  # It loads all of Inductor.
 
-    check_compiler(device)
+    if device is not None:
+        check_compiler(device)
     return inductor_backend

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch.fx.graph import _BoxedCodeGen
 
 from profiler.capture.joint_graph import JointGraph, never_compiled
 from profiler.capture.programs import StepOrder, programs_of
@@ -45,6 +46,9 @@ def backend_of(choose: OrderOf, forward: Compiler, backward: Compiler) -> Any:
 
 def _running(side: Literal["forward", "backward"], on_program: OnProgram | None) -> Compiler:
     def compiler(module: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
+        module.graph.set_codegen(_BoxedCodeGen())  # A graph without a backward is no program, and comes as it is.
+        module.recompile()
+
         def run(arguments: list[Any]) -> Any:
             if on_program is None:
                 return module.forward(arguments)

@@ -118,7 +118,7 @@ def _as_a_graph(workload: Workload, report: ProgressReporter) -> dict[str, Any]:
     seconds = [sum(phase.seconds for _, phase in phases) for phases in times]
     typical = times[seconds.index(statistics.median_low(seconds))]
     return {
-        "graph": _measured(programs.graphs[0], workload.device),
+        "graph": measured_graph(programs.graphs[0], workload.device),
         "unused_outputs": unused,
         "resident": resident,
         "once_seconds": statistics.median(seconds),
@@ -196,7 +196,7 @@ def _in_programs(workload: Workload, unused: Collection[int]) -> Iterator[_Progr
         yield programs
 
 
-def _measured(graph: JointGraph, device: torch.device) -> StepGraph:
+def measured_graph(graph: JointGraph, device: torch.device) -> StepGraph:
     """The dataflow with what its ops cost."""
     costs = {op.name: cost for op, cost in costs_of(graph, dict.fromkeys(graph.makers.values()), device).items()}
     step = step_graph_of(graph)
