@@ -1,6 +1,6 @@
 """Cuts a training graph into a chain of blocks: consecutive forward nodes and the backward nodes that go with them.
 
-A cut is narrow where forward nodes read only one output across it. Blocks lie between narrow cuts; where much crosses
+A cut is narrow where forward nodes read only one output across it, apart from those that may last. Blocks lie between narrow cuts; where much crosses
 them there is none, as long as blocks stay small. The backward nodes, in their own order, are cut where they stop
 reading what one block made. What is read beyond the next block is *lasting*: it is never run again.
 """
@@ -18,6 +18,8 @@ from solvers.graph.liveness import IndexedGraph, peak_profile
 
 MOST_BLOCKS = 60  # a table of 60 stages and 15 options takes about a second
 MOST_NODES = 80  # forward nodes of a block: programs for more take a second each and give no better answers
+_SMALL = 1e-3  # of the forward's bytes: outputs with no more may last
+_MANY, _LONG = 4, 1 / 8  # readers, and share of the forward nodes between the first and the last: such outputs may last
 _HUGE = 1 / 2  # of the forward's bytes: a block with more is cut even where much is read across
 _SIDE = 1 / 4  # of a block's bytes that either side of such a cut has at least
 
@@ -85,12 +87,20 @@ def _forward_cuts(indexed: IndexedGraph, backward_start: int, largest_share: flo
 
 
 def _crossing(indexed: IndexedGraph, backward_start: int) -> tuple[Integers, Integers]:
-    """For every place of the forward nodes how many outputs with bytes are read across it, and their bytes."""
+    """For every place of the forward nodes how many outputs are read across it, and their bytes.
+
+    Not counted is what may just as well last: what is small, and what many nodes read over a long stretch, such as a
+    mask for all layers, or an encoder's output.
+    """
     count, size = np.zeros(backward_start + 1, dtype=np.int64), np.zeros(backward_start + 1, dtype=np.int64)
+    small_bytes = _SMALL * float(indexed.output_bytes[:backward_start].sum())
     for v in np.flatnonzero(indexed.output_bytes[:backward_start]):
-        last = max((r for r in indexed.readers[v] if r < backward_start), default=int(v))
-        count[v + 1 : last + 1] += 1
+        readers = [r for r in indexed.readers[v] if r < backward_start]
+        last = max(readers, default=int(v))
         size[v + 1 : last + 1] += indexed.output_bytes[v]
+        shared = len(readers) >= _MANY and last - v > _LONG * backward_start
+        if indexed.output_bytes[v] > small_bytes and not shared:
+            count[v + 1 : last + 1] += 1
     return count, size
 
 
