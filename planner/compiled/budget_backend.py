@@ -112,6 +112,9 @@ class BudgetBackend:
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
         """Compile a graph that Dynamo has traced."""
+        trains = any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
+        if not (trains and torch.is_grad_enabled()):
+            return _unplanned(self._compiler)(module, inputs)
         if why := self._why_not(module, inputs):
             warnings.warn(
                 f"planner.backend: expected a model that is one graph of fixed shapes, got {why}; torch's own "

@@ -13,10 +13,10 @@ from planner.plans.graph_plan import GraphPlan
 from planner.plans.graph_solving import first_difference
 from planner.runtime.applier import PlanMismatch, check_precision
 from profiler.capture.backend import OrderOf
+from profiler.capture.detached_outputs import refusing_gradients, without_gradients
 from profiler.capture.joint_graph import JointGraph, compiled_whole, said_by_capture
 from profiler.capture.programs import StepOrder
 from profiler.capture.step_dataflow import step_graph_of
-from profiler.capture.unused_outputs import refusing_gradients, without_gradients
 from profiler.workload.compiled_forwards import Forward
 from profiler.workload.model_caches import ModelCaches
 from profiler.workload.precision import autocast_now

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 
 from profiler.capture.backend import eager_backend
+from profiler.capture.detached_outputs import unused_outputs
 from profiler.capture.joint_graph import REMEDY, CaptureError, JointGraph, capturing
 from profiler.capture.op_costs import costs_of
 from profiler.capture.programs import order_of
 from profiler.capture.step_dataflow import step_graph_of
-from profiler.capture.unused_outputs import unused_outputs
 from profiler.graph_profile import GraphProfile
 from profiler.measurement.assembly import what_ran_where
 from profiler.measurement.device_memory import ran_out

@@ -20,7 +20,8 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils import _pytree as pytree
 
-from profiler.capture.unused_outputs import without_gradients
+from profiler.capture.detached_outputs import without_gradients
+from profiler.capture.traced_types import correct_types
 from profiler.workload.compiled_forwards import Forward
 from profiler.workload.forward_patches import ForwardPatches
 from profiler.workload.model_caches import ModelCaches
@@ -46,6 +47,9 @@ class JointGraph:
 
     module: fx.GraphModule
     forward_outputs: int
+
+    def __post_init__(self) -> None:
+        correct_types(self.module.graph)
 
     @cached_property
     def outputs(self) -> tuple[Any, ...]:
