@@ -34,6 +34,10 @@ class GraphPlan(PlanClaims):
     graph: StepGraph
     runs: StepRuns
 
+    def _decided(self) -> Any:
+        ops = [[op.name, op.op, op.side, op.reads, op.makes] for op in self.graph.ops]
+        return [ops, [storage.size_bytes for storage in self.graph.storages], self.runs]
+
     def to_document(self) -> dict[str, Any]:
         """Plain data, as it stands in the file."""
         return {"format": FORMAT, "version": VERSION, "kind": GRAPH_KIND, **to_plain(self, {})}

@@ -119,6 +119,22 @@ class Plan(PlanClaims):
         planned = self.stages[stage]
         return planned.input_offload_units if option is None else tuple((number,) for number in planned.offload_units)
 
+    def _decided(self) -> Any:
+        stages = [[s.name, s.kind, s.module_class, s.links, s.input_shapes, s.parameter_shapes] for s in self.stages]
+        units = [[stage.offload_units, stage.input_offload_units] for stage in self.stages]
+        return [
+            stages,
+            units,
+            [[action.kind, action.stage, self._runs_again(action)] for action in self.schedule.actions],
+        ]
+
+    def _runs_again(self, action: Action) -> Any:
+        """Of a run of a stage's option the ops that run again, with their ordinals; else the action's number."""
+        if not action.option or action.kind in TRANSFERS:
+            return action.option
+        menu = self.menus[self.stages[action.stage].menu]
+        return [[ordinal, menu.ops.ops[ordinal].op] for ordinal in menu.options[action.option - 1].rerun]
+
     def to_document(self) -> dict[str, Any]:
         """Plain data, as it stands in the file."""
         document = to_plain(replace(self, chain=None, link=None), KEYS)

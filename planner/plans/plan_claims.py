@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +12,7 @@ from profiler.json_files import write_document
 
 FORMAT = "planner-plan"
 VERSION = 1
+FINGERPRINT_DIGITS = 16  # as of profiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,20 @@ class PlanClaims:
     def slowdown(self) -> float:
         """Predicted seconds over unplanned seconds."""
         return self.predicted_seconds / self.unplanned_seconds if self.unplanned_seconds > 0 else 1.0
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what is done in which order, and to which model: equal on all ranks that run the same; not what it costs.
+
+        Names, shapes, precision, the kind of device and every decision count, bytes and seconds do not.
+        """
+        about = [self.model_class, self.precision, self.device.split(":")[0], self._decided()]
+        text = json.dumps(about, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_DIGITS]
+
+    def _decided(self) -> Any:
+        """The parts of the model, and what is done with them, as plain data."""
+        raise NotImplementedError
 
     def to_document(self) -> dict[str, Any]:
         """Plain data, as it stands in the file."""

@@ -110,6 +110,10 @@ def test_profiles_and_plans_are_files(profiled: GraphProfile, tmp_path: Path) ->
     plan = planner.solve(profiled, "90%")
     plan.save(tmp_path / "plan.json")
     assert planner.GraphPlan.load(tmp_path / "plan.json") == plan
+    assert planner.GraphPlan.load(tmp_path / "plan.json").fingerprint == plan.fingerprint
+    backward = plan.runs._replace(backward=plan.runs.backward[:-1])
+    assert replace(plan, runs=backward).fingerprint != plan.fingerprint
+    assert replace(plan, predicted_seconds=9.0, budget_bytes=1).fingerprint == plan.fingerprint
     assert planner.solve(tmp_path / "profile.json", "90%").predicted_peak_bytes == plan.predicted_peak_bytes
     with pytest.raises(ValueError, match="expected a profile of stages, got one of a graph"):
         planner.Profile.load(tmp_path / "profile.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -50,3 +51,16 @@ def test_a_chain_of_other_stages_is_refused(files, tmp_path):
     write_document(tmp_path / "plan.json", document)
     with pytest.raises(ValueError, match="its own stages"):
         planner.Plan.load(tmp_path / "plan.json")
+
+
+def test_plans_that_do_the_same_have_the_same_fingerprint(files):
+    plan, profile = planner.Plan.load(files / "plan.json"), planner.Profile.load(files / "profile.json")
+    assert len(plan.fingerprint) == 16 and planner.Plan.load(files / "plan.json").fingerprint == plan.fingerprint
+    slower = replace(plan, predicted_seconds=9.0, solve_seconds=1.0, budget_bytes=plan.budget_bytes + 1, chain=None)
+    assert replace(slower, device="cpu:0").fingerprint == plan.fingerprint
+    keeps = planner.solve(profile, "100%")
+    assert keeps.fingerprint != plan.fingerprint
+    for other in ({"device": "cuda"}, {"precision": "bfloat16"}, {"model_class": "Other"}):
+        assert replace(plan, **other).fingerprint != plan.fingerprint
+    (first, *rest) = plan.stages
+    assert replace(plan, stages=(replace(first, name="x"), *rest)).fingerprint != plan.fingerprint
