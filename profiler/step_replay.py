@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from profiler.step_graph import StepGraph
+from profiler.step_graph import Side, StepGraph
 
 
 class StepRuns(NamedTuple):
@@ -75,22 +75,101 @@ def replay_step(step: StepGraph, runs: StepRuns, *, held: bool) -> StepReplay:
         runs: what runs when; who reads a storage comes after who makes it.
         held: whoever calls forward holds what it returns through backward, where it is not counted then.
     """
+    sizes, sides = _sizes(step), _sides(step, runs, held)
+    return StepReplay(
+        forward=_replay(*sides.forward, sizes),
+        backward=_replay(*sides.backward, sizes),
+        handed=sides.handed,
+        between_bytes=sum(sizes[s] for s in sides.handed | _returned(step)),
+    )
+
+
+def _sizes(step: StepGraph) -> list[int]:
+    """Of storages, and behind them of the random states of ops."""
+    return [storage.size_bytes for storage in step.storages] + [op.state_bytes for op in step.ops]
+
+
+def _returned(step: StepGraph) -> frozenset[int]:
+    return frozenset(s for s, storage in enumerate(step.storages) if storage.returned)
+
+
+class _SideRuns(NamedTuple):
+    """Runs of a side, what it takes, and what outlives it."""
+
+    runs: list[_Run]
+    taken: frozenset[int]
+    ends: frozenset[int]
+
+
+class _Sides(NamedTuple):
+    """Both sides, and what forward hands over."""
+
+    forward: _SideRuns
+    backward: _SideRuns
+    handed: frozenset[int]
+
+
+def _sides(step: StepGraph, runs: StepRuns, held: bool) -> _Sides:
     storages = [*enumerate(step.storages)]
-    sizes = [storage.size_bytes for storage in step.storages] + [op.state_bytes for op in step.ops]
-    of_loss = {s for s, storage in storages if storage.of_loss}
-    gradients = {s for s, storage in storages if storage.gradient}
+    of_loss = frozenset(s for s, storage in storages if storage.of_loss)
+    gradients = frozenset(s for s, storage in storages if storage.gradient)
+    written = frozenset(s for s, storage in storages if storage.written)
     forward, backward = _runs_of(step, runs)
     made = {s for run in backward for s in run.makes}
-    handed = _read_first(backward) - of_loss | (gradients - made)
-    returned = {s for s, storage in storages if storage.returned}
-    written = {s for s, storage in storages if storage.written}
-    taken = {s for s in handed if not held or s not in returned}
-    return StepReplay(
-        forward=_replay(forward, sizes, (), returned | written | handed),
-        backward=_replay(backward, sizes, taken | of_loss, gradients),
-        handed=frozenset(handed),
-        between_bytes=sum(sizes[s] for s in handed | returned),
+    handed = frozenset(_read_first(backward) - of_loss | (gradients - made))
+    returned = _returned(step)
+    taken = handed - returned if held else handed
+    return _Sides(
+        forward=_SideRuns(forward, frozenset(), returned | written | handed),
+        backward=_SideRuns(backward, taken | of_loss, gradients),
+        handed=handed,
     )
+
+
+class AliveStorage(NamedTuple):
+    """A storage that is alive during a run.
+
+    Attributes:
+        number: of the storage; of a random state the number of storages and the ordinal of the op that drew from it.
+        size_bytes: of it.
+        taken: it was there as the side began.
+        again: the run that made it was not its op's first.
+    """
+
+    number: int
+    size_bytes: int
+    taken: bool
+    again: bool
+
+
+def alive_during(
+    step: StepGraph, runs: StepRuns, side: Side, place: int, *, held: bool, after: bool = False
+) -> list[AliveStorage]:
+    """What is alive while a run of a side runs, what it makes included; with its transient bytes that is its peak.
+
+    Args:
+        step, runs, held: as for ``replay_step``.
+        side: which of both.
+        place: of the run among those of its side.
+        after: what is alive after it instead.
+    """
+    sides = _sides(step, runs, held)
+    of_side = sides.forward if side == "forward" else sides.backward
+    alive: dict[int, tuple[bool, bool]] = dict.fromkeys(of_side.taken, (True, False))
+    ran = set() if side == "forward" else set(runs.forward)
+    ordinals = runs.forward if side == "forward" else runs.backward
+    dying = _dying(of_side.runs, of_side.taken, of_side.ends)
+    for number, (ordinal, run) in enumerate(zip(ordinals, of_side.runs, strict=True)):
+        alive.update((storage, (False, ordinal in ran)) for storage in run.makes)
+        ran.add(ordinal)
+        if number == place and not after:
+            break
+        for storage in dying[number]:
+            alive.pop(storage, None)
+        if number == place:
+            break
+    sizes = _sizes(step)
+    return [AliveStorage(storage, sizes[storage], *how) for storage, how in alive.items()]
 
 
 class _Run(NamedTuple):
@@ -128,7 +207,7 @@ def _read_first(runs: Iterable[_Run]) -> set[int]:
     return found
 
 
-def _replay(runs: Sequence[_Run], sizes: Sequence[int], taken: Collection[int], ends: Collection[int]) -> SideReplay:
+def _replay(runs: Sequence[_Run], taken: Collection[int], ends: Collection[int], sizes: Sequence[int]) -> SideReplay:
     dying = _dying(runs, taken, ends)
     start = alive = sum(sizes[storage] for storage in taken)
     peaks: list[int] = []

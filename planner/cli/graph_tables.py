@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
 
 from planner.explain.tables import facts, plain_table
+from planner.plans.graph_plan import GraphPlan
 from planner.units import counted, exact_bytes, format_bytes, format_seconds
 from profiler.graph_profile import GraphProfile
 from profiler.step_graph import StepGraph, StepOp
@@ -33,6 +35,38 @@ def graph_profile_report(profile: GraphProfile) -> RenderableType:
     rest = len(kinds) - len(shown)
     more = [("", f"and {counted(rest, 'other kind')} of ops")] if rest > 0 else []
     return Group(table, facts([*more, *_step(profile)]))
+
+
+def reruns_report(plan: GraphPlan, *, every_kind: bool = False) -> list[RenderableType]:
+    """Which ops run again, alike ones of one module together, dearest first; nothing where none do.
+
+    Args:
+        plan: of single ops.
+        every_kind: all rows, not the dearest alone.
+    """
+    runs = Counter([*plan.runs.forward, *plan.runs.backward])
+    groups: dict[tuple[str, str], list[tuple[StepOp, int]]] = {}
+    for ordinal, count in runs.items():
+        if count > 1:
+            op = plan.graph.ops[ordinal]
+            groups.setdefault((op.module, op.kind), []).append((op, count - 1))
+    rows = sorted(groups.items(), key=lambda pair: -sum(op.seconds * again for op, again in pair[1]))
+    if not rows:
+        return []
+    shown = rows if every_kind else rows[:KINDS_SHOWN]
+    title = f"Run again: {len(shown)} of {counted(len(rows), 'kind')} of ops by module, dearest first"
+    table = plain_table(title, ["module", "op"], ["ops", "extra runs", "extra time", "made again"])
+    for (module, kind), ops in shown:
+        table.add_row(
+            escape(module) or "-",
+            escape(kind),
+            str(len(ops)),
+            str(sum(again for _, again in ops)),
+            format_seconds(sum(op.seconds * again for op, again in ops)),
+            format_bytes(sum(_made_bytes(plan.graph, op) * again for op, again in ops)),
+        )
+    rest = len(rows) - len(shown)
+    return ["", table, *([f"and {rest} more: --ops lists them"] if rest else [])]
 
 
 def _step(profile: GraphProfile) -> list[tuple[str, str]]:

@@ -20,10 +20,11 @@ from planner.cli.graph_solutions import (
     SOLUTION_FORMAT as GRAPH_SOLUTION_FORMAT,
     SOLUTION_VERSION as GRAPH_SOLUTION_VERSION,
 )
-from planner.cli.graph_tables import graph_profile_report
+from planner.cli.graph_tables import graph_profile_report, reruns_report
 from planner.cli.shell import check_folder, note, say_written, show, working
 from planner.cli.solution_summary import summary_from, summary_of_graph_plan, summary_of_plan
 from planner.explain.figures import check_picture
+from planner.explain.graph_timeline import graph_peak, graph_timelines
 from planner.explain.op_decision_table import plan_ops_report
 from planner.explain.peak import Peak, predicted_peak
 from planner.explain.peak_report import alive_report, peak_rows, peak_table
@@ -126,12 +127,21 @@ def _show_other(document: dict[str, Any], where: str, request: ShowRequest) -> l
 
 
 def _show_graph_plan(plan: GraphPlan, where: str, request: ShowRequest) -> list[RenderableType]:
-    if request.ops or request.step:
+    if request.workload is not None:
         raise ValueError(
-            f"{where}: expected a plan of stages to show ops, a timeline or a peak of, got one of a graph; leave the "
-            "options out"
+            f"{where}: expected a plan of stages for --measure, got one of single ops; planner train measures its peak"
         )
-    return [tables.solution_report(summary_of_graph_plan(plan))]
+    timelines = graph_timelines(plan)
+    step = _ExplainedStep(
+        timelines=timelines,
+        peaks=[graph_peak(plan, timelines[1])],
+        plan=None,
+        budget_bytes=plan.budget_bytes,
+        title=f"{plan.model_class} on {plan.device} ({plan.precision}), op by op",
+    )
+    _write(step, request)
+    again = reruns_report(plan, every_kind=request.ops)
+    return [tables.claims_report(summary_of_graph_plan(plan)), *again, "", *_peaks(step)]
 
 
 def _show_chain(document: dict[str, Any], where: str, request: ShowRequest) -> list[RenderableType]:

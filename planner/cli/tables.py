@@ -39,6 +39,11 @@ def solution_report(summary: SolutionSummary) -> RenderableType:
     return _plan_report(summary) if summary.part == "stage" else _graph_report(summary)
 
 
+def claims_report(summary: SolutionSummary) -> RenderableType:
+    """What a solution promises, alone."""
+    return facts(_claims(summary))
+
+
 def _plan_report(summary: SolutionSummary) -> RenderableType:
     used = [decision for decision in _MEANINGS if any(stage.decision == decision for stage in summary.stages)]
     legend = facts([("", _MEANINGS[decision]) for decision in used])

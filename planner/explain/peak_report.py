@@ -104,7 +104,8 @@ def alive_report(peak: Peak, plan: Plan | None = None, *, limit: int = ROWS_SHOW
 
 def peak_title(peak: Peak) -> str:
     """One line: how much, where in the step, and at which op."""
-    where = {"optimizer": "in the optimizer's step"}.get(peak.action, f"in the {peak.action} of {peak.stage}")
+    apart = {"optimizer": "in the optimizer's step", "loss": "between forward and backward, at the loss"}
+    where = apart.get(peak.action, f"in the {peak.action} of {peak.stage}")
     at = f", at {peak.op}" if peak.op else ""
     return f"Peak, {peak.source}: {exact_bytes(peak.peak_bytes)} {where}{at}"
 

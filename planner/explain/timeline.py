@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PhaseName = Literal["forward", "backward", "optimizer"]
-SpanKind = Literal["forward", "recompute", "backward", "free", "offload", "release", "prefetch", "optimizer"]
+SpanKind = Literal["forward", "recompute", "loss", "backward", "free", "offload", "release", "prefetch", "optimizer"]
 _TIMES, _SIZES = ("start_seconds", "seconds"), ("bytes_before", "bytes_peak", "bytes_after")
 COLUMNS = ("series", "phase", "stage", "action", *_TIMES, *_SIZES)
 
@@ -27,7 +27,8 @@ COLUMNS = ("series", "phase", "stage", "action", *_TIMES, *_SIZES)
 class Span:
     """One action of a step: when it runs, and the bytes alive before, at its peak, and after it.
 
-    ``recompute`` is any run of a stage but its first. Its first ``stall_seconds`` it waits for a copy.
+    Of a plan of single ops ``stage`` is an op. ``recompute`` is any run of a stage but its first. Its first
+    ``stall_seconds`` it waits for a copy.
     """
 
     phase: PhaseName

@@ -187,7 +187,8 @@ def _list_parts(axes: Axes, peaks: Sequence[ExplainedPeak]) -> None:
 
 def _words(explained: ExplainedPeak) -> list[str]:
     peak, rows = explained.peak, explained.rows
-    action = "the optimizer's step" if peak.action == "optimizer" else f"the {peak.action} of {peak.stage}"
+    apart = {"optimizer": "the optimizer's step", "loss": "the loss"}
+    action = apart.get(peak.action, f"the {peak.action} of {peak.stage}")
     lines = [f"Alive at the planned peak, {peak.source}:"]
     lines += _wrapped(f"{format_bytes(peak.peak_bytes)} in {action}{f', at {kind_of(peak.op)}' if peak.op else ''}")
     for row in rows[:TOP_PARTS]:

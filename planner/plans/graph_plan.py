@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from planner.plans.graph_problem import StepSurroundings
 from planner.plans.plan import Plan
 from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
 from profiler.graph_profile import GRAPH_KIND
@@ -24,6 +25,7 @@ class GraphPlan(PlanClaims):
             small (a thousandth of the peak in all), is faster within the budget.
         unused_outputs: places of the forward's outputs, among all leaves, to which the loss hands no gradient.
         graph: the ops of the step, by which it is recognised.
+        around: bytes beside what they hold.
         runs: ordinals of ops in the order of their runs, forward and backward.
     """
 
@@ -32,11 +34,12 @@ class GraphPlan(PlanClaims):
 
     unused_outputs: tuple[int, ...]
     graph: StepGraph
+    around: StepSurroundings
     runs: StepRuns
 
     def _decided(self) -> Any:
         ops = [[op.name, op.op, op.side, op.reads, op.makes] for op in self.graph.ops]
-        return [ops, [storage.size_bytes for storage in self.graph.storages], self.runs]
+        return [ops, [storage.size_bytes for storage in self.graph.storages], self.unused_outputs, self.runs]
 
     def to_document(self) -> dict[str, Any]:
         """Plain data, as it stands in the file."""

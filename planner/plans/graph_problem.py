@@ -76,12 +76,12 @@ class StepSurroundings:
         replay = replay_step(step, runs, held=self.held_bytes > 0)
         return max(
             self.forward_bytes + replay.forward.peak_bytes,
-            self.loss_bytes + replay.between_bytes + self._kept_longer_bytes(step, replay),
+            self.loss_bytes + replay.between_bytes + self.kept_longer_bytes(step, replay),
             self.backward_bytes + replay.backward.peak_bytes,
             self.other_peak_bytes,
         )
 
-    def _kept_longer_bytes(self, step: StepGraph, replay: StepReplay) -> int:
+    def kept_longer_bytes(self, step: StepGraph, replay: StepReplay) -> int:
         """What forward returns, nobody may hold any more at that peak, and an order hands over all the same."""
         if self.held_bytes:
             return 0

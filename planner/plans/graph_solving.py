@@ -124,6 +124,7 @@ def _plan_of(
         solve_seconds=solution.solve_seconds,
         unused_outputs=profile.unused_outputs,
         graph=profile.graph,
+        around=around,
         runs=runs,
     )
 

@@ -30,7 +30,18 @@ def test_a_profile_is_solved_shown_and_drawn(profile: Path, tmp_path: Path) -> N
     assert json.loads(plan.read_text())["kind"] == "graph"
     runs = {stage["name"]: stage["runs"] for stage in document["stages"]}
     assert sum(runs.values()) - len(runs) == loaded.recomputed_ops > 0
-    assert "module" in done("show", plan).stdout and "op by op" in done("show", profile).stdout
+    options = ["--timeline", tmp_path / "step.svg", "--csv", tmp_path / "step.csv", "--peak-csv", tmp_path / "peak.csv"]
+    said = done("show", plan, "--ops", *options).stdout
+    assert "Run again" in said and "Peak, predicted" in said and "kept from forward" in said
+    spans = [*csv.DictReader((tmp_path / "step.csv").open())]
+    assert max(int(row["bytes_peak"]) for row in spans if row["series"] == "predicted_planned") == (
+        loaded.predicted_peak_bytes
+    )
+    parts = [*csv.DictReader((tmp_path / "peak.csv").open())]
+    assert sum(int(row["bytes"]) for row in parts) == loaded.predicted_peak_bytes
+    assert (tmp_path / "step.svg").stat().st_size > 1000
+    assert "--measure, got one of single ops" in refused("show", plan, "--measure", "zoo:mlp")
+    assert "op by op" in done("show", profile).stdout
     done("pareto", profile, "--csv", tmp_path / "curves.csv", "--time-limit", "3")
     with (tmp_path / "curves.csv").open() as file:
         rows = [*csv.DictReader(file)]
