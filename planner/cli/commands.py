@@ -216,6 +216,7 @@ def compare_command(
     settings: Settings = None,
     device: Device = None,
     time_limit: Annotated[float, typer.Option(help="Seconds for ilp and auto.")] = COMPARE_SECONDS,
+    graph: Annotated[bool, typer.Option("--graph", help="Also a plan of single ops.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Apply every solver's plan for one budget in turn: predicted and measured peaks and times side by side."""
@@ -231,7 +232,10 @@ def compare_command(
         workload = _workload(target, settings, device)
         measured = profile(workload, progress=progress)
         budget_bytes = parse_bytes(budget, whole_bytes=measured.unplanned_peak_bytes)
-        rows = compare_solvers(workload, measured, budget_bytes, time_limit_seconds=time_limit, progress=progress)
+        ops = profile(workload, graph=True, progress=progress) if graph else None
+        rows = compare_solvers(
+            workload, measured, budget_bytes, graph=ops, time_limit_seconds=time_limit, progress=progress
+        )
     if as_json:
         show_json(documents.comparison_document(measured, budget_bytes, rows))
     else:

@@ -9,10 +9,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from planner.compiled.applying import apply
+from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
-from planner.plans.refusals import Infeasible
+from planner.plans.refusals import NoPlan
 from planner.plans.solving import COMPARE_SECONDS, solve
-from planner.runtime.applier import apply
+from profiler.graph_profile import GraphProfile
 from profiler.measurement.measuring import Progress
 from profiler.measurement.meter import metered, time_meter
 from profiler.measurement.step_measurement import Measurement, measure
@@ -22,6 +24,7 @@ from profiler.workload.steps import first_step
 from profiler.workload.workload import Workload
 
 SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "rotor")
+SINGLE_OPS = "single ops"  # the row of the plan for a profile of a graph
 ILP_STAGES = 16  # what ilp mostly proves within its limit; a longer chain would make everybody wait for it
 ROUNDS = 5  # timed steps per row; the rows take turns, so a slow moment of the machine hits them all
 
@@ -51,6 +54,7 @@ def compare_solvers(
     profile: Profile,
     budget_bytes: int,
     *,
+    graph: GraphProfile | None = None,
     time_limit_seconds: float = COMPARE_SECONDS,
     progress: Progress | None = None,
 ) -> list[ComparisonRow]:
@@ -62,6 +66,7 @@ def compare_solvers(
         workload: the training step that ``profile`` was made from.
         profile: its profile.
         budget_bytes: the budget that every solver gets.
+        graph: of the same step: one more row is the plan of its single ops.
         time_limit_seconds: for ``ilp`` and ``auto``.
         progress: called as ``progress(what, done, total)`` before each part.
 
@@ -70,36 +75,42 @@ def compare_solvers(
     """
     report = progress or (lambda what, done, total: None)
     names = [*SOLVERS, *(["ilp"] if len(profile.stages) <= ILP_STAGES else []), "auto"]
+    names += [SINGLE_OPS] if graph is not None else []
     total = 2 * len(names) + 1 + ROUNDS
-    answers: dict[str, Plan | Infeasible | None] = {"none": None}
+    answers: dict[str, Plan | GraphPlan | NoPlan | None] = {"none": None}
     for done, name in enumerate(names):
         report(f"solve {name}", done, total)
-        answers[name] = _answer(profile, budget_bytes, name, time_limit_seconds)
+        if name == SINGLE_OPS and graph is not None:
+            answers[name] = _answer(graph, budget_bytes, "auto", time_limit_seconds)
+        else:
+            answers[name] = _answer(profile, budget_bytes, name, time_limit_seconds)
     peaks: dict[str, Measurement] = {}
     for done, (name, answer) in enumerate(answers.items(), start=len(names)):
         report(f"peak {name}", done, total)
-        if not isinstance(answer, Infeasible) and not (answer is None and profile.frugal):
+        if not isinstance(answer, NoPlan) and not (answer is None and profile.frugal):
             with _planned(workload, answer):
                 peaks[name] = measure(workload, repeats=1)
     rest = total - ROUNDS
-    plans = {name: answer for name, answer in answers.items() if name in peaks and not isinstance(answer, Infeasible)}
+    plans = {name: answer for name, answer in answers.items() if name in peaks and not isinstance(answer, NoPlan)}
     seconds = seconds_in_turns(workload, plans, progress=lambda done: report("time", rest + done, total))
     return [_row(profile, name, answer, peaks, seconds) for name, answer in answers.items()]
 
 
-def _answer(profile: Profile, budget_bytes: int, solver: str, time_limit_seconds: float) -> Plan | Infeasible:
+def _answer(
+    profile: Profile | GraphProfile, budget_bytes: int, solver: str, time_limit_seconds: float
+) -> Plan | GraphPlan | NoPlan:
     try:
         return solve(profile, budget_bytes, solver=solver, time_limit_seconds=time_limit_seconds)
-    except Infeasible as refusal:
+    except NoPlan as refusal:
         return refusal
 
 
-def _planned(workload: Workload, plan: Plan | None) -> AbstractContextManager[Any]:
+def _planned(workload: Workload, plan: Plan | GraphPlan | None) -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if plan is None else apply(workload.model, plan)
 
 
 def seconds_in_turns(
-    workload: Workload, plans: Mapping[str, Plan | None], *, progress: Callable[[int], None] | None = None
+    workload: Workload, plans: Mapping[str, Plan | GraphPlan | None], *, progress: Callable[[int], None] | None = None
 ) -> dict[str, float]:
     """Median seconds of a step under each plan (None: unplanned), two steps of each per round: the second one counts.
 
@@ -127,14 +138,14 @@ def seconds_in_turns(
 def _row(
     profile: Profile,
     name: str,
-    answer: Plan | Infeasible | None,
+    answer: Plan | GraphPlan | NoPlan | None,
     peaks: dict[str, Measurement],
     seconds: dict[str, float],
 ) -> ComparisonRow:
-    if isinstance(answer, Infeasible):
+    if isinstance(answer, NoPlan):
         return ComparisonRow(
             solver=name,
-            status="infeasible",
+            status=answer.status,
             minimum_budget_bytes=answer.minimum_budget_bytes,
             reason=answer.reason,
         )

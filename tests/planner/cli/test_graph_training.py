@@ -72,6 +72,17 @@ def test_where_memory_runs_out_it_is_said_with_the_next_budget(files: Path) -> N
     assert "planner solve PROFILE --budget" in result.stderr and "--retry" not in result.stderr
 
 
+@pytest.mark.slow
+def test_single_ops_are_compared_beside_stages() -> None:
+    document = json.loads(done("compare", "zoo:mlp", *SIZES, "--budget", "95%", "--graph", "--json").stdout)
+    rows = {row["solver"]: row for row in document["rows"]}
+    first, *_, last = rows
+    assert (first, last) == ("none", "single ops") and "rotor" in rows
+    ops = rows["single ops"]
+    assert ops["predicted_peak_bytes"] == ops["measured_peak_bytes"] <= document["budget_bytes"]
+    assert ops["measured_seconds"] > 0
+
+
 def test_one_call_plans_single_ops() -> None:
     work = planner.zoo.build("mlp", layers=6, hidden=64, batch=256)
     described: dict[str, Any] = {"loss": work.loss, "optimizer": work.optimizer}
