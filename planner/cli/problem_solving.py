@@ -33,7 +33,8 @@ def check_verifiable(source: Source) -> None:
     """Refuse what is not held against its own run; raises ValueError."""
     if isinstance(source, GraphProfile):
         raise ValueError(
-            "--verify: expected a profile of stages, got one of a graph; planner train measures its plan's run"
+            "--verify: expected a profile of stages, got one of a graph; planner.verify in Python takes its plan, "
+            "and planner train measures its run"
         )
     if not isinstance(source, Profile):
         raise ValueError("--verify: expected a profile, whose stages a model runs, got a problem file; leave it out")
