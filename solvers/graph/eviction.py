@@ -20,7 +20,7 @@ from solvers.arrays import Floats, Mask
 from solvers.graph.liveness import IndexedGraph
 
 POWERS = (1.0, 0.5, 2.0, 0.0)  # of the steps until the next need: the published 1 first
-SCORINGS = 400  # of one order: scores of graphs with more nodes serve for several first runs
+SCORINGS = 1000  # of one order: scores of graphs with more nodes serve for several first runs
 MOST_RUNS_PER_NODE = 50  # an order that runs nodes more often than this on average is given up
 
 
@@ -62,7 +62,8 @@ class _OrderInMaking:
         self._alive = np.zeros(indexed.count, dtype=bool)
         self._first_runs = 0  # first runs that are done
         self._scores = np.full(indexed.count, np.inf)
-        self._last = indexed.once.copy()  # what cannot be made again
+        self._feeds = _feeding(indexed, rerunnable)
+        self._last = indexed.once & self._feeds  # what cannot be made again, and something may need
         self._scored_at = -1  # the first run for which the scores are
 
     def make(self, node: int) -> bool:
@@ -117,22 +118,31 @@ class _OrderInMaking:
     def _score(self) -> None:
         """Scores for the present first run; missing nodes pass their need on to what they are made from."""
         indexed, first_runs = self.indexed, self._first_runs
-        alive = self._alive.tolist()
+        alive, inputs, readers = self._alive.tolist(), indexed.inputs, indexed.readers
         costs = np.where(indexed.once, np.inf, indexed.seconds).tolist()
         needs = [float(indexed.count) if end else np.inf for end in indexed.is_output]
         for v in range(first_runs):  # of lists: an array's single items are slow
-            for u in indexed.inputs[v]:
+            for u in inputs[v]:
                 if not alive[u]:
                     costs[v] += costs[u]
         for v in reversed(range(first_runs)):
-            later = [r if r >= first_runs else needs[r] for r in indexed.readers[v] if r >= first_runs or not alive[r]]
+            later = [r if r >= first_runs else needs[r] for r in readers[v] if r >= first_runs or not alive[r]]
             if later:
                 needs[v] = min(needs[v], *later)
         cost, need = np.array(costs), np.array(needs)
         wait = np.maximum(1.0, need - first_runs + 1)
         per_byte = cost * self._noise / np.maximum(1, indexed.output_bytes)
-        self._last = np.isinf(cost)
-        chosen = self._rerunnable & ~self._last
+        last = np.isinf(cost)
+        self._last = last & self._feeds
+        chosen = self._rerunnable & ~last
         self._scores = np.divide(per_byte, wait**self._power, out=np.full(indexed.count, np.inf), where=chosen)
         self._scores[np.isinf(need)] = 0.0
         self._scored_at = first_runs
+
+
+def _feeding(indexed: IndexedGraph, rerunnable: Mask) -> Mask:
+    """From which nodes a node is made, directly or not, whose output may be dropped while it is needed."""
+    feeds = np.zeros(indexed.count, dtype=bool)
+    for v in reversed(range(indexed.count)):
+        feeds[v] = any(rerunnable[r] or feeds[r] for r in indexed.readers[v])
+    return feeds

@@ -120,9 +120,27 @@ def test_ops_are_measured_with_values_that_may_be_probabilities() -> None:
     assert any(op.kind == "bernoulli" for op in profile_graph(workload(Drawing())).graph.ops)
 
 
+@torch.library.custom_op("planner_tests::above_one", mutates_args=())
+def above_one(x: Tensor) -> Tensor:
+    if x.min() <= 1:
+        raise RuntimeError("a value of at most 1")
+    return x.clone()
+
+
+above_one.register_fake(torch.empty_like)
+above_one.register_autograd(lambda _, grad: grad.clone())
+
+
+class Picky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return above_one(torch.sigmoid(self.layer(x)) + 2)
+
+
 def test_an_op_that_cannot_be_measured_by_itself_is_named() -> None:
-    """Tracing says that this norm's statistics are of the type of its input; run, it makes them in float32."""
-    work = workload(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8, affine=False)))
-    work.autocast = torch.bfloat16
-    with pytest.raises(CaptureError, match=r"got aten\.native_batch_norm_backward.*in 1.*a plan of stages works there"):
-        profile_graph(work)
+    """It is measured with values between 0 and 1."""
+    with pytest.raises(CaptureError, match=r"got planner_tests\.above_one.*at most 1.*a plan of stages works there"):
+        profile_graph(workload(Picky()))
