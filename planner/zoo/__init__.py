@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from planner.zoo.densenet import build_densenet
 from planner.zoo.language import build_bert, build_gpt2, build_llama, build_t5
 from planner.zoo.mindspore import build_mindspore_blocks
 from planner.zoo.mlp import build_mlp
@@ -24,6 +25,7 @@ _BUILDERS: dict[str, Callable[..., ZooModel]] = {
     "t5": build_t5,
     "resnet50": build_resnet50,
     "unet": build_unet,
+    "densenet": build_densenet,
     "mlp": build_mlp,
     "mindspore_blocks": build_mindspore_blocks,
 }

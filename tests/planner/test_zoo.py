@@ -20,6 +20,7 @@ SMALL = {
     "vit": {"batch": 2, "layers": 2, "hidden": 16, "heads": 2, "image": 16, "patch": 8, "classes": 3},
     "resnet50": {"batch": 4, "hidden": 4, "image": 32, "classes": 3},
     "unet": {"batch": 2, "hidden": 4, "image": 32, "classes": 3},
+    "densenet": {"batch": 2, "layers": 2, "hidden": 4, "image": 8, "classes": 3},
     "mlp": {"batch": 4, "layers": 3, "hidden": 8},
     "mindspore_blocks": {"batch": 2, "blocks": 2, "hidden": 8, "heads": 2, "seq": 4},
 }
@@ -131,6 +132,7 @@ def test_momentum_is_a_setting_of_sgd():
         ("llama", {"hidden": 12, "heads": 4}, r"hidden / heads to be even .*, got 3; write hidden=24"),
         ("vit", {"image": 30}, "image to be a multiple of patch, got image=30 and patch=8; change one"),
         ("unet", {"image": 40}, "image to be a multiple of 16, got 40; write image=32"),
+        ("densenet", {"image": 4}, "image to be at least 8, got 4; write image=8"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused(name, settings, message):
@@ -165,6 +167,19 @@ def test_the_unet_joins_each_level_once():
         )
     workload.step()
     assert joined == [4, 8, 16, 32]  # the deepest level is joined first; 32 is the image
+
+
+def test_each_layer_of_the_densenet_reads_all_before_it():
+    workload = small("densenet", layers=3)
+    read: list[int] = []
+    for layer in workload.model.get_submodule("blocks.0.layers").children():
+        layer.register_forward_pre_hook(lambda _layer, inputs: read.append(len(inputs[0])))
+    workload.step()
+    assert read == [1, 2, 3]
+
+
+def test_the_densenet_takes_a_batch_of_one():
+    assert math.isfinite(small("densenet", batch=1).step())
 
 
 def test_the_attention_blocks_compute_what_the_tutorial_writes():

@@ -25,6 +25,7 @@ from solvers.problem.solution import GraphProblem
 SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"layers": 1, "hidden": 32, "seq": 16, "vocab": 200},
     "unet": {"batch": 2, "hidden": 8, "image": 32},
+    "densenet": {"batch": 2, "layers": 2, "hidden": 8, "image": 16},
 }
 RUNS: list[int] = []
 
