@@ -333,7 +333,7 @@ app.command("advise", cls=ManyValues)(advise_command)
 
 @app.command("demo")
 def demo_command() -> None:
-    """Profile, plan and train a GPT-2 on the CPU, and draw its Pareto curve to ./planner-demo/pareto.png."""
+    """Profile, plan and train a GPT-2 on the CPU, draw its Pareto curve, and plan a DenseNet by stages and by ops."""
     from planner.cli.demo import run_demo
 
     run_demo()

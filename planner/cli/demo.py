@@ -1,4 +1,4 @@
-"""The demo: a GPT-2 profiled, planned, trained with and without the plan, and its Pareto curve drawn."""
+"""The demo: a GPT-2 profiled, planned, trained with and without the plan, its curve drawn; then both kinds of plans."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from rich.console import RenderableType
 
 from planner import Plan, Profile, Workload, zoo
+from planner.cli.demo_both_kinds import densenet, run_both_kinds
 from planner.cli.shell import show, working
 from planner.cli.solution_summary import summary_of_plan
 from planner.cli.tables import frontier_report, solution_report
@@ -38,8 +39,12 @@ class _Trained(NamedTuple):
     parameters: list[torch.Tensor]
 
 
-def run_demo(folder: Path = FOLDER, build: Callable[[], Workload] = lambda: zoo.build("gpt2")) -> None:
-    """The whole way on a real model, printed as it goes.
+def run_demo(
+    folder: Path = FOLDER,
+    build: Callable[[], Workload] = lambda: zoo.build("gpt2"),
+    build_no_chain: Callable[[], Workload] = densenet,
+) -> None:
+    """The whole way on a real model, printed as it goes, and on a network that is no chain with both kinds of plans.
 
     Raises:
         ValueError: the folder cannot be made, transformers is missing, or
@@ -68,6 +73,8 @@ def run_demo(folder: Path = FOLDER, build: Callable[[], Workload] = lambda: zoo.
     show(_outcome(plan, plain, planned, seconds))
     _check_same(plain, planned)
     _draw(measured, frame, plan, folder)
+    show("\n[bold]5. Both kinds of plans[/bold] on a DenseNet, which is no chain")
+    run_both_kinds(build_no_chain)
 
 
 def _make(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import pytest
 
 import planner
 from planner import zoo
-from planner.cli import demo
+from planner.cli import demo, demo_both_kinds
 from planner.cli.shell import spread
 from planner.plans.pareto_curves import COLUMNS
 from profiler.json_files import write_document
@@ -229,15 +230,26 @@ def test_compare_exits_3_where_no_solver_fits(files):
 @pytest.mark.slow
 def test_the_demo_goes_the_whole_way(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    demo.run_demo(build=lambda: zoo.build("mlp", layers=8, hidden=32, batch=1024))
+    demo.run_demo(
+        build=lambda: zoo.build("mlp", layers=8, hidden=32, batch=1024),
+        build_no_chain=lambda: zoo.build("densenet", batch=4, layers=2, image=16),
+    )
     assert (tmp_path / "planner-demo" / "pareto.png").read_bytes().startswith(b"\x89PNG")
-    assert "bit for bit" in capsys.readouterr().out
+    first, second = capsys.readouterr().out.split("5. Both kinds of plans")
+    assert "bit for bit" in first
+    rows = {words[0]: words[1:] for line in second.splitlines() if (words := re.split("  +", line.strip()))}
+    assert len(rows["smallest budget"]) == 2
+    assert rows["measured peak"][1] == rows["predicted peak"][1]
+    assert rows["losses, parameters"] == ["bit for bit", "bit for bit"]
 
 
 def test_the_demo_refuses_a_plan_that_changes_the_losses(tmp_path, monkeypatch):
     plain = demo._Trained(1, (1.0,), [])
     with pytest.raises(ValueError, match="the same losses"):
         demo._check_same(plain, plain._replace(losses=(1.5,)))
+    ran = demo_both_kinds._Ran(1, 1.0, (1.0,), [])
+    with pytest.raises(ValueError, match="got others with a plan of single ops"):
+        demo_both_kinds._check_same({"no plan": ran, "stages": ran, "single ops": ran._replace(losses=(1.5,))})
 
 
 @pytest.mark.slow
