@@ -1,0 +1,95 @@
+"""Fidelity of plans of single ops: predicted against measured peak, from the unplanned peak to the smallest."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pandas as pd
+import torch
+
+import planner
+from benchmarks import branching_models
+from benchmarks.reporting import RESULTS, result_name, write_result
+from planner.compiled.applying import Backend
+from planner.zoo import build
+
+OWN = ("windows", "branches")
+MODELS = ("gpt2", "bert", "vit", "llama", "t5", "resnet50", "unet", "densenet", *OWN)
+BUDGETS = 6
+
+
+def workload_of(name: str) -> planner.Workload:
+    """Of the zoo, or one of ``branching_models``."""
+    torch.manual_seed(0)
+    return branching_models.build(name) if name in OWN else build(name)
+
+
+def rows_of(name: str, backend: Backend, seconds: float) -> Iterator[dict[str, Any]]:
+    """One row per budget, from the unplanned peak down to the smallest known to be feasible."""
+    workload = workload_of(name)
+    profile = planner.profile(workload, graph=True)
+    for budget in budgets_of(profile, seconds):
+        row: dict[str, Any] = {"model": name, "budget_bytes": budget, "backend": backend, "rounds": 1}
+        try:
+            plan = planner.solve(profile, budget, time_limit_seconds=seconds)
+            if backend == "eager":
+                with planner.apply(workload.model, plan):
+                    measured_bytes = planner.measure(workload, repeats=1).peak_bytes
+            else:
+                verified = planner.verify(workload, plan, backend=backend, profile=profile)
+                plan, measured_bytes = verified.plan, verified.rounds[-1].peak_bytes
+                row["rounds"] = len(verified.rounds)
+        except planner.NothingFound as error:
+            yield {**row, "refused": f"least known: {error.minimum_budget_bytes}"}
+            continue
+        yield {
+            **row,
+            "gap": round(plan.gap, 4),
+            "predicted_peak_bytes": plan.predicted_peak_bytes,
+            "measured_peak_bytes": measured_bytes,
+            "error_percent": 100 * (plan.predicted_peak_bytes - measured_bytes) / measured_bytes,
+            "over_budget": measured_bytes > budget,
+            "recomputed_ops": plan.recomputed_ops,
+            "predicted_slowdown": plan.slowdown,
+        }
+
+
+def budgets_of(profile: planner.GraphProfile, seconds: float) -> list[int]:
+    """Equal steps from the peak of every op once to the smallest budget that is known."""
+    try:
+        planner.solve(profile, 1, time_limit_seconds=seconds)
+    except (planner.Infeasible, planner.NothingFound) as error:
+        smallest = error.minimum_budget_bytes
+        return [int(b) for b in np.linspace(profile.unplanned_peak_bytes, smallest, BUDGETS, dtype=np.int64)]
+    raise AssertionError("a budget of one byte cannot be feasible")
+
+
+def main() -> None:
+    """Measure, print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--backend", choices=get_args(Backend), default="eager")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for the search, of each budget")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    frame = pd.DataFrame([row for name in options.models for row in rows_of(name, options.backend, options.seconds)])
+    name = result_name("graph-fidelity" if options.backend == "eager" else f"graph-fidelity-{options.backend}", "cpu")
+    write_result(options.out, name, "Plans of single ops: predicted against measured", frame, summary(frame))
+
+
+def summary(frame: pd.DataFrame) -> list[str]:
+    """What the table says about the promises."""
+    errors = frame["error_percent"].dropna()
+    return [
+        f"plans measured: {len(errors)}; above the budget: {int(frame['over_budget'].eq(True).sum())}; above the "
+        f"prediction: {int((errors < 0).sum())}; equal to it to the byte: {int((errors == 0).sum())}; largest "
+        f"|predicted - measured| of the peak: {errors.abs().max():.4f} % of measured",
+    ]
+
+
+if __name__ == "__main__":
+    main()
