@@ -13,7 +13,7 @@ import torch
 
 import planner
 from benchmarks import branching_models
-from benchmarks.reporting import RESULTS, result_name, write_result
+from benchmarks.reporting import RESULTS, write_result
 from planner.compiled.applying import Backend
 from planner.zoo import build
 
@@ -76,18 +76,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="for the search, of each budget")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    frame = pd.DataFrame([row for name in options.models for row in rows_of(name, options.backend, options.seconds)])
-    name = result_name("graph-fidelity" if options.backend == "eager" else f"graph-fidelity-{options.backend}", "cpu")
-    write_result(options.out, name, "Plans of single ops: predicted against measured", frame, summary(frame))
+    rows = [row for name in options.models for row in rows_of(name, options.backend, options.seconds)]
+    name = "graph-fidelity" if options.backend == "eager" else f"graph-fidelity-{options.backend}"
+    title = "Plans of single ops: predicted against measured"
+    write_result(options.out, name, title, pd.DataFrame(rows), summary(rows))
 
 
-def summary(frame: pd.DataFrame) -> list[str]:
+def summary(rows: list[dict[str, Any]]) -> list[str]:
     """What the table says about the promises."""
-    errors = frame["error_percent"].dropna()
+    measured = [row for row in rows if "error_percent" in row]
+    errors = [row["error_percent"] for row in measured]
     return [
-        f"plans measured: {len(errors)}; above the budget: {int(frame['over_budget'].eq(True).sum())}; above the "
-        f"prediction: {int((errors < 0).sum())}; equal to it to the byte: {int((errors == 0).sum())}; largest "
-        f"|predicted - measured| of the peak: {errors.abs().max():.4f} % of measured",
+        f"plans measured: {len(measured)} of {len(rows)}; above the budget: {sum(row['over_budget'] for row in measured)}; "
+        f"above the prediction: {sum(error < 0 for error in errors)}; equal to it to the byte: {errors.count(0.0)}; "
+        f"largest |predicted - measured| of the peak: {max(map(abs, errors), default=0.0):.4f} % of measured"
     ]
 
 
