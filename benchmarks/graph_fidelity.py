@@ -87,7 +87,8 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     measured = [row for row in rows if "error_percent" in row]
     errors = [row["error_percent"] for row in measured]
     return [
-        f"plans measured: {len(measured)} of {len(rows)}; above the budget: {sum(row['over_budget'] for row in measured)}; "
+        f"plans measured: {len(measured)} of {len(rows)}; "
+        f"above the budget: {sum(row['over_budget'] for row in measured)}; "
         f"above the prediction: {sum(error < 0 for error in errors)}; equal to it to the byte: {errors.count(0.0)}; "
         f"largest |predicted - measured| of the peak: {max(map(abs, errors), default=0.0):.4f} % of measured"
     ]
