@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import fx
+from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
-from profiler.capture.joint_graph import JointGraph, never_compiled
+from profiler.capture.joint_graph import CaptureError, JointGraph, never_compiled
 from profiler.capture.programs import StepOrder, programs_of
 
 OnProgram = Callable[[Literal["forward", "backward"], Literal["begin", "end"]], None]
@@ -40,8 +41,31 @@ def backend_of(choose: OrderOf, forward: Compiler, backward: Compiler) -> Any:
         return programs_of(graph, choose(graph))
 
     return aot_autograd(
-        fw_compiler=forward, bw_compiler=backward, inference_compiler=never_compiled, partition_fn=partition
+        fw_compiler=forward,
+        bw_compiler=_letting_go(backward),
+        inference_compiler=never_compiled,
+        partition_fn=partition,
     )
+
+
+def _letting_go(backward: Compiler) -> Compiler:
+    """A compiler whose programs refuse to run where what they read is to stay."""
+
+    def compiler(module: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+        compiled = backward(module, inputs)
+
+        def run(arguments: list[Any]) -> Any:
+            if _get_current_graph_task_keep_graph():
+                raise CaptureError(
+                    "backward: expected one that lets go of what forward has saved, as the plan counts on, got "
+                    "retain_graph=True; call it without, and once: add losses up before"
+                )
+            return compiled(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    return compiler
 
 
 def _running(side: Literal["forward", "backward"], on_program: OnProgram | None) -> Compiler:

@@ -184,6 +184,15 @@ def test_a_budget_below_the_smallest_names_the_op_that_forces_it(profiled: Graph
         planner.solve(profiled, smallest_budget(profiled) // 2, time_limit_seconds=2)
 
 
+def test_a_backward_that_would_hold_what_was_saved_is_refused(profiled: GraphProfile) -> None:
+    work = work_of()
+    with planner.apply(work.model, planner.solve(profiled, "90%")):
+        loss = work.model(work.inputs).square().mean()
+        with pytest.raises(planner.CaptureError, match="retain_graph=True; call it without"):
+            loss.backward(retain_graph=True)
+        loss.backward()
+
+
 class WithLoss(nn.Module):
     """Returns its loss, and logits that nobody needs gradients of."""
 
