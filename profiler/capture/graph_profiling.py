@@ -13,7 +13,7 @@ import torch
 from profiler.capture.backend import eager_backend
 from profiler.capture.detached_outputs import unused_outputs
 from profiler.capture.joint_graph import REMEDY, CaptureError, JointGraph, capturing
-from profiler.capture.op_costs import costs_of
+from profiler.capture.op_costs import OpCost, costs_of
 from profiler.capture.programs import order_of
 from profiler.capture.step_dataflow import step_graph_of
 from profiler.graph_profile import GraphProfile
@@ -25,7 +25,7 @@ from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_
 from profiler.measurement.profiling import check_profilable, ran_out_in_words
 from profiler.measurement.step_measurement import measure
 from profiler.records import Phase
-from profiler.step_graph import Side, StepGraph
+from profiler.step_graph import Side, StepGraph, StepOp
 from profiler.trace.partition import StagesError
 from profiler.workload.model_caches import ModelCaches
 from profiler.workload.precision import precision_of
@@ -34,6 +34,7 @@ from profiler.workload.steps import ProfileError, TensorsOfState, first_step, re
 from profiler.workload.workload import StepPhase, Workload
 
 TIMED_STEPS = 3
+DIFFERS = "a second run of it on the same tensors made something else"
 _PARTS = ("before", "forward", "between", "backward", "after", "optimizer")
 _PROGRAM, _BEHIND = Place("stage", 0), Place("outside", 1)
 
@@ -200,10 +201,12 @@ def measured_graph(graph: JointGraph, device: torch.device) -> StepGraph:
     """The dataflow with what its ops cost."""
     costs = {op.name: cost for op, cost in costs_of(graph, dict.fromkeys(graph.makers.values()), device).items()}
     step = step_graph_of(graph)
-    ops = [
-        replace(op, seconds=costs[op.name].seconds, transient_bytes=costs[op.name].transient_bytes) for op in step.ops
-    ]
-    return replace(step, ops=tuple(ops))
+    return replace(step, ops=tuple(_with_cost(op, costs[op.name]) for op in step.ops))
+
+
+def _with_cost(op: StepOp, cost: OpCost) -> StepOp:
+    once_reason = op.once_reason or ("" if cost.repeatable else DIFFERS)
+    return replace(op, seconds=cost.seconds, transient_bytes=cost.transient_bytes, once_reason=once_reason)
 
 
 def _parts(memory: MarkedPhases, times: MarkedPhases) -> dict[str, Any]:

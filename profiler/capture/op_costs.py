@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from profiler.capture.joint_graph import REMEDY, CaptureError, JointGraph, module_of, storages_of
-from profiler.capture.step_dataflow import second_call
+from profiler.capture.step_dataflow import library_of, second_call
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, time_meter
 
 REPEATS = 5
@@ -24,10 +24,12 @@ class OpCost(NamedTuple):
     Attributes:
         seconds: the median of several.
         transient_bytes: the most that it holds beside what it reads and makes.
+        repeatable: a second run makes the same; taken for granted of torch's own ops.
     """
 
     seconds: float
     transient_bytes: int
+    repeatable: bool = True
 
 
 class OpKey(NamedTuple):
@@ -55,9 +57,11 @@ def costs_of(graph: JointGraph, ops: Iterable[fx.Node], device: torch.device) ->
         alike.setdefault(key_of(op), []).append(op)
     firsts = [each[0] for each in alike.values()]
     seconds = _seconds(graph, firsts, device)
+    other = [op for op in firsts if library_of(op) not in ("aten", "prims")]
+    repeatable = {op: _makes_the_same(_with_tensors(graph, _first_call(op))) for op in other}
     transient_bytes = _transient_bytes(graph, firsts, device)
     return {
-        op: OpCost(seconds[first], transient_bytes[first])
+        op: OpCost(seconds[first], transient_bytes[first], repeatable.get(first, True))
         for first, each in zip(firsts, alike.values(), strict=True)
         for op in each
     }
@@ -92,6 +96,12 @@ def _transient_bytes(graph: JointGraph, ops: Iterable[fx.Node], device: torch.de
         beside = ran[number].peak_bytes - ran[number].start_bytes - _made_bytes(call.op)
         transient_bytes[call.op] = max(0, beside, transient_bytes.get(call.op, 0))
     return transient_bytes
+
+
+def _makes_the_same(call: _Call) -> bool:
+    """Whether two runs of a call do; of one that draws random numbers they do not."""
+    first, second = ([leaf for leaf in pytree.tree_leaves(_run(call)) if isinstance(leaf, Tensor)] for _ in range(2))
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True))
 
 
 def _first_call(op: fx.Node) -> _Call:

@@ -14,6 +14,8 @@ from profiler.step_graph import StepGraph, StepOp, StepStorage
 
 STATISTICS = (3, 4)  # of a batch norm's arguments and results: running ones, which its first run alone makes
 CHANGES = "it reads a buffer that the step changes"
+COLLECTIVE = "it is a collective, which every rank would have to run again"
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
 
 
 def step_graph_of(graph: JointGraph) -> StepGraph:
@@ -38,7 +40,7 @@ def step_graph_of(graph: JointGraph) -> StepGraph:
                 once_makes=_statistics(op, numbers),
                 random=draws(op),
                 state_bytes=state_bytes(op) if draws(op) else 0,
-                once_reason=CHANGES if not changed.isdisjoint(read) and not is_batch_norm(op) else "",
+                once_reason=_once_reason(op, reads_changed=not changed.isdisjoint(read)),
             )
         )
     returned, written = _storages(graph.returned), _storages(graph.written)
@@ -58,6 +60,17 @@ def step_graph_of(graph: JointGraph) -> StepGraph:
         ),
         resident_bytes=sum(_sizes((*graph.inputs, *graph.constants)).values()),
     )
+
+
+def _once_reason(op: fx.Node, *, reads_changed: bool) -> str:
+    if library_of(op) in _COLLECTIVES:
+        return COLLECTIVE
+    return CHANGES if reads_changed and not is_batch_norm(op) else ""
+
+
+def library_of(op: fx.Node) -> str:
+    """The library of an op: ``aten`` for torch's own; empty for calls that are none."""
+    return op.target.namespace if isinstance(op.target, torch._ops.OpOverload) else ""
 
 
 def _statistics(op: fx.Node, numbers: Mapping[int, int]) -> tuple[int, ...]:

@@ -144,3 +144,33 @@ def test_an_op_that_cannot_be_measured_by_itself_is_named() -> None:
     """It is measured with values between 0 and 1."""
     with pytest.raises(CaptureError, match=r"got planner_tests\.above_one.*at most 1.*a plan of stages works there"):
         profile_graph(workload(Picky()))
+
+
+@torch.library.custom_op("planner_tests::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+@torch.library.custom_op("planner_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+for custom in (noisy, doubled):
+    custom.register_fake(torch.empty_like)
+    custom.register_autograd(lambda _, grad: grad.clone())
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(doubled(torch.sigmoid(noisy(self.layer(x)))))
+
+
+def test_ops_of_other_libraries_run_again_only_if_they_make_the_same() -> None:
+    once = {op.kind: op.once_reason for op in profile_graph(workload(Custom())).graph.ops}
+    assert once["noisy"] == "a second run of it on the same tensors made something else"
+    assert not once["doubled"]
