@@ -66,6 +66,11 @@ def solve_source(
         ValueError: a solver or an option that this kind of problem does not have, or a budget that does not parse.
     """
     _check_options(source, gap=gap, rules=rules, offload=offload, headroom=headroom)
+    if isinstance(source, GraphProfile) and rules is not None:
+        plan = state(
+            source, rules, budget=budget, solver=solver, time_limit_seconds=time_limit_seconds, headroom=headroom or 0
+        )
+        return summary_of_graph_plan(plan), plan.to_document()
     if isinstance(source, GraphProfile):
         plan = solve(
             source,
@@ -106,7 +111,7 @@ def _check_options(
     source: Source, *, gap: float | None, rules: Rules | None, offload: Offload | None, headroom: str | None
 ) -> None:
     """Refuse options that this kind of problem does not have."""
-    if rules is not None and not isinstance(source, Profile):
+    if rules is not None and not isinstance(source, Profile | GraphProfile):
         raise ValueError(
             "--rules: expected a profile, whose stages have names, got another file; make one with planner profile"
         )

@@ -129,7 +129,8 @@ def summary_of_graph_plan(plan: GraphPlan) -> SolutionSummary:
         for ordinal, op in enumerate(plan.graph.ops)
     )
     shared = {field.name for field in fields(SolutionSummary)} & {field.name for field in fields(plan)}
-    return SolutionSummary(**{name: getattr(plan, name) for name in shared}, slowdown=plan.slowdown, stages=ops)
+    summary = SolutionSummary(**{name: getattr(plan, name) for name in shared}, slowdown=plan.slowdown, stages=ops)
+    return summary if plan.stated else replace(summary, stated=None, restricted=None)
 
 
 def summary_of_solution(

@@ -27,6 +27,8 @@ class GraphPlan(PlanClaims):
         graph: the ops of the step, by which it is recognised.
         around: bytes beside what they hold.
         runs: ordinals of ops in the order of their runs, forward and backward.
+        stated: what was stated by hand and what it came to, one line each; empty for a plan that was solved for.
+        restricted: status and bound hold among the plans that do what was stated.
     """
 
     kind: ClassVar[str] = GRAPH_KIND
@@ -36,6 +38,8 @@ class GraphPlan(PlanClaims):
     graph: StepGraph
     around: StepSurroundings
     runs: StepRuns
+    stated: tuple[str, ...] = ()
+    restricted: bool = False
 
     def _decided(self) -> Any:
         ops = [[op.name, op.op, op.side, op.reads, op.makes] for op in self.graph.ops]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from planner.plans.graph_rules import OpDecision
 from planner.plans.op_groups import OpGroup, groups_of, inner_bytes, small_storages
 from profiler.graph_profile import GraphProfile
 from profiler.records import Phase
@@ -30,11 +31,18 @@ class StepProblem:
         graph: the problem.
         groups: by name of a node the ops that it runs. The loss, and nodes without work, run none.
         loss: name of the loss's node.
+        stated_seconds: of the nodes that make again what is stated to be recomputed.
     """
 
     graph: Graph
     groups: Mapping[str, OpGroup]
     loss: str
+    stated_seconds: float = 0.0
+
+    @property
+    def once_seconds(self) -> float:
+        """When every op runs once."""
+        return self.graph.unplanned_seconds - self.stated_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +106,13 @@ def _beside(measured: Phase, replayed: SideReplay) -> int:
     )
 
 
-def step_problem(step: StepGraph, around: StepSurroundings, *, small_share: float = SMALL_SHARE) -> StepProblem:
+def step_problem(
+    step: StepGraph,
+    around: StepSurroundings,
+    *,
+    small_share: float = SMALL_SHARE,
+    decisions: Mapping[int, OpDecision] | None = None,
+) -> StepProblem:
     """The problem of a step.
 
     Args:
@@ -106,17 +120,25 @@ def step_problem(step: StepGraph, around: StepSurroundings, *, small_share: floa
         around: bytes around its programs.
         small_share: of the most bytes that its ops hold when each runs once; the smallest storages, as many as hold no
             more than that together, always count.
+        decisions: what is stated of ops, by ordinal: kept ones run once, and what others make is not handed to
+            backward: each runs again for what backward reads of it.
     """
     once = replay_step(step, runs_once(step), held=around.held_bytes > 0)
     small = small_storages(step, small_share * max(once.forward.peak_bytes, once.backward.peak_bytes))
-    return _Builder(step, around, small).problem()
+    return _Builder(step, around, small, decisions or {}).problem()
 
 
 class _Builder:
     """Goes through the ops in order, and keeps which node owns each storage."""
 
-    def __init__(self, step: StepGraph, around: StepSurroundings, small: frozenset[int]) -> None:
+    def __init__(
+        self, step: StepGraph, around: StepSurroundings, small: frozenset[int], decisions: Mapping[int, OpDecision]
+    ) -> None:
         self._step, self._around, self._small = step, around, small
+        self._decisions = decisions
+        self._dropped: dict[int, OpGroup] = {}  # by storage the group that makes it again for backward
+        self._again: dict[int, str] = {}  # by storage the node that has made it again
+        self._stated_seconds = 0.0
         self._backward_bytes = around.backward_bytes - around.held_bytes
         self._resident_bytes = min(around.forward_bytes, self._backward_bytes)
         self._owner: dict[int, str] = {}
@@ -145,32 +167,60 @@ class _Builder:
             outputs=(*self._owners(sorted(self._ends)), *self._after),
             resident_bytes=self._resident_bytes + always_bytes,
         )
-        return StepProblem(graph=graph, groups=self._groups, loss=self._loss)
+        return StepProblem(graph=graph, groups=self._groups, loss=self._loss, stated_seconds=self._stated_seconds)
 
     def _add(self, group: OpGroup) -> None:
         ops = [self._step.ops[ordinal] for ordinal in group.ops]
         op = ops[-1]
         made = [s for s in op.makes if s not in self._small]
-        inside = {s for each in ops for s in each.makes}
-        beside = [self._step.ops[ordinal].transient_bytes for ordinal in group.once]
-        beside += [bytes_ - self._bytes(made) for bytes_ in inner_bytes(self._step, group.ops, self._small)]
-        node = Node(
-            name=op.name,
-            seconds=max(sum(each.seconds for each in ops), LEAST_SECONDS),
-            output_bytes=self._bytes(made),
-            transient_bytes=max(0, *beside),
-            inputs=self._owners(s for each in ops for s in each.reads if s not in inside),
-            side=op.side,
-            once=bool(op.once_reason) or not made or self._held.issuperset(made),
-        )
+        lasting = [s for s in made if s in self._ends or (s in self._saved and s in op.once_makes)]
+        decision = self._decisions.get(group.ops[-1])
+        if decision == "recompute":
+            self._dropped.update({s: OpGroup(ops=group.ops) for s in made if s not in lasting})
+        node = self._node(op.name, group, op.side)
+        once = node.once or bool(op.once_reason) or not made or self._held.issuperset(made) or decision == "keep"
+        node = replace(node, once=once)
         self._groups[op.name] = group
         self._owner.update(dict.fromkeys(made, op.name))
         place = len(self._nodes)
-        lasting = [s for s in made if s in self._ends or (s in self._saved and s in op.once_makes)]
         node = self._with_part_apart(node, lasting)
         if op.side == "forward":
-            self._add_part(node, [s for s in made if s in self._saved and s not in lasting], "saved", once=False)
+            saved = [s for s in made if s in self._saved and s not in lasting and s not in self._dropped]
+            self._add_part(node, saved, "saved", once=once)
         self._nodes.insert(place, node)
+
+    def _node(self, name: str, group: OpGroup, side: Side) -> Node:
+        """What a group reads, makes and costs."""
+        ops = [self._step.ops[ordinal] for ordinal in group.ops]
+        made_bytes = self._bytes(s for s in ops[-1].makes if s not in self._small)
+        inside = {s for each in ops for s in each.makes}
+        beside = [self._step.ops[ordinal].transient_bytes for ordinal in group.once]
+        beside += [bytes_ - made_bytes for bytes_ in inner_bytes(self._step, group.ops, self._small)]
+        read = [s for each in ops for s in each.reads if s not in inside]
+        return Node(
+            name=name,
+            seconds=max(sum(each.seconds for each in ops), LEAST_SECONDS),
+            output_bytes=made_bytes,
+            transient_bytes=max(0, *beside),
+            inputs=self._owners(read) if side == "forward" else self._owners_in_backward(read),
+            side=side,
+        )
+
+    def _owners_in_backward(self, storages: Iterable[int]) -> tuple[str, ...]:
+        """Nodes whose outputs hold these; what is stated to be recomputed is made again before."""
+        names: list[str] = []
+        for storage in storages:
+            if storage in self._dropped and storage not in self._again:
+                group = self._dropped[storage]
+                made = self._step.ops[group.ops[-1]]
+                name = self._free_name(f"{made.name}_again")
+                node = self._node(name, group, "backward")
+                self._nodes.append(node)
+                self._groups[name] = group
+                self._stated_seconds += node.seconds
+                self._again.update(dict.fromkeys((s for s in made.makes if s in self._dropped), name))
+            names += [self._again[storage]] if storage in self._again else self._owners([storage])
+        return tuple(dict.fromkeys(names))
 
     def _with_part_apart(self, node: Node, part: list[int]) -> Node:
         """A node without a part of its output, which stays from the first run on."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.graph_problem import StepProblem, StepSurroundings, step_problem
+from planner.plans.graph_rules import OpDecision
 from planner.plans.refusals import Infeasible, NothingFound, require_schedule
 from profiler.graph_profile import GraphProfile
 from profiler.step_graph import StepGraph
@@ -24,6 +25,7 @@ def solve_graph_profile(
     solver: str = "auto",
     time_limit_seconds: float | None = None,
     gap: float = DEFAULT_GAP,
+    decisions: Mapping[int, OpDecision] | None = None,
 ) -> GraphPlan:
     """The fastest plan of a profile's ops that is found within a budget.
 
@@ -33,13 +35,14 @@ def solve_graph_profile(
         solver: a name of ``solvers.graph_solver_names()``.
         time_limit_seconds: the search ends then.
         gap: relative distance from the bound at which it ends early.
+        decisions: what is stated of ops, by ordinal.
 
     Raises:
         Infeasible: nothing fits; carries the smallest budget known to be feasible.
         NothingFound: nothing was found, and nothing ruled out.
     """
     around = StepSurroundings.of(profile)
-    problem = step_problem(profile.graph, around)
+    problem = step_problem(profile.graph, around, decisions=decisions)
     if budget_bytes < around.other_peak_bytes:
         raise _too_little_around(problem, around.other_peak_bytes, budget_bytes, solver)
     least_bytes, room_bytes = 0, budget_bytes
@@ -100,7 +103,7 @@ def _plan_of(
     again = [*_second_runs(runs)]
     again_seconds = profile.evaluations * sum(profile.graph.ops[ordinal].seconds for ordinal in again)
     seconds = profile.once_seconds + again_seconds
-    least_added = profile.evaluations * (solution.lower_bound_seconds - problem.graph.unplanned_seconds)
+    least_added = profile.evaluations * (solution.lower_bound_seconds - problem.once_seconds)
     bound = min(profile.once_seconds + max(0.0, least_added), seconds)
     status = solution.status
     assert status in ("optimal", "feasible")

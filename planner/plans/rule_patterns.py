@@ -6,7 +6,8 @@ import difflib
 import fnmatch
 from collections.abc import Collection, Iterable, Sequence
 
-from profiler.op_graph import ChoiceError, NamedStage, StageOp, StageOps
+from profiler.op_graph import ChoiceError, NamedStage, StageOp, StageOps, kind_of
+from profiler.step_graph import StepOp
 
 _NEAREST = 5
 
@@ -38,6 +39,17 @@ def parents_named(pattern: str, stage: NamedStage) -> list[str]:
     return [name for name, kind in {**containers, **dict(stage.parents)}.items() if _matches(pattern, (name, kind))]
 
 
+def names_module(pattern: str, module: str) -> bool:
+    """Whether a pattern names a module or one that contains it; the empty name is the model."""
+    path = module.split(".")
+    return _matches(pattern, [".".join(path[:end]) for end in range(1, len(path) + 1)]) or pattern == "*"
+
+
+def names_op(pattern: str, op: str) -> bool:
+    """Whether a pattern names an op such as ``aten._softmax.default``."""
+    return _matches(pattern, _op_names(op))
+
+
 def ops_inside(ops: StageOps, module: str) -> list[int]:
     """Ordinals of the ops that a module of a stage runs, those of the modules in it included."""
     if not module:
@@ -54,7 +66,7 @@ def ops_named(pattern: str, ops: StageOps, inside: Sequence[int]) -> list[int]:
     text, _, number = pattern.partition("#")
     if not text:
         return [k for k in inside if k == int(number)]
-    matches = [k for k in inside if _matches(text, _op_names(ops.ops[k]))]
+    matches = [k for k in inside if names_op(text, ops.ops[k].op)]
     return matches[int(number) : int(number) + 1] if number else matches
 
 
@@ -81,7 +93,15 @@ def no_module(where: str, pattern: str, stages: Sequence[NamedStage], outside: I
     )
 
 
-def no_op(where: str, pattern: str, module: str, ops: Iterable[StageOp]) -> ChoiceError:
+def no_module_of_ops(where: str, pattern: str, modules: Iterable[str]) -> ChoiceError:
+    """The error for a pattern that names no module of a step's ops."""
+    return ChoiceError(
+        f"{where}: expected the name or glob pattern of a module that runs ops, got {pattern!r}, which matches "
+        f"nothing; nearest: {_nearest(pattern, modules)}"
+    )
+
+
+def no_op(where: str, pattern: str, module: str, ops: Iterable[StageOp | StepOp]) -> ChoiceError:
     """The error for a pattern that names none of the ops of some modules."""
     known = [op.kind for op in ops]
     if not known:
@@ -93,9 +113,10 @@ def no_op(where: str, pattern: str, module: str, ops: Iterable[StageOp]) -> Choi
     )
 
 
-def _op_names(op: StageOp) -> tuple[str, ...]:
+def _op_names(op: str) -> tuple[str, ...]:
     """``aten._softmax.default``, ``aten._softmax``, ``_softmax`` and ``softmax``."""
-    return op.op, op.op.rpartition(".")[0], op.kind, op.kind.strip("_")
+    kind = kind_of(op)
+    return op, op.rpartition(".")[0], kind, kind.strip("_")
 
 
 def _matches(pattern: str, names: Iterable[str]) -> bool:
