@@ -52,15 +52,20 @@ def test_a_profile_is_solved_shown_and_drawn(profile: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--rules", "rules.json"], "--rules: expected a profile, whose stages have names"),
         (["--link-gbps", "1"], "expected a profile or a chain alone, got a graph"),
         (["--no-menus"], "--no-menus: expected a profile alone"),
     ],
 )
-def test_options_about_stages_are_refused(profile: Path, tmp_path: Path, options: list[str], said: str) -> None:
-    (tmp_path / "rules.json").write_text('{"rules": [{"modules": "*", "ops": "gelu"}]}')
-    given = [str(tmp_path / option) if option == "rules.json" else option for option in options]
-    assert said in refused("solve", profile, "--budget", "90%", *given)
+def test_options_about_stages_are_refused(profile: Path, options: list[str], said: str) -> None:
+    assert said in refused("solve", profile, "--budget", "90%", *options)
+
+
+def test_rules_name_ops(profile: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.json"
+    rules.write_text('{"rules": [{"modules": "*", "ops": "relu"}]}')
+    assert "recompute relu in *" in done("solve", profile, "--rules", rules).output
+    rules.write_text('{"checkpoints": ["*"]}')
+    assert "about checkpoints" in refused("solve", profile, "--rules", rules)
 
 
 def test_profiles_of_stages_and_of_a_graph_are_asked_for_apart() -> None:
