@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -76,7 +77,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="for the search, of each budget")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    rows = [row for name in options.models for row in rows_of(name, options.backend, options.seconds)]
+    rows: list[dict[str, Any]] = []
+    for name in options.models:
+        for row in rows_of(name, options.backend, options.seconds):
+            print(row, file=sys.stderr, flush=True)
+            rows.append(row)
     name = "graph-fidelity" if options.backend == "eager" else f"graph-fidelity-{options.backend}"
     title = "Plans of single ops: predicted against measured"
     write_result(options.out, name, title, pd.DataFrame(rows), summary(rows))
