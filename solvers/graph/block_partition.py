@@ -1,8 +1,9 @@
 """Cuts a training graph into a chain of blocks: consecutive forward nodes and the backward nodes that go with them.
 
-A cut is narrow where forward nodes read only one output across it, apart from those that may last. Blocks lie between narrow cuts; where much crosses
-them there is none, as long as blocks stay small. The backward nodes, in their own order, are cut where they stop
-reading what one block made. What is read beyond the next block is *lasting*: it is never run again.
+A cut is narrow where forward nodes read only one output across it, apart from those that may last. Blocks lie between
+narrow cuts; where much crosses them there is none, as long as blocks stay small. The backward nodes, in their own
+order, are cut where they stop reading what one block made. What is read beyond the next block is *lasting*: it is
+never run again.
 """
 
 from __future__ import annotations
