@@ -213,3 +213,27 @@ def test_no_node_is_lost_or_doubled():
             nodes = [v for block in blocks for v in block.forward]
             nodes += [v for block in reversed(blocks) for v in block.backward]
             assert np.array_equal(nodes, np.arange(indexed.count))
+
+
+def with_far_output(graph: Graph, size_bytes: int, readers: tuple[str, ...]) -> Graph:
+    """The graph with one more node in front, which these nodes read."""
+    far = Node(name="far", seconds=1.0, output_bytes=size_bytes)
+    nodes = (replace(node, inputs=(*node.inputs, "far")) if node.name in readers else node for node in graph.nodes)
+    return replace(graph, nodes=(far, *nodes))
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "readers", "cut"),
+    [
+        (30, tuple(f"in{k}" for k in range(8)), True),  # an encoder's output, which all layers read
+        (30, ("in0", "in7"), False),  # a skip connection over all layers
+        (1, ("in0", "in7"), True),  # the same, but small
+    ],
+)
+def test_what_may_as_well_last_does_not_stand_in_the_way_of_cuts(size_bytes, readers, cut):
+    plain = layers([1.0] * 8)
+    large = replace(plain, nodes=tuple(replace(n, output_bytes=10 * n.output_bytes) for n in plain.nodes))
+    graph = with_far_output(large, size_bytes, readers)
+    _, blocks = one_block_a_layer(graph)
+    assert (len(blocks) >= 8) == cut
+    assert not cut or 0 in blocks[0].lasting or 0 in blocks[0].boundary
