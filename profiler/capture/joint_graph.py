@@ -225,6 +225,7 @@ def compiled_whole(forward: Forward, backend: Any) -> Forward:
             "ignore_logging_functions": {*torch._dynamo.config.ignore_logging_functions, *_log_calls()},
             # What the cache gives back has lost the size of its storage: aten.copy of a part makes one like the whole.
             "fake_tensor_cache_enabled": False,
+            "skip_nnmodule_hook_guards": False,  # A hook that comes after the first step would never run.
         }
         with torch._dynamo.config.patch(patched):
             return compiled(*args, **kwargs)

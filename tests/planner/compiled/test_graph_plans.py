@@ -226,3 +226,19 @@ def test_outputs_that_the_loss_does_not_use_take_no_gradients() -> None:
     plain.model(plain.inputs)["loss"].backward()
     for mine, other in zip(measured.model.parameters(), plain.model.parameters(), strict=True):
         assert mine.grad is not None and other.grad is not None and torch.equal(mine.grad, other.grad)
+
+
+def test_hooks_that_come_after_the_first_step_run(profiled: GraphProfile) -> None:
+    work = work_of()
+    calls: list[int] = []
+    first = work.model.get_submodule("layers.0")
+    with planner.apply(work.model, planner.solve(profiled, "85%", time_limit_seconds=2)):
+        work.step()
+        hook = first.register_forward_hook(lambda *_: calls.append(1))
+        work.step()
+        hook.remove()
+        work.step()
+        first.register_forward_hook(lambda _module, _inputs, output: 2 * output)
+        with pytest.raises(planner.PlanMismatch, match="got ops that differ: mul"):
+            work.step()
+    assert calls == [1]
