@@ -141,8 +141,10 @@ def first_difference(planned: StepGraph, found: StepGraph) -> str:
     """What differs first between the ops of a plan and those of a model, in words; empty where nothing does."""
     for mine, other in zip(planned.ops, found.ops, strict=False):
         where = f" in {other.module}" if other.module else ""
-        if (mine.name, mine.op, mine.reads, mine.makes) != (other.name, other.op, other.reads, other.makes):
+        if (mine.name, mine.op) != (other.name, other.op):
             return f"{other.name} ({other.op}{where}) where it had {mine.name}"
+        if (mine.reads, mine.makes) != (other.reads, other.makes):
+            return f"{mine.name} ({mine.op}{where}) has other arguments, as where other tensors require gradients"
         sizes, made = ([graph.storages[s].size_bytes for s in mine.makes] for graph in (planned, found))
         if sizes != made:
             return f"{mine.name} ({mine.op}{where}) makes {made} bytes, and made {sizes}"
