@@ -247,6 +247,7 @@ def test_hooks_that_come_after_the_first_step_run(profiled: GraphProfile) -> Non
 def test_a_parameter_that_is_frozen_since_is_refused_in_words(profiled: GraphProfile) -> None:
     work = work_of()
     work.model.get_submodule("layers.0").requires_grad_(False)
-    with planner.apply(work.model, planner.solve(profiled, "85%", time_limit_seconds=2)):
-        with pytest.raises(planner.PlanMismatch, match="has other arguments, as where other tensors require gradients"):
-            work.step()
+    plan = planner.solve(profiled, "85%", time_limit_seconds=2)
+    said = "has other arguments, as where other tensors require gradients"
+    with planner.apply(work.model, plan), pytest.raises(planner.PlanMismatch, match=said):
+        work.step()
