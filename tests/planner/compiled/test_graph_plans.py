@@ -228,6 +228,10 @@ def test_outputs_that_the_loss_does_not_use_take_no_gradients() -> None:
         assert mine.grad is not None and other.grad is not None and torch.equal(mine.grad, other.grad)
 
 
+def doubled(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
 def test_hooks_that_come_after_the_first_step_run(profiled: GraphProfile) -> None:
     work = work_of()
     calls: list[int] = []
@@ -238,7 +242,7 @@ def test_hooks_that_come_after_the_first_step_run(profiled: GraphProfile) -> Non
         work.step()
         hook.remove()
         work.step()
-        first.register_forward_hook(lambda _module, _inputs, output: 2 * output)
+        first.register_forward_hook(doubled)
         with pytest.raises(planner.PlanMismatch, match="got ops that differ: mul"):
             work.step()
     assert calls == [1]
