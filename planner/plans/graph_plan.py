@@ -20,9 +20,10 @@ from profiler.step_replay import StepRuns
 class GraphPlan(PlanClaims):
     """An order of runs of a step's ops, with predictions. Bytes and seconds are of one whole training step.
 
+    ``lower_bound_seconds``: no order of these ops whose first runs come as they were traced, and which keeps what is
+    small (a thousandth of the peak in all), is faster within the budget.
+
     Attributes:
-        lower_bound_seconds: no order of these ops whose first runs come as they were traced, and which keeps what is
-            small (a thousandth of the peak in all), is faster within the budget.
         unused_outputs: places of the forward's outputs, among all leaves, to which the loss hands no gradient.
         graph: the ops of the step, by which it is recognised.
         around: bytes beside what they hold.
