@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from planner.plans.graph_rules import OpDecision
+from planner.plans.graph_rules import StatedDecision
 from planner.plans.op_groups import OpGroup, groups_of, inner_bytes, small_storages
 from profiler.graph_profile import GraphProfile
 from profiler.records import Phase
@@ -111,7 +111,7 @@ def step_problem(
     around: StepSurroundings,
     *,
     small_share: float = SMALL_SHARE,
-    decisions: Mapping[int, OpDecision] | None = None,
+    decisions: Mapping[int, StatedDecision] | None = None,
 ) -> StepProblem:
     """The problem of a step.
 
@@ -132,7 +132,7 @@ class _Builder:
     """Goes through the ops in order, and keeps which node owns each storage."""
 
     def __init__(
-        self, step: StepGraph, around: StepSurroundings, small: frozenset[int], decisions: Mapping[int, OpDecision]
+        self, step: StepGraph, around: StepSurroundings, small: frozenset[int], decisions: Mapping[int, StatedDecision]
     ) -> None:
         self._step, self._around, self._small = step, around, small
         self._decisions = decisions

@@ -11,7 +11,7 @@ from planner.units import counted
 from profiler.op_graph import ChoiceError
 from profiler.step_graph import StepGraph, StepOp
 
-OpDecision = Literal["keep", "recompute"]
+StatedDecision = Literal["keep", "recompute"]
 
 
 class DecidedOps:
@@ -38,7 +38,7 @@ class DecidedOps:
                 "rules: expected none about checkpoints, which are stages, for a profile of single ops, got some; "
                 "state ops and modules instead, or profile without --graph"
             )
-        self.decisions: dict[int, OpDecision] = {}
+        self.decisions: dict[int, StatedDecision] = {}
         if rules.rest == "keep":
             self.decisions = {ordinal: "keep" for ordinal, _ in self._forward}
         self.lines: list[str] = []

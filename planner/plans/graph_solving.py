@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.graph_problem import StepProblem, StepSurroundings, step_problem
-from planner.plans.graph_rules import OpDecision
+from planner.plans.graph_rules import StatedDecision
 from planner.plans.refusals import Infeasible, NothingFound, require_schedule
 from profiler.graph_profile import GraphProfile
 from profiler.step_graph import StepGraph
@@ -25,7 +25,7 @@ def solve_graph_profile(
     solver: str = "auto",
     time_limit_seconds: float | None = None,
     gap: float = DEFAULT_GAP,
-    decisions: Mapping[int, OpDecision] | None = None,
+    decisions: Mapping[int, StatedDecision] | None = None,
 ) -> GraphPlan:
     """The fastest plan of a profile's ops that is found within a budget.
 
