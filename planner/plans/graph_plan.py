@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from planner.plans.graph_problem import StepSurroundings
 from planner.plans.plan import Plan
 from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
+from planner.steps.graph_problem import StepSurroundings
 from profiler.graph_profile import GRAPH_KIND
 from profiler.json_files import from_plain, read_document, to_plain
 from profiler.step_graph import StepGraph

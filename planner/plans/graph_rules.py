@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 from planner.plans import rule_patterns
 from planner.plans.rules import Rule, Rules, RuleTarget
+from planner.steps.graph_problem import StatedDecision
 from planner.units import counted
 from profiler.op_graph import ChoiceError
 from profiler.step_graph import StepGraph, StepOp
-
-StatedDecision = Literal["keep", "recompute"]
 
 
 class DecidedOps:

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import planner
 from planner.plans import graph_solving
-from planner.plans.graph_problem import step_problem
+from planner.steps.graph_problem import step_problem
 from profiler.graph_profile import GraphProfile
 
 WIDTH, BATCH = 32, 64
@@ -90,8 +90,8 @@ def test_a_plan_keeps_its_budget_where_its_problem_counts_too_little(
 ) -> None:
     missing = 4096
 
-    def with_less(*args: Any) -> Any:
-        problem = step_problem(*args)
+    def with_less(*args: Any, **more: Any) -> Any:
+        problem = step_problem(*args, **more)
         less = replace(problem.graph, resident_bytes=problem.graph.resident_bytes - missing)
         return replace(problem, graph=less)
 

@@ -11,8 +11,8 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 
 from planner import zoo
-from planner.plans.graph_problem import StepSurroundings, step_problem
 from planner.plans.graph_solving import runs_of
+from planner.steps.graph_problem import StepSurroundings, step_problem
 from profiler.capture.backend import eager_backend
 from profiler.capture.joint_graph import JointGraph
 from profiler.capture.programs import StepOrder

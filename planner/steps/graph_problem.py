@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from planner.plans.graph_rules import StatedDecision
-from planner.plans.op_groups import OpGroup, groups_of, inner_bytes, small_storages
+from planner.steps.op_groups import OpGroup, groups_of, inner_bytes, small_storages
 from profiler.graph_profile import GraphProfile
 from profiler.records import Phase
 from profiler.step_graph import StepGraph
 from profiler.step_replay import SideReplay, StepReplay, StepRuns, replay_step, runs_once
 from solvers.problem.graph import Graph, Node, Side
 
+StatedDecision = Literal["keep", "recompute"]
 SMALL_SHARE = 1e-3  # of the bytes at the peak: that much all small storages hold together
 LEAST_SECONDS = 1e-6  # of an op: no run is free
 
