@@ -15,9 +15,9 @@ from torch._guards import CompileContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.compiled.applying import Backend, maker_of
-from planner.plans.graph_problem import StepSurroundings, step_problem
 from planner.plans.graph_solving import runs_of
 from planner.plans.refusals import require_schedule
+from planner.steps.graph_problem import StepSurroundings, step_problem
 from planner.units import parse_bytes, parse_bytes_or_zero
 from profiler.capture.graph_profiling import measured_graph
 from profiler.capture.joint_graph import JointGraph
@@ -151,7 +151,8 @@ class BudgetBackend:
                 recomputed_ops=sum(count - 1 for count in Counter([*runs.forward, *runs.backward]).values()),
             )
         )
-        return StepOrder(*([step.ops[ordinal].name for ordinal in side] for side in runs))
+        forward, backward = ([step.ops[ordinal].name for ordinal in side] for side in runs)
+        return StepOrder(forward, backward)
 
 
 def _surroundings(step: StepGraph, reserved_bytes: int, device: torch.device) -> StepSurroundings:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from planner.plans.graph_plan import GraphPlan
-from planner.plans.graph_problem import StepProblem, StepSurroundings, step_problem
 from planner.plans.refusals import Infeasible, NothingFound, require_schedule
+from planner.steps.graph_problem import StepProblem, StepSurroundings, step_problem
 from profiler.graph_profile import GraphProfile
 from profiler.step_graph import StepGraph
 from profiler.step_replay import StepRuns

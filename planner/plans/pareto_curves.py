@@ -12,10 +12,10 @@ import numpy as np
 
 from planner.plans.cost_model import chain_of
 from planner.plans.given_sources import given_profile
-from planner.plans.graph_problem import StepSurroundings, step_problem
 from planner.plans.graph_solving import runs_of
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.problem_files import Source, read_source
+from planner.steps.graph_problem import StepSurroundings, step_problem
 from profiler.graph_profile import GraphProfile
 from profiler.records import Profile
 from solvers import Chain, Solution, frontier as solver_frontier

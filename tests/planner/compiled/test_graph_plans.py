@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import planner
 from planner.plans import graph_solving
-from planner.plans.graph_problem import step_problem
+from planner.steps.graph_problem import step_problem
 from profiler.graph_profile import GraphProfile
 
 WIDTH, BATCH = 32, 64

@@ -11,8 +11,8 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 
 from planner import zoo
-from planner.plans.graph_problem import StepSurroundings, step_problem
 from planner.plans.graph_solving import runs_of
+from planner.steps.graph_problem import StepSurroundings, step_problem
 from profiler.capture.backend import eager_backend
 from profiler.capture.joint_graph import JointGraph
 from profiler.capture.programs import StepOrder
@@ -44,7 +44,8 @@ def solved(graph: JointGraph, share: float) -> StepOrder:
     assert solution.schedule is not None
     runs = runs_of(problem, solution)
     RUNS.append(sum(map(len, runs)) - len(step.ops))
-    return StepOrder(*([step.ops[ordinal].name for ordinal in side] for side in runs))
+    forward, backward = ([step.ops[ordinal].name for ordinal in side] for side in runs)
+    return StepOrder(forward, backward)
 
 
 def trained(work: Workload, backend: Any) -> tuple[list[float], list[torch.Tensor]]:

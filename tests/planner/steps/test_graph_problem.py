@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.plans.graph_problem import LEAST_SECONDS, StepSurroundings, step_problem
+from planner.steps.graph_problem import LEAST_SECONDS, StepSurroundings, step_problem
 from profiler.step_graph import StepGraph, StepOp, StepStorage
 from solvers.graph.liveness import unplanned_replay
 
