@@ -70,6 +70,11 @@ def apply(
                 "(torch.compile), before or after"
             )
         return applier.apply(model, plan, watch=watch)
+    if plan.copies and backend != "eager":
+        raise ValueError(
+            f"backend: expected 'eager' for a plan of single ops that sends values to host memory, got {backend!r}; "
+            "solve with offload='never' (--no-offload)"
+        )
     model = inner_model(given_model(model))
     check_unplanned(model)
     check_no_checkpointing(model, "apply")

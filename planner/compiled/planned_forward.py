@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.compiled.host_copies import HostCopies
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.graph_solving import first_difference
 from planner.runtime.applier import PlanMismatch, check_precision
@@ -39,6 +40,7 @@ class PlannedForward:
         unused = frozenset(plan.unused_outputs)
         self._compiled = compiled_whole(without_gradients(self._plain, unused), make_backend(self._order))
         self._caches = ModelCaches(model)
+        self._copies = HostCopies(plan.model_class, plan.link, plan.host_bytes)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The forward, planned in training."""
@@ -69,4 +71,5 @@ class PlannedForward:
                 f"apply: expected the {plan.model_class} and batch that were profiled, got ops that differ: {differs}; "
                 "profile and solve for this model and batch"
             )
-        return StepOrder(*([plan.graph.ops[ordinal].name for ordinal in side] for side in plan.runs))
+        forward, backward = ([plan.graph.ops[ordinal].name for ordinal in side] for side in plan.runs)
+        return StepOrder(forward, backward, plan.copies, self._copies.calls)

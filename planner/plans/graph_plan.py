@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from planner.plans.offload_request import link_document, link_from
 from planner.plans.plan import Plan
 from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
 from profiler.graph_profile import GRAPH_KIND
 from profiler.json_files import from_plain, read_document, to_plain
 from profiler.step_graph import StepGraph
-from profiler.step_replay import StepRuns
+from profiler.step_replay import StepCopy, StepRuns
+from solvers.problem.link import Link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphPlan(PlanClaims):
     """An order of runs of a step's ops, with predictions. Bytes and seconds are of one whole training step.
 
+    Of ``lower_bound_seconds``: no order of these ops whose first runs come as they were traced, and which keeps what is
+    small (a thousandth of the peak in all), is faster within the budget; with a link, no order at all.
+
     Attributes:
-        lower_bound_seconds: no order of these ops whose first runs come as they were traced, and which keeps what is
-            small (a thousandth of the peak in all), is faster within the budget.
         unused_outputs: places of the forward's outputs, among all leaves, to which the loss hands no gradient.
         graph: the ops of the step, by which it is recognised.
         runs: ordinals of ops in the order of their runs, forward and backward.
+        copies: to host memory and back, between the runs, in their order.
+        link: to host memory, that the plan may send over; None where nothing could be sent.
+        host_bytes: the most bytes that the plan holds in host memory at once.
+        stall_seconds: predicted seconds in which computation waits for copies.
+        no_offload: why nothing could be sent to host memory where that was to be weighed; empty otherwise.
+        offload_only: whether it was asked for that nothing is recomputed.
     """
 
     kind: ClassVar[str] = GRAPH_KIND
@@ -33,10 +42,17 @@ class GraphPlan(PlanClaims):
     unused_outputs: tuple[int, ...]
     graph: StepGraph
     runs: StepRuns
+    copies: tuple[StepCopy, ...] = ()
+    link: Link | None = None
+    host_bytes: int = 0
+    stall_seconds: float = 0.0
+    no_offload: str = ""
+    offload_only: bool = False
 
     def to_document(self) -> dict[str, Any]:
         """Plain data, as it stands in the file."""
-        return {"format": FORMAT, "version": VERSION, "kind": GRAPH_KIND, **to_plain(self, {})}
+        document = {**to_plain(replace(self, link=None), {}), "link": link_document(self.link)}
+        return {"format": FORMAT, "version": VERSION, "kind": GRAPH_KIND, **document}
 
     @classmethod
     def load(cls, path: str | Path) -> GraphPlan:
@@ -54,12 +70,20 @@ class GraphPlan(PlanClaims):
             raise ValueError(f"{where}: expected a plan of a graph, got one of stages; read it with planner.Plan.load")
         data = {key: value for key, value in document.items() if key not in ("format", "version", "kind")}
         try:
-            plan = from_plain(cls, data, {})
-        except ValueError as error:
+            link = link_from(data.get("link"))
+            plan = replace(from_plain(cls, {**data, "link": None}, {}), link=link)
+        except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{where}: expected the fields of a plan, got a mismatch: {error}; solve again") from error
         if not all(0 <= ordinal < len(plan.graph.ops) for side in plan.runs for ordinal in side):
             raise ValueError(f"{where}: expected an order of its own ops, got others; solve again")
+        if not all(_is_own(copy, plan) for copy in plan.copies):
+            raise ValueError(f"{where}: expected copies of its own storages between its runs, got others; solve again")
         return plan
+
+
+def _is_own(copy: StepCopy, plan: GraphPlan) -> bool:
+    runs = plan.runs.forward if copy.side == "forward" else plan.runs.backward
+    return 0 <= copy.storage < len(plan.graph.storages) and 0 <= copy.before <= len(runs)
 
 
 AnyPlan = TypeVar("AnyPlan", Plan, GraphPlan)

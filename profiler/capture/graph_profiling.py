@@ -20,6 +20,7 @@ from profiler.graph_profile import GraphProfile
 from profiler.measurement.assembly import what_ran_where
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.joined_phases import highest, joined
+from profiler.measurement.link_bandwidth import measure_link
 from profiler.measurement.measuring import SEVERAL_CALLS, Progress, ProgressReporter
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, metered_step, time_meter
 from profiler.measurement.profiling import check_profilable, ran_out_in_words
@@ -61,6 +62,7 @@ def profile_graph(workload: Workload, progress: Progress | None = None) -> Graph
             unplanned_peak_bytes=plain.peak_bytes,
             unplanned_seconds=plain.seconds,
             step_seconds=plain.step_seconds,
+            link=measure_link(workload.device),
             **_as_a_graph(workload, report),
         )
 

@@ -90,8 +90,8 @@ def test_a_plan_keeps_its_budget_where_its_problem_counts_too_little(
 ) -> None:
     missing = 4096
 
-    def with_less(*args: Any) -> Any:
-        problem = step_problem(*args)
+    def with_less(*args: Any, **more: Any) -> Any:
+        problem = step_problem(*args, **more)
         less = replace(problem.graph, resident_bytes=problem.graph.resident_bytes - missing)
         return replace(problem, graph=less)
 
