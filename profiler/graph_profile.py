@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from profiler.json_files import from_plain, read_document, to_plain, write_document
-from profiler.records import FORMAT, VERSION, Bytes, Phase, ResidentBytes, Seconds
+from profiler.records import FORMAT, VERSION, Bytes, LinkRecord, Phase, ResidentBytes, Seconds
 from profiler.step_graph import StepGraph
 
 GRAPH_KIND = "graph"
@@ -38,6 +38,7 @@ class GraphProfile:
         once_seconds: median seconds of the step in which every op of the graph runs once.
         step_seconds: each plain step that was timed.
         evaluations: how often a step runs forward and backward.
+        link: to host memory; None where the device has none.
     """
 
     kind: ClassVar[str] = GRAPH_KIND
@@ -62,6 +63,7 @@ class GraphProfile:
     once_seconds: Seconds
     step_seconds: tuple[Seconds, ...]
     evaluations: int = 1
+    link: LinkRecord | None = None
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all."""

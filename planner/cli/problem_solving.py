@@ -77,6 +77,7 @@ def solve_source(
             _given(budget),
             solver=solver,
             time_limit_seconds=time_limit_seconds,
+            offload=offload or Offload(),
             headroom=headroom or 0,
             gap=gap,
         )
@@ -115,8 +116,8 @@ def _check_options(
         raise ValueError(
             "--rules: expected a profile, whose stages have names, got another file; make one with planner profile"
         )
-    if offload is not None and (rules is not None or isinstance(source, Graph | GraphProfile)):
-        kind = "rules" if rules is not None else "a graph"
+    if offload is not None and (rules is not None or isinstance(source, Graph)):
+        kind = "rules" if rules is not None else "a graph problem"
         raise ValueError(f"--link-gbps and the like: expected a profile or a chain alone, got {kind}; leave them out")
     if headroom is not None and not isinstance(source, Profile | GraphProfile):
         raise ValueError(

@@ -36,7 +36,7 @@ class StageSummary:
         runs: of it in one step, the first included.
         extra_seconds: that the runs after the first take.
         extra_ops: aten ops that run again; of a plan.
-        offloaded_bytes: sent to host memory; of a chain and a plan.
+        offloaded_bytes: of what it makes, sent to host memory; of a chain and a plan.
     """
 
     name: str
@@ -58,8 +58,7 @@ class SolutionSummary:
     Fields that are None are those that this kind of problem does not have; JSON leaves them out. Of a plan alone are
     ``model_class`` to ``precision``, ``headroom_bytes``, ``recomputed_ops`` and, where something was stated by hand,
     ``stated`` and ``restricted``, where blocks cannot run again ``left_out``, and where what is unplanned was computed
-    ``frugal``; of a graph alone ``interrupted``. A
-    graph has no ``host_bytes`` to ``link``.
+    ``frugal``; of a graph problem alone ``interrupted``, which has no ``host_bytes`` to ``link``.
     """
 
     model_class: str | None = None
@@ -117,14 +116,17 @@ def summary_of_plan(plan: Plan) -> SolutionSummary:
 def summary_of_graph_plan(plan: GraphPlan) -> SolutionSummary:
     """What a plan of single ops claims, and per op how often it runs."""
     runs = Counter([*plan.runs.forward, *plan.runs.backward])
+    sent = {copy.storage for copy in plan.copies}
+    sent_bytes = [sum(plan.graph.storages[s].size_bytes for s in op.makes if s in sent) for op in plan.graph.ops]
     ops = tuple(
         StageSummary(
             name=op.name,
             side=op.side,
             module=op.module,
-            decision="recompute" if runs[ordinal] > 1 else "keep",
+            decision="recompute" if runs[ordinal] > 1 else "offload" if sent_bytes[ordinal] else "keep",
             runs=runs[ordinal],
             extra_seconds=op.seconds * (runs[ordinal] - 1),
+            offloaded_bytes=sent_bytes[ordinal],
         )
         for ordinal, op in enumerate(plan.graph.ops)
     )

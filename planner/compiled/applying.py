@@ -59,8 +59,7 @@ def apply(
         ValueError: another plan is applied already, an argument is of another kind, the file is no plan,
             checkpointing of the model's own is switched on, or there is no such backend.
     """
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend: expected one of {get_args(Backend)}, got {backend!r}; leave it out, or take one")
+    _check_name(backend)
     if isinstance(plan, (str, Path)):
         plan = plan_from_file(plan)
     if not isinstance(plan, GraphPlan):
@@ -70,6 +69,11 @@ def apply(
                 "(torch.compile), before or after"
             )
         return applier.apply(model, plan, watch=watch)
+    if plan.copies and backend != "eager":
+        raise ValueError(
+            f"backend: expected 'eager' for a plan of single ops that sends values to host memory, got {backend!r}; "
+            "solve with offload='never' (--no-offload)"
+        )
     model = inner_model(given_model(model))
     check_unplanned(model)
     check_no_checkpointing(model, "apply")
@@ -93,8 +97,7 @@ def maker_of(backend: Backend, device: torch.device | None = None) -> Callable[[
     Raises:
         ValueError: no such backend, or its compiler is missing.
     """
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend: expected one of {get_args(Backend)}, got {backend!r}; leave it out, or take one")
+    _check_name(backend)
     if backend == "eager":
         from profiler.capture.backend import eager_backend
 
@@ -104,3 +107,8 @@ def maker_of(backend: Backend, device: torch.device | None = None) -> Callable[[
     if device is not None:
         check_compiler(device)
     return inductor_backend
+
+
+def _check_name(backend: str) -> None:
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend: expected one of {get_args(Backend)}, got {backend!r}; leave it out, or take one")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,7 @@ from torch._guards import CompileContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.compiled.applying import Backend, maker_of
-from planner.plans.graph_solving import runs_of
-from planner.plans.refusals import require_schedule
+from planner.plans.graph_solving import GraphSearch, order_within, second_runs
 from planner.steps.graph_problem import StepSurroundings, step_problem
 from planner.units import parse_bytes, parse_bytes_or_zero
 from profiler.capture.graph_profiling import measured_graph
@@ -25,8 +23,6 @@ from profiler.capture.programs import StepOrder
 from profiler.capture.random_ops import device_of
 from profiler.step_graph import StepGraph
 from profiler.step_replay import runs_once
-from solvers.graph.registry import DEFAULT_GAP, solve_graph
-from solvers.problem.solution import GraphProblem
 
 # Of the output's bytes, what a loss has at once beside it: measured for square().mean(), in whose backward are the
 # gradient of the square, the power, its multiple and the product.
@@ -82,7 +78,11 @@ def backend(
             torch's BackendCompilerFailed from ``Infeasible`` or ``NothingFound`` where no order of runs fits.
     """
     return BudgetBackend(
-        parse_bytes(budget), parse_bytes_or_zero(reserved), maker_of(compiler), compiler, solver, time_limit_seconds
+        parse_bytes(budget),
+        parse_bytes_or_zero(reserved),
+        maker_of(compiler),
+        compiler,
+        GraphSearch(solver, time_limit_seconds),
     )
 
 
@@ -99,14 +99,13 @@ class BudgetBackend:
         reserved_bytes: int,
         make: Callable[..., Any],
         compiler: Backend,
-        solver: str,
-        time_limit_seconds: float | None,
+        search: GraphSearch,
     ) -> None:
         self.plans: list[CompiledPlan] = []
         self._budget_bytes, self._reserved_bytes = budget_bytes, reserved_bytes
         self._make = make
         self._compiler: Backend = compiler
-        self._solver, self._time_limit_seconds = solver, time_limit_seconds
+        self._search = search
         self._frames: set[Any] = set()
         self._broken = False
 
@@ -143,18 +142,15 @@ class BudgetBackend:
         with _disable_current_modes():
             step = measured_graph(graph, device)
         around = _surroundings(step, self._reserved_bytes, device)
-        problem = step_problem(step, around)
-        within = GraphProblem(graph=problem.graph, budget_bytes=self._budget_bytes)
-        solution = solve_graph(within, self._solver, self._time_limit_seconds, DEFAULT_GAP)
-        runs = runs_of(problem, require_schedule(solution, self._budget_bytes, self._solver))
+        found = order_within(self._budget_bytes, step, around, step_problem(step, around), self._search)
         self.plans.append(
             CompiledPlan(
-                predicted_peak_bytes=around.peak_bytes(step, runs),
+                predicted_peak_bytes=found.peak_bytes,
                 once_peak_bytes=around.peak_bytes(step, runs_once(step)),
-                recomputed_ops=sum(count - 1 for count in Counter([*runs.forward, *runs.backward]).values()),
+                recomputed_ops=len(second_runs(found.runs)),
             )
         )
-        return StepOrder(*([step.ops[ordinal].name for ordinal in side] for side in runs))
+        return StepOrder.of(step, found.runs)
 
 
 def _surroundings(step: StepGraph, reserved_bytes: int, device: torch.device) -> StepSurroundings:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.compiled.host_copies import HostCopies
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.graph_solving import first_difference
 from planner.runtime.applier import PlanMismatch, check_precision
 from profiler.capture.backend import OrderOf
 from profiler.capture.detached_outputs import refusing_gradients, without_gradients
-from profiler.capture.joint_graph import JointGraph, compiled_whole, said_by_capture
+from profiler.capture.joint_graph import JointGraph, compiled_whole, raise_as_said
 from profiler.capture.programs import StepOrder
 from profiler.capture.step_dataflow import step_graph_of
 from profiler.workload.compiled_forwards import Forward
@@ -39,6 +40,7 @@ class PlannedForward:
         unused = frozenset(plan.unused_outputs)
         self._compiled = compiled_whole(without_gradients(self._plain, unused), make_backend(self._order))
         self._caches = ModelCaches(model)
+        self._copies = HostCopies(plan.model_class, plan.link, plan.host_bytes)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The forward, planned in training."""
@@ -50,17 +52,9 @@ class PlannedForward:
             try:
                 output = self._compiled(*args, **kwargs)
             except Exception as error:
-                said = said_by_capture(error, PlanMismatch)
-                if said is error:
-                    raise
-                raise said from error
-        return refusing_gradients(output, self._plan.unused_outputs, self._not_used())
-
-    def _not_used(self) -> PlanMismatch:
-        return PlanMismatch(
-            "apply: expected a loss that uses what the profiled step's loss used, got a gradient for an output that it "
-            "did not use; profile with the loss that you train with"
-        )
+                raise_as_said(error, PlanMismatch)
+                raise
+        return refusing_gradients(output, self._plan.unused_outputs, _not_used)
 
     def _order(self, graph: JointGraph) -> StepOrder:
         plan = self._plan
@@ -69,4 +63,11 @@ class PlannedForward:
                 f"apply: expected the {plan.model_class} and batch that were profiled, got ops that differ: {differs}; "
                 "profile and solve for this model and batch"
             )
-        return StepOrder(*([plan.graph.ops[ordinal].name for ordinal in side] for side in plan.runs))
+        return StepOrder.of(plan.graph, plan.runs)._replace(copies=plan.copies, calls=self._copies.calls)
+
+
+def _not_used() -> PlanMismatch:
+    return PlanMismatch(
+        "apply: expected a loss that uses what the profiled step's loss used, got a gradient for an output that it did "
+        "not use; profile with the loss that you train with"
+    )

@@ -8,7 +8,7 @@ from planner.explain.peak import KEPT, MADE_AGAIN, Peak, PeakPart
 from planner.explain.timeline import PhaseName, Span, SpanKind, Timeline
 from planner.plans.graph_plan import GraphPlan
 from profiler.step_graph import Side, StepOp
-from profiler.step_replay import AliveStorage, SideReplay, StepRuns, alive_during, replay_step, runs_once
+from profiler.step_replay import AliveStorage, SideReplay, StepCopy, StepRuns, alive_during, replay_step, runs_once
 
 MADE = "made in this phase"
 RETURNED = "outputs of the model"
@@ -26,24 +26,26 @@ def graph_timelines(plan: GraphPlan) -> list[Timeline]:
     Of a step with several micro-batches, the one that takes the most. Ops take the seconds that were measured of each
     alone; what the step takes besides stands at its end, with the optimizer's step.
     """
-    once = runs_once(plan.graph)
+    once_seconds = plan.predicted_seconds - plan.recomputed_seconds - plan.stall_seconds
+    once = _Spans(plan, runs_once(plan.graph), (), once_seconds)
+    planned = _Spans(plan, plan.runs, plan.copies, plan.predicted_seconds)
     return [
-        Timeline(source="predicted", planned=planned, spans=tuple(_Spans(plan, runs).spans()))
-        for planned, runs in ((False, once), (True, plan.runs))
+        Timeline(source="predicted", planned=spans is planned, spans=tuple(spans.spans())) for spans in (once, planned)
     ]
 
 
 class _Spans:
     """The runs of a step as spans, one after another."""
 
-    def __init__(self, plan: GraphPlan, runs: StepRuns) -> None:
-        self._plan, self._runs = plan, runs
+    def __init__(self, plan: GraphPlan, runs: StepRuns, copies: tuple[StepCopy, ...], seconds: float) -> None:
+        self._plan, self._runs, self._copies = plan, runs, copies
+        self._seconds = seconds
         self._now = 0.0
         self._ran: set[int] = set()
 
     def spans(self) -> Iterator[Span]:
         plan, around = self._plan, self._plan.around
-        replayed = replay_step(plan.graph, self._runs, held=around.held_bytes > 0)
+        replayed = replay_step(plan.graph, self._runs, held=around.held_bytes > 0, copies=self._copies)
         yield from self._side("forward", self._runs.forward, replayed.forward, around.forward_bytes)
         between_bytes = around.forward_bytes + replayed.between_bytes
         peak_bytes = around.loss_bytes + replayed.between_bytes + around.kept_longer_bytes(plan.graph, replayed)
@@ -51,10 +53,8 @@ class _Spans:
         yield self._span("backward", "loss", at_loss)
         yield from self._side("backward", self._runs.backward, replayed.backward, around.backward_bytes)
         left_bytes = around.backward_bytes + replayed.backward.end_bytes
-        once_seconds = plan.predicted_seconds - plan.recomputed_seconds
-        seconds = plan.predicted_seconds if self._runs == plan.runs else once_seconds
         sizes = left_bytes, around.other_peak_bytes, left_bytes
-        yield self._span("optimizer", "optimizer", sizes, seconds=max(0.0, seconds - self._now))
+        yield self._span("optimizer", "optimizer", sizes, seconds=max(0.0, self._seconds - self._now))
 
     def _side(self, side: Side, ordinals: Sequence[int], replayed: SideReplay, base_bytes: int) -> Iterator[Span]:
         before = base_bytes + replayed.start_bytes
@@ -98,7 +98,9 @@ def graph_peak(plan: GraphPlan, timeline: Timeline) -> Peak:
         side: Side = "forward" if span.phase == "forward" else "backward"
         runs = [each for each in timeline.spans if each.stage and each.phase == side]
         op = next(op for op in plan.graph.ops if op.name == span.stage)
-        alive = alive_during(plan.graph, plan.runs, side, runs.index(span), held=plan.around.held_bytes > 0)
+        alive = alive_during(
+            plan.graph, plan.runs, side, runs.index(span), held=plan.around.held_bytes > 0, copies=plan.copies
+        )
         parts = [*_parts(plan, alive), _transient(op, again=span.action == "recompute")]
     left = span.peak_bytes - sum(part.size_bytes for part in parts)
     resident_bytes = min(plan.resident_bytes, left)
@@ -119,8 +121,9 @@ def graph_peak(plan: GraphPlan, timeline: Timeline) -> Peak:
 def _between(plan: GraphPlan) -> list[PeakPart]:
     """What forward hands over and returns."""
     held, storages = plan.around.held_bytes > 0, plan.graph.storages
-    handed = replay_step(plan.graph, plan.runs, held=held).handed
-    after = alive_during(plan.graph, plan.runs, "forward", len(plan.runs.forward) - 1, held=held, after=True)
+    handed = replay_step(plan.graph, plan.runs, held=held, copies=plan.copies).handed
+    last = len(plan.runs.forward) - 1
+    after = alive_during(plan.graph, plan.runs, "forward", last, held=held, copies=plan.copies, after=True)
     there = [s for s in after if s.number in handed or (s.number < len(storages) and storages[s.number].returned)]
     return _parts(plan, there)
 

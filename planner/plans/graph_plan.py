@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from planner.plans.offload_request import link_document, link_from
 from planner.plans.plan import Plan
 from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
 from planner.steps.graph_problem import StepSurroundings
 from profiler.graph_profile import GRAPH_KIND
 from profiler.json_files import from_plain, read_document, to_plain
 from profiler.step_graph import StepGraph
-from profiler.step_replay import StepRuns
+from profiler.step_replay import StepCopy, StepRuns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphPlan(PlanClaims):
     """An order of runs of a step's ops, with predictions. Bytes and seconds are of one whole training step.
 
-    ``lower_bound_seconds``: no order of these ops whose first runs come as they were traced, and which keeps what is
-    small (a thousandth of the peak in all), is faster within the budget.
+    Of ``lower_bound_seconds``: no order of these ops whose first runs come as they were traced, and which keeps what is
+    small (a thousandth of the peak in all), is faster within the budget; with a link, no order at all.
 
     Attributes:
         unused_outputs: places of the forward's outputs, among all leaves, to which the loss hands no gradient.
         graph: the ops of the step, by which it is recognised.
         around: bytes beside what they hold.
         runs: ordinals of ops in the order of their runs, forward and backward.
-        stated: what was stated by hand and what it came to, one line each; empty for a plan that was solved for.
-        restricted: status and bound hold among the plans that do what was stated.
+        copies: to host memory and back, between the runs, in their order.
     """
 
     kind: ClassVar[str] = GRAPH_KIND
@@ -39,16 +39,17 @@ class GraphPlan(PlanClaims):
     graph: StepGraph
     around: StepSurroundings
     runs: StepRuns
-    stated: tuple[str, ...] = ()
-    restricted: bool = False
+    copies: tuple[StepCopy, ...] = ()
 
     def _decided(self) -> Any:
         ops = [[op.name, op.op, op.side, op.reads, op.makes] for op in self.graph.ops]
-        return [ops, [storage.size_bytes for storage in self.graph.storages], self.unused_outputs, self.runs]
+        copies = [[copy.kind, copy.storage, copy.side, copy.before] for copy in self.copies]
+        return [ops, [storage.size_bytes for storage in self.graph.storages], self.unused_outputs, self.runs, copies]
 
     def to_document(self) -> dict[str, Any]:
         """Plain data, as it stands in the file."""
-        return {"format": FORMAT, "version": VERSION, "kind": GRAPH_KIND, **to_plain(self, {})}
+        document = {**to_plain(replace(self, link=None), {}), "link": link_document(self.link)}
+        return {"format": FORMAT, "version": VERSION, "kind": GRAPH_KIND, **document}
 
     @classmethod
     def load(cls, path: str | Path) -> GraphPlan:
@@ -66,12 +67,20 @@ class GraphPlan(PlanClaims):
             raise ValueError(f"{where}: expected a plan of a graph, got one of stages; read it with planner.Plan.load")
         data = {key: value for key, value in document.items() if key not in ("format", "version", "kind")}
         try:
-            plan = from_plain(cls, data, {})
-        except ValueError as error:
+            link = link_from(data.get("link"))
+            plan = replace(from_plain(cls, {**data, "link": None}, {}), link=link)
+        except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{where}: expected the fields of a plan, got a mismatch: {error}; solve again") from error
         if not all(0 <= ordinal < len(plan.graph.ops) for side in plan.runs for ordinal in side):
             raise ValueError(f"{where}: expected an order of its own ops, got others; solve again")
+        if not all(_is_own(copy, plan) for copy in plan.copies):
+            raise ValueError(f"{where}: expected copies of its own storages between its runs, got others; solve again")
         return plan
+
+
+def _is_own(copy: StepCopy, plan: GraphPlan) -> bool:
+    runs = plan.runs.forward if copy.side == "forward" else plan.runs.backward
+    return 0 <= copy.storage < len(plan.graph.storages) and 0 <= copy.before <= len(runs)
 
 
 AnyPlan = TypeVar("AnyPlan", Plan, GraphPlan)

@@ -72,8 +72,17 @@ def usable_link(offload_request: Offload, chain: Chain, measured: LinkRecord | N
     Raises:
         ValueError: offloading was demanded, and nothing can be sent.
     """
+    parts = (part for stage in chain.stages for part in (stage, *stage.options))
+    smallest_bytes = min((unit_bytes for part in parts for unit_bytes in part.offload_units), default=None)
+    return usable_link_for(offload_request, smallest_bytes, measured)
+
+
+def usable_link_for(
+    offload_request: Offload, smallest_bytes: int | None, measured: LinkRecord | None
+) -> tuple[Link | None, str]:
+    """As ``usable_link``, where the smallest that can be sent has so many bytes; None where nothing can."""
     link = offload_request.link(measured)
-    why = _why_not(link, chain)
+    why = _why_not(link, smallest_bytes)
     if not why:
         return link, ""
     if offload_request.mode == "only":
@@ -82,13 +91,11 @@ def usable_link(offload_request: Offload, chain: Chain, measured: LinkRecord | N
     return None, why if asked else ""
 
 
-def _why_not(link: Link | None, chain: Chain) -> str:
+def _why_not(link: Link | None, smallest: int | None) -> str:
     if link is None:
         return "no link is known: profile on a device that has one, or give its speed with --link-gbps"
     if not min(link.to_host_bytes_per_second, link.to_device_bytes_per_second) > 0:
         return "the link's speed is 0: give one above 0 with --link-gbps"
-    parts = (part for stage in chain.stages for part in (stage, *stage.options))
-    smallest = min((unit_bytes for part in parts for unit_bytes in part.offload_units), default=None)
     if smallest is None:
         return "nothing of this model can be sent: profile with menus, which record what each stage keeps"
     if link.host_bytes is not None and link.host_bytes < smallest:
@@ -97,6 +104,11 @@ def _why_not(link: Link | None, chain: Chain) -> str:
             f"{format_bytes(smallest)}: allow more with --host-memory"
         )
     return ""
+
+
+def link_record(link: Link | None) -> LinkRecord | None:
+    """A link as if it had been measured."""
+    return None if link is None else LinkRecord(**asdict(link))
 
 
 def link_document(link: Link | None) -> dict[str, float | int | None] | None:

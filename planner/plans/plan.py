@@ -14,7 +14,6 @@ from profiler.records import KEYS as PROFILE_KEYS, KIND, LeftOutRecord, MenuReco
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Action, Schedule
 from solvers.problem.chain_simulator import replay
-from solvers.problem.link import Link
 
 # Attributes that files of version 1 call otherwise.
 KEYS = {**PROFILE_KEYS, "offload_units": "parcels", "input_offload_units": "input_parcels"}
@@ -82,14 +81,7 @@ class Plan(PlanClaims):
         menus: per kind of stage its ops and options; option k of the schedule, from 1, is ``options[k - 1]``.
         chain: the problem that the schedule solves; None in files of older releases.
         resident: what ``resident_bytes`` is made of; None in files of older releases.
-        link: to host memory, that the plan counts on; None for a plan that sends nothing there.
-        host_bytes: the most bytes that the plan holds in host memory at once.
-        stall_seconds: predicted seconds in which computation waits for copies.
-        no_offload: why nothing could be sent to host memory where that was to be weighed; empty otherwise.
-        offload_only: whether it was asked for that nothing is recomputed; ``solver`` may name that method without.
-        stated: what was stated by hand and what it came to, one line each; empty for a plan that was solved for.
         unseen: as in the profile.
-        restricted: status and bound hold among the plans that do what was stated.
         unsteady, forward_nodes: as in the profile.
         left_out: blocks that keep much and cannot run again, whatever the budget.
         frugal: as in the profile: unplanned peak and seconds were computed, and never measured as a whole.
@@ -101,13 +93,6 @@ class Plan(PlanClaims):
     menus: tuple[MenuRecord, ...] = ()
     chain: Chain | None = None
     resident: ResidentBytes | None = None
-    link: Link | None = None
-    host_bytes: int = 0
-    stall_seconds: float = 0.0
-    no_offload: str = ""
-    offload_only: bool = False
-    stated: tuple[str, ...] = ()
-    restricted: bool = False
     unseen: tuple[str, ...] = ()
     unsteady: tuple[str, ...] = ()
     forward_nodes: int = 0

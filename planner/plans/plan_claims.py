@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from profiler.json_files import write_document
+from solvers.problem.link import Link
 
 FORMAT = "planner-plan"
 VERSION = 1
@@ -34,6 +35,13 @@ class PlanClaims:
         lower_bound_seconds: no such plan within the budget is faster.
         gap: relative distance of the prediction from that bound.
         solve_seconds: time that the solver took.
+        link: to host memory, that the plan may send over; None where nothing could be sent.
+        host_bytes: the most bytes that the plan holds in host memory at once.
+        stall_seconds: predicted seconds in which computation waits for copies.
+        no_offload: why nothing could be sent to host memory where that was to be weighed; empty otherwise.
+        offload_only: whether it was asked for that nothing is recomputed; ``solver`` may name that method without.
+        stated: what was stated by hand and what it came to, one line each; empty for a plan that was solved for.
+        restricted: status and bound hold among the plans that do what was stated.
     """
 
     model_class: str
@@ -54,6 +62,13 @@ class PlanClaims:
     gap: float
     solve_seconds: float
     headroom_bytes: int = 0
+    link: Link | None = None
+    host_bytes: int = 0
+    stall_seconds: float = 0.0
+    no_offload: str = ""
+    offload_only: bool = False
+    stated: tuple[str, ...] = ()
+    restricted: bool = False
 
     @property
     def slowdown(self) -> float:

@@ -11,10 +11,10 @@ from typing import Any, overload
 from planner.plans.cost_model import chain_of
 from planner.plans.given_sources import profile_of_either_kind
 from planner.plans.graph_plan import AnyPlan, GraphPlan
-from planner.plans.graph_solving import solve_graph_profile
+from planner.plans.graph_solving import smallest_sendable, solve_graph_profile
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.left_out import never_rerun, obstacle_in_words, remedy_in_words
-from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
+from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link, usable_link_for
 from planner.plans.plan import Plan, PlannedStage, chain_in
 from planner.plans.refusals import NoPlan, require_schedule
 from planner.plans.stage_decisions import undecided_stage, with_decisions
@@ -75,7 +75,8 @@ def solve(
         profile: a Profile, of stages or of a graph (``planner.profile(..., graph=True)``), or the path of its file.
         budget: bytes, ``"8GiB"``, ``"512MiB"`` or ``"70%"`` of the unplanned peak.
         solver: a name of ``solvers.solver_names()``, of a graph one of ``solvers.graph_solver_names()``.
-        time_limit_seconds: for solvers that search (``ilp``, ``auto``, and all for graphs).
+        time_limit_seconds: for solvers that search (``ilp``, ``auto``, and all for graphs; with a link a graph's plan
+            takes several searches, each of so long).
         offload: ``"auto"`` (where the profile has a link to host memory), ``"never"``, ``"only"``, or an ``Offload``
             that says how fast the link is and how much the host may hold.
         headroom: of the budget, what is left to the device's allocator: bytes, or ``"5%"`` of the budget.
@@ -93,19 +94,18 @@ def solve(
     budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
     offload_request = offload_from(offload)
     if isinstance(profile, GraphProfile):
-        if offload_request.mode == "only":
-            raise ValueError(
-                "offload: expected a profile of stages where nothing is to be recomputed, got one of a graph; profile "
-                "without graph=True"
-            )
+        link, why = usable_link_for(offload_request, smallest_sendable(profile), profile.link)
         within = partial(
             solve_graph_profile,
             profile,
             solver=solver,
             time_limit_seconds=time_limit_seconds,
             gap=DEFAULT_GAP if gap is None else gap,
+            link=link,
+            rerun=offload_request.mode != "only",
         )
-        return plan_with_headroom(budget_bytes, headroom_from(headroom), within)
+        plan = plan_with_headroom(budget_bytes, headroom_from(headroom), within)
+        return replace(plan, no_offload=why)
     return _solved(profile, budget_bytes, solver, time_limit_seconds, offload_request, headroom_from(headroom))
 
 

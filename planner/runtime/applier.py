@@ -40,6 +40,7 @@ from profiler.workload.model_caches import ModelCaches, check_no_checkpointing
 from profiler.workload.precision import autocast_now, autocast_part, precision_of, types_part
 from profiler.workload.wrapped_models import autocasts_inside, class_name, inner_model
 from solvers.problem.chain_schedule import RUNS
+from solvers.problem.link import Link
 
 _PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle[Any]] = weakref.WeakKeyDictionary()
 
@@ -320,17 +321,20 @@ def engine_for(plan: Plan, lowered: LoweredSchedule, device: torch.device) -> Co
 
     On a device on which nothing can be sent, it warns.
     """
-    if not lowered.transfers:
-        return None
+    return engine_on(device, plan.link, plan.host_bytes) if lowered.transfers else None
+
+
+def engine_on(device: torch.device, link: Link | None, host_bytes: int) -> CopyEngine | None:
+    """The engine of a device with so much host memory; None, with a warning, where nothing can be sent."""
     if device.type == "cuda":
-        return CudaCopyEngine(device, plan.host_bytes)
-    if device.type == "cpu" and plan.link is not None:
-        return SimulatedCopyEngine(plan.link, plan.host_bytes)
+        return CudaCopyEngine(device, host_bytes)
+    if device.type == "cpu" and link is not None:
+        return SimulatedCopyEngine(link, host_bytes)
     warnings.warn(
         f"apply: expected a device that copies beside its computation, got {device}; nothing is sent to host memory, "
         "and the peak is not promised. Solve without offloading",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
     return None
 

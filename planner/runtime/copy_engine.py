@@ -16,7 +16,10 @@ class PendingFetch(Protocol):
     """A copy on its way back to the device."""
 
     def wait(self) -> Tensor:
-        """The bytes on the device; computation waits until they have arrived, and the host memory is given back."""
+        """The bytes on the device; computation waits until they have arrived.
+
+        The host memory is given back then, unless it was to be kept.
+        """
         ...
 
 
@@ -31,8 +34,8 @@ class OffloadedCopy(Protocol):
         """Let the computation wait until the copy is done: what it was made of may go from then on."""
         ...
 
-    def fetch(self) -> PendingFetch:
-        """Take memory on the device and begin to copy back into it."""
+    def fetch(self, *, keep: bool = False) -> PendingFetch:
+        """Take memory on the device and begin to copy back into it; ``keep`` what is in host memory, for others."""
         ...
 
 

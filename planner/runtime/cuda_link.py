@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,13 @@ from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.storages import CUDA_BLOCK_BYTES
 
 leave_uncompiled(__name__)
+
+
+class _Arrival(NamedTuple):
+    """The end of a copy back, and how many had begun by then."""
+
+    number: int
+    event: torch.cuda.Event
 
 
 class CudaCopyEngine:
@@ -35,7 +43,8 @@ class CudaCopyEngine:
         self.to_host = torch.cuda.Stream(device)
         self.to_device = torch.cuda.Stream(device)
         # Copies back arrive in order: after the latest of those given back, all host memory given back is unread.
-        self._given_back: torch.cuda.Event | None = None
+        self._given_back: _Arrival | None = None
+        self._arrivals = 0
 
     def send(self, source: Tensor) -> CudaCopy | None:
         """Begin to copy one row of bytes to host memory; None where that is full."""
@@ -46,7 +55,7 @@ class CudaCopyEngine:
         copy = CudaCopy(self, source, blocks, computing)
         self.to_host.wait_stream(computing)
         if self._given_back is not None:
-            self.to_host.wait_event(self._given_back)
+            self.to_host.wait_event(self._given_back.event)
         try:
             with torch.cuda.stream(self.to_host):
                 for host, device in parts_of(blocks, source.numel()):
@@ -55,10 +64,15 @@ class CudaCopyEngine:
             copy.done = _recorded(self.to_host)
         return copy
 
-    def give_back(self, blocks: HostBlocks, after: torch.cuda.Event | None) -> None:
+    def arrival(self) -> _Arrival:
+        """The end of the copy back that has been asked for last."""
+        self._arrivals += 1
+        return _Arrival(self._arrivals, _recorded(self.to_device))
+
+    def give_back(self, blocks: HostBlocks, after: _Arrival | None) -> None:
         """Host memory is free again once ``after`` has happened."""
         if after is not None:
-            self._given_back = after
+            self._given_back = max(after, self._given_back or after, key=lambda each: each.number)
         self.memory.give(blocks)
 
 
@@ -69,6 +83,7 @@ class CudaCopy:
         self, engine: CudaCopyEngine, source: Tensor, blocks: HostBlocks, computing: torch.cuda.Stream
     ) -> None:
         self.done: torch.cuda.Event | None = None
+        self._read: _Arrival | None = None
         self._engine = engine
         self._source: Tensor | None = source
         self._blocks = blocks
@@ -80,11 +95,11 @@ class CudaCopy:
         _wait(self.done, self._computing, self._engine.device)
         self._source = None
 
-    def fetch(self) -> CudaFetch:
-        """Begin the copy back."""
+    def fetch(self, *, keep: bool = False) -> CudaFetch:
+        """Begin the copy back; ``keep`` what is in host memory, for others."""
         engine = self._engine
         computing = torch.cuda.current_stream(engine.device)
-        fetch = CudaFetch(self, empty_bytes(self._size_bytes, engine.device), computing)
+        fetch = CudaFetch(self, empty_bytes(self._size_bytes, engine.device), computing, keep=keep)
         engine.to_device.wait_stream(computing)  # Its memory may have been another tensor's, still in use there.
         if self.done is not None:
             engine.to_device.wait_event(self.done)
@@ -93,14 +108,15 @@ class CudaCopy:
                 for host, device in parts_of(self._blocks, self._size_bytes):
                     fetch.target[device].copy_(engine.bytes[host], non_blocking=True)
         finally:
-            fetch.arrived = _recorded(engine.to_device)
+            self._read = engine.arrival()
+            fetch.arrived = self._read.event
         return fetch
 
-    def give_back(self, after: torch.cuda.Event | None = None) -> None:
-        """The host memory is free again once ``after`` has happened."""
+    def give_back(self) -> None:
+        """The host memory is free again once the last copy back has arrived."""
         blocks, self._blocks = self._blocks, ()
         if blocks:
-            self._engine.give_back(blocks, after)
+            self._engine.give_back(blocks, self._read)
 
     @property
     def device(self) -> torch.device:
@@ -117,25 +133,28 @@ class CudaCopy:
 class CudaFetch:
     """A copy on the stream back to the device."""
 
-    def __init__(self, copy: CudaCopy, target: Tensor, computing: torch.cuda.Stream) -> None:
+    def __init__(self, copy: CudaCopy, target: Tensor, computing: torch.cuda.Stream, *, keep: bool) -> None:
         self.arrived: torch.cuda.Event | None = None
         self.target = target
         self._copy = copy
         self._computing = computing
+        self._keep = keep
         self._waited = False
 
     def wait(self) -> Tensor:
         """The computation waits until the bytes have arrived."""
         _wait(self.arrived, self._computing, self._copy.device)
         self._waited = True
-        self._copy.give_back(self.arrived)
+        if not self._keep:
+            self._copy.give_back()
         return self.target
 
     def __del__(self) -> None:
         if self._waited or self.arrived is None or sys.is_finalizing():
             return
         self._computing.wait_event(self.arrived)  # Else its memory could be given to others while it is being written.
-        self._copy.give_back(self.arrived)
+        if not self._keep:
+            self._copy.give_back()
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -83,13 +83,13 @@ class SimulatedCopy:
         """Until the copy is done."""
         self._engine.wait_until(self._done)
 
-    def fetch(self) -> SimulatedFetch:
-        """Begin the copy back."""
+    def fetch(self, *, keep: bool = False) -> SimulatedFetch:
+        """Begin the copy back; ``keep`` what is in host memory, for others."""
         engine, target = self._engine, empty_bytes(self._size_bytes, torch.device("cpu"))
         values = target.numpy()
         for host, device in parts_of(self._blocks, self._size_bytes):
             values[device] = engine.bytes[host]
-        return SimulatedFetch(self, engine, target, engine.begin_fetch(self._size_bytes, self._done))
+        return SimulatedFetch(self, engine, target, engine.begin_fetch(self._size_bytes, self._done), keep=keep)
 
     def give_back(self) -> None:
         """The host memory is free again."""
@@ -104,8 +104,11 @@ class SimulatedCopy:
 class SimulatedFetch:
     """A copy that is back on the device from ``arrives`` on."""
 
-    def __init__(self, copy: SimulatedCopy, engine: SimulatedCopyEngine, target: Tensor, arrives: float) -> None:
+    def __init__(
+        self, copy: SimulatedCopy, engine: SimulatedCopyEngine, target: Tensor, arrives: float, *, keep: bool
+    ) -> None:
         self._copy = copy
+        self._keep = keep
         self._engine = engine
         self._target = target
         self._arrives = arrives
@@ -113,5 +116,6 @@ class SimulatedFetch:
     def wait(self) -> Tensor:
         """Until it has arrived."""
         self._engine.wait_until(self._arrives)
-        self._copy.give_back()
+        if not self._keep:
+            self._copy.give_back()
         return self._target

@@ -1,1 +1,1 @@
-"""A step of single ops: which ops run together, and its graph problem."""
+"""A step of single ops: which ops run together, its graph problem, and what may wait in host memory."""

@@ -2,21 +2,22 @@
 
 Each group of ops is a node. Ops that make small storages alone run once, and what is small always counts. Where
 large storages of one op are needed for different times, the one that is needed longer has a node of its own: directly
-after the op, without work. Between forward and backward stands the loss, a node that runs once: it reads what the
-forward returns, and makes the gradients that backward begins with.
+after the op, without work. So has what may wait in host memory: its op runs once and keeps nothing, and the node after
+it stands for the copy back, as often as need be. Between forward and backward stands the loss, a node that runs once:
+it reads what the forward returns, and makes the gradients that backward begins with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from planner.steps.op_groups import OpGroup, groups_of, inner_bytes, small_storages
 from profiler.graph_profile import GraphProfile
 from profiler.records import Phase
 from profiler.step_graph import StepGraph
-from profiler.step_replay import SideReplay, StepReplay, StepRuns, replay_step, runs_once
+from profiler.step_replay import SideReplay, StepCopy, StepReplay, StepRuns, replay_step, runs_once
 from solvers.problem.graph import Graph, Node, Side
 
 StatedDecision = Literal["keep", "recompute"]
@@ -33,12 +34,14 @@ class StepProblem:
         groups: by name of a node the ops that it runs. The loss, and nodes without work, run none.
         loss: name of the loss's node.
         stated_seconds: of the nodes that make again what is stated to be recomputed.
+        fetched: by name of a node that brings storages back from host memory, these.
     """
 
     graph: Graph
     groups: Mapping[str, OpGroup]
     loss: str
     stated_seconds: float = 0.0
+    fetched: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def once_seconds(self) -> float:
@@ -80,15 +83,23 @@ class StepSurroundings:
             loss_kept=once.handed,
         )
 
-    def peak_bytes(self, step: StepGraph, runs: StepRuns) -> int:
-        """The peak of a step by the replay of an order of its ops."""
-        replay = replay_step(step, runs, held=self.held_bytes > 0)
-        return max(
-            self.forward_bytes + replay.forward.peak_bytes,
+    def peak_bytes(self, step: StepGraph, runs: StepRuns, copies: Sequence[StepCopy] = ()) -> int:
+        """The peak of a step by the replay of an order of its ops, and of copies between them."""
+        return max((*self.peaks(step, runs, copies), self.other_peak_bytes))
+
+    def peaks(self, step: StepGraph, runs: StepRuns, copies: Sequence[StepCopy] = ()) -> list[int]:
+        """The most bytes during each run of forward, then between the programs, then during each run of backward."""
+        replay = replay_step(step, runs, held=self.held_bytes > 0, copies=copies)
+        between_bytes = max(
+            self.forward_bytes + replay.forward.start_bytes,
             self.loss_bytes + replay.between_bytes + self.kept_longer_bytes(step, replay),
-            self.backward_bytes + replay.backward.peak_bytes,
-            self.other_peak_bytes,
+            self.backward_bytes + replay.backward.start_bytes,
         )
+        return [
+            *(self.forward_bytes + peak_bytes for peak_bytes in replay.forward.peaks),
+            between_bytes,
+            *(self.backward_bytes + peak_bytes for peak_bytes in replay.backward.peaks),
+        ]
 
     def kept_longer_bytes(self, step: StepGraph, replay: StepReplay) -> int:
         """What forward returns, nobody may hold any more at that peak, and an order hands over all the same."""
@@ -113,6 +124,8 @@ def step_problem(
     *,
     small_share: float = SMALL_SHARE,
     decisions: Mapping[int, StatedDecision] | None = None,
+    sent: Collection[int] = (),
+    rerun: bool = True,
 ) -> StepProblem:
     """The problem of a step.
 
@@ -123,20 +136,36 @@ def step_problem(
             more than that together, always count.
         decisions: what is stated of ops, by ordinal: kept ones run once, and what others make is not handed to
             backward: each runs again for what backward reads of it.
+        sent: storages that may wait in host memory: of each op all that count, or none.
+        rerun: ops may run again.
     """
+    small = small_of(step, around, small_share)
+    return _Builder(step, around, small, decisions or {}, frozenset(sent), rerun=rerun).problem()
+
+
+def small_of(step: StepGraph, around: StepSurroundings, small_share: float = SMALL_SHARE) -> frozenset[int]:
+    """The storages of a step that always count, however small their share."""
     once = replay_step(step, runs_once(step), held=around.held_bytes > 0)
-    small = small_storages(step, small_share * max(once.forward.peak_bytes, once.backward.peak_bytes))
-    return _Builder(step, around, small, decisions or {}).problem()
+    return small_storages(step, small_share * max(once.forward.peak_bytes, once.backward.peak_bytes))
 
 
 class _Builder:
     """Goes through the ops in order, and keeps which node owns each storage."""
 
     def __init__(
-        self, step: StepGraph, around: StepSurroundings, small: frozenset[int], decisions: Mapping[int, StatedDecision]
+        self,
+        step: StepGraph,
+        around: StepSurroundings,
+        small: frozenset[int],
+        decisions: Mapping[int, StatedDecision],
+        sent: frozenset[int],
+        *,
+        rerun: bool,
     ) -> None:
         self._step, self._around, self._small = step, around, small
         self._decisions = decisions
+        self._sent, self._rerun = sent, rerun
+        self._fetched: dict[str, tuple[int, ...]] = {}
         self._dropped: dict[int, OpGroup] = {}  # by storage the group that makes it again for backward
         self._again: dict[int, str] = {}  # by storage the node that has made it again
         self._stated_seconds = 0.0
@@ -156,7 +185,7 @@ class _Builder:
     def problem(self) -> StepProblem:
         after_loss = False
         before_bytes = self._around.forward_bytes - self._resident_bytes
-        self._before = self._add_bytes("before", before_bytes) if before_bytes else ()
+        self._before = self._add_bytes("before", before_bytes, side="forward") if before_bytes else ()
         for group in groups_of(self._step, self._small):
             if self._step.ops[group.ops[0]].side == "backward" and not after_loss:
                 self._add_loss()
@@ -168,7 +197,13 @@ class _Builder:
             outputs=(*self._owners(sorted(self._ends)), *self._after),
             resident_bytes=self._resident_bytes + always_bytes,
         )
-        return StepProblem(graph=graph, groups=self._groups, loss=self._loss, stated_seconds=self._stated_seconds)
+        return StepProblem(
+            graph=graph,
+            groups=self._groups,
+            loss=self._loss,
+            stated_seconds=self._stated_seconds,
+            fetched=self._fetched,
+        )
 
     def _add(self, group: OpGroup) -> None:
         ops = [self._step.ops[ordinal] for ordinal in group.ops]
@@ -179,16 +214,28 @@ class _Builder:
         if decision == "recompute":
             self._dropped.update({s: OpGroup(ops=group.ops) for s in made if s not in lasting})
         node = self._node(op.name, group, op.side)
-        once = node.once or bool(op.once_reason) or not made or self._held.issuperset(made) or decision == "keep"
+        may_rerun = self._rerun and decision != "keep" and not op.once_reason
+        once = not may_rerun or not made or self._held.issuperset(made)
         node = replace(node, once=once)
         self._groups[op.name] = group
         self._owner.update(dict.fromkeys(made, op.name))
+        if made and decision is None and self._sent.issuperset(made):
+            self._add_sent(node, made)
+            return
         place = len(self._nodes)
         node = self._with_part_apart(node, lasting)
         if op.side == "forward":
             saved = [s for s in made if s in self._saved and s not in lasting and s not in self._dropped]
             self._add_part(node, saved, "saved", once=once)
         self._nodes.insert(place, node)
+
+    def _add_sent(self, node: Node, made: list[int]) -> None:
+        """A node whose output another one holds, which may let go of it and bring it back from host memory."""
+        beside = node.transient_bytes + node.output_bytes
+        self._nodes.append(replace(node, output_bytes=0, transient_bytes=beside, once=True))
+        (name,) = self._add_bytes(f"{node.name}_here", node.output_bytes, (node.name,), side=node.side, once=False)
+        self._owner.update(dict.fromkeys(made, name))
+        self._fetched[name] = tuple(made)
 
     def _node(self, name: str, group: OpGroup, side: Side) -> Node:
         """What a group reads, makes and costs."""
@@ -273,14 +320,15 @@ class _Builder:
         )
         self._owner.update(dict.fromkeys(of_loss, self._loss))
         after_bytes = self._backward_bytes - self._resident_bytes
-        self._after = self._add_bytes("after", after_bytes, (self._loss,)) if after_bytes else ()
+        self._after = self._add_bytes("after", after_bytes, (self._loss,), side="backward") if after_bytes else ()
 
-    def _add_bytes(self, name: str, size_bytes: int, inputs: tuple[str, ...] = ()) -> tuple[str]:
-        """A node for bytes that the step does not make."""
+    def _add_bytes(
+        self, name: str, size_bytes: int, inputs: tuple[str, ...] = (), *, side: Side, once: bool = True
+    ) -> tuple[str]:
+        """A node for bytes that no op makes at that moment."""
         name = self._free_name(name)
-        side: Side = "backward" if inputs else "forward"
         self._nodes.append(
-            Node(name=name, seconds=LEAST_SECONDS, output_bytes=size_bytes, inputs=inputs, side=side, once=True)
+            Node(name=name, seconds=LEAST_SECONDS, output_bytes=size_bytes, inputs=inputs, side=side, once=once)
         )
         return (name,)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from planner.compiled.applying import Backend, apply
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.graph_solving import first_difference
+from planner.plans.offload_request import link_record
 from planner.plans.profiling import profile as profiled
 from planner.plans.refusals import NoPlan, NothingFound
 from planner.plans.solving import solve
@@ -78,9 +79,16 @@ def verify_graph_plan(
     cut_bytes = 0
     while rounds[-1].peak_bytes > plan.budget_bytes:
         last = rounds[-1]
-        profile = _of_same_step(profile or profiled(workload, graph=True), plan)
+        profile = replace(_of_same_step(profile or profiled(workload, graph=True), plan), link=link_record(plan.link))
         cut_bytes = max(last.peak_bytes - plan.budget_bytes, 2 * cut_bytes)
-        within = partial(solve, profile, plan.budget_bytes, solver=solver, time_limit_seconds=time_limit_seconds)
+        within = partial(
+            solve,
+            profile,
+            plan.budget_bytes,
+            solver=solver,
+            time_limit_seconds=time_limit_seconds,
+            offload="only" if plan.offload_only else "auto",
+        )
         smaller = _smaller(within, last.plan, last.plan.predicted_peak_bytes - cut_bytes)
         if smaller is None:
             raise _refusal(rounds, backend, solver)

@@ -22,6 +22,7 @@ from profiler.measurement.meter import Mark, MarkedPhases, Meter, WarmUp, step_m
 from profiler.measurement.planned_probe import PlannedProbe
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
 from profiler.workload.snapshot import preserved
+from profiler.workload.steps import causes_of
 from profiler.workload.workload import Workload
 
 
@@ -43,10 +44,7 @@ def stop_of(
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """The error and what it came from, as far as these ran out of memory."""
-    seen: BaseException | None = error
-    while seen is not None and ran_out(seen):
-        yield seen
-        seen = seen.__cause__ or seen.__context__
+    return itertools.takewhile(ran_out, causes_of(error))
 
 
 def _stages_in(traceback: TracebackType | None, model: nn.Module, plan: Plan | GraphPlan) -> Iterator[str]:

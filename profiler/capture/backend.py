@@ -10,7 +10,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
-from profiler.capture.joint_graph import CaptureError, JointGraph, never_compiled
+from profiler.capture.joint_graph import REMEDY, CaptureError, JointGraph, never_compiled
 from profiler.capture.programs import StepOrder, programs_of
 
 OnProgram = Callable[[Literal["forward", "backward"], Literal["begin", "end"]], None]
@@ -58,7 +58,8 @@ def _letting_go(backward: Compiler) -> Compiler:
             if _get_current_graph_task_keep_graph():
                 raise CaptureError(
                     "backward: expected one that lets go of what forward has saved, as the plan counts on, got "
-                    "retain_graph=True; call it without, and once: add losses up before"
+                    "retain_graph=True; "
+                    f"call it without, and once: add losses up before; or {REMEDY}"
                 )
             return compiled(arguments)
 

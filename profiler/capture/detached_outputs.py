@@ -5,11 +5,12 @@ AOTAutograd hands zeros as large as they are to backward in place of their gradi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
 from profiler.workload.compiled_forwards import Forward
@@ -58,28 +59,36 @@ def without_gradients(forward: Forward, places: Collection[int]) -> Forward:
     return run
 
 
-def refusing_gradients(output: Any, places: Collection[int], error: Exception) -> Any:
+def refusing_gradients(output: Any, places: Collection[int], error: Callable[[], Exception]) -> Any:
     """What forward returned, such that a backward from one of its leaves raises an error.
 
     Args:
-        output: of the forward.
+        output: of the forward, whose leaves in these places need no gradient.
         places: of those leaves.
-        error: to raise.
+        error: makes what is raised.
     """
     if not places:
         return output
     leaves, spec = pytree.tree_flatten(output)
     anchor = torch.empty(0, requires_grad=True)
-    leaves = [_Refusing.apply(leaf, anchor, error) if k in places else leaf for k, leaf in enumerate(leaves)]
+    leaves = [_refusing(leaf, anchor, error) if k in places else leaf for k, leaf in enumerate(leaves)]
     return pytree.tree_unflatten(leaves, spec)
+
+
+def _refusing(leaf: Tensor, anchor: Tensor, error: Callable[[], Exception]) -> Tensor:
+    with _unsafe_preserve_version_counter(leaf):  # Backward may have saved it, and nothing has changed it.
+        return _Refusing.apply(leaf, anchor, error)
 
 
 class _Refusing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, _: Tensor, error: Exception) -> Tensor:
+    def forward(ctx: Any, value: Tensor, _: Tensor, error: Callable[[], Exception]) -> Tensor:
         ctx.error = error
-        return value.view_as(value)
+        if value._is_view():
+            return value.view_as(value)
+        ctx.mark_dirty(value)  # No view: what a custom function returns as a view must not be changed in place.
+        return value
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        raise ctx.error
+        raise ctx.error()

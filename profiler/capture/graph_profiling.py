@@ -20,6 +20,7 @@ from profiler.graph_profile import GraphProfile
 from profiler.measurement.assembly import what_ran_where
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.joined_phases import highest, joined
+from profiler.measurement.link_bandwidth import measure_link
 from profiler.measurement.measuring import SEVERAL_CALLS, Progress, ProgressReporter
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, metered_step, time_meter
 from profiler.measurement.profiling import check_profilable, ran_out_in_words
@@ -62,6 +63,7 @@ def profile_graph(workload: Workload, progress: Progress | None = None) -> Graph
             unplanned_peak_bytes=plain.peak_bytes,
             unplanned_seconds=plain.seconds,
             step_seconds=plain.step_seconds,
+            link=measure_link(workload.device),
             **_as_a_graph(workload, report),
         )
 
@@ -139,7 +141,7 @@ class _Programs:
         self.graphs: list[JointGraph] = []
         self._meter: Meter | None = None
         self._last: Side | None = None
-        self._again: set[Side] = set()
+        self._several = False
 
     def step(self, workload: Workload, meter: Meter) -> MarkedPhases:
         """One step under a meter."""
@@ -162,20 +164,15 @@ class _Programs:
     def on_program(self, side: Side, moment: Literal["begin", "end"]) -> None:
         """A program begins or ends."""
         if moment == "begin":
-            if side == self._last:
-                self._again.add(side)
+            self._several |= side == self._last == "forward"
             self._last = side
         if self._meter is not None:
             self._meter.mark(Mark(side, _PROGRAM if moment == "begin" else _BEHIND))
 
     def check(self) -> None:
         """Refuse what no plan is for; raises StagesError or CaptureError."""
-        if "forward" in self._again:
+        if self._several:
             raise StagesError(SEVERAL_CALLS)
-        if "backward" in self._again:
-            raise CaptureError(
-                f"profile: expected one backward after each forward, got several; add their losses up, or: {REMEDY}"
-            )
         steps = [step_graph_of(graph) for graph in self.graphs]
         if any(step != steps[0] for step in steps):
             raise CaptureError(

@@ -26,6 +26,7 @@ from profiler.workload.compiled_forwards import Forward
 from profiler.workload.forward_patches import ForwardPatches
 from profiler.workload.model_caches import ModelCaches
 from profiler.workload.snapshot import preserved
+from profiler.workload.steps import causes_of
 from profiler.workload.workload import Workload
 
 REMEDY = "a plan of stages works there: profile without graph=True"
@@ -202,10 +203,8 @@ def capturing(model: nn.Module, backend: Any, unused: Collection[int] = ()) -> I
     try:
         yield
     except Exception as error:
-        said = said_by_capture(error, CaptureError)
-        if said is error:
-            raise
-        raise said from error
+        raise_as_said(error, CaptureError)
+        raise
     finally:
         patches.remove()
 
@@ -219,14 +218,14 @@ def compiled_whole(forward: Forward, backend: Any) -> Forward:
     # Dynamo counts what it compiles of a piece of code, and gives up after eight: each model has its own.
     call.__code__ = call.__code__.replace()
     compiled = torch.compile(call, backend=backend, fullgraph=True, dynamic=False)
+    patched = {
+        "ignore_logging_functions": {*torch._dynamo.config.ignore_logging_functions, *_log_calls()},
+        # What the cache gives back has lost the size of its storage: aten.copy of a part makes one like the whole.
+        "fake_tensor_cache_enabled": False,
+        "skip_nnmodule_hook_guards": False,  # A hook that comes after the first step would never run.
+    }
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        patched = {
-            "ignore_logging_functions": {*torch._dynamo.config.ignore_logging_functions, *_log_calls()},
-            # What the cache gives back has lost the size of its storage: aten.copy of a part makes one like the whole.
-            "fake_tensor_cache_enabled": False,
-            "skip_nnmodule_hook_guards": False,  # A hook that comes after the first step would never run.
-        }
         with torch._dynamo.config.patch(patched):
             return compiled(*args, **kwargs)
 
@@ -246,30 +245,24 @@ def never_compiled(module: fx.GraphModule, _: Any) -> Any:
     )
 
 
-def said_by_capture(error: Exception, ours: type[Exception]) -> Exception:
-    """What to raise instead of an error of compiling: ours that it came from, or where the graph breaks; else itself.
+def raise_as_said(error: Exception, ours: type[Exception]) -> None:
+    """Raise, instead of an error of compiling, ours that it came from, or where the graph breaks, if it is either.
 
     Args:
         error: that a call of a compiled forward raised.
         ours: what a backend raises.
     """
-    causes = list(_causes(error))
-    known = next((cause for cause in causes if isinstance(cause, (CaptureError, ours))), None)
-    if isinstance(known, Exception):
-        return known
+    causes = [*causes_of(error)]
+    for cause in causes:
+        if isinstance(cause, (CaptureError, ours)):
+            raise cause
     torchs = next((cause for cause in causes if isinstance(cause, TorchDynamoException)), None)
     if torchs is None or any(isinstance(cause, BackendCompilerFailed) for cause in causes):
-        return error
+        return
     said = [line.strip() for line in str(torchs).strip().splitlines()]
     lines = [number for number, line in enumerate(said) if line.startswith("File ")]
     where = ": ".join(said[lines[-1] : lines[-1] + 2]) if lines else ""
-    return CaptureError(
+    raise CaptureError(
         f"profile: expected a forward that torch.compile traces as one graph, got a break ({said[0]}"
         f"{where and f', {where}'}); {REMEDY}"
-    )
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+    ) from error

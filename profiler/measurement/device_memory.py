@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.workload.steps import causes_of
 from profiler.workload.tensor_trees import tensors_in
 
 if sys.platform != "win32":
@@ -222,16 +223,15 @@ class RoomWatch(TorchDispatchMode):
 
 def ran_out(error: BaseException) -> bool:
     """Whether an error, or what it came from, says that the device has no memory left."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, (MemoryError, torch.OutOfMemoryError)):
-            return True
-        if isinstance(cause, RuntimeError) and "can't allocate memory" in str(cause):  # what torch says on the CPU
-            return True
-        if isinstance(cause, SystemError) and is_limited():  # what C code says that checks no allocation of its own
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
+    return any(map(_says_so, causes_of(error)))
+
+
+def _says_so(error: BaseException) -> bool:
+    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # what torch says on the CPU
+        return True
+    if isinstance(error, SystemError) and is_limited():  # what C code says that checks no allocation of its own
+        return True
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def room_bytes(device: torch.device) -> int:

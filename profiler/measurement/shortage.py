@@ -15,7 +15,7 @@ from profiler.measurement.meter import AllocatorEvents, Mark, MarkedPhases, Warm
 from profiler.measurement.stage_probe import WHERE
 from profiler.records import ResidentBytes
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.steps import resident_bytes_of, states_bytes
+from profiler.workload.steps import causes_of, resident_bytes_of, states_bytes
 from profiler.workload.workload import Workload
 
 leave_uncompiled(__name__)
@@ -61,14 +61,12 @@ def where_raised(error: BaseException, model: nn.Module) -> str:
     """The stage in which an error was raised, or the innermost module; empty where neither is known."""
     names = {id(module): name for name, module in model.named_modules() if name}
     inner = ""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes_of(error):
         if stage := getattr(cause, WHERE, ""):
             return stage
         for frame, _ in traceback.walk_tb(cause.__traceback__):
             name = names.get(id(frame.f_locals.get("self")))
             inner = f"in module {name!r}" if name else inner
-        cause = cause.__cause__ or cause.__context__
     return inner
 
 

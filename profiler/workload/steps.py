@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +30,16 @@ _LATE = 100_000_000
 
 class ProfileError(ValueError):
     """The workload cannot be profiled; the message says what failed and what to do."""
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that it came from, each once: such a chain may lead back into itself."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        yield cause
+        seen.add(id(cause))
+        cause = cause.__cause__ or cause.__context__
 
 
 def check_workload(workload: Any, who: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from profiler.step_graph import StepGraph, StepOp, StepStorage
-from profiler.step_replay import StepRuns, replay_step, runs_once
+from profiler.step_replay import StepCopy, StepRuns, replay_step, runs_once
 
 A, B, OUT, TANGENT, GRAD_B, GRAD = range(6)
 SIZES = (10, 20, 40, 80, 160, 320)
@@ -84,3 +84,37 @@ def test_between_the_programs_what_is_written_into_buffers_is_gone() -> None:
     assert once.handed == {A, B}
     assert once.between_bytes == SIZES[A] + SIZES[B] + SIZES[OUT]
     assert (again.forward.end_bytes, again.between_bytes) == (SIZES[B] + SIZES[OUT] + STATE, SIZES[OUT] + STATE)
+
+
+SEND, LET_GO = (StepCopy(kind=kind, storage=A, side="forward", before=2) for kind in ("send", "release"))
+FETCH = StepCopy(kind="fetch", storage=A, side="backward", before=0)
+
+
+def test_what_waits_in_host_memory_counts_until_it_may_go_and_from_when_it_is_fetched() -> None:
+    plain = replace(step(), ops=(replace(step().ops[0], state_bytes=0), *step().ops[1:]))
+    once = runs_once(plain)
+    early = replay_step(plain, once, held=True, copies=(SEND, LET_GO, FETCH))
+    assert early.forward.peaks == (10, 1030, 60)
+    assert (early.forward.alive, early.forward.end_bytes) == ((10, 30, 60), 60)
+    assert (early.backward.start_bytes, early.backward.peaks) == (100, (270, 490))
+    assert (early.between_bytes, early.handed & {A, B}) == (60, {B})
+    late = replay_step(plain, once, held=True, copies=(SEND, replace(LET_GO, before=3), replace(FETCH, before=1)))
+    assert late.forward.peaks == (10, 1030, 70)
+    assert (late.forward.alive, late.forward.end_bytes) == ((10, 30, 70), 60)
+    assert (late.backward.start_bytes, late.backward.peaks) == (100, (260, 490))
+
+
+def test_what_is_fetched_goes_after_its_reader_and_may_be_fetched_once_more() -> None:
+    plain = replace(step(), ops=(replace(step().ops[0], state_bytes=0), *step().ops[1:]))
+    again = StepRuns((0, 1, 2, 1), (3, 4))  # b runs again, and reads a
+    back = StepCopy(kind="fetch", storage=A, side="forward", before=3)
+    replay = replay_step(plain, again, held=True, copies=(SEND, LET_GO, back, replace(FETCH, before=1)))
+    assert replay.forward.peaks == (10, 1030, 60, 1070)
+    assert replay.forward.alive == (10, 30, 40, 60)
+    assert replay.backward.peaks == (260, 490)
+
+
+def test_what_is_sent_and_not_let_go_of_is_as_without() -> None:
+    plain, once = step(), runs_once(step())
+    with_copy, without = (replay_step(plain, once, held=True, copies=copies) for copies in ((SEND,), ()))
+    assert (with_copy.forward, with_copy.backward) == (without.forward, without.backward)

@@ -52,7 +52,7 @@ def test_a_profile_is_solved_shown_and_drawn(profile: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--link-gbps", "1"], "expected a profile or a chain alone, got a graph"),
+        (["--offload-only"], "offload: expected a link over which something can be sent"),
         (["--no-menus"], "--no-menus: expected a profile alone"),
     ],
 )
@@ -66,6 +66,21 @@ def test_rules_name_ops(profile: Path, tmp_path: Path) -> None:
     assert "recompute relu in *" in done("solve", profile, "--rules", rules).output
     rules.write_text('{"checkpoints": ["*"]}')
     assert "about checkpoints" in refused("solve", profile, "--rules", rules)
+
+
+def test_values_go_to_host_memory_over_a_link_that_is_given(profile: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    options = ("--budget", "90%", "--link-gbps", "1", "--time-limit", "2")
+    assert "on the host at once" in done("solve", profile, *options, "-o", plan).stdout
+    loaded = planner.GraphPlan.load(plan)
+    sent_bytes = sum(loaded.graph.storages[copy.storage].size_bytes for copy in loaded.copies if copy.kind == "send")
+    document = json.loads(done("solve", profile, *options, "--json").stdout)
+    assert document["host_bytes"] == loaded.host_bytes <= sent_bytes > 0
+    assert sum(stage["offloaded_bytes"] for stage in document["stages"]) == sent_bytes
+    assert document["link"]["to_host_bytes_per_second"] == 1e9
+    assert "on the host at once" in done("show", plan).stdout
+    without = json.loads(done("solve", profile, *options, "--no-offload", "--json").stdout)
+    assert without["host_bytes"] == 0 and without["link"] is None
 
 
 def test_profiles_of_stages_and_of_a_graph_are_asked_for_apart() -> None:

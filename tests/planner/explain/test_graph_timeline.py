@@ -11,8 +11,10 @@ import planner.zoo
 from planner.explain.graph_timeline import RESIDENT, graph_peak, graph_timelines
 from planner.explain.peak import KEPT, MADE_AGAIN
 from planner.plans.graph_plan import GraphPlan
+from profiler.records import LinkRecord
 from profiler.step_graph import Side
 from profiler.step_replay import alive_during, replay_step, runs_once
+from tests.support.step_profiles import chain_step, profile_of
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,25 @@ def test_what_is_alive_adds_up_at_every_run(plan: GraphPlan) -> None:
                 assert sum(each.size_bytes for each in during) + beside == of_side.peaks[place]
                 after = alive_during(plan.graph, runs, side, place, held=held, after=True)
                 assert sum(each.size_bytes for each in after) == of_side.alive[place]
+
+
+def test_what_waits_in_host_memory_is_not_alive_meanwhile() -> None:
+    step = chain_step(layers=8)
+    link = LinkRecord(to_host_bytes_per_second=1e9, to_device_bytes_per_second=1e9)
+    profile = dataclasses.replace(profile_of(step), link=link)
+    plan = planner.solve(profile, profile.unplanned_peak_bytes - 4 * step.storages[1].size_bytes, time_limit_seconds=1)
+    assert plan.copies and not plan.recomputed_ops
+    unplanned, planned = graph_timelines(plan)
+    peak = graph_peak(plan, planned)
+    assert planned.peak.peak_bytes == plan.predicted_peak_bytes == sum(part.size_bytes for part in peak.parts)
+    assert unplanned.peak.peak_bytes == profile.unplanned_peak_bytes > plan.predicted_peak_bytes
+    assert unplanned.seconds == pytest.approx(planned.seconds - plan.stall_seconds)
+    replayed = replay_step(step, plan.runs, held=plan.around.held_bytes > 0, copies=plan.copies)
+    for place, peak_bytes in enumerate(replayed.backward.peaks):
+        held, copies = plan.around.held_bytes > 0, plan.copies
+        during = alive_during(step, plan.runs, "backward", place, held=held, copies=copies)
+        beside = step.ops[plan.runs.backward[place]].transient_bytes
+        assert sum(each.size_bytes for each in during) + beside == peak_bytes
 
 
 def test_the_peak_names_its_op_and_what_is_alive(plan: GraphPlan) -> None:

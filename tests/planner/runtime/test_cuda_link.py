@@ -114,6 +114,8 @@ def travel(engine: CudaCopyEngine, seed: int, turns: int) -> None:
             away.append((value, copy))
         if away and (copy is None or drawn.random() < 0.5):
             value, copy = away.pop(drawn.randrange(len(away)))
+            if drawn.random() < 0.3:
+                back.append((value, copy.fetch(keep=True)))
             if drawn.random() < 0.8:
                 back.append((value, copy.fetch()))
         del copy

@@ -92,6 +92,21 @@ def test_a_full_host_memory_takes_nothing_until_something_is_given_back() -> Non
     assert link.send(torch.zeros(400, dtype=torch.uint8)) is not None
 
 
+def test_what_is_kept_comes_back_as_often_as_it_is_fetched_and_goes_with_its_owner() -> None:
+    link, _ = engine(400)
+    row = torch.arange(200, dtype=torch.uint8)
+    copy = link.send(row)
+    assert copy is not None
+    for _ in range(2):
+        assert torch.equal(copy.fetch(keep=True).wait(), row)
+        assert link.memory.held_bytes == 200
+    pending = copy.fetch(keep=True)
+    del copy
+    assert link.memory.held_bytes == 200  # It is under way.
+    del pending
+    assert link.memory.held_bytes == 0
+
+
 def test_copies_of_one_direction_wait_for_each_other_and_those_of_two_do_not() -> None:
     link, clock = engine(1000, latency_seconds=0.5)
     first, second = (link.send(torch.zeros(100, dtype=torch.uint8)) for _ in range(2))

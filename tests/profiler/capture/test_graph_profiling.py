@@ -184,7 +184,10 @@ def test_what_profiles_of_stages_refuse_is_refused_in_the_same_words(make: Calla
     ("run", "said"),
     [
         (other_shapes, "expected a step whose forwards run the same ops on the same shapes, got some that differ"),
-        (two_backwards, "expected one backward after each forward, got several"),
+        (
+            two_backwards,
+            "expected one that lets go of what forward has saved, as the plan counts on, got retain_graph=True",
+        ),
     ],
 )
 def test_what_only_stages_are_planned_for_is_refused_with_that_remedy(run: Any, said: str) -> None:

@@ -45,7 +45,7 @@ def solved(graph: JointGraph, share: float) -> StepOrder:
     assert solution.schedule is not None
     runs = runs_of(problem, solution)
     RUNS.append(sum(map(len, runs)) - len(step.ops))
-    return StepOrder(*([step.ops[ordinal].name for ordinal in side] for side in runs))
+    return StepOrder.of(step, runs)
 
 
 def trained(work: Workload, backend: Any) -> tuple[list[float], list[torch.Tensor]]:

@@ -15,6 +15,7 @@ from planner import ProfileError
 from planner.runtime.step_trial import measured_states_bytes
 from profiler.measurement import device_memory, profiling
 from profiler.measurement.device_memory import RoomWatch
+from profiler.measurement.shortage import where_raised
 from profiler.workload.workload import Workload
 
 WIDTH, BATCH = 64, 256
@@ -150,3 +151,11 @@ def test_a_step_that_the_system_would_end_with_its_process_is_profiled_with_less
     plain = planner.profile(step(10_000), menus=False)
     assert (short.frugal, plain.frugal) == (True, False)
     assert short.unplanned_peak_bytes == plain.unplanned_peak_bytes
+
+
+def test_a_chain_of_causes_that_leads_back_into_itself_ends() -> None:
+    inner = ValueError("inner")
+    outer = RuntimeError("outer")
+    outer.__cause__, inner.__cause__ = inner, outer
+    assert not device_memory.ran_out(outer)
+    assert where_raised(outer, torch.nn.Linear(1, 1)) == ""
