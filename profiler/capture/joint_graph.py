@@ -7,10 +7,12 @@ run.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ from profiler.workload.snapshot import preserved
 from profiler.workload.steps import causes_of
 from profiler.workload.workload import Workload
 
+_TORCH = str(Path(torch.__file__).parent)
+_FAILED = re.compile(r"fake tensor call\n.*: got (\w+\(.*\))$", re.M)  # An op that fails on the arguments that it got.
 REMEDY = "a plan of stages works there: profile without graph=True"
 
 
@@ -260,9 +264,20 @@ def raise_as_said(error: Exception, ours: type[Exception]) -> None:
     if torchs is None or any(isinstance(cause, BackendCompilerFailed) for cause in causes):
         return
     said = [line.strip() for line in str(torchs).strip().splitlines()]
-    lines = [number for number, line in enumerate(said) if line.startswith("File ")]
-    where = ": ".join(said[lines[-1] : lines[-1] + 2]) if lines else ""
+    where = _line_of_forward(said)
+    if failed := _FAILED.search(str(torchs)):
+        raise CaptureError(
+            f"forward: expected ops that run on what they get, got {failed[1]}{where and f' ({where})'}; correct the "
+            "model or its inputs; where they run without a plan, plan stages"
+        ) from error
     raise CaptureError(
         f"profile: expected a forward that torch.compile traces as one graph, got a break ({said[0]}"
         f"{where and f', {where}'}); {REMEDY}"
     ) from error
+
+
+def _line_of_forward(said: list[str]) -> str:
+    """The innermost line of the traceback in torch's words; one that is not torch's own where there is any."""
+    lines = [number for number, line in enumerate(said) if line.startswith("File ")]
+    own = [number for number in lines if not said[number].startswith(f'File "{_TORCH}')]
+    return ": ".join(said[(own or lines)[-1] : (own or lines)[-1] + 2]) if lines else ""

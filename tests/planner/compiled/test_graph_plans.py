@@ -256,3 +256,11 @@ def test_a_parameter_that_is_frozen_since_is_refused_in_words(profiled: GraphPro
     said = "has other arguments, as where other tensors require gradients"
     with planner.apply(work.model, plan), pytest.raises(planner.PlanMismatch, match=said):
         work.step()
+
+
+def test_an_op_that_fails_on_its_input_is_said_in_its_own_words_with_the_line(profiled: GraphProfile) -> None:
+    work = work_of()
+    said = r"got RuntimeError.*reduction dim.*test_graph_plans.py.*made.append.*; correct the model or its inputs"
+    plan = planner.solve(profiled, "85%", time_limit_seconds=2)
+    with planner.apply(work.model, plan), pytest.raises(planner.CaptureError, match=said):
+        work.model(torch.randn(BATCH, WIDTH + 1))
