@@ -24,7 +24,7 @@ def unused_outputs(workload: Workload) -> tuple[int, ...]:
     used: set[int] = set()
 
     def watched_leaf(place: int, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad or leaf.is_leaf:  # Parameters are handed through.
             return leaf
         given.add(place)
         outside = leaf.view_as(leaf)  # The forward itself may have gone on with the leaf.

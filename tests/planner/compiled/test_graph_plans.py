@@ -202,7 +202,7 @@ class WithLoss(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         logits = self.head(torch.sigmoid(self.layer(x)))
-        return {"logits": logits, "loss": logits.square().mean()}
+        return {"logits": logits, "loss": logits.square().mean(), "weight": self.layer.weight}
 
 
 def test_outputs_that_the_loss_does_not_use_take_no_gradients() -> None:
@@ -219,7 +219,7 @@ def test_outputs_that_the_loss_does_not_use_take_no_gradients() -> None:
     with planner.apply(measured.model, plan):
         assert planner.measure(measured, repeats=1).peak_bytes == plan.predicted_peak_bytes
         output = measured.model(measured.inputs)
-        assert output["logits"].requires_grad
+        assert output["logits"].requires_grad and output["weight"] is measured.model.get_parameter("layer.weight")
         output["loss"].backward()
         for change in (Tensor.clone, Tensor.exp_):  # In place, too, as before.
             with pytest.raises(planner.PlanMismatch, match="a gradient for an output that it did not use"):
