@@ -67,7 +67,7 @@ def test_values_and_random_numbers_are_those_of_inductor_without_a_plan(profiled
         assert planner.measure(planned, repeats=1).peak_bytes < profiled.unplanned_peak_bytes
 
 
-def test_a_compiler_or_a_plan_that_cannot_be_is_refused(profiled: GraphProfile, monkeypatch: Any) -> None:
+def test_a_compiler_or_a_plan_that_cannot_be_is_refused(profiled: GraphProfile) -> None:
     work, plan = work_of(), planner.solve(profiled, "90%")
     with pytest.raises(ValueError, match="expected one of .*'eager', 'inductor'.* got 'fast'"):
         planner.apply(work.model, plan, backend="fast")  # type: ignore[arg-type]
@@ -76,6 +76,6 @@ def test_a_compiler_or_a_plan_that_cannot_be_is_refused(profiled: GraphProfile, 
         planner.apply(work.model, stages, backend="inductor")
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(ValueError, match=r"expected a C\+\+ compiler"):
+    missing = config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with missing, pytest.raises(ValueError, match=r"expected a C\+\+ compiler"):
         planner.apply(work.model, plan, backend="inductor")
