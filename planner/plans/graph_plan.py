@@ -21,8 +21,8 @@ from profiler.step_replay import StepCopy, StepRuns
 class GraphPlan(PlanClaims):
     """An order of runs of a step's ops, with predictions. Bytes and seconds are of one whole training step.
 
-    Of ``lower_bound_seconds``: no order of these ops whose first runs come as they were traced, and which keeps what is
-    small (a thousandth of the peak in all), is faster within the budget; with a link, no order at all.
+    Of ``lower_bound_seconds``: no order of these ops whose first runs come in the same order as the plan's, and which
+    keeps what is small (a thousandth of the peak in all), is faster within the budget; with a link, no order at all.
 
     Attributes:
         unused_outputs: places of the forward's outputs, among all leaves, to which the loss hands no gradient.

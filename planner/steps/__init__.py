@@ -1,1 +1,1 @@
-"""A step of single ops: which ops run together, its graph problem, and what may wait in host memory."""
+"""A step of single ops: which run together, in which order, its graph problem, and what may wait in host memory."""

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from planner.steps.group_order import moved_groups
 from planner.steps.op_groups import OpGroup, groups_of, inner_bytes, small_storages
 from profiler.graph_profile import GraphProfile
 from profiler.records import Phase
@@ -186,7 +187,7 @@ class _Builder:
         after_loss = False
         before_bytes = self._around.forward_bytes - self._resident_bytes
         self._before = self._add_bytes("before", before_bytes, side="forward") if before_bytes else ()
-        for group in groups_of(self._step, self._small):
+        for group in moved_groups(self._step, groups_of(self._step, self._small), self._small, self._held):
             if self._step.ops[group.ops[0]].side == "backward" and not after_loss:
                 self._add_loss()
                 after_loss = True

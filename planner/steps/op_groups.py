@@ -89,7 +89,13 @@ class _Grouping:
     def _beside(self, op: StepOp) -> int | None:
         """The place of the group in whose first run alone an op may run."""
         known = self._place
-        if not self.groups or op.random or not self._small.issuperset(op.makes) or not known.keys() >= set(op.reads):
+        if (
+            not self.groups
+            or op.random
+            or op.once_reason
+            or not self._small.issuperset(op.makes)
+            or not known.keys() >= set(op.reads)
+        ):
             return None
         place = max((known[storage] for storage in op.reads), default=len(self.groups) - 1)
         last = self._step.ops[self.groups[place].ops[-1]]
