@@ -192,6 +192,8 @@ class _Builder:
                 self._add_loss()
                 after_loss = True
             self._add(group)
+        if not after_loss:  # Backward has no ops where its gradients are those of the loss.
+            self._add_loss()
         always_bytes = self._bytes(self._small) + sum(op.state_bytes for op in self._step.ops)
         graph = Graph(
             nodes=tuple(self._nodes),

@@ -103,3 +103,9 @@ def test_an_op_may_be_called_loss() -> None:
         resident_bytes=0,
     )
     assert step_problem(named, AROUND).loss == "loss_0"
+
+
+def test_backward_may_have_no_ops() -> None:
+    step = small_step(SMALL)
+    problem = step_problem(replace(step, ops=step.ops[:2]), AROUND)
+    assert [node.name for node in problem.graph.nodes] == ["norm", "exp", "loss"]
