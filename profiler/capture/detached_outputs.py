@@ -5,6 +5,7 @@ AOTAutograd hands zeros as large as they are to backward in place of their gradi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -15,16 +16,22 @@ from torch.utils import _pytree as pytree
 
 from profiler.workload.compiled_forwards import Forward
 from profiler.workload.forward_patches import ForwardPatches
+from profiler.workload.storages import storage_key
+from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
 
 def unused_outputs(workload: Workload) -> tuple[int, ...]:
-    """The places of those outputs, among the leaves of what forward returns in a step; the step runs once."""
+    """The places of those outputs, among the leaves of what forward returns in a step; the step runs once.
+
+    Those that share their storage with a parameter, an input or another output are left out: AOTAutograd makes a view
+    that was detached from what it shares, and may make another view of it.
+    """
     given: set[int] = set()
     used: set[int] = set()
 
     def watched_leaf(place: int, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.requires_grad or leaf.is_leaf:  # Parameters are handed through.
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad:
             return leaf
         given.add(place)
         outside = leaf.view_as(leaf)  # The forward itself may have gone on with the leaf.
@@ -34,7 +41,10 @@ def unused_outputs(workload: Workload) -> tuple[int, ...]:
     def watched(plain: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = pytree.tree_flatten(plain(*args, **kwargs))
-            return pytree.tree_unflatten([watched_leaf(k, leaf) for k, leaf in enumerate(leaves)], spec)
+            there = Counter(map(storage_key, tensors_in((args, kwargs, leaves, [*workload.model.parameters()]))))
+            alone = {k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and there[storage_key(leaf)] == 1}
+            leaves = [watched_leaf(k, leaf) if k in alone else leaf for k, leaf in enumerate(leaves)]
+            return pytree.tree_unflatten(leaves, spec)
 
         return run
 
