@@ -82,7 +82,16 @@ def _statistics(op: fx.Node, numbers: Mapping[int, int]) -> tuple[int, ...]:
 
 def is_batch_norm(op: fx.Node) -> bool:
     """Whether an op normalizes by its batch, and makes running statistics beside, which no second run needs."""
-    return op.target is torch.ops.aten._native_batch_norm_legit_functional.default and op.args[5] is True
+    batch_norm = op.target is torch.ops.aten._native_batch_norm_legit_functional.default and op.args[5] is True
+    return batch_norm and _saves_without_statistics(op)
+
+
+def _saves_without_statistics(norm: fx.Node) -> bool:
+    """Whether a run without running statistics saves the same: on the CPU, what has another type sets the type."""
+    source, weight, bias = norm.args[:3]
+    saved = norm.meta["val"][1]
+    same_type = isinstance(source, fx.Node) and source.meta["val"].dtype == saved.dtype
+    return same_type or saved.device.type != "cpu" or weight is not None or bias is not None
 
 
 def second_call(op: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -18,6 +18,7 @@ class Norms(nn.Module):
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.BatchNorm1d(WIDTH), nn.GroupNorm(4, WIDTH)])
+        self.norms.insert(0, nn.BatchNorm1d(WIDTH, affine=False))
 
     def forward(self, x: Tensor) -> Tensor:
         for norm in self.norms:
