@@ -54,6 +54,7 @@ class StepStorage:
 
     Attributes:
         size_bytes: of the storage, however many tensors view it.
+        unseen_bytes: how much of it tracing does not show: some ops allocate more than what they return takes.
         returned: the forward returns it.
         written: it is written into a buffer as the forward ends.
         gradient: it is a gradient of a parameter or an input, alive as the step's backward ends.
@@ -61,10 +62,16 @@ class StepStorage:
     """
 
     size_bytes: int
+    unseen_bytes: int = 0
     returned: bool = False
     written: bool = False
     gradient: bool = False
     of_loss: bool = False
+
+    @property
+    def traced_bytes(self) -> int:
+        """Those that tracing shows."""
+        return self.size_bytes - self.unseen_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -291,7 +291,7 @@ def first_difference(planned: StepGraph, found: StepGraph) -> str:
             return f"{other.name} ({other.op}{where}) where it had {mine.name}"
         if (mine.reads, mine.makes) != (other.reads, other.makes):
             return f"{mine.name} ({mine.op}{where}) has other arguments, as where other tensors require gradients"
-        sizes, made = ([graph.storages[s].size_bytes for s in mine.makes] for graph in (planned, found))
+        sizes, made = ([graph.storages[s].traced_bytes for s in mine.makes] for graph in (planned, found))
         if sizes != made:
             return f"{mine.name} ({mine.op}{where}) makes {made} bytes, and made {sizes}"
     if len(planned.ops) != len(found.ops):

@@ -26,7 +26,7 @@ from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_
 from profiler.measurement.profiling import check_profilable, ran_out_in_words
 from profiler.measurement.step_measurement import measure
 from profiler.records import Phase
-from profiler.step_graph import Side, StepGraph, StepOp
+from profiler.step_graph import Side, StepGraph, StepOp, StepStorage
 from profiler.trace.partition import StagesError
 from profiler.workload.model_caches import ModelCaches
 from profiler.workload.precision import precision_of
@@ -198,7 +198,17 @@ def measured_graph(graph: JointGraph, device: torch.device) -> StepGraph:
     """The dataflow with what its ops cost."""
     costs = {op.name: cost for op, cost in costs_of(graph, dict.fromkeys(graph.makers.values()), device).items()}
     step = step_graph_of(graph)
-    return replace(step, ops=tuple(_with_cost(op, costs[op.name]) for op in step.ops))
+    made = {number: n for op in step.ops for number, n in zip(op.makes, costs[op.name].made_bytes, strict=True)}
+    return replace(
+        step,
+        ops=tuple(_with_cost(op, costs[op.name]) for op in step.ops),
+        storages=tuple(_as_large_as(each, made.get(number, 0)) for number, each in enumerate(step.storages)),
+    )
+
+
+def _as_large_as(storage: StepStorage, made_bytes: int) -> StepStorage:
+    unseen_bytes = max(0, made_bytes - storage.size_bytes)
+    return replace(storage, size_bytes=storage.size_bytes + unseen_bytes, unseen_bytes=unseen_bytes)
 
 
 def _with_cost(op: StepOp, cost: OpCost) -> StepOp:

@@ -24,11 +24,13 @@ class OpCost(NamedTuple):
     Attributes:
         seconds: the median of several.
         transient_bytes: the most that it holds beside what it reads and makes.
+        made_bytes: of the storages that it makes, which may be larger than what is seen of them.
         repeatable: a second run makes the same; taken for granted of torch's own ops.
     """
 
     seconds: float
     transient_bytes: int
+    made_bytes: tuple[int, ...]
     repeatable: bool = True
 
 
@@ -59,9 +61,9 @@ def costs_of(graph: JointGraph, ops: Iterable[fx.Node], device: torch.device) ->
     seconds = _seconds(graph, firsts, device)
     other = [op for op in firsts if library_of(op) not in ("aten", "prims")]
     repeatable = {op: _makes_the_same(_with_tensors(graph, _first_call(op))) for op in other}
-    transient_bytes = _transient_bytes(graph, firsts, device)
+    held = _bytes(graph, firsts, device)
     return {
-        op: OpCost(seconds[first], transient_bytes[first], repeatable.get(first, True))
+        op: OpCost(seconds[first], *held[first], repeatable.get(first, True))
         for first, each in zip(firsts, alike.values(), strict=True)
         for op in each
     }
@@ -86,16 +88,25 @@ def _seconds(graph: JointGraph, ops: Iterable[fx.Node], device: torch.device) ->
     return seconds
 
 
-def _transient_bytes(graph: JointGraph, ops: Iterable[fx.Node], device: torch.device) -> dict[fx.Node, int]:
-    """The most that an op's first run holds beside what it makes, or its second."""
+def _bytes(
+    graph: JointGraph, ops: Iterable[fx.Node], device: torch.device
+) -> dict[fx.Node, tuple[int, tuple[int, ...]]]:
+    """The most that an op's first run holds beside what it makes, or its second; and what it makes."""
     calls = [call for op in ops for call in _distinct(_first_call(op), _Call(op, *second_call(op)))]
-    phases = _metered(memory_meter(device, 0), calls, lambda call: _with_tensors(graph, call))
+    made: list[tuple[int, ...]] = []
+    phases = _metered(
+        memory_meter(device, 0),
+        calls,
+        lambda call: _with_tensors(graph, call),
+        lambda call, result: made.append(_made_bytes(call.op, result)),
+    )
     ran = {mark.place.index: phase for mark, phase in phases if mark.place is not None}
-    transient_bytes: dict[fx.Node, int] = {}
+    held: dict[fx.Node, tuple[int, tuple[int, ...]]] = {}
     for number, call in enumerate(calls):
-        beside = ran[number].peak_bytes - ran[number].start_bytes - _made_bytes(call.op)
-        transient_bytes[call.op] = max(0, beside, transient_bytes.get(call.op, 0))
-    return transient_bytes
+        transient_bytes, made_bytes = held.get(call.op, (0, made[number]))
+        beside = ran[number].peak_bytes - ran[number].start_bytes - sum(made_bytes)
+        held[call.op] = max(transient_bytes, beside), made_bytes
+    return held
 
 
 def _makes_the_same(call: _Call) -> bool:
@@ -112,13 +123,19 @@ def _distinct(first: _Call, second: _Call) -> list[_Call]:
     return [first] if second.target is first.target else [first, second]
 
 
-def _metered(meter: Meter, calls: Iterable[_Call], prepared: Callable[[_Call], _Call]) -> MarkedPhases:
+def _metered(
+    meter: Meter,
+    calls: Iterable[_Call],
+    prepared: Callable[[_Call], _Call],
+    on_result: Callable[[_Call, Any], object] = lambda call, result: None,
+) -> MarkedPhases:
     meter.start(_PREPARED)
     for number, call in enumerate(calls):
         ready = prepared(call)
         meter.mark(Mark("forward", Place("stage", number)))
         result = _run(ready)
         meter.mark(_PREPARED)
+        on_result(call, result)
         del result, ready
     return meter.stop()
 
@@ -137,9 +154,16 @@ def _run(call: _Call) -> Any:
         ) from error
 
 
-def _made_bytes(op: fx.Node) -> int:
+def _made_bytes(op: fx.Node, result: Any) -> tuple[int, ...]:
+    """Of the storages that an op makes, in order: as traced, or as large as they are."""
     read = {storage for source in op.all_input_nodes for storage in storages_of(source)}
-    return sum(size for storage, size in storages_of(op).items() if storage not in read)
+    made = {storage: size for storage, size in storages_of(op).items() if storage not in read}
+    for traced, real in zip(pytree.tree_leaves(op.meta["val"]), pytree.tree_leaves(result), strict=False):
+        if isinstance(traced, Tensor) and isinstance(real, Tensor):
+            storage = traced.untyped_storage()._cdata
+            if storage in made:
+                made[storage] = max(made[storage], real.untyped_storage().nbytes())
+    return tuple(made.values())
 
 
 def _with_tensors(graph: JointGraph, call: _Call) -> _Call:

@@ -212,3 +212,26 @@ def test_a_step_that_does_not_fit_is_refused_with_what_works_there(monkeypatch: 
     said = "got none left in a plain step .12 bytes are left.*profiles of stages are made where a step does not fit"
     with pytest.raises(planner.ProfileError, match=said):
         planner.profile(work_of(), graph=True)
+
+
+class Unfolding(nn.Module):
+    """The gradient of unfold's input has the storage of the gradient of what it makes, which is larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.unfold(self.layer(x).view(BATCH, 1, 4, WIDTH // 4), 2)
+
+
+def test_storages_that_ops_make_larger_than_what_they_return_are_counted_whole() -> None:
+    work = work_of(Unfolding())
+    profile = planner.profile(work, graph=True)
+    (fold,) = [op for op in profile.graph.ops if op.kind == "col2im"]
+    (made,) = [profile.graph.storages[number] for number in fold.makes]
+    unfolded_bytes = BATCH * (2 * 2) * (3 * (WIDTH // 4 - 1)) * 4
+    assert (made.traced_bytes, made.size_bytes) == (BATCH * WIDTH * 4, unfolded_bytes)
+    plan = planner.solve(profile, profile.unplanned_peak_bytes)
+    with planner.apply(work.model, plan):
+        assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
