@@ -31,10 +31,11 @@ files are written by `python -m benchmarks.capture [NAME ...]`; without names it
 
 A captured step is the joint forward and backward pass as torch traces it, one node per aten op. Bytes are exact at the
 batch stated: every storage once, views none, workspaces inside ops none. Parameters, buffers and batch are resident.
-Outputs are the loss and the gradients. Seconds are the median of 3 runs per op on one thread, in processor time, at the
-batch in brackets, scaled with the batch. An op of which one part is needed longer than the rest is split into two nodes
-where both exceed 64 KiB, the second (`..._end`: a gradient; `..._saved`: read by backward) without work; else a small
-part that outlives a large one, such as the statistics of a BatchNorm, is counted as resident.
+Outputs are the loss and the gradients. Seconds are the median of 5 runs per op on one thread, each op by itself, at the
+batch in brackets, scaled with the batch; in rows of 2026-11-21 those of 3 runs of the whole step, in processor time,
+and the loss's gradient is a node of its own there. An op of which one part is needed longer than the rest is split
+into two nodes where both exceed 64 KiB, the second (`..._end`: a gradient; `..._saved`: read by backward) without
+work; else a small part that outlives a large one, such as the statistics of a BatchNorm, is counted as resident.
 
 Peak: most bytes alive when every node runs once. Largest op: the most that one node needs with its inputs and output
 and what is resident; no budget below it is feasible. Both in GiB.

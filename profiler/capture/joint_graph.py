@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -164,6 +164,20 @@ def capture(workload: Workload) -> JointGraph:
     Raises:
         CaptureError: the forward is no single graph, or needs no backward.
     """
+    with preserved(workload), ModelCaches(workload.model).off():
+        return traced(workload.model, workload.step)
+
+
+def traced(model: nn.Module, step: Callable[[], object]) -> JointGraph:
+    """Trace a model's forward and backward where it is first called; tensors may be fake.
+
+    Args:
+        model: in training mode.
+        step: calls it; ended by the first call.
+
+    Raises:
+        CaptureError: the forward is no single graph, or needs no backward.
+    """
     graphs: list[JointGraph] = []
 
     def partition(module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
@@ -171,9 +185,9 @@ def capture(workload: Workload) -> JointGraph:
         raise _Captured
 
     backend = aot_autograd(fw_compiler=never_compiled, partition_fn=partition)
-    with preserved(workload), ModelCaches(workload.model).off(), capturing(workload.model, backend):
+    with capturing(model, backend):
         try:
-            workload.step()
+            step()
         except Exception:  # torch puts what ends the step into errors of its own.
             if not graphs:
                 raise

@@ -62,7 +62,7 @@ def perceptron() -> nn.Module:
 
 def unmeasured(model: Model, batch: Callable[[int], tuple[Tensor, Tensor]], size: int, split: int) -> Graph:
     traced = trace(model, batch, size)
-    return build(traced, {op.name: 1.0 for op in traced.ops}, split)
+    return build(traced, dict.fromkeys((op.name for op in traced.ops), 1.0), split)
 
 
 def in_list_order(graph: Graph) -> GraphReplay:
@@ -81,13 +81,13 @@ def test_a_perceptron_by_hand():
     # Batch 1000; 4 inputs, 8 hidden, 3 classes. Bytes of a tensor of the hidden width: 32000; of the classes: 12000.
     graph = unmeasured(perceptron, vectors(4, 3), 1000, SPLIT_BYTES)
     parameters, batch = 4 * (4 * 8 + 8 + 8 * 3 + 3), 1000 * (4 * 4 + 8)
-    assert graph.resident_bytes == parameters + batch
+    assert graph.resident_bytes == parameters + batch + 4  # and the loss's gradient, 1
     forward = [node.output_bytes for node in graph.nodes if node.side == "forward"]
     # Two products with a ReLU between, log-softmax, and the loss with the weight that it is divided by.
     assert forward == [32000, 32000, 12000, 12000, 8]
     # The most is alive when the ReLU's gradient is made: the ReLU's output, the gradient that comes in, the one that
-    # goes out, the gradients of the second layer, and the loss.
-    assert in_list_order(graph).peak_bytes == parameters + batch + 3 * 32000 + 4 * (8 * 3 + 3) + 8
+    # goes out, the gradients of the second layer, the loss, and its gradient.
+    assert in_list_order(graph).peak_bytes == parameters + batch + 3 * 32000 + 4 * (8 * 3 + 3) + 8 + 4
 
 
 def test_views_and_updates_of_buffers_make_no_nodes():
