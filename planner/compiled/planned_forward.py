@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from profiler.capture.step_dataflow import step_graph_of
 from profiler.workload.compiled_forwards import Forward
 from profiler.workload.model_caches import ModelCaches
 from profiler.workload.precision import autocast_now
+from profiler.workload.tensor_trees import tensors_in
 
 
 class PlannedForward:
@@ -45,7 +47,7 @@ class PlannedForward:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The forward, planned in training."""
         model = self._model()
-        if model is None or not model.training or not torch.is_grad_enabled():
+        if model is None or not model.training or not torch.is_grad_enabled() or not _trains(model, (args, kwargs)):
             return self._plain(*args, **kwargs)
         check_precision(model, self._plan.precision, autocast_now(self._device))
         with self._caches.off(kwargs):
@@ -64,6 +66,11 @@ class PlannedForward:
                 "profile and solve for this model and batch"
             )
         return StepOrder.of(plan.graph, plan.runs)._replace(copies=plan.copies, calls=self._copies.calls)
+
+
+def _trains(model: nn.Module, arguments: Any) -> bool:
+    """Whether anything that its forward reads takes a gradient."""
+    return any(tensor.requires_grad for tensor in chain(model.parameters(), tensors_in(arguments)))
 
 
 def _not_used() -> PlanMismatch:

@@ -145,6 +145,18 @@ def test_evaluation_is_as_without_a_plan_and_a_plan_comes_off(profiled: GraphPro
     assert planner.handle_of(work.model) is None and "forward" not in vars(work.model)
 
 
+def test_a_forward_that_trains_nothing_runs_as_it_is(profiled: GraphProfile) -> None:
+    work, plain = work_of(), work_of()
+    with planner.apply(work.model, planner.solve(profiled, "90%")):
+        outputs = []
+        for model in (work.model, plain.model):
+            torch.manual_seed(1)
+            outputs.append(model.requires_grad_(False)(work.inputs))
+        assert torch.equal(*outputs)
+        work.model.requires_grad_(True)
+        work.step()
+
+
 class Logs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
