@@ -1,0 +1,86 @@
+"""From a model to a plan of single ops: seconds to capture and measure, and how good plans are after how long."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+import planner
+from benchmarks.graph_fidelity import workload_of
+from benchmarks.graph_stages import smallest_of
+from benchmarks.reporting import RESULTS, write_result
+from planner.zoo import build
+
+BUDGETS = 5
+MODELS: dict[str, Callable[[], planner.Workload]] = {
+    "gpt2-12": functools.partial(build, "gpt2", layers=12),
+    "gpt2-48": functools.partial(build, "gpt2", layers=48),
+    **{
+        name: functools.partial(workload_of, name) for name in ("windows", "densenet", "unet", "resnet50", "t5", "bert")
+    },
+}
+
+
+def rows_of(name: str, seconds: float) -> Iterator[dict[str, Any]]:
+    """One row per budget, in equal steps from the smallest to just below the peak of every op once."""
+    torch.manual_seed(0)
+    workload = MODELS[name]()
+    begin = time.perf_counter()
+    profile = planner.profile(workload, graph=True)
+    head = {"model": name, "ops": len(profile.graph.ops), "profile_seconds": time.perf_counter() - begin}
+    smallest = smallest_of(profile, seconds)
+    for share in np.arange(BUDGETS) / BUDGETS:
+        budget = smallest + int(share * (profile.unplanned_peak_bytes - smallest))
+        begin = time.perf_counter()
+        plan = planner.solve(profile, budget, time_limit_seconds=seconds)
+        yield {
+            **head,
+            "share_of_range": share,
+            "budget_bytes": budget,
+            "solve_seconds": time.perf_counter() - begin,
+            "predicted_slowdown": plan.slowdown,
+            "gap_percent": 100 * plan.gap,
+        }
+
+
+def summary(rows: list[dict[str, Any]]) -> list[str]:
+    """What the table says about each model."""
+    notes = ["gap: of the step's seconds to the bound that the search proved for its order of first runs"]
+    for name in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == name]
+        gaps = ", ".join(f"{row['gap_percent']:.2f}" for row in own)
+        longest = max(row["solve_seconds"] for row in own)
+        notes.append(
+            f"{name}: profiled in {own[0]['profile_seconds']:.1f} s; gaps from the smallest budget up {gaps} %, each "
+            f"within {longest:.1f} s"
+        )
+    return notes
+
+
+def main() -> None:
+    """Measure, print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--seconds", type=float, default=10.0, help="for the search, of each budget")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for name in options.models:
+        for row in rows_of(name, options.seconds):
+            print(row, file=sys.stderr, flush=True)
+            rows.append(row)
+    title = "From a model to a plan of single ops"
+    write_result(options.out, "graph-planning", title, pd.DataFrame(rows), summary(rows))
+
+
+if __name__ == "__main__":
+    main()
