@@ -18,7 +18,9 @@ STATISTICS = (1, 2)  # of a norm's results
 _PARAMETERS: dict[Any, range] = {
     _aten.native_layer_norm.default: range(2, 4),
     _aten.native_group_norm.default: range(1, 3),
+    _aten._native_batch_norm_legit.no_stats: range(1, 3),
     _aten._native_batch_norm_legit_functional.default: range(1, 5),
+    _aten._native_batch_norm_legit_no_training.default: range(1, 5),
 }
 
 

@@ -19,6 +19,8 @@ class Norms(nn.Module):
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.BatchNorm1d(WIDTH), nn.GroupNorm(4, WIDTH)])
         self.norms.insert(0, nn.BatchNorm1d(WIDTH, affine=False))
+        self.norms.insert(1, nn.BatchNorm1d(WIDTH, track_running_stats=False))
+        self.norms.insert(2, nn.BatchNorm1d(WIDTH).eval())
 
     def forward(self, x: Tensor) -> Tensor:
         for norm in self.norms:
