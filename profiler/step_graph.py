@@ -54,7 +54,8 @@ class StepStorage:
 
     Attributes:
         size_bytes: of the storage, however many tensors view it.
-        unseen_bytes: how much of it tracing does not show: some ops allocate more than what they return takes.
+        unseen_bytes: how much of it tracing does not show: some ops allocate more than what they return takes, and
+            CUDA's allocator does.
         returned: the forward returns it.
         written: it is written into a buffer as the forward ends.
         gradient: it is a gradient of a parameter or an input, alive as the step's backward ends.

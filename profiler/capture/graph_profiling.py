@@ -32,6 +32,7 @@ from profiler.workload.model_caches import ModelCaches
 from profiler.workload.precision import precision_of
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import ProfileError, TensorsOfState, first_step, resident_bytes_of, until_stepped
+from profiler.workload.storages import in_blocks
 from profiler.workload.workload import StepPhase, Workload
 
 TIMED_STEPS = 3
@@ -202,13 +203,14 @@ def measured_graph(graph: JointGraph, device: torch.device) -> StepGraph:
     return replace(
         step,
         ops=tuple(_with_cost(op, costs[op.name]) for op in step.ops),
-        storages=tuple(_as_large_as(each, made.get(number, 0)) for number, each in enumerate(step.storages)),
+        storages=tuple(_allocated(each, made.get(number, 0), device) for number, each in enumerate(step.storages)),
     )
 
 
-def _as_large_as(storage: StepStorage, made_bytes: int) -> StepStorage:
-    unseen_bytes = max(0, made_bytes - storage.size_bytes)
-    return replace(storage, size_bytes=storage.size_bytes + unseen_bytes, unseen_bytes=unseen_bytes)
+def _allocated(storage: StepStorage, made_bytes: int, device: torch.device) -> StepStorage:
+    """A traced storage with the bytes that the allocator counts; those that its op was seen to make, if more."""
+    size_bytes = max(made_bytes, in_blocks(storage.size_bytes, device))
+    return replace(storage, size_bytes=size_bytes, unseen_bytes=size_bytes - storage.size_bytes)
 
 
 def _with_cost(op: StepOp, cost: OpCost) -> StepOp:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from profiler.capture.joint_graph import REMEDY, CaptureError, JointGraph, module_of, storages_of
 from profiler.capture.step_dataflow import library_of, second_call
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, time_meter
+from profiler.workload.storages import allocated_bytes
 
 REPEATS = 5
 _PREPARED = Mark("forward")
@@ -162,7 +163,7 @@ def _made_bytes(op: fx.Node, result: Any) -> tuple[int, ...]:
         if isinstance(traced, Tensor) and isinstance(real, Tensor):
             storage = traced.untyped_storage()._cdata
             if storage in made:
-                made[storage] = max(made[storage], real.untyped_storage().nbytes())
+                made[storage] = max(made[storage], allocated_bytes(real.untyped_storage()))
     return tuple(made.values())
 
 

@@ -17,8 +17,12 @@ CUDA_BLOCK_BYTES = 512
 
 def allocated_bytes(storage: torch.UntypedStorage) -> int:
     """Bytes that the device's allocator counts for a storage."""
-    size = storage.nbytes()
-    return -(-size // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES if storage.device.type == "cuda" else size
+    return in_blocks(storage.nbytes(), storage.device)
+
+
+def in_blocks(size_bytes: int, device: torch.device) -> int:
+    """Bytes that a device's allocator counts for so many."""
+    return -(-size_bytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES if device.type == "cuda" else size_bytes
 
 
 def storage_key(tensor: Tensor) -> int:
