@@ -43,13 +43,14 @@ class PlannedForward:
         self._compiled = compiled_whole(without_gradients(self._plain, unused), make_backend(self._order))
         self._caches = ModelCaches(model)
         self._copies = HostCopies(plan.model_class, plan.link, plan.host_bytes)
+        self._autocast: torch.dtype | None = None  # where the forward is called; AOTAutograd traces outside of it
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The forward, planned in training."""
         model = self._model()
         if model is None or not model.training or not torch.is_grad_enabled() or not _trains(model, (args, kwargs)):
             return self._plain(*args, **kwargs)
-        check_precision(model, self._plan.precision, autocast_now(self._device))
+        self._autocast = autocast_now(self._device)
         with self._caches.off(kwargs):
             try:
                 output = self._compiled(*args, **kwargs)
@@ -59,7 +60,10 @@ class PlannedForward:
         return refusing_gradients(output, self._plan.unused_outputs, _not_used)
 
     def _order(self, graph: JointGraph) -> StepOrder:
-        plan = self._plan
+        """The plan's order for a new graph: Dynamo has guards on types, on autocast and on what the forward reads."""
+        plan, model = self._plan, self._model()
+        if model is not None:
+            check_precision(model, plan.precision, self._autocast)
         if differs := first_difference(plan.graph, step_graph_of(graph)):
             raise PlanMismatch(
                 f"apply: expected the {plan.model_class} and batch that were profiled, got ops that differ: {differs}; "
