@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -57,13 +57,11 @@ def profile_graph(workload: Workload, progress: Progress | None = None) -> Graph
     report = ProgressReporter(progress)
     with preserved(workload), ModelCaches(workload.model).off(), _running_out_in_words(workload):
         report("plain steps")
-        plain = measure(workload)
+        plain = measure(workload, repeats=1)
         return GraphProfile(
             **what_ran_where(workload),
             precision=precision_of(workload.model, workload.autocast),
             unplanned_peak_bytes=plain.peak_bytes,
-            unplanned_seconds=plain.seconds,
-            step_seconds=plain.step_seconds,
             link=measure_link(workload.device),
             **_as_a_graph(workload, report),
         )
@@ -109,26 +107,36 @@ def _as_a_graph(workload: Workload, report: ProgressReporter) -> dict[str, Any]:
         programs.check()
         resident = resident_bytes_of(workload)
 
-        def step(meter: Meter) -> MarkedPhases:
+        def step(meter: Meter, *, plain: bool = False) -> MarkedPhases:
             randomness.restore()
+            programs.wanted = not plain
             return until_stepped(workload, lambda: programs.step(workload, meter))
 
         report("memory")
         memory = step(memory_meter(workload.device, resident.total, state))
         report("time")
-        times = [step(time_meter(workload.device)) for _ in range(TIMED_STEPS)]
+        turns = [
+            [step(time_meter(workload.device), plain=plain) for plain in (True, False)] for _ in range(TIMED_STEPS)
+        ]
         programs.check()
     report("ops")
-    seconds = [sum(phase.seconds for _, phase in phases) for phases in times]
+    plain_times, times = zip(*turns, strict=True)
+    plain_seconds, seconds = map(_step_seconds, (plain_times, times))
     typical = times[seconds.index(statistics.median_low(seconds))]
     return {
         "graph": measured_graph(programs.graphs[0], workload.device),
         "unused_outputs": unused,
         "resident": resident,
+        "unplanned_seconds": statistics.median(plain_seconds),
+        "step_seconds": plain_seconds,
         "once_seconds": statistics.median(seconds),
         "evaluations": [mark for mark, _ in memory].count(Mark("forward", _PROGRAM)),
         **_parts(memory, typical),
     }
+
+
+def _step_seconds(steps: Iterable[MarkedPhases]) -> tuple[float, ...]:
+    return tuple(sum(phase.seconds for _, phase in phases) for phases in steps)
 
 
 class _Programs:
@@ -136,10 +144,12 @@ class _Programs:
 
     Attributes:
         graphs: that the model has been compiled to.
+        wanted: the model runs as the programs; else as it is.
     """
 
     def __init__(self) -> None:
         self.graphs: list[JointGraph] = []
+        self.wanted = True
         self._meter: Meter | None = None
         self._last: Side | None = None
         self._several = False
@@ -191,7 +201,7 @@ def _in_programs(workload: Workload, unused: Collection[int]) -> Iterator[_Progr
         programs.graphs.append(graph)
         return order_of(graph)
 
-    with capturing(workload.model, eager_backend(choose, programs.on_program), unused):
+    with capturing(workload.model, eager_backend(choose, programs.on_program), unused, lambda: programs.wanted):
         yield programs
 
 

@@ -199,13 +199,16 @@ def traced(model: nn.Module, step: Callable[[], object]) -> JointGraph:
 
 
 @contextmanager
-def capturing(model: nn.Module, backend: Any, unused: Collection[int] = ()) -> Iterator[None]:
+def capturing(
+    model: nn.Module, backend: Any, unused: Collection[int] = (), wanted: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
     """Within it the model's forward is compiled by a backend, whole, in training; in evaluation it is as it was.
 
     Args:
         model: to compile.
         backend: of torch.compile.
         unused: places of outputs that need no gradient.
+        wanted: whether the compiled forward is, at each call; else it is as it was.
 
     Raises:
         CaptureError: a step within it ends since the forward is no single graph.
@@ -214,7 +217,8 @@ def capturing(model: nn.Module, backend: Any, unused: Collection[int] = ()) -> I
     compiled = compiled_whole(without_gradients(plain, unused), backend)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return (compiled if model.training and torch.is_grad_enabled() else plain)(*args, **kwargs)
+        trains = model.training and torch.is_grad_enabled()
+        return (compiled if trains and wanted() else plain)(*args, **kwargs)
 
     patches = ForwardPatches()
     patches.wrap(model, lambda _: run)

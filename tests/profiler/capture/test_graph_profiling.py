@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
+from profiler.capture import graph_profiling
 
 WIDTH, BATCH = 32, 64
 
@@ -204,8 +205,24 @@ def test_what_fails_under_the_compiler_alone_is_said_to(monkeypatch: pytest.Monk
         planner.profile(work_of(), graph=True)
 
 
+def test_plain_steps_and_steps_of_programs_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[str] = []
+
+    class Counting(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            if not torch.compiler.is_compiling():  # Of the programs it is no part.
+                timed.append("plain")
+            return super().forward(input)
+
+    meter_of = graph_profiling.time_meter
+    monkeypatch.setattr(graph_profiling, "time_meter", lambda device: timed.append("time") or meter_of(device))
+    profile = planner.profile(work_of(Counting(*net())), graph=True)
+    assert timed[timed.index("time") :] == 3 * ["time", "plain", "time"]
+    assert len(profile.step_seconds) == 3 and min(profile.step_seconds) <= profile.unplanned_seconds
+
+
 def test_a_step_that_does_not_fit_is_refused_with_what_works_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ends(_: Any) -> None:
+    def ends(*_: Any, **__: Any) -> None:
         raise MemoryError("12 bytes are left")
 
     monkeypatch.setattr("profiler.capture.graph_profiling.measure", ends)
