@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from torch import fx
@@ -13,7 +13,7 @@ from torch.fx.graph import _BoxedCodeGen
 from profiler.capture.joint_graph import REMEDY, CaptureError, JointGraph, never_compiled
 from profiler.capture.programs import StepOrder, programs_of
 
-OnProgram = Callable[[Literal["forward", "backward"], Literal["begin", "end"]], None]
+OnProgram = Callable[[Literal["forward", "backward"], Literal["begin", "end"], Mapping[str, Any]], None]
 OrderOf = Callable[[JointGraph], StepOrder]
 Compiler = Callable[[fx.GraphModule, Any], Callable[[list[Any]], Any]]
 
@@ -23,7 +23,7 @@ def eager_backend(choose: OrderOf, on_program: OnProgram | None = None) -> Any:
 
     Args:
         choose: the order for a graph.
-        on_program: is told when a program begins and ends.
+        on_program: is told when a program begins, and with which inputs by name, and when it ends.
     """
     return backend_of(choose, _running("forward", on_program), _running("backward", on_program))
 
@@ -73,13 +73,14 @@ def _running(side: Literal["forward", "backward"], on_program: OnProgram | None)
     def compiler(module: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
         module.graph.set_codegen(_BoxedCodeGen())  # A graph without a backward is no program, and comes as it is.
         module.recompile()
+        names = [node.name for node in module.graph.find_nodes(op="placeholder")]
 
         def run(arguments: list[Any]) -> Any:
             if on_program is None:
                 return module.forward(arguments)
-            on_program(side, "begin")
+            on_program(side, "begin", dict(zip(names, arguments, strict=True)))
             result = module.forward(arguments)
-            on_program(side, "end")
+            on_program(side, "end", {})
             return result
 
         run._boxed_call = True  # type: ignore[attr-defined]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from profiler.capture.backend import eager_backend
 from profiler.capture.detached_outputs import unused_outputs
@@ -32,7 +34,7 @@ from profiler.workload.model_caches import ModelCaches
 from profiler.workload.precision import precision_of
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import ProfileError, TensorsOfState, first_step, resident_bytes_of, until_stepped
-from profiler.workload.storages import in_blocks
+from profiler.workload.storages import has_storage, in_blocks
 from profiler.workload.workload import StepPhase, Workload
 
 TIMED_STEPS = 3
@@ -124,7 +126,7 @@ def _as_a_graph(workload: Workload, report: ProgressReporter) -> dict[str, Any]:
     plain_seconds, seconds = map(_step_seconds, (plain_times, times))
     typical = times[seconds.index(statistics.median_low(seconds))]
     return {
-        "graph": measured_graph(programs.graphs[0], workload.device),
+        "graph": measured_graph(programs.graphs[0], workload.device, programs.replaced),
         "unused_outputs": unused,
         "resident": resident,
         "unplanned_seconds": statistics.median(plain_seconds),
@@ -144,12 +146,15 @@ class _Programs:
 
     Attributes:
         graphs: that the model has been compiled to.
+        replaced: names of inputs that are gone as backward begins: buffers that the forward replaces by assignment.
         wanted: the model runs as the programs; else as it is.
     """
 
     def __init__(self) -> None:
         self.graphs: list[JointGraph] = []
+        self.replaced: set[str] = set()
         self.wanted = True
+        self._inputs: dict[str, StorageWeakRef] = {}
         self._meter: Meter | None = None
         self._last: Side | None = None
         self._several = False
@@ -172,8 +177,13 @@ class _Programs:
         finally:
             self._meter = None
 
-    def on_program(self, side: Side, moment: Literal["begin", "end"]) -> None:
+    def on_program(self, side: Side, moment: Literal["begin", "end"], inputs: Mapping[str, Any]) -> None:
         """A program begins or ends."""
+        if moment == "begin" and side == "forward":
+            tensors = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and has_storage(each)}
+            self._inputs = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in tensors.items()}
+        elif moment == "begin":
+            self.replaced |= {name for name, storage in self._inputs.items() if storage.expired()}
         if moment == "begin":
             self._several |= side == self._last == "forward"
             self._last = side
@@ -205,10 +215,16 @@ def _in_programs(workload: Workload, unused: Collection[int]) -> Iterator[_Progr
         yield programs
 
 
-def measured_graph(graph: JointGraph, device: torch.device) -> StepGraph:
-    """The dataflow with what its ops cost."""
+def measured_graph(graph: JointGraph, device: torch.device, replaced: Collection[str] = ()) -> StepGraph:
+    """The dataflow with what its ops cost.
+
+    Args:
+        graph: of a step.
+        device: that runs it.
+        replaced: names of inputs that the forward lets go of.
+    """
     costs = {op.name: cost for op, cost in costs_of(graph, dict.fromkeys(graph.makers.values()), device).items()}
-    step = step_graph_of(graph)
+    step = step_graph_of(graph, replaced)
     made = {number: n for op in step.ops for number, n in zip(op.makes, costs[op.name].made_bytes, strict=True)}
     return replace(
         step,

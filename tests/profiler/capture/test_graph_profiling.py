@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import planner
 from profiler.capture import graph_profiling
+from profiler.capture.step_dataflow import CHANGES
 
 WIDTH, BATCH = 32, 64
 
@@ -252,3 +253,33 @@ def test_storages_that_ops_make_larger_than_what_they_return_are_counted_whole()
     plan = planner.solve(profile, profile.unplanned_peak_bytes)
     with planner.apply(work.model, plan):
         assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
+
+
+class Averaging(nn.Module):
+    """Replaces a buffer by another tensor, as running means are often written."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(BATCH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.exp(self.mean)
+        for _ in range(3):
+            x = torch.sigmoid(self.layer(x)) * made
+        self.mean = 0.5 * self.mean + x.detach()
+        return x
+
+
+def test_what_reads_a_buffer_that_is_replaced_runs_once() -> None:
+    profile = planner.profile(work_of(Averaging()), graph=True)
+    (exp,) = [op for op in profile.graph.ops if op.kind == "exp"]
+    assert exp.once_reason == CHANGES
+    with pytest.raises((planner.Infeasible, planner.NothingFound)) as refused:
+        planner.solve(profile, 1, time_limit_seconds=2)
+    plan = planner.solve(profile, refused.value.minimum_budget_bytes, time_limit_seconds=2)
+    work = work_of(Averaging())
+    with planner.apply(work.model, plan):
+        assert planner.measure(work, repeats=1).peak_bytes <= plan.predicted_peak_bytes
