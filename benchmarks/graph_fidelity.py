@@ -17,6 +17,7 @@ from benchmarks import branching_models
 from benchmarks.reporting import RESULTS, write_result
 from planner.compiled.applying import Backend
 from planner.zoo import build
+from profiler.workload.snapshot import preserved
 
 OWN = ("windows", "branches")
 MODELS = ("gpt2", "bert", "vit", "llama", "t5", "resnet50", "unet", "densenet", *OWN)
@@ -32,6 +33,7 @@ def workload_of(name: str) -> planner.Workload:
 def rows_of(name: str, backend: Backend, seconds: float) -> Iterator[dict[str, Any]]:
     """One row per budget, from the unplanned peak down to the smallest known to be feasible."""
     workload = workload_of(name)
+    expected = values_of(workload)
     profile = planner.profile(workload, graph=True)
     for budget in budgets_of(profile, seconds):
         row: dict[str, Any] = {"model": name, "budget_bytes": budget, "backend": backend, "rounds": 1}
@@ -40,6 +42,7 @@ def rows_of(name: str, backend: Backend, seconds: float) -> Iterator[dict[str, A
             if backend == "eager":
                 with planner.apply(workload.model, plan):
                     measured_bytes = planner.measure(workload, repeats=1).peak_bytes
+                    row["as_unplanned"] = is_same(expected, values_of(workload))
             else:
                 verified = planner.verify(workload, plan, backend=backend, profile=profile)
                 plan, measured_bytes = verified.plan, verified.rounds[-1].peak_bytes
@@ -57,6 +60,20 @@ def rows_of(name: str, backend: Backend, seconds: float) -> Iterator[dict[str, A
             "recomputed_ops": plan.recomputed_ops,
             "predicted_slowdown": plan.slowdown,
         }
+
+
+def values_of(workload: planner.Workload) -> list[torch.Tensor]:
+    """Loss and gradients of a step, which is undone."""
+    with preserved(workload):
+        torch.manual_seed(0)
+        workload.zero_grad()
+        loss = torch.tensor(workload.step())
+        return [loss, *(p.grad.clone() for p in workload.model.parameters() if p.grad is not None)]
+
+
+def is_same(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
+    """Bit for bit."""
+    return len(expected) == len(found) and all(map(torch.equal, expected, found))
 
 
 def budgets_of(profile: planner.GraphProfile, seconds: float) -> list[int]:
@@ -91,11 +108,13 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     """What the table says about the promises."""
     measured = [row for row in rows if "error_percent" in row]
     errors = [row["error_percent"] for row in measured]
+    same = [row["as_unplanned"] for row in measured if "as_unplanned" in row]
     return [
         f"plans measured: {len(measured)} of {len(rows)}; "
         f"above the budget: {sum(row['over_budget'] for row in measured)}; "
         f"above the prediction: {sum(error < 0 for error in errors)}; equal to it to the byte: {errors.count(0.0)}; "
-        f"largest |predicted - measured| of the peak: {max(map(abs, errors), default=0.0):.4f} % of measured"
+        f"largest |predicted - measured| of the peak: {max(map(abs, errors), default=0.0):.4f} % of measured",
+        *([f"loss and gradients those of the unplanned step, bit for bit: {sum(same)} of {len(same)}"] if same else []),
     ]
 
 
