@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from profiler.capture.joint_graph import REMEDY, CaptureError, JointGraph, module_of, storages_of
 from profiler.capture.step_dataflow import library_of, second_call
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, time_meter
-from profiler.workload.storages import allocated_bytes
+from profiler.workload.storages import in_blocks
 
 REPEATS = 5
 _PREPARED = Mark("forward")
@@ -36,15 +36,39 @@ class OpCost(NamedTuple):
 
 
 class OpKey(NamedTuple):
-    """What ops have in common that cost the same: the function, and what it is called with, tensors by their shape."""
+    """What ops have in common that cost the same: the function, and what it is called with, tensors by their layout."""
 
     target: Any
     arguments: str
 
 
-def key_of(op: fx.Node) -> OpKey:
-    """The key of an op."""
-    return OpKey(op.target, repr(fx.map_arg((op.args, op.kwargs), _described)))
+class StorageSizes:
+    """Bytes of the storages under what is traced: those that tracing shows, or more where an op made them larger."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, int] = {}
+
+    def of(self, tensor: Tensor) -> int:
+        """Of the storage under a traced tensor."""
+        storage = tensor.untyped_storage()
+        return max(storage.nbytes(), self._made.get(storage._cdata, 0))
+
+    def add(self, made: Mapping[int, int]) -> None:
+        """An op has made storages of so many bytes."""
+        self._made.update(made)
+
+    def key_of(self, op: fx.Node) -> OpKey:
+        """The key of an op."""
+        return OpKey(op.target, repr(fx.map_arg((op.args, op.kwargs), self._described)))
+
+    def _described(self, node: fx.Node) -> Any:
+        return node.target if node.op == "get_attr" else pytree.tree_map(self._layout, node.meta["val"])
+
+    def _layout(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        shape, stride = tuple(value.shape), tuple(value.stride())
+        return str(value.dtype), str(value.device), shape, stride, value.storage_offset(), self.of(value)
 
 
 def costs_of(graph: JointGraph, ops: Iterable[fx.Node], device: torch.device) -> dict[fx.Node, OpCost]:
@@ -52,20 +76,17 @@ def costs_of(graph: JointGraph, ops: Iterable[fx.Node], device: torch.device) ->
 
     Args:
         graph: that they are of.
-        ops: nodes of it.
+        ops: nodes of it, in their order.
         device: of the step.
     """
-    alike: dict[OpKey, list[fx.Node]] = {}
-    for op in ops:
-        alike.setdefault(key_of(op), []).append(op)
-    firsts = [each[0] for each in alike.values()]
-    seconds = _seconds(graph, firsts, device)
-    other = [op for op in firsts if library_of(op) not in ("aten", "prims")]
-    repeatable = {op: _makes_the_same(_with_tensors(graph, _first_call(op))) for op in other}
-    held = _bytes(graph, firsts, device)
+    sizes = StorageSizes()
+    held, alike = _bytes(graph, ops, device, sizes)
+    seconds = _seconds(graph, alike, device, sizes)
+    other = [op for op in alike if library_of(op) not in ("aten", "prims")]
+    repeatable = {op: _makes_the_same(_with_tensors(graph, _first_call(op), sizes)) for op in other}
     return {
         op: OpCost(seconds[first], *held[first], repeatable.get(first, True))
-        for first, each in zip(firsts, alike.values(), strict=True)
+        for first, each in alike.items()
         for op in each
     }
 
@@ -79,10 +100,12 @@ class _Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
 
-def _seconds(graph: JointGraph, ops: Iterable[fx.Node], device: torch.device) -> dict[fx.Node, float]:
+def _seconds(
+    graph: JointGraph, ops: Iterable[fx.Node], device: torch.device, sizes: StorageSizes
+) -> dict[fx.Node, float]:
     seconds: dict[fx.Node, float] = {}
     for op in ops:
-        call = _with_tensors(graph, _first_call(op))
+        call = _with_tensors(graph, _first_call(op), sizes)
         _run(call)
         phases = _metered(time_meter(device), [call] * REPEATS, lambda call: call)
         seconds[op] = statistics.median(phase.seconds for mark, phase in phases if mark != _PREPARED)
@@ -90,24 +113,39 @@ def _seconds(graph: JointGraph, ops: Iterable[fx.Node], device: torch.device) ->
 
 
 def _bytes(
-    graph: JointGraph, ops: Iterable[fx.Node], device: torch.device
-) -> dict[fx.Node, tuple[int, tuple[int, ...]]]:
-    """The most that an op's first run holds beside what it makes, or its second; and what it makes."""
-    calls = [call for op in ops for call in _distinct(_first_call(op), _Call(op, *second_call(op)))]
-    made: list[tuple[int, ...]] = []
+    graph: JointGraph, ops: Iterable[fx.Node], device: torch.device, sizes: StorageSizes
+) -> tuple[dict[fx.Node, tuple[int, tuple[int, ...]]], dict[fx.Node, list[fx.Node]]]:
+    """The most that an op's first run holds beside what it makes, or its second; and what it makes.
+
+    Ops that are alike run once: the second dict has them by the first of them. ``sizes`` gets to know what ops make.
+    """
+    firsts: dict[OpKey, fx.Node] = {}
+    alike: dict[fx.Node, list[fx.Node]] = {}
+    calls: list[_Call] = []
+    made: dict[fx.Node, tuple[int, ...]] = {}
+
+    def distinct_calls() -> Iterator[_Call]:
+        for op in ops:
+            first = firsts.setdefault(sizes.key_of(op), op)
+            alike.setdefault(first, []).append(op)
+            for call in _distinct(_first_call(op), _Call(op, *second_call(op))) if first is op else ():
+                calls.append(call)
+                yield call
+            sizes.add(dict(zip(_made_by(op), made[first], strict=True)))
+
     phases = _metered(
         memory_meter(device, 0),
-        calls,
-        lambda call: _with_tensors(graph, call),
-        lambda call, result: made.append(_made_bytes(call.op, result)),
+        distinct_calls(),
+        lambda call: _with_tensors(graph, call, sizes),
+        lambda call, result: made.setdefault(call.op, _made_bytes(call.op, result)),
     )
     ran = {mark.place.index: phase for mark, phase in phases if mark.place is not None}
     held: dict[fx.Node, tuple[int, tuple[int, ...]]] = {}
     for number, call in enumerate(calls):
-        transient_bytes, made_bytes = held.get(call.op, (0, made[number]))
-        beside = ran[number].peak_bytes - ran[number].start_bytes - sum(made_bytes)
-        held[call.op] = max(transient_bytes, beside), made_bytes
-    return held
+        allocated = tuple(in_blocks(size, device) for size in made[call.op])
+        beside = ran[number].peak_bytes - ran[number].start_bytes - sum(allocated)
+        held[call.op] = max(held.get(call.op, (0, ()))[0], beside), allocated
+    return held, alike
 
 
 def _makes_the_same(call: _Call) -> bool:
@@ -155,20 +193,28 @@ def _run(call: _Call) -> Any:
         ) from error
 
 
+def _made_by(op: fx.Node) -> dict[int, int]:
+    """Numbers and traced bytes of the storages that an op makes, in their order."""
+    read = {storage for source in op.all_input_nodes for storage in storages_of(source)}
+    return {storage: size for storage, size in storages_of(op).items() if storage not in read}
+
+
 def _made_bytes(op: fx.Node, result: Any) -> tuple[int, ...]:
     """Of the storages that an op makes, in order: as traced, or as large as they are."""
-    read = {storage for source in op.all_input_nodes for storage in storages_of(source)}
-    made = {storage: size for storage, size in storages_of(op).items() if storage not in read}
+    made = _made_by(op)
     for traced, real in zip(pytree.tree_leaves(op.meta["val"]), pytree.tree_leaves(result), strict=False):
         if isinstance(traced, Tensor) and isinstance(real, Tensor):
             storage = traced.untyped_storage()._cdata
             if storage in made:
-                made[storage] = max(made[storage], allocated_bytes(real.untyped_storage()))
+                made[storage] = max(made[storage], real.untyped_storage().nbytes())
     return tuple(made.values())
 
 
-def _with_tensors(graph: JointGraph, call: _Call) -> _Call:
-    """With tensors of the same shapes, types and strides, and values between 0 and 1; whole numbers are zeros."""
+def _with_tensors(graph: JointGraph, call: _Call, sizes: StorageSizes) -> _Call:
+    """With tensors of the same layouts and types, and values between 0 and 1; whole numbers are zeros.
+
+    Their storages are as large as those in the step: some ops copy all that lies under a view.
+    """
     made: dict[fx.Node, Any] = {}
 
     def given(node: fx.Node) -> Any:
@@ -176,29 +222,19 @@ def _with_tensors(graph: JointGraph, call: _Call) -> _Call:
             if node.op == "get_attr":
                 made[node] = getattr(graph.module, str(node.target))
             else:
-                made[node] = pytree.tree_map(_like, node.meta["val"])
+                made[node] = pytree.tree_map(lambda value: _like(value, sizes), node.meta["val"])
         return made[node]
 
     args, kwargs = fx.map_arg((call.args, call.kwargs), given)
     return call._replace(args=args, kwargs=kwargs)
 
 
-def _like(value: Any) -> Any:
+def _like(value: Any, sizes: StorageSizes) -> Any:
     if not isinstance(value, Tensor):
         return value
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    storage = torch.empty(sizes.of(value), dtype=torch.uint8, device=value.device).untyped_storage()
+    made = torch.empty(0, dtype=value.dtype, device=value.device)
+    made.set_(storage, value.storage_offset(), value.shape, value.stride())
     if value.dtype.is_floating_point or value.dtype.is_complex:
         return made.uniform_() if 0 not in value.stride() else made.fill_(0.5)  # Both may be probabilities.
     return made.zero_()
-
-
-def _described(node: fx.Node) -> Any:
-    if node.op == "get_attr":
-        return node.target
-    return pytree.tree_map(_shape_of, node.meta["val"])
-
-
-def _shape_of(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return str(value.dtype), str(value.device), tuple(value.shape), tuple(value.stride())
-    return value
