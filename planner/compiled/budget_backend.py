@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch._guards import CompileContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.compiled.applying import Backend, maker_of
+from planner.compiled.compiled_graphs import CompiledGraph, StepWatch
+from planner.plans.graph_shares import GraphOptions, GraphTurns, choose_options, options_of
 from planner.plans.graph_solving import GraphSearch, order_within, second_runs
 from planner.steps.graph_problem import StepSurroundings, step_problem
 from planner.units import parse_bytes, parse_bytes_or_zero
@@ -34,8 +36,9 @@ class CompiledPlan:
     """What was decided for one graph.
 
     Attributes:
-        predicted_peak_bytes: of the step, by what the backend sees of it.
-        once_peak_bytes: the same where every op runs once.
+        predicted_peak_bytes: of the step, by what the backend sees of it; of several graphs of the largest step that
+            runs this one, once it is known.
+        once_peak_bytes: the same where every op of the graph runs once.
         recomputed_ops: runs beside each op's first.
     """
 
@@ -62,8 +65,11 @@ def backend(
     ``reserved`` is for what it does not see: the optimizer's states and the temporaries of its step, gradients
     that are kept, other models. ``planner.profile(workload, graph=True)`` measures all this instead.
 
-    Where a model breaks into several graphs, or its shapes are symbols, torch's own partition runs, and a warning says
-    that the budget is not promised.
+    Of a model that breaks into several graphs not all are known as the first is compiled: the first step runs each in
+    the order that keeps least for its backward. Then one integer program chooses an order for each of them, so that
+    the step keeps the budget in the least time, and the graphs are compiled again. What ops between graphs keep for
+    backward counts, what they take while they run does not. Where shapes are symbols, torch's own partition runs, and a
+    warning says that the budget is not promised.
 
     Args:
         budget: the most bytes alive at once, or ``"8GiB"``.
@@ -75,7 +81,8 @@ def backend(
 
     Raises:
         ValueError: a budget that does not parse, no such compiler, or one that is missing. The compiled model raises
-            torch's BackendCompilerFailed from ``Infeasible`` or ``NothingFound`` where no order of runs fits.
+            torch's BackendCompilerFailed from ``Infeasible`` or ``NothingFound`` where no order of runs fits; of
+            several graphs that fit one by one and not together, NothingFound itself, from the second step.
     """
     return BudgetBackend(
         parse_bytes(budget),
@@ -107,40 +114,40 @@ class BudgetBackend:
         self._compiler: Backend = compiler
         self._search = search
         self._frames: set[Any] = set()
-        self._broken = False
+        self._graphs: list[CompiledGraph] = []
+        self._options: dict[int, GraphOptions] = {}
+        self._steps: list[GraphTurns] = []
+        self._watch = StepWatch(self._seen)
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
         """Compile a graph that Dynamo has traced."""
         trains = any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
         if not (trains and torch.is_grad_enabled()):
             return _unplanned(self._compiler)(module, inputs)
-        if why := self._why_not(module, inputs):
+        if any(map(_is_symbolic, inputs)):
             warnings.warn(
-                f"planner.backend: expected a model that is one graph of fixed shapes, got {why}; torch's own "
-                "partition runs, and the budget is not promised",
+                "planner.backend: expected a model of fixed shapes, got symbols: compile with dynamic=False; torch's "
+                "own partition runs, and the budget is not promised",
                 RuntimeWarning,
                 stacklevel=2,
             )
             return _unplanned(self._compiler)(module, inputs)
-        return self._make(self._order)(module, inputs)
+        graph = CompiledGraph(len(self._graphs), module, self._make, self._watch)
+        graph.compile(inputs, self._frugal_order if self._is_one_of_several(module) else self._order)
+        self._graphs.append(graph)
+        return graph
 
-    def _why_not(self, module: fx.GraphModule, inputs: list[Any]) -> str:
-        """Why a graph is not planned, in words; empty where it is."""
+    def _is_one_of_several(self, module: fx.GraphModule) -> bool:
+        """Whether the frame breaks after this graph, or another one has been compiled before."""
         now = CompileContext.current_compile_id()
         self._frames.add(None if now is None else now.frame_id)
         reason = getattr(module, "compile_subgraph_reason", None)
-        self._broken |= (reason is not None and reason.graph_break) or len(self._frames) > 1
-        if self._broken:
-            said = f" ({reason.reason})" if reason is not None and reason.graph_break else ""
-            return f"one of several{said}: see where it breaks with fullgraph=True, and make a backend for each model"
-        if any(map(_is_symbolic, inputs)):
-            return "symbols: compile with dynamic=False"
-        return ""
+        return len(self._frames) > 1 or (reason is not None and reason.graph_break)
 
-    def _order(self, graph: JointGraph) -> StepOrder:
-        device = device_of(graph.ops[0])
-        with _disable_current_modes():
-            step = measured_graph(graph, device)
+    def _order(self, graph: CompiledGraph, joint: JointGraph) -> StepOrder:
+        """For a graph that is the whole step, as far as is known."""
+        device = device_of(joint.ops[0])
+        step = graph.step = _measured(joint)
         around = _surroundings(step, self._reserved_bytes, device)
         found = order_within(self._budget_bytes, step, around, step_problem(step, around), self._search)
         self.plans.append(
@@ -151,6 +158,51 @@ class BudgetBackend:
             )
         )
         return StepOrder.of(step, found.runs)
+
+    def _frugal_order(self, graph: CompiledGraph, joint: JointGraph) -> StepOrder:
+        """For a graph beside others that are not known yet: what keeps least for its backward."""
+        step = graph.step = _measured(joint)
+        around = _surroundings(step, self._reserved_bytes, device_of(joint.ops[0]))
+        least = self._options_of(graph).options[0]
+        self.plans.append(
+            CompiledPlan(
+                predicted_peak_bytes=around.peak_bytes(step, least.runs),
+                once_peak_bytes=around.peak_bytes(step, runs_once(step)),
+                recomputed_ops=len(second_runs(least.runs)),
+            )
+        )
+        return StepOrder.of(step, least.runs)
+
+    def _options_of(self, graph: CompiledGraph) -> GraphOptions:
+        assert graph.step is not None
+        if graph.number not in self._options:
+            room_bytes = self._budget_bytes - self._reserved_bytes - graph.step.resident_bytes
+            self._options[graph.number] = options_of(graph.step, room_bytes, self._search, loss_copies=LOSS_COPIES)
+        return self._options[graph.number]
+
+    def _seen(self, step: GraphTurns) -> None:
+        """A step has run other graphs than those before: an order is chosen for each graph of all steps."""
+        if len(step.graphs) == 1 and not self._options:
+            return  # The order of its only graph was chosen for the whole budget.
+        step = replace(step, resident_bytes=step.resident_bytes + self._reserved_bytes)
+        graphs = [self._options_of(graph) for graph in self._graphs]
+        taken = choose_options(self._budget_bytes, graphs, [*self._steps, step])
+        self._steps.append(step)
+        for number in {number for each in self._steps for number in each.graphs}:
+            graph = self._graphs[number]
+            assert graph.step is not None
+            graph.compile_again(StepOrder.of(graph.step, taken[number].runs))
+            largest = max(each.peak_bytes(graphs, taken) for each in self._steps if number in each.graphs)
+            self.plans[number] = replace(
+                self.plans[number],
+                predicted_peak_bytes=largest,
+                recomputed_ops=len(second_runs(taken[number].runs)),
+            )
+
+
+def _measured(joint: JointGraph) -> StepGraph:
+    with _disable_current_modes():
+        return measured_graph(joint, device_of(joint.ops[0]))
 
 
 def _surroundings(step: StepGraph, reserved_bytes: int, device: torch.device) -> StepSurroundings:

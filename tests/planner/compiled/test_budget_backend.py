@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import planner
+from planner.compiled import budget_backend
+from planner.plans.graph_shares import GraphOptions
 
 WIDTH, BATCH = 16, 256
 
@@ -71,31 +73,106 @@ def test_a_budget_that_nothing_keeps_is_refused() -> None:
         work.model(work.inputs)
 
 
-class Breaks(nn.Module):
-    """Two graphs."""
+class Halves(nn.Module):
+    """Two graphs with layers each, and an op between them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.then = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        halves = [[layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())] for _ in range(2)]
+        self.first, self.then = (nn.Sequential(*half, nn.Dropout(0.2)) for half in halves)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x).sin()
+        y = self.first(x)
         torch._dynamo.graph_break()
-        return self.then(y).sin()
+        return self.then(y.cos())
 
 
-def test_a_model_of_several_graphs_runs_unplanned_and_says_so() -> None:
+def work_in_halves() -> planner.Workload:
     torch.manual_seed(0)
-    model, inputs = Breaks(), torch.randn(4, WIDTH)
-    expected = model(inputs)
-    made = planner.backend("1GiB")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        found = torch.compile(model, backend=made)(inputs)
-        found.sum().backward()
-    ours = [str(each.message) for each in said if "planner.backend" in str(each.message)]
-    assert len(ours) == 2 and all("the budget is not promised" in each for each in ours)
-    assert torch.equal(found, expected) and not made.plans
+    model = Halves()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return planner.Workload(
+        model=model, inputs=torch.randn(BATCH, WIDTH), loss=lambda y: y.square().mean(), optimizer=optimizer
+    )
+
+
+def trained_in_halves(work: planner.Workload) -> list[Tensor]:
+    torch.manual_seed(1)
+    losses = [work.step() for _ in range(4)]
+    return [torch.tensor(losses), *work.model.parameters(), torch.get_rng_state()]
+
+
+@pytest.mark.slow
+def test_several_graphs_share_one_budget() -> None:
+    expected = trained_in_halves(work_in_halves())
+    work = work_in_halves()
+    made = compiled(work, "1GiB")
+    assert all(map(torch.equal, trained_in_halves(work), expected))
+    assert [plan.recomputed_ops for plan in made.plans] == [0, 0]  # The first step's order was another one.
+    once_bytes = made.plans[0].predicted_peak_bytes
+    assert planner.measure(work, repeats=1).peak_bytes <= once_bytes
+    torch._dynamo.reset()
+    work, budget_bytes = work_in_halves(), int(0.75 * once_bytes)
+    made = compiled(work, budget_bytes)
+    assert all(map(torch.equal, trained_in_halves(work), expected))
+    assert sum(plan.recomputed_ops for plan in made.plans) > 0
+    assert planner.measure(work, repeats=1).peak_bytes <= made.plans[0].predicted_peak_bytes <= budget_bytes
+
+
+@pytest.mark.slow
+def test_several_graphs_that_do_not_fit_together_are_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = budget_backend.options_of
+
+    def only_the_largest(*args: Any, **more: Any) -> GraphOptions:
+        found = real(*args, **more)
+        return replace(found, options=found.options[-1:])
+
+    monkeypatch.setattr(budget_backend, "options_of", only_the_largest)
+    work = work_in_halves()
+    made = compiled(work, "1GiB")
+    trained_in_halves(work)
+    least_bytes = made.plans[0].predicted_peak_bytes
+    torch._dynamo.reset()
+    work = work_in_halves()
+    compiled(work, least_bytes - 1)
+    work.step()
+    with pytest.raises(planner.NothingFound, match="the step runs 2 graphs in turn") as refusal:
+        work.step()
+    assert refusal.value.minimum_budget_bytes == least_bytes
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.back = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.back(self.wide(x).sin())
+
+
+def test_a_graph_that_runs_several_times_in_a_step_keeps_as_often() -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList([Block() for _ in range(4)])
+    made = planner.backend("1GiB", time_limit_seconds=2)
+    for layer in layers:
+        layer.compile(backend=made, dynamic=False)
+    inputs = torch.randn(BATCH, WIDTH)
+    with torch.no_grad():
+        layers[0](inputs)
+
+    def step() -> Tensor:
+        y = inputs
+        for layer in layers:
+            y = layer(y)
+        loss = y.square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        step()
+    kept_bytes = BATCH * 4 * WIDTH * 4
+    assert {plan.recomputed_ops for plan in made.plans} == {0}
+    assert made.plans[0].predicted_peak_bytes > len(layers) * kept_bytes
 
 
 def test_symbols_run_unplanned_and_an_unknown_compiler_is_refused() -> None:
