@@ -77,8 +77,9 @@ class StepPeaks:
 
 def live_tensor_bytes() -> int:
     """Of all CPU tensors that Python can reach, each storage once."""
-    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.device.type == "cpu"]
-    return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in found)}.values())
+    kinds = torch.Tensor, torch.nn.Parameter  # Others stand for tensors, or hold some.
+    storages = [each.untyped_storage() for each in gc.get_objects() if type(each) in kinds]
+    return sum({s.data_ptr(): s.nbytes() for s in storages if s.device.type == "cpu"}.values())
 
 
 def _events(profiler: Any) -> Iterator[tuple[str, int]]:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderDispatcher
 
-from profiler.workload.tensor_trees import map_tensors, tensors_in
+from profiler.workload.tensor_trees import map_tensors
 
 # Of a trainer: no state of a step, and long to go through.
 _NO_STATE = ("callback_handler", "train_dataset", "eval_dataset", "processing_class", "data_collator")
@@ -35,12 +36,13 @@ class TrainerStep:
         self._state = [value for name, value in vars(trainer).items() if name not in _NO_STATE]
         self._batches, self._items = list(batches), items
         self._run = [*[other for other in batches if other is not batch][:1], batch]
-        self._ahead = _like(batch)
+        self._ahead = [_like(batch) for _ in range(_batches_ahead(trainer))]
+        self._loss = self._norm = None  # The loop keeps them until the next.
         prepared = trainer.optimizer
         self.optimizer = getattr(prepared, "optimizer", prepared)
 
-    def __call__(self) -> Any:
-        """The loss and the gradients' norm, which the loop keeps until the next."""
+    def __call__(self) -> None:
+        """Run it."""
         trainer = self._trainer()
         assert trainer is not None
         accelerator = trainer.accelerator
@@ -48,15 +50,18 @@ class TrainerStep:
             last = batch is self._run[-1]
             accelerator.gradient_state._set_sync_gradients(last)
             with contextlib.nullcontext() if last else accelerator.no_sync(model=self.model):
-                loss = trainer.training_step(self.model, dict(batch), self._items)
-        norm = accelerator.clip_grad_norm_(self.model.parameters(), trainer.args.max_grad_norm or float("inf"))
+                self._loss = trainer.training_step(self.model, dict(batch), self._items)
+        self._norm = accelerator.clip_grad_norm_(self.model.parameters(), trainer.args.max_grad_norm or float("inf"))
         trainer.optimizer.step()
         self.model.zero_grad()
-        return loss, norm
+
+
+def _batches_ahead(trainer: Any) -> int:
+    """How many more batches accelerate's loader holds, in host memory: they count where that is the device."""
+    if trainer.args.device.type != "cpu":
+        return 0
+    return 2 if isinstance(trainer.callback_handler.train_dataloader, DataLoaderDispatcher) else 1
 
 
 def _like(batch: Any) -> Any:
-    """Room for the batch that accelerate's loader has ahead, where it lies on the device, which is the host itself."""
-    if all(tensor.device.type == "cpu" for tensor in tensors_in(batch)):
-        return map_tensors(torch.empty_like, batch)
-    return None
+    return map_tensors(torch.empty_like, batch)
