@@ -13,6 +13,7 @@ from profiler.workload.loop_state import kept_by_nodes, reached_from, reached_fr
 from profiler.workload.optimizers import (
     Optimizers,
     given_optimizers,
+    optimizers_in,
     scaler_tensors,
     stepped_parameters,
     wants_closure,
@@ -88,8 +89,7 @@ class Workload:
         self.inputs: Any = inputs
         self.own = None if step is None else OwnStep(step, model)
         self.loss = loss
-        found = [] if step is None else [o for o in reached_from(step) if isinstance(o, torch.optim.Optimizer)]
-        self.optimizer: Any = optimizer if optimizer is not None else found or None
+        self.optimizer: Any = optimizer if optimizer is not None or step is None else optimizers_in(reached_from(step))
         self.autocast = autocast_dtype(autocast)
         self.accumulate = accumulate
         check_update(self.optimizers, scaler, clip_norm)
