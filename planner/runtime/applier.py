@@ -50,12 +50,30 @@ class PlanMismatch(ValueError):
 
 
 class Handle(Generic[AnyPlan]):
-    """An applied plan; ``remove()`` or leaving the ``with`` block puts the model back."""
+    """An applied plan; ``remove()`` or leaving the ``with`` block puts the model back.
 
-    def __init__(self, model: nn.Module, plan: AnyPlan, patches: ForwardPatches) -> None:
+    Attributes:
+        plan: that is applied.
+
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: AnyPlan, patches: ForwardPatches, watch: LoopWatch | None = None
+    ) -> None:
         self.plan = plan
         self._model = weakref.ref(model)
         self._patches = patches
+        self._watch = watch
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Most bytes at once in the first steps of the loop, where ``apply`` was to watch them and they are over."""
+        return None if self._watch is None else self._watch.peak_bytes
+
+    @property
+    def model(self) -> nn.Module | None:
+        """That the plan is applied to; None once it is gone."""
+        return self._model()
 
     def remove(self) -> None:
         """Take the plan off; calling it again does nothing."""
@@ -95,7 +113,7 @@ def apply(model: nn.Module, plan: Plan | str | Path, *, watch: bool | None = Non
     patches = ForwardPatches()
     planned = PlannedCalls(plan, lowered, model, watch=watch)
     install(model, planned, planned.wrapped, patches)
-    handle = Handle(model, plan, patches)
+    handle = Handle(model, plan, patches, planned.watch)
     register(model, handle)
     return handle
 
@@ -157,7 +175,7 @@ class PlannedCalls:
         _say_what_is_unsteady(plan)
         self._device = model_device(model)
         self._engine = engine_for(plan, lowered, self._device)
-        self._watch = LoopWatch(plan, model, self._device, metered=is_metered(watch, self._device))
+        self.watch = LoopWatch(plan, model, self._device, metered=is_metered(watch, self._device))
         cast = autocast_part(plan.precision)
         self._autocast = getattr(torch, cast) if cast else None
         stages = {k for k, stage in enumerate(plan.stages) if stage.kind == "stage"}
@@ -189,13 +207,13 @@ class PlannedCalls:
                 return forward(*args, **kwargs)
             self._compiled.in_model(forward)
             self._deviations.other_batch = self._shapes.check((args, kwargs))
-            self._watch.forward_begins()
+            self.watch.forward_begins()
             self._step = self._begin(BatchCopies((args, kwargs)))
             try:
-                with self._watch.forward(forward), self._caches.off(kwargs):
+                with self.watch.forward(forward), self._caches.off(kwargs):
                     output = forward(*args, **kwargs)
                 self._step.leave(output)
-                self._watch.forward_ends(output)
+                self.watch.forward_ends(output)
                 return output
             finally:
                 self._step.finish()

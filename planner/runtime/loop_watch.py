@@ -37,12 +37,16 @@ class LoopWatch:
         model: that it is applied to.
         device: that it computes on.
         metered: also take the peak of a whole step.
+
+    Attributes:
+        peak_bytes: the most of those that were taken; None before.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, device: torch.device, *, metered: bool) -> None:
         self._plan = plan
         self._model = weakref.ref(model)
         self._device = device
+        self.peak_bytes: int | None = None
         self._forwards = 0
         self._outputs: list[tuple[weakref.ref[Any], int, str]] = []  # storages with their bytes and who made them
         self._makers: dict[int, tuple[weakref.ref[Any], str]] = {}  # of storages, the innermost modules
@@ -158,6 +162,8 @@ class LoopWatch:
             return
         resident_bytes = self._plan.resident_bytes if self._plan.chain is None else self._plan.chain.resident_bytes
         peak_bytes = self._meter.begin(resident_bytes + more_bytes)
+        if peak_bytes is not None:
+            self.peak_bytes = max(peak_bytes, self.peak_bytes or 0)
         over_bytes = 0 if peak_bytes is None else peak_bytes - self._plan.budget_bytes
         if over_bytes > 0:
             beside_bytes = over_bytes - max(0, more_bytes)

@@ -13,7 +13,7 @@ from torch import nn
 from planner.capacity.size_profiles import same_choices
 from planner.plans.profiling import profile
 from planner.runtime.applier import split_name
-from planner.training.input_signatures import Signature, SignatureReader
+from planner.training.input_signatures import ReadsSignatures, Signature
 from profiler.measurement import profiling
 from profiler.records import Profile
 from profiler.trace.partition import StagePattern
@@ -50,7 +50,7 @@ class Training:
 
 def profiles_of(
     workloads: Sequence[Workload],
-    reader: SignatureReader,
+    reader: ReadsSignatures,
     stages: Sequence[StagePattern] | None,
     known: Mapping[Signature, Profile],
 ) -> dict[Signature, Profile]:

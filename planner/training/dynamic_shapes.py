@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from planner.plans.lowering import lower_schedule
 from planner.plans.plan import Plan
 from planner.runtime.applier import Handle, PlannedCalls, check_unplanned, install, register
 from planner.training.dynamic_profiles import Training, profiles_of
-from planner.training.input_signatures import Signature, SignatureReader
-from planner.training.plan_cache import Entry, PlanCache, PlanStatus, without_shapes
+from planner.training.input_signatures import ReadsSignatures, Signature, SignatureReader
+from planner.training.plan_cache import CACHE_SIZE, Entry, PlanCache, PlanStatus, without_shapes
 from planner.units import parse_bytes
+from profiler.records import Profile
 from profiler.trace.partition import StagePattern
 from profiler.workload.compiled_forwards import Forward, is_compiled, unwrapped
 from profiler.workload.forward_patches import ForwardPatches
@@ -88,6 +89,18 @@ class DynamicHandle(Handle):
         """Wait until every signature seen so far has its plan; whether that came in time."""
         return self._book.background.wait(timeout_seconds)
 
+    def holds_for(self, inputs: Any) -> bool:
+        """Whether what was profiled says which plan such a batch needs, or that none keeps the budget.
+
+        Where it does and no plan covers the batch yet, this waits until its own is found.
+        """
+        signature = self._reader.of_batch(inputs)
+        if not self._book.foretells(signature):
+            return False
+        if not self._book.remembered(signature).promised:
+            self.wait()
+        return True
+
     def profile_now(self, inputs: Any) -> Plan:
         """Measure steps on such a batch, between two training steps, and solve for it.
 
@@ -140,10 +153,16 @@ class Switch:
     handle: DynamicHandle
 
     def __init__(
-        self, model: nn.Module, book: PlanCache, training: Training, stages: Sequence[StagePattern] | None, strict: bool
+        self,
+        model: nn.Module,
+        book: PlanCache,
+        reader: ReadsSignatures,
+        training: Training,
+        stages: Sequence[StagePattern] | None = None,
+        strict: bool = False,
     ) -> None:
         self.book = book
-        self.reader = SignatureReader(model)
+        self.reader = reader
         self.training = training
         self.stages = stages
         self.installed = False
@@ -236,6 +255,32 @@ def apply_dynamic(
     refusals = [entry.refusal for entry in book.entries() if entry.refusal is not None]
     if refusals:
         raise max(refusals, key=lambda refusal: refusal.minimum_budget_bytes)
-    handle = DynamicHandle(Switch(model, book, training, stages, strict), model, first)
+    handle = DynamicHandle(Switch(model, book, reader, training, stages, strict), model, first)
+    register(model, handle)
+    return handle
+
+
+def apply_profiled(
+    model: nn.Module,
+    profiles: Mapping[Signature, Profile],
+    *,
+    reader: ReadsSignatures,
+    budget_bytes: int,
+    solver: str = "auto",
+    headroom: str | int = 0,
+) -> DynamicHandle:
+    """Install a handle that switches between plans, from profiles that there are: the first is that of the next call.
+
+    Args:
+        model: without a plan, not compiled.
+        profiles: of its step, by the signatures that ``reader`` gives such batches.
+        reader: says which plan a call is run under.
+        budget_bytes: the most bytes alive at once.
+        solver, headroom: as for ``solve``.
+    """
+    book = PlanCache(budget_bytes=budget_bytes, solver=solver, headroom=headroom, cache_size=CACHE_SIZE)
+    book.add(profiles)
+    described = Training(loss=None, optimizer=None, autocast=None)  # What comes to be profiled is a workload already.
+    handle = DynamicHandle(Switch(model, book, reader, described), model, next(iter(profiles)))
     register(model, handle)
     return handle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -41,6 +41,18 @@ class Signature:
         return ", ".join(shown)
 
 
+class ReadsSignatures(Protocol):
+    """What plans are chosen by."""
+
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Signature:
+        """The signature of a call of the model with these arguments."""
+        ...
+
+    def of_batch(self, inputs: Any, /) -> Signature:
+        """The signature of the call that a workload makes with these inputs."""
+        ...
+
+
 class SignatureReader:
     """Reads the signatures of one model's calls: an argument by position is the same as by its name."""
 
@@ -52,16 +64,21 @@ class SignatureReader:
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
         """The signature of a call with these arguments."""
         names = [*self._names[: len(args)], *(f"*{k}" for k in range(len(self._names), len(args)))]
-        entries: list[tuple[tuple[str, str, int], Sequence[int]]] = []
-        for name, value in sorted({**dict(zip(names, args, strict=True)), **kwargs}.items()):
-            _read(name, value, entries)
-        return Signature(tuple(entry for entry, _ in entries), tuple(d for _, shape in entries for d in shape))
+        return signature_of({**dict(zip(names, args, strict=True)), **kwargs})
 
     def of_batch(self, inputs: Any) -> Signature:
         """The signature of the call that a workload makes with these inputs."""
         if isinstance(inputs, Mapping):
             return self((), inputs)
         return self(inputs, {}) if isinstance(inputs, (tuple, list)) else self((inputs,), {})
+
+
+def signature_of(arguments: Mapping[str, Any]) -> Signature:
+    """The signature of arguments by their names."""
+    entries: list[tuple[tuple[str, str, int], Sequence[int]]] = []
+    for name, value in sorted(arguments.items()):
+        _read(name, value, entries)
+    return Signature(tuple(entry for entry, _ in entries), tuple(d for _, shape in entries for d in shape))
 
 
 def _read(path: str, value: Any, entries: list[tuple[tuple[str, str, int], Sequence[int]]]) -> None:

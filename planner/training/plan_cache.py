@@ -109,14 +109,28 @@ class PlanCache:
     def choose(self, signature: Signature) -> Entry:
         """The entry of a signature; one that is new gets a safe plan, and a job to find its own."""
         with self._lock:
+            entry = self.remembered(signature)
+            entry.count += 1
+            return entry
+
+    def remembered(self, signature: Signature) -> Entry:
+        """As ``choose``, where nothing is called yet."""
+        with self._lock:
             entry = self._entries.get(signature)
             if entry is None:
                 entry = self._entries[signature] = self._new(signature)
                 self._evict()
                 self.background.submit(lambda: self._plan_entry(entry))
             self._entries.move_to_end(signature)
-            entry.count += 1
             return entry
+
+    def foretells(self, signature: Signature) -> bool:
+        """Whether a plan for such calls is there, or can be found, or is known not to be, without another profile."""
+        with self._lock:
+            lines, profiled, entries = self._lines, self._profiled, list(self._entries.values())
+        if any(entry.promised and entry.signature.covers(signature) for entry in entries):
+            return True
+        return expected(lines, profiled, signature) is not None
 
     @property
     def profiled(self) -> Mapping[Signature, Profile]:

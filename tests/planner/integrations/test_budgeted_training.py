@@ -1,0 +1,106 @@
+"""What integrations share: plans for a step that is not ours, made anew as batches grow, and everything put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import planner
+from planner.integrations.budgeted_training import BudgetedTraining
+from planner.integrations.optional_packages import require
+from planner.training.dynamic_shapes import DynamicHandle
+from profiler.workload.workload import Workload
+
+WIDTH = 32
+
+
+class Loop:
+    """A framework's loop: dropout, its own counters, and an optimizer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        block = [nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)]
+        self.model = nn.Sequential(*[nn.Sequential(*[nn.Sequential(*block) for _ in range(2)]) for _ in range(4)])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.seen = 0
+
+    def step(self, batch: Tensor) -> Tensor:
+        self.seen += 1
+        loss = self.model(batch).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def workload(self, batch: Any) -> Workload:
+        return Workload(model=self.model, inputs=batch, step=lambda: self.step(batch), optimizer=self.optimizer)
+
+
+def trained(rows: list[int], training: BudgetedTraining | None = None, after: Callable[[], None] = lambda: None) -> Any:
+    loop = Loop()
+    batches = [torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(size)) for size in rows]
+    torch.manual_seed(1)
+    losses = []
+    for batch in batches:
+        if training is not None:
+            training.begin_step([batch], loop.workload)
+            training.begin_batch(batch)
+        losses.append(float(loop.step(batch)))
+        after()
+    return losses, loop
+
+
+@pytest.mark.slow
+def test_losses_counters_and_random_numbers_are_those_of_the_plain_loop():
+    expected, _ = trained([64, 64, 48])
+    numbers = torch.get_rng_state()
+    training = BudgetedTraining("70%", verify=False)
+    losses, loop = trained([64, 64, 48], training)
+    assert (losses, loop.seen) == (expected, 3)
+    assert torch.equal(torch.get_rng_state(), numbers)
+    facts = training.facts()
+    assert facts["predicted_peak_bytes"] <= facts["budget_bytes"] < facts["unplanned_peak_bytes"]
+    assert training.plan is not None and any(stage.decision != "keep" for stage in training.plan.stages)
+    training.remove()
+    training.remove()
+    assert planner.handle_of(loop.model) is None and training.facts() == {}
+
+
+@pytest.mark.slow
+def test_smaller_batches_keep_the_plan_and_a_larger_one_brings_plans_for_each_shape():
+    sizes = [64, 32, 128, 96, 128]
+    expected, _ = trained(sizes)
+    training, handles = BudgetedTraining("160KiB", verify=False), []
+    losses, _ = trained(sizes, training, lambda: handles.append(training.handle))
+    assert losses == expected
+    first, last = handles[0], handles[-1]
+    assert handles[1] is first and not isinstance(first, DynamicHandle)
+    assert isinstance(last, DynamicHandle) and handles[2] is last
+    assert sorted(status for status in last.statuses.values()) == ["interpolated", "profiled", "profiled"]
+    assert all(last.promised.values())
+    training.remove()
+
+
+@pytest.mark.slow
+def test_a_budget_that_no_plan_meets_is_refused_and_leaves_the_model_alone():
+    loop, training = Loop(), BudgetedTraining(1000, verify=False)
+    with pytest.raises(planner.Infeasible) as caught:
+        training.begin_step([torch.randn(64, WIDTH)], loop.workload)
+    assert caught.value.minimum_budget_bytes > 1000
+    assert planner.handle_of(loop.model) is None and loop.seen == 0 and not loop.optimizer.state
+
+
+@pytest.mark.parametrize("wrong", [{"budget": "much"}, {"budget": "1GiB", "limit": "much"}])
+def test_sizes_are_read_before_anything_is_built_on_them(wrong):
+    with pytest.raises(ValueError, match="expected a size"):
+        BudgetedTraining(**wrong)
+
+
+def test_a_missing_package_is_named_with_what_installs_it():
+    require("transformers", "torch")
+    with pytest.raises(ImportError, match="no no_such_package; pip install 'sublinear-planner\\[trl\\]'"):
+        require("trl", "torch", "no_such_package")
