@@ -7,12 +7,11 @@ from typing import Any
 
 import torch.distributed
 
-from planner.compiled.applying import apply
+from planner.distributed.collective import apply, profile
+from planner.distributed.solving import solve
 from planner.integrations.batch_signatures import BatchSignatures
 from planner.plans.offload_request import Offload, OffloadMode
 from planner.plans.plan import Plan
-from planner.plans.profiling import profile
-from planner.plans.solving import solve
 from planner.runtime.applier import Handle
 from planner.training.dynamic_shapes import DynamicHandle, apply_profiled
 from planner.training.verification import can_verify, verify as verified

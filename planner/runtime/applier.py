@@ -82,6 +82,11 @@ class Handle(Generic[AnyPlan]):
         if model is not None and _PLANNED.get(model) is self:
             del _PLANNED[model]
 
+    @property
+    def is_undone(self) -> bool:
+        """Whether somebody else has put the model's forward of before the plan back."""
+        return self._patches.is_undone
+
     def __enter__(self) -> Handle:
         return self
 
@@ -243,6 +248,8 @@ class PlannedCalls:
         step = None if self._bypassing is None else self._bypassing()
         if step is not None and self._inside:
             return step
+        if self._is_undone():
+            return None
         if self._lowered.transfers:
             warn_once(name, "it is called past the model's forward; nothing is sent to host memory, all is kept")
             return None
@@ -250,6 +257,22 @@ class PlannedCalls:
             step = self._begin(BatchCopies(None))
             self._bypassing = weakref.ref(step)  # Its graph holds it.
         return step
+
+    def _is_undone(self) -> bool:
+        """Whether the model's forward of before stands in the place of the planned one; the plan is taken off then."""
+        model = self._model()
+        handle = None if model is None else _PLANNED.get(model)
+        if handle is None or not handle.is_undone:
+            return False
+        handle.remove()
+        warnings.warn(
+            "planner.apply: expected the planned forward, got the one from before it (accelerate's unwrap_model with "
+            "keep_fp32_wrapper=False puts that back): the plan is taken off, everything is kept, and the peak is not "
+            "promised. Unwrap with keep_fp32_wrapper=True, or apply the plan after it",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return True
 
     def _acts(self) -> bool:
         """Whether a forward that begins now is one of training, which the plan is for."""

@@ -127,6 +127,20 @@ class ForwardPatches:
         self._undo.append((weakref.ref(module), before, weakref.ref(installed)))
         replace_forward(module, installed)
 
+    @property
+    def is_undone(self) -> bool:
+        """Whether somebody else has put one of the forwards from below in the place of the first wrapper's."""
+        if not self._undo:
+            return False
+        module_ref, _, installed_ref = self._undo[0]
+        module, below = module_ref(), installed_ref()
+        if module is None or below is None:
+            return module is not None
+        while (below := getattr(below, "__wrapped__", None)) is not None:
+            if getattr(below, "__func__", below) is getattr(module.forward, "__func__", module.forward):
+                return True
+        return False
+
     def remove(self) -> None:
         """Put every forward back as it was; calling it again does nothing."""
         while self._undo:

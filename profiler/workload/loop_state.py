@@ -49,11 +49,16 @@ def reached_from_loss(loss: Any) -> list[Any]:
     """The same for a loss; of a module, from what its modules hold as plain attributes, and from their forwards."""
     if not isinstance(loss, nn.Module):
         return reached_from(loss)
-    own = set(vars(nn.Module()))
-    held = [value for module in loss.modules() for name, value in vars(module).items() if name not in own]
+    held = _attributes_of(loss)
     return [
         item for each in [*held, *{type(module).forward for module in loss.modules()}] for item in reached_from(each)
     ]
+
+
+def _attributes_of(outermost: nn.Module) -> list[Any]:
+    """What its modules hold as plain attributes."""
+    own = set(vars(nn.Module()))
+    return [value for module in outermost.modules() for name, value in vars(module).items() if name not in own]
 
 
 def _referents(value: Any) -> Iterator[Any]:
@@ -131,6 +136,17 @@ def tensors_of(reached: list[Any]) -> list[Tensor]:
         elif not isinstance(value, (types.FunctionType, type)):
             tensors += tensors_in(value)
     return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def kept_by_modules(reached: list[Any]) -> list[Tensor]:
+    """Tensors that modules among what was reached keep as plain attributes."""
+    return [
+        t
+        for value in reached
+        if isinstance(value, nn.Module)
+        for each in _attributes_of(value)
+        for t in tensors_in(each)
+    ]
 
 
 def kept_by_nodes(outputs: list[Tensor]) -> list[Tensor]:

@@ -14,15 +14,21 @@ from profiler.workload.tensor_trees import tensors_in
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer that steps, where another one stands around it (accelerate's, which ``prepare`` returns)."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
 def given_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """One, several in a list or tuple, or none, as a tuple.
+    """One, several in a list or tuple, or none, as a tuple; each without what stands around it.
 
     Raises:
         ValueError: something else, an empty list, or the same one twice.
     """
     if optimizer is None:
         return ()
-    several = tuple(optimizer) if isinstance(optimizer, (tuple, list)) else (optimizer,)
+    several = tuple(map(inner_optimizer, optimizer if isinstance(optimizer, (tuple, list)) else (optimizer,)))
     wrong = next((each for each in several if not isinstance(each, torch.optim.Optimizer)), None)
     if wrong is not None:
         raise ValueError(
@@ -33,6 +39,12 @@ def given_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
         got = "an empty list" if not several else "the same one twice"
         raise ValueError(f"Workload: expected optimizers that differ, or None, got {got}; pass each once")
     return several
+
+
+def optimizers_in(reached: Iterable[Any]) -> list[torch.optim.Optimizer] | None:
+    """Those among what a step refers to, each once, without what stands around them; None where there are none."""
+    found = [inner_optimizer(each) for each in reached if isinstance(each, torch.optim.Optimizer)]
+    return list({id(each): each for each in found}.values()) or None
 
 
 def optimizer_names(optimizers: Iterable[torch.optim.Optimizer]) -> str:

@@ -9,10 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from profiler.workload.loop_state import kept_by_nodes, reached_from, reached_from_loss, tensors_of
+from profiler.workload.loop_state import kept_by_modules, kept_by_nodes, reached_from, reached_from_loss, tensors_of
 from profiler.workload.optimizers import (
     Optimizers,
     given_optimizers,
+    optimizers_in,
     scaler_tensors,
     stepped_parameters,
     wants_closure,
@@ -88,8 +89,7 @@ class Workload:
         self.inputs: Any = inputs
         self.own = None if step is None else OwnStep(step, model)
         self.loss = loss
-        found = [] if step is None else [o for o in reached_from(step) if isinstance(o, torch.optim.Optimizer)]
-        self.optimizer: Any = optimizer if optimizer is not None else found or None
+        self.optimizer: Any = optimizer if optimizer is not None or step is None else optimizers_in(reached_from(step))
         self.autocast = autocast_dtype(autocast)
         self.accumulate = accumulate
         check_update(self.optimizers, scaler, clip_norm)
@@ -167,7 +167,7 @@ class Workload:
         else:
             reached = reached_from((self._output, self._loss))
         held = tensors_of(reached)  # Caches are objects of many kinds.
-        return [*held, *kept_by_nodes(held)]
+        return [*held, *kept_by_modules(reached), *kept_by_nodes(held)]
 
     @property
     def held_loss(self) -> list[Tensor]:
@@ -222,8 +222,8 @@ class Workload:
         Args:
             on_phase: called at the begin of each phase: of ``forward`` once gradients are cleared, of ``backward``,
                 of ``optimizer`` (also where there is none), and of ``end``, when nothing is left but what the loop
-                holds. Where an optimizer evaluates the loss again, or a step of the user's own has several forwards,
-                also of each ``evaluation``, and of ``optimizer`` after it.
+                holds. Where an optimizer evaluates the loss again, or an own step has several forwards, also of each
+                ``evaluation``, and of ``optimizer`` after it.
             until: stop as this phase begins; the number is then none.
         """
 
@@ -233,11 +233,11 @@ class Workload:
             if phase == until:
                 raise _Stopped
 
-        with_gradients = [parameter.grad is not None for parameter in self.with_gradients()]
+        before = [(parameter.grad is not None, parameter.requires_grad) for parameter in self.with_gradients()]
         try:
             return self._whole(begin) if self.own is None else self._own(self.own, begin)
         except _Stopped:
-            self._stop(with_gradients)
+            self._stop(before)
             return float("nan")
         except BaseException:
             self.release()  # The graph of a step that failed would be there in the next.
@@ -270,10 +270,11 @@ class Workload:
                 "not refer to; pass optimizer=, or a list of them"
             )
 
-    def _stop(self, with_gradients: Sequence[bool]) -> None:
+    def _stop(self, before: Sequence[tuple[bool, bool]]) -> None:
         """A step was left in the middle: what is there between two steps is there again, of the same sizes."""
         self._output, self._loss = map_tensors(Tensor.detach, (self._output, self._loss))  # Their graph goes.
-        for parameter, had in zip(self.with_gradients(), with_gradients, strict=True) if self.own is not None else ():
+        for parameter, (had, trains) in zip(self.with_gradients(), before, strict=True) if self.own is not None else ():
+            parameter.requires_grad = trains  # A part of the step may freeze some, as a GAN's does.
             if not had:
                 parameter.grad = None
             elif parameter.grad is None:
@@ -361,9 +362,8 @@ class Workload:
         loss = self.loss(output) if self.loss is not None else own_loss(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             if not torch.is_grad_enabled():
-                raise ValueError(
-                    "Workload: expected gradients to be enabled, got no_grad or inference_mode; leave that context"
-                )
+                message = "expected gradients to be enabled, got no_grad or inference_mode; leave that context"
+                raise ValueError(f"Workload: {message}")
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
                 f"Workload: expected a scalar loss that requires grad, got {got}; "

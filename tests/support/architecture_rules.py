@@ -22,6 +22,7 @@ MOST_LINES = 400  # of one file
 SOLVER_LIBRARIES = {"numpy", "pulp", "highspy", "msgspec", "solvers"}  # and the standard library
 REGISTRIES = {"registry", "candidates", "offload_candidates"}
 TEST_FOLDERS = {"system", "support", "gpu", "benchmarks", "docs"}
+ONE_A_FRAMEWORK = {"MemoryBudgetCallback"}  # the same thing for each framework, derived from that one's own class
 FORBIDDEN_NAMES = {"profile.py", "utils.py", "helpers.py"}
 
 
@@ -272,8 +273,9 @@ def one_meaning_of_a_name(root: Path) -> Iterator[str]:
     """A public class, or an alias of a type, is defined once; an alias may stand again where it is the same."""
     definitions: dict[str, dict[str, str]] = {}
     for path in sources(root):
-        place = str(path.relative_to(root))
         for name, definition in public_types(path):
+            in_a_framework = name in ONE_A_FRAMEWORK and path.parent.name == "integrations"
+            place = str((path.parent if in_a_framework else path).relative_to(root))
             definitions.setdefault(name, {})[place] = definition or place
     for name, places in definitions.items():
         if len(set(places.values())) > 1:

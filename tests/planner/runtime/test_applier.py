@@ -8,6 +8,7 @@ import functools
 import gc
 import itertools
 import pickle
+import types
 import weakref
 from typing import Any
 
@@ -54,6 +55,21 @@ def test_two_plans_at_once_are_refused() -> None:
     with planner.apply(work.model, plan), pytest.raises(ValueError, match="remove"):
         planner.apply(work.model, plan)
     planner.apply(work.model, plan).remove()
+
+
+@pytest.mark.slow
+def test_a_plan_whose_forward_somebody_replaced_by_the_one_of_before_is_taken_off_and_said() -> None:
+    """As accelerate's unwrap_model(keep_fp32_wrapper=False) does: the stages alone would be half a plan."""
+    expected, work = workload("plain"), workload("plain")
+    losses = [expected.step() for _ in range(2)]
+    planner.apply(work.model, smallest_plan(workload("plain")))
+    got = [work.step()]
+    work.model.forward = types.MethodType(type(work.model).forward, work.model)
+    with pytest.warns(RuntimeWarning, match=r"the plan is taken off.*keep_fp32_wrapper=True"):
+        got.append(work.step())
+    assert got == losses
+    assert planner.handle_of(work.model) is None
+    assert [name for name, module in work.model.named_modules() if "forward" in module.__dict__] == [""]
 
 
 @pytest.mark.slow

@@ -53,6 +53,34 @@ def test_several_optimizers_step_as_one_after_the_other() -> None:
     assert_equal(model, other)
 
 
+class Around(torch.optim.Optimizer):
+    """As accelerate's optimizer: it passes everything on to another one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.optimizer.step(closure)
+
+
+def test_an_optimizer_around_another_one_means_the_inner_one() -> None:
+    model = stack()
+    inner = torch.optim.Adam(model.parameters(), 0.01)
+    around, schedule = Around(inner), torch.optim.lr_scheduler.StepLR(inner, 10)
+
+    def step() -> None:
+        squares(model(batch())).backward()
+        around.step()
+        model.zero_grad()
+        schedule.step()
+
+    assert Workload(model=model, inputs=batch(), loss=squares, optimizer=around).optimizers == (inner,)
+    work = Workload(model=model, step=step)
+    assert work.optimizers == (inner,)  # The schedule refers to it, too.
+    planner.profile(work)
+    assert not inner.state
+
+
 def test_a_step_that_one_of_several_optimizers_left_out_is_no_whole_step() -> None:
     model = stack(2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)

@@ -209,6 +209,35 @@ def test_everything_that_the_step_refers_to_is_as_before() -> None:
     assert optimizer.param_groups[0]["lr"] == 1e-3
 
 
+class Two(nn.Module):
+    """As a GAN: the part that does not step is frozen meanwhile; it also keeps a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Blocks(), Blocks()
+        self.kept = torch.zeros(1000)
+
+
+def test_a_step_that_freezes_one_of_two_networks_after_the_other_is_profiled() -> None:
+    torch.manual_seed(0)
+    both, x = Two(), torch.randn(BATCH, WIDTH)
+    parts = (both.first, both.second)
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in parts]
+
+    def step() -> None:
+        for optimizer, other in zip(optimizers, parts[::-1], strict=True):
+            other.requires_grad_(False)
+            loss = both.second(both.first(x)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            other.requires_grad_(True)
+
+    profile = planner.profile(Workload(model=both.first, step=step))
+    assert all(parameter.requires_grad for parameter in both.parameters())
+    assert profile.resident.loop >= 4000  # What the module around the model keeps.
+
+
 def test_an_optimizer_that_the_step_does_not_refer_to_is_refused_before_it_steps() -> None:
     model, x, optimizer = made()
     hidden = torch.optim.SGD(model.parameters(), lr=1.0)
