@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch._C import _autograd, _profiler
 
+from profiler.measurement.device_memory import MEMORY, AllocatorEvent, AllocatorEvents
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS, geometry_of, tensor_over
 from profiler.records import Phase
 from profiler.workload.compiled_forwards import leave_uncompiled
@@ -101,34 +101,6 @@ def time_meter(device: torch.device) -> Meter:
     return _CudaTimeMeter(device) if device.type == "cuda" else _CpuTimeMeter()
 
 
-class AllocatorEvents:
-    """Records what the CPU's allocator takes and gives back, and what ``torch.profiler.record_function`` marks.
-
-    Args:
-        ops: record ops as well.
-
-    ``torch.profiler`` itself records every op as well, which takes a tenth of a step's time and, in one of some
-    thousands of ops, 100 MiB that a process may not have.
-    """
-
-    def __init__(self, *, ops: bool = False) -> None:
-        self._scopes = set() if ops else {_profiler.RecordScope.USER_SCOPE}  # none: all of them
-
-    def start(self) -> None:
-        """Begin; raises RuntimeError where the process is profiled already."""
-        config = _profiler.ProfilerConfig(
-            _profiler.ProfilerState.KINETO, False, True, False, False, False, _profiler._ExperimentalConfig()
-        )
-        activities = {_profiler.ProfilerActivity.CPU}
-        _autograd._prepare_profiler(config, activities)
-        enable: Any = _autograd._enable_profiler  # torch's own description of it has no scopes
-        enable(config, activities, self._scopes)
-
-    def stop(self) -> list[Any]:
-        """The events, in any order."""
-        return _autograd._disable_profiler().events()
-
-
 class _CpuMemoryMeter:
     """Counts from the allocator's events.
 
@@ -199,30 +171,21 @@ def _moved(tensors: list[Tensor]) -> list[_Moved]:
     return [_Moved(list(together.values())) for together in by_storage.values()]
 
 
-def _cumulated(events: list[Any], marks: list[Mark], resident_bytes: int) -> MarkedPhases:
-    """Cumulate the ``[memory]`` events of the CPU allocator between marks, in time order."""
-    timed = sorted(filter(_is_wanted, events), key=lambda event: event.start_ns())
+def _cumulated(events: list[AllocatorEvent], marks: list[Mark], resident_bytes: int) -> MarkedPhases:
+    """Cumulate the changes of the CPU allocator between marks, in time order."""
     phases: MarkedPhases = []
     mark, start, peak, live = None, resident_bytes, resident_bytes, resident_bytes
-    for event in timed:
-        name = event.name()
-        if name == "[memory]":
+    for event in events:
+        if event.name == MEMORY:
             if mark is not None:
-                live += event.nbytes()
+                live += event.change_bytes
                 peak = max(peak, live)
-            continue
-        if mark is not None:
-            phases.append((mark, Phase(start_bytes=start, peak_bytes=peak, end_bytes=live)))
-        mark, start, peak = marks[int(name.removeprefix(_EVENT))], live, live
+        elif event.name.startswith(_EVENT):
+            if mark is not None:
+                phases.append((mark, Phase(start_bytes=start, peak_bytes=peak, end_bytes=live)))
+            mark, start, peak = marks[int(event.name.removeprefix(_EVENT))], live, live
     assert mark is not None
     return [*phases, (mark, Phase(start_bytes=start, peak_bytes=peak, end_bytes=live))]
-
-
-def _is_wanted(event: Any) -> bool:
-    name = event.name()
-    if name == "[memory]":
-        return event.device_type() == torch.autograd.DeviceType.CPU
-    return name.startswith(_EVENT)
 
 
 class _CudaMemoryMeter:
