@@ -18,7 +18,7 @@ from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.compiled_models import CompiledCalls, made_compiled, module_named
 from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.cuda_link import CudaCopyEngine
-from planner.runtime.given_arguments import check_sharded, given_model, given_plan
+from planner.runtime.given_arguments import given_model, given_plan
 from planner.runtime.kept_runs import Deviations
 from planner.runtime.loop_watch import LoopWatch, is_metered
 from planner.runtime.plan_checks import (
@@ -82,7 +82,6 @@ def apply(model: nn.Module, plan: Plan | str | Path, *, watch: bool | None = Non
     """
     model, plan = inner_model(given_model(model)), given_plan(plan)
     check_unplanned(model)
-    check_sharded(model, plan)
     check_no_checkpointing(model, "apply")
     _check_model(model, plan)
     _check_types(model, plan)

@@ -14,7 +14,7 @@ import torch
 from profiler.measurement.alike_stages import alike
 from profiler.measurement.joined_phases import PhasesOfMark, extended, highest, joined
 from profiler.measurement.meter import Mark, Place
-from profiler.measurement.stage_probe import StageTensor
+from profiler.measurement.stage_marks import StageTensor
 from profiler.measurement.stage_reruns import RerunTimes
 from profiler.records import (
     LeftOutRecord,
@@ -32,6 +32,7 @@ from profiler.trace.stage_names import parents_of
 from profiler.trace.step_record import Call, Op, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
 from profiler.workload.precision import precision_of
+from profiler.workload.sharded_units import units_of
 from profiler.workload.storages import distinct_bytes
 from profiler.workload.workload import Workload
 from profiler.workload.wrapped_models import class_name, inner_model
@@ -47,6 +48,7 @@ class Measured:
     input_deaths: dict[StageTensor, Mark]
     output_deaths: dict[StageTensor, Mark]
     late_releases: list[tuple[int, int, Mark]]
+    gathered_bytes: dict[int, int]
     seconds: dict[Mark, float]
     step_seconds: list[float]
     dropped_memory: PhasesOfMark
@@ -258,7 +260,13 @@ class _Assembly:
         forward, backward, dropped = self._phases(place)
         rerun, reason = m.reruns[k], self._reason(k, m.reruns[k])
         marks = m.memory.get(Mark("forward", place), [])
-        last_save_peak = max((phase.peak_bytes for phase in marks[:-1]), default=forward.start_bytes)
+        gathered_bytes = 0
+        if k in m.gathered_bytes:  # In its backward its parameters are there before it runs again.
+            gathered_bytes = marks[1].start_bytes + m.gathered_bytes[k] - marks[0].start_bytes
+            marks = marks[1:]
+        until_saved = marks if units_of(stage.call.module).inside else marks[:-1]
+        first_bytes = forward.start_bytes + gathered_bytes
+        last_save_peak = max((phase.peak_bytes for phase in until_saved), default=first_bytes)
         record = StageRecord(
             name=stage.name,
             kind="stage",
@@ -268,7 +276,8 @@ class _Assembly:
             dropped=dropped,
             # It is a part of that forward; a longer time can only be noise.
             recompute_seconds=min(rerun.seconds, dropped.seconds),
-            recompute_peak_bytes=last_save_peak - forward.start_bytes,
+            recompute_peak_bytes=last_save_peak - first_bytes,
+            gathered_bytes=gathered_bytes,
             links=stage.links,
             recomputable=not reason,
             reason=reason,

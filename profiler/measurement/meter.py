@@ -7,7 +7,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -224,6 +224,40 @@ class _CudaMemoryMeter:
         torch.cuda.synchronize(self._device)
         self._end()
         return self._phases
+
+
+class WithoutGathers:
+    """A memory meter whose forwards begin and end without the buffers of parameters that were gathered.
+
+    ``fully_shard`` gives those of one unit back as the next one is called, whatever is kept in between: they are a part
+    of a phase's peak and not of what it leaves.
+
+    Args:
+        meter: of the bytes.
+        in_flight_bytes: tells the bytes of such buffers now.
+    """
+
+    def __init__(self, meter: Meter, in_flight_bytes: Callable[[], int]) -> None:
+        self._meter, self._in_flight_bytes = meter, in_flight_bytes
+        self._taken: list[int] = []
+
+    def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
+        self._meter.start(mark, warm_up)
+        self._note(mark)
+
+    def mark(self, mark: Mark) -> None:
+        self._meter.mark(mark)
+        self._note(mark)
+
+    def stop(self) -> MarkedPhases:
+        phases, taken = self._meter.stop(), [*self._taken, 0]
+        return [
+            (mark, replace(phase, start_bytes=phase.start_bytes - before, end_bytes=phase.end_bytes - after))
+            for (mark, phase), before, after in zip(phases, taken, taken[1:], strict=False)
+        ]
+
+    def _note(self, mark: Mark) -> None:
+        self._taken.append(self._in_flight_bytes() if mark.phase == "forward" else 0)
 
 
 class NoMeter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,20 @@ from profiler.workload.workload import OnPhase, StepPhase, Workload
 leave_uncompiled(__name__)
 
 StageCall = tuple[nn.Module, int]  # a module, and how many calls of it come before
+StageTensor = tuple[int, int]  # a stage, and which of the tensors that go into it, or come out of it
 AnyStep = TypeVar("AnyStep", bound="MarkedStep")
+
+
+class PlainStep(Protocol):
+    """What a step that keeps everything shows under the memory meter; the attributes are those of ``SavingStep``."""
+
+    phases: MarkedPhases
+    input_deaths: dict[StageTensor, Mark]
+    output_deaths: dict[StageTensor, Mark]
+    late_releases: list[tuple[int, int, Mark]]
+    gathered_bytes: dict[int, int]
+    held: set[StageTensor]
+    varied: list[str]
 
 
 class StepProbe:

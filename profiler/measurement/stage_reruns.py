@@ -183,11 +183,12 @@ def _timed(first: FirstRun, device: torch.device) -> float:
         check.saw(tensor)
         return True
 
-    _synchronize(device)
-    begin = time.perf_counter()
-    rerun_until_saved(first.call, first.state, args, kwargs, len(first.saved), saw)
-    _synchronize(device)
-    return time.perf_counter() - begin
+    with first.state.units.gathered():  # Before its backward they are there.
+        _synchronize(device)
+        begin = time.perf_counter()
+        rerun_until_saved(first.call, first.state, args, kwargs, len(first.saved), saw)
+        _synchronize(device)
+        return time.perf_counter() - begin
 
 
 def _synchronize(device: torch.device) -> None:
