@@ -73,6 +73,8 @@ class StageRecord:
             forward, since the loss does not depend on it.
         gathered_bytes: that its parameters take as they are gathered in its forward, the buffer included; they are
             there when its backward begins.
+        unit_bytes: of the parameters that it gathers in its forward, gives back, and gathers again before its backward.
+        gather_seconds: of doing so once, beside nothing else.
         behind_peak_bytes, dropped_behind_peak_bytes: above those at the start of its forward, while ops without
             gradients ran behind it outside of stages, which count as its own; 0 where there are none.
     """
@@ -110,6 +112,8 @@ class StageRecord:
     calls: int = 0
     late_releases: tuple[tuple[int, int], ...] = ()
     gathered_bytes: Bytes = 0
+    unit_bytes: Bytes = 0
+    gather_seconds: Seconds = 0.0
     behind_peak_bytes: Bytes = 0
     dropped_behind_peak_bytes: Bytes = 0
 

@@ -32,7 +32,7 @@ from profiler.trace.stage_names import parents_of
 from profiler.trace.step_record import Call, Op, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
 from profiler.workload.precision import precision_of
-from profiler.workload.sharded_units import units_of
+from profiler.workload.sharded_units import given_back_bytes, units_of
 from profiler.workload.storages import distinct_bytes
 from profiler.workload.workload import Workload
 from profiler.workload.wrapped_models import class_name, inner_model
@@ -259,6 +259,8 @@ class _Assembly:
         m, stage, place = self._measured, self._measured.stages[k], Place("stage", k)
         forward, backward, dropped = self._phases(place)
         rerun, reason = m.reruns[k], self._reason(k, m.reruns[k])
+        calls = sum(call.module is stage.call.module for call in m.trace.calls)
+        unit_bytes = given_back_bytes(stage.call.module) if calls == 1 else 0
         marks = m.memory.get(Mark("forward", place), [])
         gathered_bytes = 0
         if k in m.gathered_bytes:  # In its backward its parameters are there before it runs again.
@@ -278,13 +280,15 @@ class _Assembly:
             recompute_seconds=min(rerun.seconds, dropped.seconds),
             recompute_peak_bytes=last_save_peak - first_bytes,
             gathered_bytes=gathered_bytes,
+            unit_bytes=unit_bytes,
+            gather_seconds=rerun.gather_seconds if unit_bytes else 0.0,
             links=stage.links,
             recomputable=not reason,
             reason=reason,
             remedy=remedy_for(stage.call) or rerun.remedy if reason else "",
             menu=m.menu_of[k],
             parents=parents_of(m.trace, stage.call),
-            calls=sum(call.module is stage.call.module for call in m.trace.calls),
+            calls=calls,
         )
         return self._with_bytes(k, _with_call(record, stage.call))
 

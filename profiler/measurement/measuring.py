@@ -215,7 +215,9 @@ class Measuring:
         ]
         typical = [
             replace(
-                each[0], seconds=statistics.median(one.seconds / pace for one, pace in zip(each, paces, strict=True))
+                each[0],
+                seconds=statistics.median(one.seconds / pace for one, pace in zip(each, paces, strict=True)),
+                gather_seconds=statistics.median(one.gather_seconds for one in each),
             )
             for each in zip(*reruns, strict=True)
         ]

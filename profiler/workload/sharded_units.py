@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, distributed, nn
 
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.storages import allocated_bytes, storage_key
+from profiler.workload.storages import allocated_bytes, in_blocks, storage_key
 
 leave_uncompiled(__name__)
 
@@ -41,6 +41,41 @@ def end_of_step(model: nn.Module) -> None:
 def unsharded_tensors(model: nn.Module) -> list[Tensor]:
     """Where the parameters lie while they are gathered: the same storages in every step, without memory in between."""
     return [tensor for group in _groups(states_in(model)) for param in group.fsdp_params for tensor in _gathers(param)]
+
+
+def given_back_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters that a unit gathers for its forward and gives back after it; 0 where it keeps them.
+
+    Only of a unit of one module that shards over all ranks again can be said that it gathers once more in backward.
+    """
+    state = _state_of(module) if _is_used() else None
+    if state is None or state._modules != (module,) or not all(map(_gives_back, state._fsdp_param_groups)):
+        return 0
+    gathers = [tensor for group in _groups([state]) for param in group.fsdp_params for tensor in _gathers(param)]
+    return sum(in_blocks(tensor.numel() * tensor.element_size(), tensor.device) for tensor in gathers)
+
+
+def keep_gathered(module: nn.Module) -> Callable[[], None]:
+    """Have a unit keep its parameters from forward to backward; the returned function undoes it.
+
+    Raises:
+        ValueError: it is no unit that gives them back.
+    """
+    state = _state_of(module) if _is_used() else None
+    if state is None or state._modules != (module,) or not all(map(_gives_back, state._fsdp_param_groups)):
+        raise ValueError("expected a module under fully_shard that reshards after forward")
+    groups = [(weakref.ref(group), group.post_forward_mesh_info) for group in _groups([state])]
+    of_root, reference = state._auto_reshard_after_forward, weakref.ref(state)
+    module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
+
+    def undo() -> None:
+        if (owner := reference()) is not None:
+            owner._auto_reshard_after_forward = of_root
+        for group, mesh_info in groups:
+            if (alive := group()) is not None:
+                alive.post_forward_mesh_info = mesh_info
+
+    return undo
 
 
 def mesh_tensors(model: nn.Module) -> list[Tensor]:
@@ -270,6 +305,11 @@ def _state_of(module: nn.Module) -> Any:
 
 def _groups(states: Iterable[Any]) -> list[Any]:
     return [group for state in states for group in state._fsdp_param_groups]
+
+
+def _gives_back(group: Any) -> bool:
+    """Whether it shards over all ranks again after forward."""
+    return group.post_forward_mesh_info is not None and group.post_forward_mesh_info == group.mesh_info
 
 
 def _owners(param: Any) -> tuple[nn.Module, ...]:
