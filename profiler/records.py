@@ -73,6 +73,7 @@ class StageRecord:
             forward, since the loss does not depend on it.
         gathered_bytes: that its parameters take as they are gathered in its forward, the buffer included; they are
             there when its backward begins.
+        copied_bytes: of a copy of other stages' gradients that may be there as its backward begins.
         unit_bytes: of the parameters that it gathers in its forward, gives back, and gathers again before its backward.
         gather_seconds: of doing so once, beside nothing else.
         behind_peak_bytes, dropped_behind_peak_bytes: above those at the start of its forward, while ops without
@@ -112,6 +113,7 @@ class StageRecord:
     calls: int = 0
     late_releases: tuple[tuple[int, int], ...] = ()
     gathered_bytes: Bytes = 0
+    copied_bytes: Bytes = 0
     unit_bytes: Bytes = 0
     gather_seconds: Seconds = 0.0
     behind_peak_bytes: Bytes = 0

@@ -231,7 +231,8 @@ class _UnsharedTimeline:
 
         That is its output, where the loop or another stage holds it, and what is hidden from saved-tensor hooks.
         """
-        return max(first_run_bytes, self.random_state_bytes) + self.residue(k)
+        copied_bytes = self.profile.stages[k].copied_bytes
+        return max(first_run_bytes, self.random_state_bytes) + self.residue(k) + copied_bytes
 
 
 def _released_cast_bytes(profile: Profile) -> int:

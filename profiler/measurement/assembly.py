@@ -49,6 +49,7 @@ class Measured:
     output_deaths: dict[StageTensor, Mark]
     late_releases: list[tuple[int, int, Mark]]
     gathered_bytes: dict[int, int]
+    copied_bytes: dict[int, int]
     seconds: dict[Mark, float]
     step_seconds: list[float]
     dropped_memory: PhasesOfMark
@@ -279,6 +280,7 @@ class _Assembly:
             # It is a part of that forward; a longer time can only be noise.
             recompute_seconds=min(rerun.seconds, dropped.seconds),
             recompute_peak_bytes=last_save_peak - first_bytes,
+            copied_bytes=m.copied_bytes.get(k, 0),
             gathered_bytes=gathered_bytes,
             unit_bytes=unit_bytes,
             gather_seconds=rerun.gather_seconds if unit_bytes else 0.0,

@@ -47,6 +47,7 @@ class ComposedStep:
     output_deaths: dict[StageTensor, Mark] = field(default_factory=dict)
     late_releases: list[tuple[int, int, Mark]] = field(default_factory=list)
     gathered_bytes: dict[int, int] = field(default_factory=dict)
+    copied_bytes: dict[int, int] = field(default_factory=dict)
     held: set[StageTensor] = field(default_factory=set)
     varied: list[str] = field(default_factory=list)
 
@@ -342,6 +343,7 @@ class FrugalProbe(StageProbe):
             step = steps[rep]
             if rep in step.gathered_bytes:
                 plain.gathered_bytes[k] = step.gathered_bytes[rep]
+            plain.copied_bytes[k] = step.copied_bytes.get(rep, 0)
             plain.held |= {(k, number) for stage, number in step.held if stage == rep}
             plain.varied += [self.stages[k].name for name in step.varied if name == self.stages[rep].name]
             for stage, size_bytes, mark in step.late_releases:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from profiler.measurement.alike_stages import alike
 from profiler.measurement.assembly import Measured
 from profiler.measurement.joined_phases import PhasesOfMark, by_mark, typical_seconds
-from profiler.measurement.meter import Mark, MarkedPhases, Meter, WithoutGathers, memory_meter, time_meter
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, ShardedMemoryMeter, memory_meter, time_meter
 from profiler.measurement.option_steps import OptionSteps
 from profiler.measurement.stage_marks import PlainStep
 from profiler.measurement.stage_options import OptionGroup, ProposeChoices, grouped, steps_for, take_turns
@@ -25,7 +25,7 @@ from profiler.trace.stage_names import StateChoices, names_unseen
 from profiler.trace.step_record import Trace
 from profiler.trace.step_trace import trace_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
-from profiler.workload.sharded_units import in_flight_bytes, states_in
+from profiler.workload.sharded_units import states_in
 from profiler.workload.snapshot import RandomState
 from profiler.workload.steps import (
     Result,
@@ -112,6 +112,7 @@ class Measuring:
             output_deaths=saving.output_deaths,
             late_releases=saving.late_releases,
             gathered_bytes=saving.gathered_bytes,
+            copied_bytes=saving.copied_bytes,
             seconds=typical_seconds(steps),
             step_seconds=[sum(phase.seconds for _, phase in step) for step in steps],
             dropped_memory=by_mark(dropping.phases),
@@ -164,7 +165,7 @@ class Measuring:
     def _memory_meter(self) -> Meter:
         meter = memory_meter(self._device, self._resident.total, self._state)
         units = states_in(self._workload.model)
-        return WithoutGathers(meter, lambda: in_flight_bytes(units)) if units else meter
+        return ShardedMemoryMeter(meter, units) if units else meter
 
     def _step(self, what: str, run: Callable[[], Result]) -> Result:
         """Run a whole step, again where the scaler leaves the optimizer out."""

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -17,6 +17,7 @@ from profiler.measurement.device_memory import MEMORY, AllocatorEvent, Allocator
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS, geometry_of, tensor_over
 from profiler.records import Phase
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.sharded_units import copied_by_threads_bytes, in_flight_bytes, latest_reduction
 from profiler.workload.steps import TensorsOfState, resident_bytes_of
 from profiler.workload.storages import has_storage, storage_key
 from profiler.workload.workload import OnPhase, StepPhase, Workload
@@ -226,38 +227,60 @@ class _CudaMemoryMeter:
         return self._phases
 
 
-class WithoutGathers:
-    """A memory meter whose forwards begin and end without the buffers of parameters that were gathered.
+_LETTING_GO_SECONDS = 2e-3  # gloo's threads need far less where a core is free
 
-    ``fully_shard`` gives those of one unit back as the next one is called, whatever is kept in between: they are a part
-    of a phase's peak and not of what it leaves.
+
+class ShardedMemoryMeter:
+    """A memory meter for models under ``fully_shard``: what its buffers add to a phase, and to the peak by chance.
+
+    Forwards begin and end without the buffers in which parameters were gathered: one unit's are given back as the next
+    is called, whatever is kept in between, and are a part of the peak alone. A copy of what was reduced may be there
+    until something is gathered again, or not: peaks have it.
 
     Args:
         meter: of the bytes.
-        in_flight_bytes: tells the bytes of such buffers now.
+        states: of the units.
     """
 
-    def __init__(self, meter: Meter, in_flight_bytes: Callable[[], int]) -> None:
-        self._meter, self._in_flight_bytes = meter, in_flight_bytes
+    def __init__(self, meter: Meter, states: Sequence[Any]) -> None:
+        self._meter, self._states = meter, states
         self._taken: list[int] = []
+        self._perhaps: list[int] = []
+        self._reduced: weakref.ref[Tensor] | None = None
 
     def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
         self._meter.start(mark, warm_up)
         self._note(mark)
 
     def mark(self, mark: Mark) -> None:
-        self._meter.mark(mark)
         self._note(mark)
+        if self._perhaps[-1]:
+            time.sleep(_LETTING_GO_SECONDS)  # It counts as there from here on: it should not be there as well.
+        self._meter.mark(mark)
 
     def stop(self) -> MarkedPhases:
         phases, taken = self._meter.stop(), [*self._taken, 0]
         return [
-            (mark, replace(phase, start_bytes=phase.start_bytes - before, end_bytes=phase.end_bytes - after))
-            for (mark, phase), before, after in zip(phases, taken, taken[1:], strict=False)
+            (mark, _moved_by(phase, begin, perhaps, end))
+            for (mark, phase), perhaps, (begin, end) in zip(
+                phases, self._perhaps, itertools.pairwise(taken), strict=True
+            )
         ]
 
     def _note(self, mark: Mark) -> None:
-        self._taken.append(self._in_flight_bytes() if mark.phase == "forward" else 0)
+        in_flight = in_flight_bytes(self._states)
+        self._taken.append(in_flight if mark.phase == "forward" else 0)
+        reduced = latest_reduction(self._states)
+        if reduced is not None and (self._reduced is None or self._reduced() is not reduced):
+            self._reduced = weakref.ref(reduced)
+            self._perhaps.append(copied_by_threads_bytes(self._states))
+        else:
+            self._perhaps.append(0 if in_flight or reduced is None else self._perhaps[-1])
+
+
+def _moved_by(phase: Phase, begin: int, perhaps: int, end: int) -> Phase:
+    start_bytes, end_bytes = phase.start_bytes - begin, phase.end_bytes - end
+    return replace(phase, start_bytes=start_bytes, peak_bytes=phase.peak_bytes + perhaps, end_bytes=end_bytes)
 
 
 class NoMeter:

@@ -22,7 +22,7 @@ from profiler.recomputation.selective_call import SelectiveCall
 from profiler.trace.partition import ChosenStage
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import Forward
-from profiler.workload.sharded_units import in_flight_bytes, states_in, told_when_gathered
+from profiler.workload.sharded_units import copied_by_threads_bytes, in_flight_bytes, states_in, told_when_gathered
 from profiler.workload.storages import allocated_bytes, has_storage, storage_key
 from profiler.workload.tensor_parts import sizes_of
 from profiler.workload.tensor_trees import device_of, map_tensors, tensors_in
@@ -111,6 +111,7 @@ class SavingStep(MarkedStep):
         late_releases: stages and bytes of what they saved and what went in a later forward, and in which one.
         gathered_bytes: by stage that is a unit of ``fully_shard``, the buffer that its parameters were gathered in. Its
             second interval begins when they are there.
+        copied_bytes: by stage, of a copy of other gradients that may be there as its backward begins.
     """
 
     def __init__(self, probe: StageProbe, meter: Meter) -> None:
@@ -120,6 +121,7 @@ class SavingStep(MarkedStep):
         self.varied: list[str] = []
         self.late_releases: list[tuple[int, int, Mark]] = []
         self.gathered_bytes: dict[int, int] = {}
+        self.copied_bytes: dict[int, int] = {}
         self._saved_storages: dict[int, tuple[int, int, weakref.ref[Any]]] = {}  # with stage and bytes
         self._saved: dict[int, list[weakref.ref[Tensor]]] = {}
         self.input_deaths: dict[StageTensor, Mark] = {}
@@ -137,6 +139,9 @@ class SavingStep(MarkedStep):
             self._release(key)
         if mark.phase != "forward":
             self._saved_storages.clear()
+        place = mark.place if mark.phase == "backward" else None
+        if place is not None and place.kind == "stage" and not in_flight_bytes(self._units):
+            self.copied_bytes.setdefault(place.index, copied_by_threads_bytes(self._units))
         if self._now.phase == "backward" and self._now.place is not None and self._now.place.kind == "stage":
             k = self._now.place.index
             self.held |= {(k, n) for n, saved in enumerate(self._saved.pop(k, ())) if saved() is not None}

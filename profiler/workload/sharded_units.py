@@ -95,6 +95,25 @@ def in_flight_bytes(states: Iterable[Any]) -> int:
     return sum(map(allocated_bytes, storages.values()))
 
 
+def latest_reduction(states: Iterable[Any]) -> Tensor | None:
+    """What the gradients of the last unit that went backward were laid out in to be reduced, as long as it is held."""
+    for state in states:
+        held = state._comm_ctx.__dict__.get("reduce_scatter_states")
+        return held[-1].reduce_scatter_input if held else None
+    return None
+
+
+def copied_by_threads_bytes(states: Iterable[Any]) -> int:
+    """Bytes of a copy of it that gloo's threads may still hold: they let go of it when they come to it."""
+    reduced = latest_reduction(states)
+    return 0 if reduced is None or reduced.device.type != "cpu" else reduced.untyped_storage().nbytes()
+
+
+def ends_unit(node: Any) -> bool:
+    """Whether an autograd node is the one at which a unit's gradients are reduced."""
+    return node.name() == "RegisterPostBackwardFunctionBackward"
+
+
 # Its hooks -------------------------------------------------------------------
 
 
