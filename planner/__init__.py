@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from planner.capacity.batch_limits import Limit as Limit, MaxBatch as MaxBatch, NoBatch as NoBatch
     from planner.capacity.batch_search import max_batch as max_batch
     from planner.capacity.levers import Combination as Combination, Lever as Lever
-    from planner.compiled.applying import apply as apply
     from planner.compiled.budget_backend import BudgetBackend as BudgetBackend, backend as backend
+    from planner.distributed.collective import apply as apply, measure as measure, profile as profile
+    from planner.distributed.rank_failures import RankError as RankError
+    from planner.distributed.solving import solve as solve
     from planner.explain.state_table import (
         ModelStates as ModelStates,
         StateRow as StateRow,
@@ -26,10 +28,8 @@ if TYPE_CHECKING:
     from planner.plans.offload_request import Offload as Offload
     from planner.plans.pareto_curves import pareto as pareto
     from planner.plans.plan import Plan as Plan, PlannedStage as PlannedStage
-    from planner.plans.profiling import profile as profile
     from planner.plans.refusals import Infeasible as Infeasible, NothingFound as NothingFound
     from planner.plans.rules import Rule as Rule, Rules as Rules
-    from planner.plans.solving import solve as solve
     from planner.plans.stated_plan import state as state
     from planner.runtime.applier import (
         Handle as Handle,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from planner.training.verification import Verification as Verification, verify as verify
     from profiler.capture.joint_graph import CaptureError as CaptureError
     from profiler.graph_profile import GraphProfile as GraphProfile
-    from profiler.measurement.step_measurement import Measurement as Measurement, measure as measure
+    from profiler.measurement.step_measurement import Measurement as Measurement
     from profiler.recomputation.functions import recompute as recompute
     from profiler.records import Profile as Profile
     from profiler.workload.steps import ProfileError as ProfileError
@@ -60,18 +60,18 @@ _NAMES = {
     "planner.capacity.batch_limits": "Limit MaxBatch NoBatch",
     "planner.capacity.batch_search": "max_batch",
     "planner.capacity.levers": "Combination Lever",
+    "planner.distributed.collective": "apply measure profile",
+    "planner.distributed.rank_failures": "RankError",
+    "planner.distributed.solving": "solve",
     "planner.explain.state_table": "ModelStates StateRow model_states",
-    "planner.compiled.applying": "apply",
     "planner.compiled.budget_backend": "BudgetBackend backend",
     "planner.plans.graph_plan": "GraphPlan",
     "planner.plans.lowering": "UnsupportedPlan",
     "planner.plans.offload_request": "Offload",
     "planner.plans.pareto_curves": "pareto",
     "planner.plans.plan": "Plan PlannedStage",
-    "planner.plans.profiling": "profile",
     "planner.plans.rules": "Rule Rules",
     "planner.plans.refusals": "Infeasible NothingFound",
-    "planner.plans.solving": "solve",
     "planner.plans.stated_plan": "state",
     "planner.runtime.applier": "Handle PlanMismatch handle_of",
     "planner.training.checkpointing": "auto_checkpoint",
@@ -81,7 +81,7 @@ _NAMES = {
     "planner.training.oom_report": "FailureReport",
     "planner.training.training": "OutOfMemory TrainingRun train_planned",
     "planner.training.verification": "Verification verify",
-    "profiler.measurement.step_measurement": "Measurement measure",
+    "profiler.measurement.step_measurement": "Measurement",
     "profiler.recomputation.functions": "recompute",
     "profiler.capture.joint_graph": "CaptureError",
     "profiler.graph_profile": "GraphProfile",

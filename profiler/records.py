@@ -202,8 +202,8 @@ class SharedRecord:
 class ResidentBytes:
     """Bytes that are there before the step begins and after it ends.
 
-    ``buffers``: also other tensors that modules keep as attributes from step to step. ``loop``: what the loop holds of
-    the step before, the output and the loss, until those of the next take their place.
+    ``buffers``: also other tensors that modules keep from step to step, as attributes or as buckets of gradients.
+    ``loop``: what the loop holds of the step before, the output and the loss, until those of the next take their place.
     ``other_parameters``: of the loss, and those of the optimizer that are not the model's (master copies, say).
     """
 

@@ -12,9 +12,9 @@ from planner.capacity.predicted_limits import PredictedLimits
 from planner.capacity.scaling import IncompatibleProfiles, ProfileScaling
 from planner.capacity.size_profiles import PerSizeProfiles, scaling_over, with_size
 from planner.capacity.smallest_size import SearchStart, doubling_steps, search_start
+from planner.distributed.collective import profile
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
-from planner.plans.profiling import profile
 from planner.plans.refusals import Infeasible
 from planner.plans.solving import plan_with_headroom, quick_plan, why_no_offload
 from planner.runtime.step_trial import Build, release

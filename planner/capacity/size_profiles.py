@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from planner.capacity.scaling import ProfileScaling, flow_of, whole_at
-from planner.plans.profiling import profile
+from planner.distributed.collective import profile
 from planner.runtime.step_trial import Build, has_room, release
 from profiler.measurement import profiling
 from profiler.measurement.device_memory import ran_out

@@ -86,7 +86,7 @@ def profile_command(
     stated = None if rules is None else Rules.load(rules)  # refused before anything is measured
     if limit is not None:
         parse_bytes(limit)
-    from planner.plans.profiling import profile
+    from planner.distributed.collective import profile
 
     if graph:
         _profile_graph(target, settings, device, output, others=bool(stages or rules or limit or states or ops))
@@ -112,7 +112,7 @@ def _profile_graph(
     target: str, settings: list[str] | None, device: str | None, output: Path | None, *, others: bool
 ) -> None:
     from planner.cli.graph_tables import graph_profile_report
-    from planner.plans.profiling import profile
+    from planner.distributed.collective import profile
 
     if others:
         raise ValueError(
@@ -222,7 +222,7 @@ def compare_command(
     """Apply every solver's plan for one budget in turn: predicted and measured peaks and times side by side."""
     from planner.cli import documents
     from planner.cli.tables import comparison_report
-    from planner.plans.profiling import profile
+    from planner.distributed.collective import profile
     from planner.plans.refusals import Infeasible
     from planner.training.solver_comparison import compare_solvers
 

@@ -10,11 +10,11 @@ import typer
 
 from planner.cli import documents, tables
 from planner.cli.shell import NO_PLAN, check_folder, note, say_written, show, show_json, working
+from planner.distributed.collective import profile
+from planner.distributed.solving import solve
 from planner.plans.given_sources import plan_from_file
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
-from planner.plans.profiling import profile
-from planner.plans.solving import solve
 from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
 from planner.training.oom_report import FailureReport, failure_text
 from planner.training.training import OutOfMemory, TrainingRun, train_planned

@@ -32,33 +32,7 @@ def apply(
     watch: bool | None = None,
     backend: Backend = "eager",
 ) -> Handle[Any]:
-    """Install ``plan`` on ``model``, in place and reversibly.
-
-    Only ``forward`` is wrapped, of the model and of recomputed stages: the module tree, names, state_dict and hooks
-    stay as they are. The plan acts in training mode with gradients enabled; under ``no_grad`` and in eval mode the
-    model runs as without it. A plan of single ops is compiled, as by ``torch.compile``, at the first training step.
-
-    Args:
-        model: the model that was profiled, or one with the same stages; also where it was compiled, or wrapped by
-            DistributedDataParallel or fully_shard since.
-        plan: from ``planner.solve`` or ``Plan.load``, or the path of its file.
-        watch: take the peak of the first steps, and say once where it is above the budget, by how much and what holds
-            it. None does so on CUDA, where it is free; on the CPU the profiler runs for two steps. That a loop holds
-            gradients or outputs which the plan does not count on is said in any case. Plans of stages only.
-        backend: of a plan of single ops: ``"eager"`` runs the ops as they are; ``"inductor"`` has Inductor compile
-            them, faster and with a peak near the predicted one: ``planner.verify`` finds a plan that is within its
-            budget then. It needs a C++ compiler on the CPU.
-
-    Returns:
-        A handle with ``remove()``; also a context manager.
-
-    Raises:
-        PlanMismatch: stage names, parameter shapes, types or ops differ. So says the model's forward where it runs
-            under another autocast or with other shapes than the profiled step, or its parameters have become others.
-        UnsupportedPlan: the plan's schedule cannot be carried out.
-        ValueError: another plan is applied already, an argument is of another kind, the file is no plan,
-            checkpointing of the model's own is switched on, or there is no such backend.
-    """
+    """What ``planner.apply`` does in each process; arguments and errors are as there."""
     _check_name(backend)
     if isinstance(plan, (str, Path)):
         plan = plan_from_file(plan)

@@ -48,37 +48,7 @@ def profile(
     graph: bool = False,
     progress: Progress | None = None,
 ) -> Profile | GraphProfile:
-    """Measure one training step of a workload on the device it is on.
-
-    Runs about ten steps, and with ``menus`` about eight more, in which stages
-    keep a choice of what they save: every option that a plan may use has been
-    measured. Parameters, buffers, gradients, optimizer states, random
-    states and train/eval flags are as before afterwards, also after an exception.
-
-    Args:
-        workload: the training step; its model in training mode.
-        stages: None to find stages automatically; otherwise module names,
-            glob patterns or module classes.
-        menus: measure options inside stages; without, a stage is kept or recomputed as a whole.
-        rules: a plan stated by hand, or the path of its file: what it says of ops inside stages is measured as well,
-            so that ``planner.state`` can predict it.
-        limit: bytes (``"8GiB"``) that no step of profiling takes more than, for a step that does not fit: a few stages
-            are kept at a time while the others run again, and what a plain step takes is put together from that
-            (``Profile.frugal``). Without one, profiling does so by itself where a plain step runs out of memory.
-        graph: profile forward and backward as one graph of single ops, by torch.compile, instead of as stages. The
-            plan then says of every op when it runs. The step has to fit, and takes no other argument beside.
-        progress: called as ``progress(what, done, total)`` before each run.
-
-    Returns:
-        The profile: bytes as exact integers, seconds as medians.
-
-    Raises:
-        CaptureError: ``graph`` of a forward that is no single graph; a ValueError.
-        ProfileError: the step fails, does not fit in any way, or the model is in eval mode or planned.
-        StagesError: a stage pattern matches nothing, or the step calls the model more than once.
-        ChoiceError: a rule names what is not there, or an op that must not run again.
-        ValueError: rules that cannot be read.
-    """
+    """What ``planner.profile`` does in one process, which measures by itself; arguments and errors are as there."""
     check_workload(workload, "profile")
     if graph:
         if stages is not None or rules is not None or limit is not None:

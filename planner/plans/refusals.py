@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from planner.units import format_bytes, format_seconds
 from profiler.records import LeftOutRecord
@@ -40,6 +42,10 @@ class NoPlan(ValueError):
 
     def __post_init__(self) -> None:
         super().__init__(self._message())
+
+    def __reduce__(self) -> Any:
+        attributes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return functools.partial(type(self), **attributes), ()
 
     def _message(self) -> str:
         raise NotImplementedError

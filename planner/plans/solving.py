@@ -73,29 +73,7 @@ def solve(
     gap: float | None = None,
     reshard: Reshard = "profiled",
 ) -> Plan | GraphPlan:
-    """Choose what to keep, recompute and offload so that the step's true peak stays within ``budget``.
-
-    Args:
-        profile: a Profile, of stages or of a graph (``planner.profile(..., graph=True)``), or the path of its file.
-        budget: bytes, ``"8GiB"``, ``"512MiB"`` or ``"70%"`` of the unplanned peak.
-        solver: a name of ``solvers.solver_names()``, of a graph one of ``solvers.graph_solver_names()``.
-        time_limit_seconds: for solvers that search (``ilp``, ``auto``, and all for graphs; with a link a graph's plan
-            takes several searches, each of so long).
-        offload: ``"auto"`` (where the profile has a link to host memory), ``"never"``, ``"only"``, or an ``Offload``
-            that says how fast the link is and how much the host may hold.
-        headroom: of the budget, what is left to the device's allocator: bytes, or ``"5%"`` of the budget.
-        gap: of a graph: the search ends this close to the bound, a share; None for 0.001.
-        reshard: of stages that are units of ``fully_shard``, whether they give their parameters back after forward:
-            ``"profiled"``, as they did then, or ``"solve"``: some may keep them, for one gather less.
-
-    Returns:
-        The plan, replayed in exact bytes, with its bound; of a graph's profile a GraphPlan.
-
-    Raises:
-        Infeasible: nothing fits; carries the smallest feasible budget.
-        ValueError: no profile, unknown solver, a budget or headroom that does not parse, or offloading demanded where
-            nothing can be sent.
-    """
+    """What ``planner.solve`` does in the process that solves; arguments and errors are as there."""
     profile = profile_of_either_kind(profile, "solve")
     budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
     offload_request = offload_from(offload)

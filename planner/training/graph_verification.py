@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from planner.compiled.applying import Backend, apply
+from planner.compiled.applying import Backend
+from planner.distributed.collective import apply, measure, profile as profiled
+from planner.distributed.solving import solve
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.graph_solving import first_difference
 from planner.plans.offload_request import link_record
-from planner.plans.profiling import profile as profiled
 from planner.plans.refusals import NoPlan, NothingFound
-from planner.plans.solving import solve
 from planner.runtime.applier import PlanMismatch, check_precision
 from planner.runtime.plan_checks import check_device, check_inputs
 from planner.units import counted, format_bytes
 from profiler.graph_profile import GraphProfile
-from profiler.measurement.step_measurement import measure
 from profiler.workload.workload import Workload
 
 

@@ -9,15 +9,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from planner.compiled.applying import apply
+from planner.distributed.collective import apply, measure
+from planner.distributed.solving import solve
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.plans.refusals import NoPlan
-from planner.plans.solving import COMPARE_SECONDS, solve
+from planner.plans.solving import COMPARE_SECONDS
 from profiler.graph_profile import GraphProfile
 from profiler.measurement.measuring import Progress
 from profiler.measurement.meter import metered, time_meter
-from profiler.measurement.step_measurement import Measurement, measure
+from profiler.measurement.step_measurement import Measurement
 from profiler.records import Profile
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import first_step

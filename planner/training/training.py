@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from planner.compiled.applying import apply
+from planner.distributed.collective import apply, measure
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.runtime.applier import check_precision
@@ -18,7 +18,7 @@ from planner.training.oom_diagnosis import report_of, stop_of
 from planner.training.oom_recovery import StepRollback, smaller_plan, wanted_bytes
 from planner.training.oom_report import FailureReport, Stop, failure_text
 from profiler.measurement.device_memory import give_back_freed_memory, is_short, ran_out
-from profiler.measurement.step_measurement import Measurement, measure
+from profiler.measurement.step_measurement import Measurement
 from profiler.workload.workload import Workload
 
 

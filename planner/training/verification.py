@@ -7,17 +7,21 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import overload
 
 from planner.compiled.applying import Backend
+from planner.distributed.collective import apply
+from planner.distributed.ranks import together
 from planner.explain.measured_step import Places
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan, chain_in
 from planner.plans.solving import following, replan
-from planner.runtime.applier import apply, check_precision
+from planner.runtime.applier import check_precision
 from planner.runtime.plan_checks import check_device, check_inputs
 from planner.training.graph_verification import GraphVerification, verify_graph_plan
 from planner.training.solver_comparison import seconds_in_turns
+from profiler.agreement import agreed, largest, made_by_first
 from profiler.graph_profile import GraphProfile
 from profiler.measurement.joined_phases import typical_seconds
 from profiler.measurement.meter import Mark, MarkedPhases, Place, time_meter
@@ -151,13 +155,18 @@ def verify(
         return verify_graph_plan(
             workload, plan, backend=backend, profile=profile, solver=solver, time_limit_seconds=time_limit_seconds
         )
+    with together("verify"):
+        return _verified(workload, plan, solver, time_limit_seconds)
+
+
+def _verified(workload: Workload, plan: Plan, solver: str, time_limit_seconds: float | None) -> Verification:
     _check(workload, plan)
     rounds: list[VerifiedRound] = []
     candidates = [plan]
     with preserved(workload):
         randomness = RandomState.capture()
         while True:
-            plain, planned = _in_turns(workload, candidates[-1], randomness)
+            plain, planned = largest(_in_turns(workload, candidates[-1], randomness))
             chain, corrections = corrected(
                 candidates[-1], [typical_seconds([run]) for run in plain], [typical_seconds([run]) for run in planned]
             )
@@ -171,8 +180,9 @@ def verify(
                     corrections=corrections,
                 )
             )
-            again = replan(
-                same, plan.budget_bytes - plan.headroom_bytes, solver=solver, time_limit_seconds=time_limit_seconds
+            left_bytes = plan.budget_bytes - plan.headroom_bytes
+            again = made_by_first(
+                partial(replan, same, left_bytes, solver=solver, time_limit_seconds=time_limit_seconds)
             )
             known = [candidate.schedule for candidate in candidates]
             if again.schedule in known or len(rounds) == ROUNDS:
@@ -181,7 +191,7 @@ def verify(
     best = candidates[0]
     if len(candidates) > 1:
         seconds = seconds_in_turns(workload, {str(number): each for number, each in enumerate(candidates)})
-        best = candidates[int(min(seconds, key=lambda number: seconds[number]))]
+        best = candidates[agreed(int(min(seconds, key=lambda number: seconds[number])))]
     return Verification(
         plan=following(best, chain, lower_bound_seconds=again.lower_bound_seconds), rounds=tuple(rounds)
     )

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from profiler.agreement import agreed, gathered, largest
 from profiler.measurement.device_memory import trim_heap
 from profiler.measurement.frugal_steps import FrugalDroppingForward, FrugalSavingStep, FrugalStep, Kept, SharedStorages
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, NoMeter, Place
@@ -121,7 +122,7 @@ class FrugalProbe(StageProbe):
         Else one in so many that stages run about twice again, or more, down to one.
         """
         count = len(self.stages)
-        resident_bytes = resident_bytes_of(self.workload).total
+        resident_bytes = max(gathered(resident_bytes_of(self.workload).total))
         distances = [1, *(math.isqrt(count) << doubled for doubled in range(count.bit_length()))]
         for distance in (each for each in distances if each < count):
             held = range(0, count, distance)
@@ -192,13 +193,15 @@ class FrugalProbe(StageProbe):
             return
         kept = self._kept((), ())
         lean = self.ran(lambda each: FrugalSavingStep(self, each, self.shared, kept), make_meter())
-        self._check(_with_more(lean.phases, {}), "runs every stage again")
-        self._freed_in = {
+        phases = largest(lean.phases)
+        self._check(_with_more(phases, {}), "runs every stage again")
+        freed_in = {
             k: min(mark.place.index, last)
             for (k, leaf), mark in lean.input_deaths.items()
             if mark.place is not None and mark.phase == "forward" and leaf in self.shared.boundary_links(k)
         }
-        self._windows = self._divided(lean.phases)
+        self._freed_in = agreed(freed_in)
+        self._windows = self._divided(phases)
 
     def _divided(self, lean: MarkedPhases) -> list[range]:
         """As few windows as have room for what is handed on in each, and for one stage's own."""
@@ -281,7 +284,7 @@ class FrugalProbe(StageProbe):
 
         self._find_windows(make_meter)
         windows = [self._counted(ran(self._kept((), self._boundaries_of(window)))) for window in self._windows]
-        self._bases = [each.phases for each in windows]
+        self._bases = [largest(each.phases) for each in windows]  # They say which steps follow.
         for window, phases in zip(self._windows, self._bases, strict=True):
             self._check(_with_more(phases, {}), "runs every stage again", self._boundaries_of(window))
         base = self._base_of(self._bases)

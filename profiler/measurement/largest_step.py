@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from profiler.agreement import agreed, any_rank, first_failure
 from profiler.trace.drawn_values import DrawnValues, Number, Site, read_instead
 from profiler.trace.step_trace import first_forward
 from profiler.workload.compiled_forwards import leave_uncompiled, uncompiled
@@ -79,8 +80,10 @@ class _Search:
         self._choices: dict[Site, tuple[Number, ...]] = {}
         self._seen: list[DrawnStep] = []
         first = self._run(DrawnStep(randomness=randomness))
+        self._choices = agreed(self._choices)
+        self._seen.append(first)
         self.largest = first
-        self._host_moved = randomness.host_differs()
+        self._host_moved = any_rank(randomness.host_differs())
 
     def vary_reads(self) -> None:
         """Try each value at all places together, then at each place by itself; new places may turn up meanwhile."""
@@ -99,27 +102,33 @@ class _Search:
         calls, randomness = self.largest.calls, self.largest.randomness
         levels = sorted(range(LEVELS), key=lambda level: level not in (0, LEVELS - 1))
         for number, level in enumerate(levels):
-            if number == 2 and all(step.calls == calls for step in self._seen[-2:]):
+            if number == 2 and not any_rank(any(step.calls != calls for step in self._seen[-2:])):
                 return
             self._try(replace(self.largest, randomness=randomness.with_host_numbers(level)))
 
     def needed_beside_the_largest(self) -> list[DrawnStep]:
         """As few of the steps that were tried as run, with the largest, all modules that any of them ran."""
         missing = {module for step in self._seen for module, _ in step.calls} - {m for m, _ in self.largest.calls}
-        needed: list[DrawnStep] = []
-        for step in sorted(self._seen, key=lambda step: -len(step.calls)):
+        needed: list[int] = []
+        for number, step in sorted(enumerate(self._seen), key=lambda pair: -len(pair[1].calls)):
             ran = {module for module, _ in step.calls}
             if missing & ran:
-                needed.append(step)
+                needed.append(number)
                 missing -= ran
-        return needed
+        return [self._seen[number] for number in agreed(needed)]
 
     def _try(self, step: DrawnStep) -> None:
+        run, raised = None, None
         try:
             run = self._run(step)
-        except Exception:  # noqa: BLE001 - user code runs here; numbers at which it fails are none it draws.
+        except Exception as error:  # noqa: BLE001 - user code runs here; numbers at which it fails are none it draws.
+            raised = error
+        failed = first_failure("" if raised is None else "failed", raised)
+        self._choices = agreed(self._choices)
+        if run is None or failed:
             return
-        if run.size > self.largest.size:
+        self._seen.append(run)
+        if agreed(run.size > self.largest.size):
             self.largest = run
 
     def _run(self, step: DrawnStep) -> DrawnStep:
@@ -151,9 +160,7 @@ class _Search:
             hook.remove()
         self._choices.update(following.choices)
         saved_bytes = sum(saved.values())
-        run = replace(step, calls=frozenset(calls), saved_bytes=saved_bytes)
-        self._seen.append(run)
-        return run
+        return replace(step, calls=frozenset(calls), saved_bytes=saved_bytes)
 
 
 def _kept(saved: Tensor | None) -> Tensor:

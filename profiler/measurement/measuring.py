@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from profiler.agreement import agreed, any_rank, gathered, largest
 from profiler.measurement.alike_stages import alike
 from profiler.measurement.assembly import Measured
 from profiler.measurement.joined_phases import PhasesOfMark, by_mark, typical_seconds
@@ -91,7 +92,10 @@ class Measuring:
         with self._probe(trace, stages) as probe:
             saving = self._saving_step(probe)
             memory = by_mark(saving.phases)
-            groups = grouped(uncompiled_trace, uncompiled_stages, alike(uncompiled_stages), memory, propose, state)
+            # They depend on seconds and bytes, and say which steps are to come.
+            groups = agreed(
+                grouped(uncompiled_trace, uncompiled_stages, alike(uncompiled_stages), memory, propose, state)
+            )
             self._begin("memory, nothing kept")
             dropping = probe.dropping_forward(self._memory_meter(), hold_all=False)
             steps, dropped_seconds, reruns = self._time_in_turns(probe, stages)
@@ -103,7 +107,7 @@ class Measuring:
             varied = list(dict.fromkeys([*saving.varied, *dropping.varied]))
             if not varied and len(probe.nodes_of_steps) > 1:
                 varied = [""]
-            kept_twice = kept_by_hooks(trace, stages, saving.held & dropping.hidden)
+            kept_twice = set().union(*gathered(kept_by_hooks(trace, stages, saving.held & dropping.hidden)))
         return Measured(
             trace=trace,
             stages=stages,
@@ -182,7 +186,9 @@ class Measuring:
         trace = self._traced()
         if sum(call.parent < 0 for call in trace.calls) > 1:
             raise StagesError(SEVERAL_CALLS)
-        return trace, choose_stages(trace, patterns)
+        stages = choose_stages(trace, patterns)
+        largest([stage.name for stage in stages])  # They have to be the same.
+        return trace, stages
 
     def _traced(self) -> Trace:
         return uncompiled(trace_step)(self._workload) if self._compiled else trace_step(self._workload)
@@ -244,5 +250,5 @@ class Measuring:
         steps = OptionSteps(probe, memory, self._memory_meter, self._randomness, self._report, timed)
         steps.check(groups, propose)
         menus = steps.measure(groups, self._late_in_training)
-        self._late_phases = steps.late_phases if self._workload.stepped else []
+        self._late_phases = [] if any_rank(not self._workload.stepped) else steps.late_phases
         return menus

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 
+from profiler.agreement import first_failure, gathered
+from profiler.largest_values import merged_largest
 from profiler.measurement.joined_phases import PhasesOfMark, by_mark
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, time_meter
 from profiler.measurement.option_costs import Costs
@@ -98,13 +100,21 @@ class OptionSteps:
         self._report("check, options")
         self._randomness.restore()
         selected = {k: Selection.of(families[k].ops, rerun) for k, rerun in reruns.items()}
+        wrong_ops: dict[int, set[int]] = {}
+        raised: RuntimeError | None = None
         try:
-            checked = self._probe.selective_step(time_meter(self._device), selected, check=True)
-        except RuntimeError:
+            wrong_ops = self._probe.selective_step(time_meter(self._device), selected, check=True).wrong_ops
+        except RuntimeError as error:
             # So torch refuses. An op that cannot run again is met once more where choices are measured, and named
             # there. If there was no room for all that is kept and made again at once, choices stay unchecked.
+            raised = error
+        if first_failure("refused" if raised is not None else "", raised):
             return {}
-        return {families[k].family: at_fault(families[k].ops, reruns[k], o) for k, o in checked.wrong_ops.items()}
+        on_all = [(k, ops) for of_rank in gathered(wrong_ops) for k, ops in of_rank.items()]
+        wrong: dict[int, set[int]] = {}
+        for k, ops in on_all:
+            wrong.setdefault(families[k].family, set()).update(at_fault(families[k].ops, reruns[k], ops))
+        return wrong
 
     def measure(
         self, groups: Sequence[OptionGroup], late_in_training: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -121,6 +131,8 @@ class OptionSteps:
             return [menu for group in groups for menu in self.measure([group])]
         if isinstance(costs, str):
             return [MenuRecord(ops=group.ops, reason=costs) for group in groups]
+        costs = merged_largest(gathered(costs), {"freed_bytes": min})
+        self._diverged = set().union(*gathered(self._diverged))
         diverged = {group.family for group in groups if self._diverged & set(group.members)}
         return [
             _menu(group, group_costs, _DIVERGED if group.family in diverged else "")
@@ -131,6 +143,13 @@ class OptionSteps:
         self, groups: Sequence[OptionGroup], late_in_training: Callable[[], AbstractContextManager[None]]
     ) -> list[list[ChoiceCost]] | str:
         """The costs by group and choice; or why a step failed."""
+        costs, raised = self._own_costs(groups, late_in_training)
+        return first_failure(costs if isinstance(costs, str) else "", raised) or costs
+
+    def _own_costs(
+        self, groups: Sequence[OptionGroup], late_in_training: Callable[[], AbstractContextManager[None]]
+    ) -> tuple[list[list[ChoiceCost]] | str, Exception | None]:
+        """As this rank has measured them, with the error of a step that failed."""
         costs, families = Costs(groups, self._plain), families_of(groups)
         keeping = {k: (number, KEEP) for number, family in enumerate(families) for k in family.members}
         for step in self._timed:
@@ -149,8 +168,8 @@ class OptionSteps:
                     timed = self._step(time_meter(self._device), families, assignment, marks_ops=True)
                     costs.add_seconds(assignment, by_mark(timed.phases), timed.reran)
         except Exception as error:  # noqa: BLE001 - user code runs here; whatever it raises, the choice cannot be used.
-            return f"running it with a choice of what to keep fails: {type(error).__name__}: {error}"
-        return costs.finish()
+            return f"running it with a choice of what to keep fails: {type(error).__name__}: {error}", error
+        return costs.finish(), None
 
     def _step(
         self, meter: Meter, groups: Sequence[OptionGroup], assignment: Assignment, *, marks_ops: bool = False

@@ -10,6 +10,7 @@ from torch import nn
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place
 from profiler.measurement.stage_marks import MarkedStep, StepProbe
 from profiler.workload.workload import Workload
+from profiler.workload.wrapped_models import inner_model
 
 
 class PlannedProbe(StepProbe):
@@ -29,7 +30,8 @@ class PlannedProbe(StepProbe):
     def __init__(
         self, workload: Workload, stages: Sequence[tuple[str, int]], again: Mapping[int, Sequence[int]] | None = None
     ) -> None:
-        positions = {(workload.model.get_submodule(name), call): k for k, (name, call) in enumerate(stages)}
+        model = inner_model(workload.model)
+        positions = {(model.get_submodule(name), call): k for k, (name, call) in enumerate(stages)}
         super().__init__(workload, positions, compile_safe=False)
         self.again = again or {}
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from profiler.agreement import agreed, is_together, largest
 from profiler.measurement.assembly import assemble
 from profiler.measurement.device_memory import (
     RoomWatch,
@@ -94,7 +95,8 @@ def profile(
         try:
             return _profiled(workload, request, ProgressReporter(progress), None)
         except ProfileError as error:
-            if not ran_out(error) or is_compiled(workload.model):
+            # Where others wait in this step for a rank that ran out, there is no other step for all of them.
+            if not ran_out(error) or is_compiled(workload.model) or is_together():
                 raise
         give_back_freed_memory(workload.device)
         limit_bytes = int(SHARE_OF_ROOM * room_bytes(workload.device)) + resident_bytes_of(workload).total
@@ -217,12 +219,12 @@ def _choose_forward(workload: Workload, state: TensorsOfState, *, frugal: bool) 
     if own is None or own.forwards < 2:
         return
     if frugal:  # Of those with the largest batch the last, which finds gradients there.
-        own.measured = max(range(own.forwards), key=lambda number: (own.input_elements[number], number))
+        own.measured = agreed(max(range(own.forwards), key=lambda number: (own.input_elements[number], number)))
         return
     own.measured = -1
     meter = memory_meter(workload.device, resident_bytes_of(workload).total, state)
     phases = metered_step(
         workload, meter, Mark, lambda phase, _: meter.mark(Mark(phase)), warm_up=lambda: workload.step()
     )
-    peaks = [phase.peak_bytes for begun, phase in phases if begun == Mark("evaluation")]
-    own.measured = max(range(own.forwards), key=lambda number: (peaks[number], number))
+    peaks = largest([phase for begun, phase in phases if begun == Mark("evaluation")])
+    own.measured = max(range(own.forwards), key=lambda number: (peaks[number].peak_bytes, number))

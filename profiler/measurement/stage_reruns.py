@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiler.agreement import any_rank, first_failure, gathered
 from profiler.measurement.stage_probe import FirstRun
 from profiler.recomputation.module_rerun import rerun_keeping, rerun_until_saved
 from profiler.recomputation.recompute_checks import EscapedTensors
@@ -92,7 +93,7 @@ def rerun_stages(
             if not known[k].failure and kind not in first_of:
                 first_of[kind] = _timed(first, device)
             reruns.append(known[k] if known[k].failure else first_of[kind])
-        elif first.input_changed():
+        elif any_rank(first.input_changed()):
             reruns.append(RerunTimes(failure=_CHANGED_AFTERWARDS))
         elif kind in first_of and not first_of[kind].failure:
             reruns.append(first_of[kind])
@@ -126,8 +127,9 @@ class RerunsAtOnce:
 
     def finished(self) -> list[RerunTimes]:
         """Of each stage, once the forward is over."""
+        changed = set().union(*gathered({k for k in range(len(self._kinds)) if self._changed(k)}))
         return [
-            RerunTimes(failure=_CHANGED_AFTERWARDS) if self._changed(position) else self._reruns[position]
+            RerunTimes(failure=_CHANGED_AFTERWARDS) if position in changed else self._reruns[position]
             for position in range(len(self._kinds))
         ]
 
@@ -137,11 +139,13 @@ class RerunsAtOnce:
 
 
 def _rerun(first: FirstRun, device: torch.device, *, compiled: bool) -> RerunTimes:
+    timed, raised = RerunTimes(), None
     try:
         failure = _why_not_the_same(first, device, compiled=compiled)
-        return replace(_timed(first, device), failure=failure)
+        timed = _timed(first, device)
     except Exception as error:  # noqa: BLE001 - user code runs here; whatever it raises, it cannot be run twice.
-        return RerunTimes(failure=f"running it a second time fails: {error}")
+        failure, raised = f"running it a second time fails: {error}", error
+    return replace(timed, failure=first_failure(failure, raised))
 
 
 def _why_not_the_same(first: FirstRun, device: torch.device, *, compiled: bool) -> str:

@@ -25,6 +25,7 @@ class Measurement:
             ``peak_bytes`` is fragmentation and rounding. None on the CPU, which has no such allocator.
         faulted_bytes: that the system had to hand over, cleared, in one step, since the C library's allocator had given
             them back: the fewest of the steps. None on other devices.
+        rank_peak_bytes: where several ranks measured together, the peak of each; ``peak_bytes`` is the highest.
     """
 
     peak_bytes: int
@@ -33,18 +34,11 @@ class Measurement:
     loss: float
     reserved_bytes: int | None = None
     faulted_bytes: int | None = None
+    rank_peak_bytes: tuple[int, ...] = ()
 
 
 def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
-    """Measure one training step as it runs now, with whatever plan is applied.
-
-    The workload is left as it was found. Runs one step to warm up, one under
-    the memory meter and ``repeats`` timed ones.
-
-    Raises:
-        ProfileError: the step fails.
-        ValueError: ``repeats`` is below one.
-    """
+    """What ``planner.measure`` does in each process; arguments and errors are as there."""
     check_workload(workload, "measure")
     if repeats < 1:
         raise ValueError(f"measure: expected repeats of at least 1, got {repeats}; pass a whole number")

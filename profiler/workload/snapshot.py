@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from profiler.workload.gradient_buckets import buckets_restored
 from profiler.workload.host_numbers import host_states
 from profiler.workload.loop_state import bindings_of, reached_from, tensors_of
 from profiler.workload.ready_models import check_ready
@@ -120,6 +121,9 @@ def remember_modules(modules: Mapping[nn.Module, str], back: Restoring) -> None:
     for module, name in modules.items():
         back.remember(f"what is registered in {name}", lambda m=module: _registered(m))
         back.remember(f"attributes of {name}", lambda m=module: Attributes([m], _OF_MODULES, known).restore)
+    for module, name in modules.items():  # They are made of what is put back until here.
+        if (anew := buckets_restored(module)) is not None:
+            back.add(f"the buckets of {name}", anew)
 
 
 def _held(tensor: Tensor, memory: TensorMemory) -> Callable[[], object]:

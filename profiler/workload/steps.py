@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from profiler.agreement import any_rank
 from profiler.records import ResidentBytes
+from profiler.workload.gradient_buckets import bucket_bytes, buckets_change
 from profiler.workload.optimizers import (
     fill_history,
     optimizer_tensors,
@@ -65,11 +67,14 @@ def first_step(workload: Workload, run: Callable[[OnPhase], object] | None = Non
     run = run or workload.step
     if workload.own is not None:
         checked_step(workload, lambda: run(_ignore))
+        if buckets_change(workload.model):
+            checked_step(workload, lambda: run(_ignore))
         return
     watch = _UnknownOptimizers(workload)
     checked_step(workload, lambda: run(watch.note))
     watch.check()
-    if any(map(wants_closure, workload.optimizers)):  # The second step is the first that has a history.
+    # The second step is the first that has a history, and the last that makes buckets anew.
+    if any(map(wants_closure, workload.optimizers)) or buckets_change(workload.model):
         checked_step(workload, lambda: run(_ignore))
     fill_history(workload.optimizers)
     workload.zero_grad()
@@ -150,7 +155,7 @@ def until_stepped(workload: Workload, run: Callable[[], Result]) -> Result:
     """
     for _ in range(SKIPPED_STEPS):
         result = run()
-        if workload.stepped:
+        if not any_rank(not workload.stepped):
             return result
     raise ProfileError(
         f"profile: expected finite gradients once the loss scale is small enough, got inf or NaN in {SKIPPED_STEPS} "
@@ -179,6 +184,7 @@ def resident_bytes_of(workload: Workload) -> ResidentBytes:
     of_model = {id(parameter) for parameter in model.parameters()}
     meshes = [tensor for tensor in mesh_tensors(model) if tensor.device.type == workload.device.type]
     buffers = distinct_bytes([*_buffers(workload), *meshes]) + distinct_bytes(kept_in_attributes(workload))
+    buffers += bucket_bytes(workload.model)
     return ResidentBytes(
         parameters=distinct_bytes(model.parameters()),
         buffers=buffers,

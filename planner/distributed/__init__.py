@@ -1,0 +1,1 @@
+"""Planning on several ranks: each measures, one solves, all do the same."""

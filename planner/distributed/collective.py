@@ -1,0 +1,176 @@
+"""Profiling, applying and measuring on several ranks: each measures, all know the worst, and all do the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from torch import nn
+
+from planner.compiled import applying
+from planner.compiled.applying import Backend
+from planner.distributed.alike_steps import check_alike
+from planner.distributed.merging import merged_measurement, merged_profile
+from planner.distributed.ranks import current_ranks
+from planner.plans import profiling
+from planner.plans.given_sources import plan_from_file
+from planner.plans.graph_plan import GraphPlan
+from planner.plans.plan import Plan
+from planner.plans.rules import Rule, Rules
+from planner.runtime.applier import Handle
+from profiler.graph_profile import GraphProfile
+from profiler.measurement import step_measurement
+from profiler.measurement.measuring import Progress
+from profiler.measurement.step_measurement import Measurement
+from profiler.records import Profile
+from profiler.trace.partition import StagePattern
+from profiler.workload.steps import check_workload
+from profiler.workload.workload import Workload
+
+
+@overload
+def profile(workload: Workload, *, graph: Literal[True], progress: Progress | None = ...) -> GraphProfile: ...
+
+
+@overload
+def profile(
+    workload: Workload,
+    *,
+    stages: Sequence[StagePattern] | None = ...,
+    menus: bool = ...,
+    rules: Rules | Rule | Sequence[Rule] | str | Path | None = ...,
+    limit: str | int | None = ...,
+    graph: Literal[False] = ...,
+    progress: Progress | None = ...,
+) -> Profile: ...
+
+
+def profile(workload: Workload, **settings: Any) -> Profile | GraphProfile:
+    """Measure one training step of a workload on the device it is on.
+
+    Runs about ten steps, and with ``menus`` about eight more, in which stages
+    keep a choice of what they save: every option that a plan may use has been
+    measured. Parameters, buffers, gradients, optimizer states, random
+    states and train/eval flags are as before afterwards, also after an exception.
+
+    Where ``torch.distributed`` is initialised for several ranks, all of them call this, each with its own part of the
+    batch: each measures, and all get the profile of the worst rank, with the largest bytes and seconds of any.
+
+    Args:
+        workload: the training step; its model in training mode.
+        stages: None to find stages automatically; otherwise module names,
+            glob patterns or module classes.
+        menus: measure options inside stages; without, a stage is kept or recomputed as a whole.
+        rules: a plan stated by hand, or the path of its file: what it says of ops inside stages is measured as well,
+            so that ``planner.state`` can predict it.
+        limit: bytes (``"8GiB"``) that no step of profiling takes more than, for a step that does not fit: a few stages
+            are kept at a time while the others run again, and what a plain step takes is put together from that
+            (``Profile.frugal``). Without one, profiling does so by itself where a plain step runs out of memory, but
+            not on several ranks: there a step that runs out on one breaks off on all.
+        graph: profile forward and backward as one graph of single ops, by torch.compile, instead of as stages. The
+            plan then says of every op when it runs. The step has to fit, and takes no other argument beside.
+        progress: called as ``progress(what, done, total)`` before each run.
+
+    Returns:
+        The profile: bytes as exact integers, seconds as medians.
+
+    Raises:
+        CaptureError: ``graph`` of a forward that is no single graph; a ValueError.
+        ProfileError: the step fails, does not fit in any way, or the model is in eval mode or planned.
+        RankError: it failed on one rank, a rank did not answer, or ranks have different models or shapes of batches.
+        StagesError: a stage pattern matches nothing, or the step calls the model more than once.
+        ChoiceError: a rule names what is not there, or an op that must not run again.
+        ValueError: rules that cannot be read.
+    """
+    check_workload(workload, "profile")
+    ranks = current_ranks()
+    if ranks is None:
+        return profiling.profile(workload, **settings)
+    with ranks.together("profile"):
+        if settings.get("graph"):
+            raise ValueError(
+                f"profile: expected a profile of stages on {ranks.size} ranks, got graph=True; leave it out, as plans "
+                "of single ops are for one process"
+            )
+        check_alike(ranks, "profile", workload)
+        ranks.check_same("profile", {"limit": settings.get("limit"), "stages": str(settings.get("stages"))})
+        mine = profiling.profile(workload, **settings)
+        # The table of ops, which can be long, is the first rank's.
+        return merged_profile(ranks.gathered(mine if ranks.rank == 0 else replace(mine, op_records=())))
+
+
+def apply(
+    model: nn.Module,
+    plan: Plan | GraphPlan | str | Path,
+    *,
+    watch: bool | None = None,
+    backend: Backend = "eager",
+) -> Handle[Any]:
+    """Install ``plan`` on ``model``, in place and reversibly.
+
+    Only ``forward`` is wrapped, of the model and of recomputed stages: the module tree, names, state_dict and hooks
+    stay as they are. The plan acts in training mode with gradients enabled; under ``no_grad`` and in eval mode the
+    model runs as without it. A plan of single ops is compiled, as by ``torch.compile``, at the first training step.
+
+    Where ``torch.distributed`` is initialised for several ranks, all of them call this, with one plan.
+
+    Args:
+        model: the model that was profiled, or one with the same stages; also where it was compiled, or wrapped by
+            DistributedDataParallel or fully_shard since.
+        plan: from ``planner.solve`` or ``Plan.load``, or the path of its file.
+        watch: take the peak of the first steps, and say once where it is above the budget, by how much and what holds
+            it. None does so on CUDA, where it is free; on the CPU the profiler runs for two steps. That a loop holds
+            gradients or outputs which the plan does not count on is said in any case. Plans of stages only.
+        backend: of a plan of single ops: ``"eager"`` runs the ops as they are; ``"inductor"`` has Inductor compile
+            them, faster and with a peak near the predicted one: ``planner.verify`` finds a plan that is within its
+            budget then. It needs a C++ compiler on the CPU.
+
+    Returns:
+        A handle with ``remove()``; also a context manager.
+
+    Raises:
+        PlanMismatch: stage names, parameter shapes, types or ops differ. So says the model's forward where it runs
+            under another autocast or with other shapes than the profiled step, or its parameters have become others.
+        RankError: ranks apply different plans (of another ``fingerprint``), or it failed on one of them.
+        UnsupportedPlan: the plan's schedule cannot be carried out.
+        ValueError: another plan is applied already, an argument is of another kind, the file is no plan,
+            checkpointing of the model's own is switched on, or there is no such backend.
+    """
+    ranks = current_ranks()
+    if ranks is None:
+        return applying.apply(model, plan, watch=watch, backend=backend)
+    with contextlib.ExitStack() as undo:
+        with ranks.together("apply"):
+            given = plan_from_file(plan) if isinstance(plan, (str, Path)) else plan
+            ranks.check_same("apply", {"plan": getattr(given, "fingerprint", type(given).__name__)})
+            handle = applying.apply(model, given, watch=watch, backend=backend)
+            undo.callback(handle.remove)  # It may have failed on another rank.
+        undo.pop_all()
+    return handle
+
+
+def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
+    """Measure one training step as it runs now, with whatever plan is applied.
+
+    The workload is left as it was found. Runs one step to warm up, one under
+    the memory meter and ``repeats`` timed ones.
+
+    Where ``torch.distributed`` is initialised for several ranks, all of them call this: the peak and the seconds are
+    those of the worst rank, and ``rank_peak_bytes`` has the peak of each.
+
+    Raises:
+        ProfileError: the step fails.
+        RankError: it failed on one rank, a rank did not answer, or ranks have different models or shapes of batches.
+        ValueError: ``repeats`` is below one.
+    """
+    check_workload(workload, "measure")
+    ranks = current_ranks()
+    if ranks is None:
+        return step_measurement.measure(workload, repeats=repeats)
+    with ranks.together("measure"):
+        check_alike(ranks, "measure", workload)
+        ranks.check_same("measure", {"repeats": repeats})
+        return merged_measurement(ranks.gathered(step_measurement.measure(workload, repeats=repeats)), ranks.rank)
