@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -13,7 +15,8 @@ import torch
 class OutsideMeter:
     """Counts every byte that the CPU's allocator hands out inside of it, as a context manager.
 
-    Whatever is to be counted has to be made inside.
+    Whatever is to be counted has to be made inside. The allocator's own total counts, since the profiler tells nothing
+    of memory that another thread gives back, as gloo's do.
 
     Attributes:
         peak_bytes: the most at once since ``begin``, what was there then included; known on leaving.
@@ -32,14 +35,16 @@ class OutsideMeter:
 
     def __enter__(self) -> Self:
         gc.collect()  # What goes inside was made inside.
+        _count_all_threads(True)
         self._profiler.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._profiler.stop()
+        _count_all_threads(False)
         live = 0
-        for name, size_bytes in _events(self._profiler):
-            live += size_bytes
+        for name, change_bytes in _events(self._profiler):
+            live += change_bytes
             self.peak_bytes = live if name == "outside meter: begin" else max(self.peak_bytes, live)
 
 
@@ -63,6 +68,7 @@ class StepPeaks:
         gc.collect()
         self._there_bytes = live_tensor_bytes()
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        _count_all_threads(True)
         self._profiler.start()
 
     def end(self) -> None:
@@ -71,7 +77,8 @@ class StepPeaks:
         if profiler is None:
             return
         profiler.stop()
-        running = accumulate((size for _, size in _events(profiler)), initial=self._there_bytes)
+        _count_all_threads(False)
+        running = accumulate((change for _, change in _events(profiler)), initial=self._there_bytes)
         self.peaks_bytes.append(max(running))
 
 
@@ -83,9 +90,25 @@ def live_tensor_bytes() -> int:
 
 
 def _events(profiler: Any) -> Iterator[tuple[str, int]]:
-    """What the allocator did, in order: bytes, negative where they went; and marks, of no bytes."""
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "outside meter: begin":
-            yield event.name(), 0
-        elif event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
-            yield event.name(), event.nbytes()
+    """Marks, and by how many bytes the allocator's total changes, in order."""
+    before: int | None = None  # Earlier profilers may have left something in the total.
+    events = _all_in(profiler.profiler.kineto_results.experimental_event_tree())
+    for event in sorted(events, key=lambda event: event.start_time_ns):
+        if event.name == "outside meter: begin":
+            yield event.name, 0
+        elif event.name == "[memory]" and event.extra_fields.device.type == "cpu":
+            now = event.extra_fields.total_allocated
+            yield event.name, event.extra_fields.alloc_size if before is None else now - before
+            before = now
+
+
+def _all_in(tree: list[Any]) -> Iterator[Any]:
+    for event in tree:
+        yield event
+        yield from _all_in(event.children)
+
+
+def _count_all_threads(on: bool) -> None:
+    """Whether the allocator counts in threads that no profiler watches (CPUAllocator.cpp)."""
+    library = next((Path(torch.__file__).parent / "lib").glob("*c10.*"))
+    ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_report_cpu_memory_usage").value = on

@@ -71,6 +71,11 @@ class StageRecord:
         calls: how often the step called its module; 0 in files of older releases.
         late_releases: pairs (number of a later stage, bytes): what this one saved, and what went again in that one's
             forward, since the loss does not depend on it.
+        gathered_bytes: that its parameters take as they are gathered in its forward, the buffer included; they are
+            there when its backward begins.
+        copied_bytes: of a copy of other stages' gradients that may be there as its backward begins.
+        unit_bytes: of the parameters that it gathers in its forward, gives back, and gathers again before its backward.
+        gather_seconds: of doing so once, beside nothing else.
         behind_peak_bytes, dropped_behind_peak_bytes: above those at the start of its forward, while ops without
             gradients ran behind it outside of stages, which count as its own; 0 where there are none.
     """
@@ -107,6 +112,10 @@ class StageRecord:
     parents: tuple[tuple[str, str], ...] = ()
     calls: int = 0
     late_releases: tuple[tuple[int, int], ...] = ()
+    gathered_bytes: Bytes = 0
+    copied_bytes: Bytes = 0
+    unit_bytes: Bytes = 0
+    gather_seconds: Seconds = 0.0
     behind_peak_bytes: Bytes = 0
     dropped_behind_peak_bytes: Bytes = 0
 

@@ -10,6 +10,7 @@ from planner.plans import solving
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.offload_request import Offload, OffloadMode
 from planner.plans.plan import Plan
+from planner.plans.solving import Reshard
 from profiler.graph_profile import GraphProfile
 from profiler.records import Profile
 
@@ -39,6 +40,7 @@ def solve(
     time_limit_seconds: float | None = ...,
     offload: Offload | OffloadMode = ...,
     headroom: str | int = ...,
+    reshard: Reshard = ...,
 ) -> Plan: ...
 
 
@@ -58,6 +60,8 @@ def solve(profile: Profile | GraphProfile | str | Path, budget: str | int, **set
             that says how fast the link is and how much the host may hold.
         headroom: of the budget, what is left to the device's allocator: bytes, or ``"5%"`` of the budget.
         gap: of a graph: the search ends this close to the bound, a share; None for 0.001.
+        reshard: of stages that are units of ``fully_shard``, whether they give their parameters back after forward:
+            ``"profiled"``, as they did then, or ``"solve"``: some may keep them, for one gather less.
 
     Returns:
         The plan, replayed in exact bytes, with its bound; of a graph's profile a GraphPlan.

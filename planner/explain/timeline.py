@@ -96,7 +96,7 @@ def predicted_timelines(
 
 def seconds_outside_chain_of(plan: Plan, chain: Chain) -> float:
     """Seconds of a step that lie outside of forward and backward; noise may make the measured ones negative."""
-    return max(0.0, plan.unplanned_seconds - chain.unplanned_seconds)
+    return max(0.0, plan.seconds_outside(chain))
 
 
 def _predicted(

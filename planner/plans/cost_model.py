@@ -231,7 +231,8 @@ class _UnsharedTimeline:
 
         That is its output, where the loop or another stage holds it, and what is hidden from saved-tensor hooks.
         """
-        return max(first_run_bytes, self.random_state_bytes) + self.residue(k)
+        copied_bytes = self.profile.stages[k].copied_bytes
+        return max(first_run_bytes, self.random_state_bytes) + self.residue(k) + copied_bytes
 
 
 def _released_cast_bytes(profile: Profile) -> int:
@@ -339,7 +340,7 @@ def _option(timeline: _UnsharedTimeline, k: int, keep: Option, measured: OptionR
         backward_peak_bytes=measured.backward_peak_bytes,
         # It runs to its end then: the ops to run again are recorded along with it.
         recompute_seconds=max(forward_seconds, keep.recompute_seconds),
-        recompute_peak_bytes=timeline.second_run_peak(k, measured.forward_peak_bytes),
+        recompute_peak_bytes=timeline.second_run_peak(k, measured.forward_peak_bytes - record.gathered_bytes),
         offload_units=kept_offload_unit_bytes(profile, k, measured),
     )
 

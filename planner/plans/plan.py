@@ -44,6 +44,7 @@ class PlannedStage:
         calls: as in the profile.
         forward_ops, recompute_ops, boundary_bytes: as in the profile; with them a plan can be solved again by itself.
         saved_bytes: kept from its forward to its backward where all of it is kept.
+        keeps_gathered: whether its unit of ``fully_shard`` keeps its parameters gathered from forward to backward.
     """
 
     name: str
@@ -69,6 +70,7 @@ class PlannedStage:
     saved_bytes: int = 0
     boundary_bytes: int = 0
     calls: int = 0
+    keeps_gathered: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,7 @@ class Plan(PlanClaims):
         unsteady, forward_nodes: as in the profile.
         left_out: blocks that keep much and cannot run again, whatever the budget.
         frugal: as in the profile: unplanned peak and seconds were computed, and never measured as a whole.
+        saved_gather_seconds: of gathers of parameters that the unplanned step does and this plan's does not.
     """
 
     profile_fingerprint: str
@@ -98,6 +101,11 @@ class Plan(PlanClaims):
     forward_nodes: int = 0
     left_out: tuple[LeftOutRecord, ...] = ()
     frugal: bool = False
+    saved_gather_seconds: float = 0.0
+
+    def seconds_outside(self, chain: Chain) -> float:
+        """Seconds of the step that are in none of the stages of its chain: the optimizer's."""
+        return self.unplanned_seconds - self.saved_gather_seconds - chain.unplanned_seconds
 
     def offload_units_of(self, stage: int, option: int | None) -> tuple[tuple[int, ...], ...]:
         """Of each offload unit of a stage its storages if it is kept, its input tensors if dropped; by number."""
@@ -107,9 +115,11 @@ class Plan(PlanClaims):
     def _decided(self) -> Any:
         stages = [[s.name, s.kind, s.module_class, s.links, s.input_shapes, s.parameter_shapes] for s in self.stages]
         units = [[stage.offload_units, stage.input_offload_units] for stage in self.stages]
+        gathered = [k for k, stage in enumerate(self.stages) if stage.keeps_gathered]
         return [
             stages,
             units,
+            *([gathered] if gathered else []),
             [[action.kind, action.stage, self._runs_again(action)] for action in self.schedule.actions],
         ]
 

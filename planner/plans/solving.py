@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from planner.plans.cost_model import chain_of
 from planner.plans.given_sources import profile_of_either_kind
@@ -17,7 +17,7 @@ from planner.plans.left_out import never_rerun, obstacle_in_words, remedy_in_wor
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link, usable_link_for
 from planner.plans.plan import Plan, PlannedStage, chain_in
 from planner.plans.refusals import NoPlan, require_schedule
-from planner.plans.stage_decisions import undecided_stage, with_decisions
+from planner.plans.stage_decisions import undecided_stage, units_that_may_stay, with_decisions, with_units_gathered
 from planner.units import format_bytes, parse_bytes
 from profiler.graph_profile import GraphProfile
 from profiler.records import MenuRecord, Profile, states_bytes
@@ -25,6 +25,8 @@ from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
 from solvers.graph.registry import DEFAULT_GAP
 
 OFFLOAD_ONLY = "offload_only"
+Reshard = Literal["profiled", "solve"]
+_WAYS = 8  # numbers of units that are tried, each with a chain to solve; a model has a dozen, or many equal ones
 # So little leaves out the integer program for short chains, which proves the best plan and hardly ever betters it.
 SEARCH_SECONDS = 1e-3
 COMPARE_SECONDS = 10.0  # for ilp and for auto, where all solvers are compared
@@ -56,6 +58,7 @@ def solve(
     time_limit_seconds: float | None = ...,
     offload: Offload | OffloadMode = ...,
     headroom: str | int = ...,
+    reshard: Reshard = ...,
 ) -> Plan: ...
 
 
@@ -68,6 +71,7 @@ def solve(
     offload: Offload | OffloadMode = "auto",
     headroom: str | int = 0,
     gap: float | None = None,
+    reshard: Reshard = "profiled",
 ) -> Plan | GraphPlan:
     """What ``planner.solve`` does in the process that solves; arguments and errors are as there."""
     profile = profile_of_either_kind(profile, "solve")
@@ -86,7 +90,8 @@ def solve(
         )
         plan = plan_with_headroom(budget_bytes, headroom_from(headroom), within)
         return replace(plan, no_offload=why)
-    return _solved(profile, budget_bytes, solver, time_limit_seconds, offload_request, headroom_from(headroom))
+    ways = [()] if reshard == "profiled" else _ways_to_gather(profile)
+    return _solved(profile, budget_bytes, solver, time_limit_seconds, offload_request, headroom_from(headroom), ways)
 
 
 def _solved(
@@ -96,21 +101,56 @@ def _solved(
     time_limit_seconds: float | None,
     offload_request: Offload,
     headroom: Headroom,
+    ways: Sequence[tuple[int, ...]],
 ) -> Plan:
     chain = chain_of(profile)
     link, why = usable_link(offload_request, chain, profile.link)
     seconds_outside_chain = profile.unplanned_seconds - chain.unplanned_seconds
     method = solver_for(offload_request, solver)
 
-    def plan_within(planned_bytes: int) -> Plan:
-        problem = Problem(chain=chain, budget_bytes=planned_bytes, link=link)
+    def plan_gathering(gathered: tuple[int, ...], planned_bytes: int) -> Plan:
+        problem = Problem(chain=with_units_gathered(chain, profile, gathered), budget_bytes=planned_bytes, link=link)
         try:
             solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
         except NoPlan as refusal:
             raise explained(refusal, profile) from refusal
-        return plan_of(profile, problem, solution, no_offload=why, offload_only=method == OFFLOAD_ONLY)
+        only = method == OFFLOAD_ONLY
+        return plan_of(profile, problem, solution, no_offload=why, offload_only=only, gathered=gathered)
+
+    def plan_within(planned_bytes: int) -> Plan:
+        plan = plan_gathering(ways[0], planned_bytes)
+        return (
+            plan
+            if len(ways) == 1
+            else _fastest(plan, profile, [partial(plan_gathering, w, planned_bytes) for w in ways[1:]])
+        )
 
     return plan_with_headroom(budget_bytes, headroom, plan_within)
+
+
+def _ways_to_gather(profile: Profile) -> list[tuple[int, ...]]:
+    """How many of the last units may keep their parameters: none, and about eight numbers up to all."""
+    units = units_that_may_stay(profile)
+    numbers = sorted({round(len(units) * part / _WAYS) for part in range(_WAYS + 1)})
+    return [tuple(sorted(units[:number])) for number in numbers]
+
+
+def _fastest(plan: Plan, profile: Profile, others: Sequence[Callable[[], Plan]]) -> Plan:
+    """The fastest of the plan in which no unit keeps its parameters, and of others as far as there are any.
+
+    Whatever stays gathered, a schedule takes no fewer bytes, and spares no more seconds than those of all gathers.
+    """
+    plans = [plan]
+    for make in others:
+        try:
+            plans.append(make())
+        except NoPlan:  # The more stays, the more it needs.
+            break
+    best = min(plans, key=lambda each: each.predicted_seconds)
+    gathers_seconds = sum(profile.stages[k].gather_seconds for k in units_that_may_stay(profile))
+    bound = min(best.predicted_seconds, max(0.0, plan.lower_bound_seconds - gathers_seconds))
+    gap = (best.predicted_seconds - bound) / best.predicted_seconds if best.predicted_seconds > 0 else 0.0
+    return replace(best, status="feasible", lower_bound_seconds=bound, gap=gap)
 
 
 def explained(refusal: NoPlan, profile: Profile) -> NoPlan:
@@ -154,7 +194,7 @@ def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_se
             "state and solve again"
         )
     chain = chain_in(plan)
-    seconds_outside_chain = plan.unplanned_seconds - chain.unplanned_seconds
+    seconds_outside_chain = plan.seconds_outside(chain)
     problem = Problem(chain=chain, budget_bytes=budget_bytes, link=plan.link)
     method = OFFLOAD_ONLY if plan.offload_only else solver
     solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
@@ -170,7 +210,7 @@ def following(plan: Plan, chain: Chain, *, lower_bound_seconds: float = 0.0) -> 
         chain: the same stages, options and bytes.
         lower_bound_seconds: of any plan of that chain within the budget; 0 where none is known.
     """
-    seconds_outside_chain = plan.unplanned_seconds - chain.unplanned_seconds
+    seconds_outside_chain = plan.seconds_outside(chain)
     problem = Problem(chain=chain, budget_bytes=plan.budget_bytes - plan.headroom_bytes, link=plan.link)
     solution = Solution(
         schedule=plan.schedule,
@@ -252,11 +292,17 @@ def plan_of(
     *,
     no_offload: str = "",
     offload_only: bool = False,
+    gathered: Sequence[int] = (),
 ) -> Plan:
-    """Bind a feasible solution to the profile's stage names and state its claims."""
-    stages = [undecided_stage(profile, k) for k in range(len(profile.stages))]
+    """Bind a feasible solution to the profile's stage names and state its claims.
+
+    ``gathered``: stages that keep their parameters so in the problem's chain.
+    """
+    undecided = [undecided_stage(profile, k) for k in range(len(profile.stages))]
+    stages = [replace(stage, keeps_gathered=True) if k in gathered else stage for k, stage in enumerate(undecided)]
+    saved_seconds = chain_of(profile).unplanned_seconds - problem.chain.unplanned_seconds if gathered else 0.0
     # Seconds outside forward and backward (optimizer) are those of the unplanned step.
-    seconds_outside_chain = profile.unplanned_seconds - problem.chain.unplanned_seconds
+    seconds_outside_chain = profile.unplanned_seconds - saved_seconds - problem.chain.unplanned_seconds
     return Plan(
         model_class=profile.model_class,
         profile_fingerprint=profile.fingerprint,
@@ -277,6 +323,7 @@ def plan_of(
         unseen=profile.unseen,
         unsteady=profile.unsteady,
         frugal=profile.frugal,
+        saved_gather_seconds=saved_seconds,
         forward_nodes=profile.forward_nodes,
         **_schedule_fields(problem, solution, stages, profile.menus, seconds_outside_chain),
     )

@@ -1,4 +1,4 @@
-"""What a schedule decides of each stage of a profile, with the bytes, runs and seconds that follow."""
+"""What a plan decides of each stage of a profile, with the bytes, runs and seconds that follow."""
 
 from __future__ import annotations
 
@@ -43,6 +43,37 @@ def undecided_stage(profile: Profile, k: int) -> PlannedStage:
         saved_bytes=record.kept_bytes if inside else max(0, record.forward.end_bytes - record.forward.start_bytes),
         boundary_bytes=record.boundary_bytes,
     )
+
+
+def units_that_may_stay(profile: Profile) -> list[int]:
+    """The stages whose parameters may stay gathered from forward to backward, the last one first.
+
+    Those of later stages stay for a shorter time, and with none of them beside that does not end before theirs.
+    """
+    return [k for k in reversed(range(len(profile.stages))) if profile.stages[k].unit_bytes]
+
+
+def with_units_gathered(chain: Chain, profile: Profile, gathered: Sequence[int]) -> Chain:
+    """The chain where these stages keep their parameters: held from forward to backward, for one gather less."""
+    stages = list(chain.stages)
+    for k in gathered:
+        record, stage = profile.stages[k], chain.stages[k]
+        options = [
+            replace(
+                option,
+                kept_bytes=option.kept_bytes + record.unit_bytes,
+                backward_seconds=max(0.0, option.backward_seconds - record.gather_seconds),
+            )
+            for option in stage.options
+        ]
+        stages[k] = replace(
+            stage,
+            options=tuple(options),
+            residue_bytes=stage.residue_bytes + record.unit_bytes,
+            # There they stand as what had been gathered again.
+            gradient_bytes=stage.gradient_bytes - record.unit_bytes,
+        )
+    return replace(chain, stages=tuple(stages))
 
 
 def with_decisions(

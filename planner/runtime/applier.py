@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Generic, Protocol
 
@@ -18,7 +18,7 @@ from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.compiled_models import CompiledCalls, made_compiled, module_named
 from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.cuda_link import CudaCopyEngine
-from planner.runtime.given_arguments import check_sharded, given_model, given_plan
+from planner.runtime.given_arguments import given_model, given_plan
 from planner.runtime.kept_runs import Deviations
 from planner.runtime.loop_watch import LoopWatch, is_metered
 from planner.runtime.plan_checks import (
@@ -38,6 +38,7 @@ from profiler.workload.compiled_forwards import COMPILED, plain_name
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
 from profiler.workload.model_caches import ModelCaches, check_no_checkpointing
 from profiler.workload.precision import autocast_now, autocast_part, precision_of, types_part
+from profiler.workload.sharded_units import keep_gathered
 from profiler.workload.wrapped_models import autocasts_inside, class_name, inner_model
 from solvers.problem.chain_schedule import RUNS
 from solvers.problem.link import Link
@@ -64,6 +65,7 @@ class Handle(Generic[AnyPlan]):
         self._model = weakref.ref(model)
         self._patches = patches
         self._watch = watch
+        self._units: list[Callable[[], None]] = []
 
     @property
     def measured_peak_bytes(self) -> int | None:
@@ -75,8 +77,26 @@ class Handle(Generic[AnyPlan]):
         """That the plan is applied to; None once it is gone."""
         return self._model()
 
+    def keep_gathered(self, model: nn.Module, plan: Plan) -> None:
+        """Have the plan's units of ``fully_shard`` keep their parameters, until it is taken off.
+
+        Raises:
+            PlanMismatch: one of them is none, or keeps them anyway; nothing is changed then.
+        """
+        try:
+            for stage in (stage for stage in plan.stages if stage.keeps_gathered):
+                self._units.append(keep_gathered(module_named(model, split_name(stage.name)[0])))
+        except ValueError as error:
+            self.remove()
+            raise PlanMismatch(
+                f"apply: {error} as {stage.name!r}, got another module there; shard the model before apply as it was "
+                'profiled, or solve without reshard="solve"'
+            ) from error
+
     def remove(self) -> None:
         """Take the plan off; calling it again does nothing."""
+        while self._units:
+            self._units.pop()()
         self._patches.remove()
         model = self._model()
         if model is not None and _PLANNED.get(model) is self:
@@ -105,7 +125,6 @@ def apply(model: nn.Module, plan: Plan | str | Path, *, watch: bool | None = Non
     """
     model, plan = inner_model(given_model(model)), given_plan(plan)
     check_unplanned(model)
-    check_sharded(model, plan)
     check_no_checkpointing(model, "apply")
     _check_model(model, plan)
     _check_types(model, plan)
@@ -114,6 +133,7 @@ def apply(model: nn.Module, plan: Plan | str | Path, *, watch: bool | None = Non
     planned = PlannedCalls(plan, lowered, model, watch=watch)
     install(model, planned, planned.wrapped, patches)
     handle = Handle(model, plan, patches, planned.watch)
+    handle.keep_gathered(model, plan)
     register(model, handle)
     return handle
 

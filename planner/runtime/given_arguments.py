@@ -13,7 +13,6 @@ from profiler.graph_profile import GraphProfile
 from profiler.records import Profile
 from profiler.workload.ready_models import check_initialised
 from profiler.workload.workload import Workload
-from profiler.workload.wrapped_models import sharded_parts
 
 
 def given_plan(plan: Any) -> Plan:
@@ -40,21 +39,6 @@ def given_model(model: Any) -> nn.Module:
         )
     check_initialised(model, "apply")
     return model
-
-
-def check_sharded(model: nn.Module, plan: Plan) -> None:
-    """Refuse segments in a model of sharded parts: a part's parameters are there for its own backward alone.
-
-    Raises:
-        ValueError: a stage would run again for the backward of another one.
-    """
-    segment = next((stage.name for stage in plan.stages if stage.decision == "segment"), None)
-    if segment is not None and (parts := sharded_parts(model)):
-        raise ValueError(
-            f"apply: expected a plan without segments for a model with fully_shard in it ({parts[0]!r}), got one that "
-            f"runs {segment!r} again for the backward of another stage, when its parameters are sharded; raise the "
-            "budget, or state a plan that recomputes stages one by one"
-        )
 
 
 def _remedy(plan: Any) -> str:

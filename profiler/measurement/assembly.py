@@ -14,7 +14,7 @@ import torch
 from profiler.measurement.alike_stages import alike
 from profiler.measurement.joined_phases import PhasesOfMark, extended, highest, joined
 from profiler.measurement.meter import Mark, Place
-from profiler.measurement.stage_probe import StageTensor
+from profiler.measurement.stage_marks import StageTensor
 from profiler.measurement.stage_reruns import RerunTimes
 from profiler.records import (
     LeftOutRecord,
@@ -32,6 +32,7 @@ from profiler.trace.stage_names import parents_of
 from profiler.trace.step_record import Call, Op, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
 from profiler.workload.precision import precision_of
+from profiler.workload.sharded_units import given_back_bytes, units_of
 from profiler.workload.storages import distinct_bytes
 from profiler.workload.workload import Workload
 from profiler.workload.wrapped_models import class_name, inner_model
@@ -47,6 +48,8 @@ class Measured:
     input_deaths: dict[StageTensor, Mark]
     output_deaths: dict[StageTensor, Mark]
     late_releases: list[tuple[int, int, Mark]]
+    gathered_bytes: dict[int, int]
+    copied_bytes: dict[int, int]
     seconds: dict[Mark, float]
     step_seconds: list[float]
     dropped_memory: PhasesOfMark
@@ -257,8 +260,16 @@ class _Assembly:
         m, stage, place = self._measured, self._measured.stages[k], Place("stage", k)
         forward, backward, dropped = self._phases(place)
         rerun, reason = m.reruns[k], self._reason(k, m.reruns[k])
+        calls = sum(call.module is stage.call.module for call in m.trace.calls)
+        unit_bytes = given_back_bytes(stage.call.module) if calls == 1 else 0
         marks = m.memory.get(Mark("forward", place), [])
-        last_save_peak = max((phase.peak_bytes for phase in marks[:-1]), default=forward.start_bytes)
+        gathered_bytes = 0
+        if k in m.gathered_bytes:  # In its backward its parameters are there before it runs again.
+            gathered_bytes = marks[1].start_bytes + m.gathered_bytes[k] - marks[0].start_bytes
+            marks = marks[1:]
+        until_saved = marks if units_of(stage.call.module).inside else marks[:-1]
+        first_bytes = forward.start_bytes + gathered_bytes
+        last_save_peak = max((phase.peak_bytes for phase in until_saved), default=first_bytes)
         record = StageRecord(
             name=stage.name,
             kind="stage",
@@ -268,14 +279,18 @@ class _Assembly:
             dropped=dropped,
             # It is a part of that forward; a longer time can only be noise.
             recompute_seconds=min(rerun.seconds, dropped.seconds),
-            recompute_peak_bytes=last_save_peak - forward.start_bytes,
+            recompute_peak_bytes=last_save_peak - first_bytes,
+            copied_bytes=m.copied_bytes.get(k, 0),
+            gathered_bytes=gathered_bytes,
+            unit_bytes=unit_bytes,
+            gather_seconds=rerun.gather_seconds if unit_bytes else 0.0,
             links=stage.links,
             recomputable=not reason,
             reason=reason,
             remedy=remedy_for(stage.call) or rerun.remedy if reason else "",
             menu=m.menu_of[k],
             parents=parents_of(m.trace, stage.call),
-            calls=sum(call.module is stage.call.module for call in m.trace.calls),
+            calls=calls,
         )
         return self._with_bytes(k, _with_call(record, stage.call))
 

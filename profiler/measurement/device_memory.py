@@ -1,9 +1,10 @@
-"""Memory outside of tensors: what allocators hold, page faults, and what a process may still take of the host's."""
+"""Allocators: what they hold and count, page faults, and what a process may still take of the host's memory."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import sys
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
+from torch import distributed
+from torch._C import _autograd, _profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.workload.steps import causes_of
@@ -240,3 +243,92 @@ def room_bytes(device: torch.device) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
     return available_host_bytes()
+
+
+MEMORY = "[memory]"  # what the profiler calls such an event
+
+
+class AllocatorEvent(NamedTuple):
+    """An op or a mark that ran; or ``[memory]`` that was taken, or given back (then the change is below 0)."""
+
+    start_ns: int
+    duration_ns: int
+    name: str
+    change_bytes: int
+
+
+class AllocatorEvents:
+    """Records what the CPU's allocator takes and gives back, and what ``torch.profiler.record_function`` marks.
+
+    Args:
+        ops: record ops as well.
+
+    ``torch.profiler`` itself records every op as well, which takes a tenth of a step's time and, in one of some
+    thousands of ops, 100 MiB that a process may not have.
+
+    The profiler does not watch the threads in which gloo communicates: what these give back would count as alive to the
+    end. The allocator's own total has it, where a process group makes such threads.
+    """
+
+    def __init__(self, *, ops: bool = False) -> None:
+        self._scopes = set() if ops else {_profiler.RecordScope.USER_SCOPE}  # none: all of them
+        self._counts_all: ctypes.c_bool | None = None
+
+    def start(self) -> None:
+        """Begin; raises RuntimeError where the process is profiled already."""
+        config = _profiler.ProfilerConfig(
+            _profiler.ProfilerState.KINETO, False, True, False, False, False, _profiler._ExperimentalConfig()
+        )
+        activities = {_profiler.ProfilerActivity.CPU}
+        _autograd._prepare_profiler(config, activities)
+        enable: Any = _autograd._enable_profiler  # torch's own description of it has no scopes
+        enable(config, activities, self._scopes)
+        if distributed.is_available() and distributed.is_initialized():
+            self._counts_all = _counts_all_threads()
+        if self._counts_all is not None:
+            self._counts_all.value = True
+
+    def stop(self) -> list[AllocatorEvent]:
+        """The events in order of time; of those that begin together, the longest first."""
+        result: Any = _autograd._disable_profiler()
+        if self._counts_all is None:
+            events = [
+                AllocatorEvent(e.start_ns(), e.duration_ns(), e.name(), e.nbytes() if e.name() == MEMORY else 0)
+                for e in result.events()
+                if e.device_type() == torch.autograd.DeviceType.CPU
+            ]
+            return sorted(events, key=_in_time)
+        self._counts_all.value = False
+        return list(_changes_of_total(result.experimental_event_tree()))
+
+
+@functools.cache
+def _counts_all_threads() -> ctypes.c_bool | None:
+    """The switch with which the allocator counts in every thread (CPUAllocator.cpp); None in builds without it."""
+    for library in sorted((Path(torch.__file__).parent / "lib").glob("*c10.*")):
+        try:
+            return ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_report_cpu_memory_usage")
+        except (OSError, ValueError):  # It is no library, or has another name for it.
+            continue
+    return None
+
+
+def _changes_of_total(tree: list[Any]) -> Iterator[AllocatorEvent]:
+    """Events with the changes of the allocator's total, those of threads that made none of them included."""
+    total_bytes: int | None = None
+    for start_ns, negated_ns, event in sorted(_in_tree(tree), key=lambda found: found[:2]):
+        change_bytes = 0
+        if event.name == MEMORY:
+            now, known = event.extra_fields.total_allocated, total_bytes
+            change_bytes, total_bytes = event.extra_fields.alloc_size if known is None else now - known, now
+        yield AllocatorEvent(start_ns, -negated_ns, event.name, change_bytes)
+
+
+def _in_tree(tree: list[Any]) -> Iterator[tuple[int, int, Any]]:
+    for event in tree:
+        yield event.start_time_ns, event.start_time_ns - event.end_time_ns, event
+        yield from _in_tree(event.children)
+
+
+def _in_time(event: AllocatorEvent) -> tuple[int, int]:
+    return event.start_ns, -event.duration_ns

@@ -13,8 +13,9 @@ from profiler.measurement.joined_phases import PhasesOfMark
 from profiler.measurement.measuring import Measuring, ProgressReporter
 from profiler.measurement.meter import MarkedPhases, Meter, NoMeter, time_meter
 from profiler.measurement.option_steps import OptionSteps
+from profiler.measurement.stage_marks import PlainStep
 from profiler.measurement.stage_options import OptionGroup, ProposeChoices
-from profiler.measurement.stage_probe import PlainStep, StageProbe
+from profiler.measurement.stage_probe import StageProbe
 from profiler.measurement.stage_reruns import RerunTimes
 from profiler.records import MenuRecord, ResidentBytes
 from profiler.trace.partition import ChosenStage, StagePattern, choose_stages

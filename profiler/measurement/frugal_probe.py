@@ -21,8 +21,8 @@ from profiler.measurement.device_memory import trim_heap
 from profiler.measurement.frugal_steps import FrugalDroppingForward, FrugalSavingStep, FrugalStep, Kept, SharedStorages
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, NoMeter, Place
 from profiler.measurement.shortage import MIB, op_meter, remedies
-from profiler.measurement.stage_marks import AnyStep
-from profiler.measurement.stage_probe import DroppingForward, FirstRun, SelectiveStep, StageProbe, StageTensor
+from profiler.measurement.stage_marks import AnyStep, StageTensor
+from profiler.measurement.stage_probe import DroppingForward, FirstRun, SelectiveStep, StageProbe
 from profiler.measurement.stage_reruns import RerunsAtOnce, RerunTimes
 from profiler.recomputation.selection import Selection
 from profiler.records import Phase
@@ -47,6 +47,8 @@ class ComposedStep:
     input_deaths: dict[StageTensor, Mark] = field(default_factory=dict)
     output_deaths: dict[StageTensor, Mark] = field(default_factory=dict)
     late_releases: list[tuple[int, int, Mark]] = field(default_factory=list)
+    gathered_bytes: dict[int, int] = field(default_factory=dict)
+    copied_bytes: dict[int, int] = field(default_factory=dict)
     held: set[StageTensor] = field(default_factory=set)
     varied: list[str] = field(default_factory=list)
 
@@ -342,6 +344,9 @@ class FrugalProbe(StageProbe):
         for k in range(len(self.stages)):
             rep = self.representative(k)
             step = steps[rep]
+            if rep in step.gathered_bytes:
+                plain.gathered_bytes[k] = step.gathered_bytes[rep]
+            plain.copied_bytes[k] = step.copied_bytes.get(rep, 0)
             plain.held |= {(k, number) for stage, number in step.held if stage == rep}
             plain.varied += [self.stages[k].name for name in step.varied if name == self.stages[rep].name]
             for stage, size_bytes, mark in step.late_releases:

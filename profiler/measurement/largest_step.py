@@ -16,6 +16,7 @@ from profiler.trace.drawn_values import DrawnValues, Number, Site, read_instead
 from profiler.trace.step_trace import first_forward
 from profiler.workload.compiled_forwards import leave_uncompiled, uncompiled
 from profiler.workload.host_numbers import LEVELS
+from profiler.workload.sharded_units import unsharded_tensors
 from profiler.workload.snapshot import RandomState
 from profiler.workload.storages import storage_key
 from profiler.workload.workload import Workload
@@ -134,7 +135,8 @@ class _Search:
         """The step with what its forward calls and saves."""
         following, counts, calls = DrawnValues(step.instead), dict[nn.Module, int](), list[ModuleCall]()
         saved: dict[int, int] = {}
-        persistent = {storage_key(parameter) for parameter in self._workload.model.parameters()}
+        model = self._workload.model
+        persistent = {storage_key(tensor) for tensor in (*model.parameters(), *unsharded_tensors(model))}
 
         def count(module: nn.Module, _: object) -> None:
             if module in self._modules and torch.is_grad_enabled():

@@ -11,10 +11,11 @@ from profiler.agreement import agreed, any_rank, gathered, largest
 from profiler.measurement.alike_stages import alike
 from profiler.measurement.assembly import Measured
 from profiler.measurement.joined_phases import PhasesOfMark, by_mark, typical_seconds
-from profiler.measurement.meter import Mark, MarkedPhases, Meter, memory_meter, time_meter
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, ShardedMemoryMeter, memory_meter, time_meter
 from profiler.measurement.option_steps import OptionSteps
+from profiler.measurement.stage_marks import PlainStep
 from profiler.measurement.stage_options import OptionGroup, ProposeChoices, grouped, steps_for, take_turns
-from profiler.measurement.stage_probe import PlainStep, StageProbe
+from profiler.measurement.stage_probe import StageProbe
 from profiler.measurement.stage_reruns import HELD, STORES, RerunTimes, kept_by_hooks, rerun_stages
 from profiler.measurement.unsteady_bytes import what_is_unsteady
 from profiler.records import MenuRecord, Phase, ResidentBytes
@@ -25,6 +26,7 @@ from profiler.trace.stage_names import StateChoices, names_unseen
 from profiler.trace.step_record import Trace
 from profiler.trace.step_trace import trace_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
+from profiler.workload.sharded_units import states_in
 from profiler.workload.snapshot import RandomState
 from profiler.workload.steps import (
     Result,
@@ -113,6 +115,8 @@ class Measuring:
             input_deaths=saving.input_deaths,
             output_deaths=saving.output_deaths,
             late_releases=saving.late_releases,
+            gathered_bytes=saving.gathered_bytes,
+            copied_bytes=saving.copied_bytes,
             seconds=typical_seconds(steps),
             step_seconds=[sum(phase.seconds for _, phase in step) for step in steps],
             dropped_memory=by_mark(dropping.phases),
@@ -163,7 +167,9 @@ class Measuring:
         self._randomness.restore()
 
     def _memory_meter(self) -> Meter:
-        return memory_meter(self._device, self._resident.total, self._state)
+        meter = memory_meter(self._device, self._resident.total, self._state)
+        units = states_in(self._workload.model)
+        return ShardedMemoryMeter(meter, units) if units else meter
 
     def _step(self, what: str, run: Callable[[], Result]) -> Result:
         """Run a whole step, again where the scaler leaves the optimizer out."""
@@ -216,7 +222,9 @@ class Measuring:
         ]
         typical = [
             replace(
-                each[0], seconds=statistics.median(one.seconds / pace for one, pace in zip(each, paces, strict=True))
+                each[0],
+                seconds=statistics.median(one.seconds / pace for one, pace in zip(each, paces, strict=True)),
+                gather_seconds=statistics.median(one.gather_seconds for one in each),
             )
             for each in zip(*reruns, strict=True)
         ]

@@ -6,17 +6,18 @@ import contextlib
 import itertools
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch._C import _autograd, _profiler
 
+from profiler.measurement.device_memory import MEMORY, AllocatorEvent, AllocatorEvents
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS, geometry_of, tensor_over
 from profiler.records import Phase
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.sharded_units import copied_by_threads_bytes, in_flight_bytes, latest_reduction
 from profiler.workload.steps import TensorsOfState, resident_bytes_of
 from profiler.workload.storages import has_storage, storage_key
 from profiler.workload.workload import OnPhase, StepPhase, Workload
@@ -101,34 +102,6 @@ def time_meter(device: torch.device) -> Meter:
     return _CudaTimeMeter(device) if device.type == "cuda" else _CpuTimeMeter()
 
 
-class AllocatorEvents:
-    """Records what the CPU's allocator takes and gives back, and what ``torch.profiler.record_function`` marks.
-
-    Args:
-        ops: record ops as well.
-
-    ``torch.profiler`` itself records every op as well, which takes a tenth of a step's time and, in one of some
-    thousands of ops, 100 MiB that a process may not have.
-    """
-
-    def __init__(self, *, ops: bool = False) -> None:
-        self._scopes = set() if ops else {_profiler.RecordScope.USER_SCOPE}  # none: all of them
-
-    def start(self) -> None:
-        """Begin; raises RuntimeError where the process is profiled already."""
-        config = _profiler.ProfilerConfig(
-            _profiler.ProfilerState.KINETO, False, True, False, False, False, _profiler._ExperimentalConfig()
-        )
-        activities = {_profiler.ProfilerActivity.CPU}
-        _autograd._prepare_profiler(config, activities)
-        enable: Any = _autograd._enable_profiler  # torch's own description of it has no scopes
-        enable(config, activities, self._scopes)
-
-    def stop(self) -> list[Any]:
-        """The events, in any order."""
-        return _autograd._disable_profiler().events()
-
-
 class _CpuMemoryMeter:
     """Counts from the allocator's events.
 
@@ -199,30 +172,21 @@ def _moved(tensors: list[Tensor]) -> list[_Moved]:
     return [_Moved(list(together.values())) for together in by_storage.values()]
 
 
-def _cumulated(events: list[Any], marks: list[Mark], resident_bytes: int) -> MarkedPhases:
-    """Cumulate the ``[memory]`` events of the CPU allocator between marks, in time order."""
-    timed = sorted(filter(_is_wanted, events), key=lambda event: event.start_ns())
+def _cumulated(events: list[AllocatorEvent], marks: list[Mark], resident_bytes: int) -> MarkedPhases:
+    """Cumulate the changes of the CPU allocator between marks, in time order."""
     phases: MarkedPhases = []
     mark, start, peak, live = None, resident_bytes, resident_bytes, resident_bytes
-    for event in timed:
-        name = event.name()
-        if name == "[memory]":
+    for event in events:
+        if event.name == MEMORY:
             if mark is not None:
-                live += event.nbytes()
+                live += event.change_bytes
                 peak = max(peak, live)
-            continue
-        if mark is not None:
-            phases.append((mark, Phase(start_bytes=start, peak_bytes=peak, end_bytes=live)))
-        mark, start, peak = marks[int(name.removeprefix(_EVENT))], live, live
+        elif event.name.startswith(_EVENT):
+            if mark is not None:
+                phases.append((mark, Phase(start_bytes=start, peak_bytes=peak, end_bytes=live)))
+            mark, start, peak = marks[int(event.name.removeprefix(_EVENT))], live, live
     assert mark is not None
     return [*phases, (mark, Phase(start_bytes=start, peak_bytes=peak, end_bytes=live))]
-
-
-def _is_wanted(event: Any) -> bool:
-    name = event.name()
-    if name == "[memory]":
-        return event.device_type() == torch.autograd.DeviceType.CPU
-    return name.startswith(_EVENT)
 
 
 class _CudaMemoryMeter:
@@ -261,6 +225,62 @@ class _CudaMemoryMeter:
         torch.cuda.synchronize(self._device)
         self._end()
         return self._phases
+
+
+_LETTING_GO_SECONDS = 2e-3  # gloo's threads need far less where a core is free
+
+
+class ShardedMemoryMeter:
+    """A memory meter for models under ``fully_shard``: what its buffers add to a phase, and to the peak by chance.
+
+    Forwards begin and end without the buffers in which parameters were gathered: one unit's are given back as the next
+    is called, whatever is kept in between, and are a part of the peak alone. A copy of what was reduced may be there
+    until something is gathered again, or not: peaks have it.
+
+    Args:
+        meter: of the bytes.
+        states: of the units.
+    """
+
+    def __init__(self, meter: Meter, states: Sequence[Any]) -> None:
+        self._meter, self._states = meter, states
+        self._taken: list[int] = []
+        self._perhaps: list[int] = []
+        self._reduced: weakref.ref[Tensor] | None = None
+
+    def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
+        self._meter.start(mark, warm_up)
+        self._note(mark)
+
+    def mark(self, mark: Mark) -> None:
+        self._note(mark)
+        if self._perhaps[-1]:
+            time.sleep(_LETTING_GO_SECONDS)  # It counts as there from here on: it should not be there as well.
+        self._meter.mark(mark)
+
+    def stop(self) -> MarkedPhases:
+        phases, taken = self._meter.stop(), [*self._taken, 0]
+        return [
+            (mark, _moved_by(phase, begin, perhaps, end))
+            for (mark, phase), perhaps, (begin, end) in zip(
+                phases, self._perhaps, itertools.pairwise(taken), strict=True
+            )
+        ]
+
+    def _note(self, mark: Mark) -> None:
+        in_flight = in_flight_bytes(self._states)
+        self._taken.append(in_flight if mark.phase == "forward" else 0)
+        reduced = latest_reduction(self._states)
+        if reduced is not None and (self._reduced is None or self._reduced() is not reduced):
+            self._reduced = weakref.ref(reduced)
+            self._perhaps.append(copied_by_threads_bytes(self._states))
+        else:
+            self._perhaps.append(0 if in_flight or reduced is None else self._perhaps[-1])
+
+
+def _moved_by(phase: Phase, begin: int, perhaps: int, end: int) -> Phase:
+    start_bytes, end_bytes = phase.start_bytes - begin, phase.end_bytes - end
+    return replace(phase, start_bytes=start_bytes, peak_bytes=phase.peak_bytes + perhaps, end_bytes=end_bytes)
 
 
 class NoMeter:

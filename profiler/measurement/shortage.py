@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.measurement.meter import AllocatorEvents, Mark, MarkedPhases, WarmUp
+from profiler.measurement.device_memory import MEMORY, AllocatorEvents
+from profiler.measurement.meter import Mark, MarkedPhases, WarmUp
 from profiler.measurement.stage_probe import WHERE
 from profiler.records import ResidentBytes
 from profiler.workload.compiled_forwards import leave_uncompiled
@@ -129,18 +130,17 @@ class _CpuOpMeter(OpMeter):
     def _end(self) -> None:
         alive, mark = 0, None
         around: list[tuple[int, str]] = []  # ends of ops that have begun and may not have ended, the outermost first
-        for event in sorted(self._events.stop(), key=lambda event: (event.start_ns(), -event.duration_ns())):
-            name, now = event.name(), event.start_ns()
+        for now, duration_ns, name, change_bytes in self._events.stop():
             if name.startswith(_MARK):
                 mark = self._marks[int(name.removeprefix(_MARK))]
-            elif name == "[memory]":
-                alive += event.nbytes()
+            elif name == MEMORY:
+                alive += change_bytes
                 around = [(end, op) for end, op in around if end >= now]
                 if mark is not None and around:
                     self._note(mark, alive, around[0][1])
             elif name.startswith("aten::"):
                 around = [(end, op) for end, op in around if end >= now]
-                around.append((now + event.duration_ns(), name))
+                around.append((now + duration_ns, name))
 
 
 _MARK = "sublinear-planner-op:"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,27 @@ from profiler.measurement.meter import Mark, MarkedPhases, Meter, NoMeter, Place
 from profiler.workload.autograd_nodes import graph_nodes, next_node
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import Forward, ForwardPatches
+from profiler.workload.sharded_units import ends_unit, states_in
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
 leave_uncompiled(__name__)
 
 StageCall = tuple[nn.Module, int]  # a module, and how many calls of it come before
+StageTensor = tuple[int, int]  # a stage, and which of the tensors that go into it, or come out of it
 AnyStep = TypeVar("AnyStep", bound="MarkedStep")
+
+
+class PlainStep(Protocol):
+    """What a step that keeps everything shows under the memory meter; the attributes are those of ``SavingStep``."""
+
+    phases: MarkedPhases
+    input_deaths: dict[StageTensor, Mark]
+    output_deaths: dict[StageTensor, Mark]
+    late_releases: list[tuple[int, int, Mark]]
+    gathered_bytes: dict[int, int]
+    copied_bytes: dict[int, int]
+    held: set[StageTensor]
+    varied: list[str]
 
 
 class StepProbe:
@@ -194,7 +209,10 @@ class MarkedStep:
         a place's backward begins with its highest node and ends where another's begins.
         """
         highest: dict[Place, tuple[int, Any]] = {}
+        has_units = bool(states_in(self._workload.model))
         for node in graph_nodes(loss):
+            if has_units and ends_unit(node):
+                node.register_hook(lambda *_: self._meter.mark(self._now))
             number = node._sequence_nr()
             place = self._place_of(number)
             if place is not None and (place not in highest or highest[place][0] < number):

@@ -17,6 +17,7 @@ from profiler.trace.partition import ChosenStage
 from profiler.trace.stage_dataflow import pooled, stage_ops_of, without_seconds
 from profiler.trace.stage_names import StateChoices, names_outside, with_names
 from profiler.trace.step_record import Trace
+from profiler.workload.sharded_units import units_of
 
 # Stages of one kind that together save less than this share are not worth the steps: they are kept or recomputed whole.
 SMALLEST_SHARE = 0.01
@@ -71,6 +72,7 @@ class ChoiceCost:
     backward_peak_bytes: int = 0
 
 
+_UNITS_INSIDE = "its stage has units of fully_shard inside, whose parameters are there for their own calls only"
 # What the stages of one step do: stage -> (group, choice); choice ``KEEP`` is to keep everything.
 Assignment = dict[int, tuple[int, int]]
 KEEP = -1
@@ -98,7 +100,7 @@ def grouped(
     """
     groups: dict[tuple[int, StageOps], OptionGroup] = {}
     proposals: dict[int, Sequence[Choice]] = {}
-    flows = [stage_ops_of(trace, stage) for stage in stages]
+    flows = [_rerunnable(stage_ops_of(trace, stage), stage) for stage in stages]
     for k, flow in enumerate(flows):
         groups.setdefault((kinds[k], without_seconds(flow)), OptionGroup(flow, [])).members.append(k)
     stated = {} if state is None else state(with_names(trace, stages, flows), names_outside(trace, stages))
@@ -116,6 +118,13 @@ def grouped(
             part.take(proposals.get(id(group), ()))
             parts.append(part)
     return parts
+
+
+def _rerunnable(ops: StageOps, stage: ChosenStage) -> StageOps:
+    """The ops, none to run again by itself where parameters come and go between them."""
+    if not units_of(stage.call.module).inside:
+        return ops
+    return replace(ops, ops=tuple(replace(op, not_rerunnable_reason=_UNITS_INSIDE) for op in ops.ops))
 
 
 def spread_out(choices: Sequence[Choice], ops: StageOps, most: int) -> list[Choice]:

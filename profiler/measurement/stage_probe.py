@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place
-from profiler.measurement.stage_marks import AnyStep, MarkedStep, StepProbe
+from profiler.measurement.stage_marks import AnyStep, MarkedStep, StageTensor, StepProbe
 from profiler.recomputation.module_rerun import CallState, detached
 from profiler.recomputation.op_tape import Watch
 from profiler.recomputation.recompute_checks import CheckedCall
@@ -22,6 +22,7 @@ from profiler.recomputation.selective_call import SelectiveCall
 from profiler.trace.partition import ChosenStage
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import Forward
+from profiler.workload.sharded_units import copied_by_threads_bytes, in_flight_bytes, states_in, told_when_gathered
 from profiler.workload.storages import allocated_bytes, has_storage, storage_key
 from profiler.workload.tensor_parts import sizes_of
 from profiler.workload.tensor_trees import device_of, map_tensors, tensors_in
@@ -30,7 +31,6 @@ from profiler.workload.workload import StepPhase, Workload
 leave_uncompiled(__name__)
 
 WHERE = "sublinear_planner_where"  # an attribute of errors: the stage in which they were raised
-StageTensor = tuple[int, int]  # a stage, and which of the tensors that go into it, or come out of it
 
 
 class StageProbe(StepProbe):
@@ -100,17 +100,6 @@ class StageProbe(StepProbe):
         )
 
 
-class PlainStep(Protocol):
-    """What a step that keeps everything shows under the memory meter; the attributes are those of ``SavingStep``."""
-
-    phases: MarkedPhases
-    input_deaths: dict[StageTensor, Mark]
-    output_deaths: dict[StageTensor, Mark]
-    late_releases: list[tuple[int, int, Mark]]
-    held: set[StageTensor]
-    varied: list[str]
-
-
 class SavingStep(MarkedStep):
     """A step in which a stage's last interval begins after its last saved tensor.
 
@@ -120,14 +109,19 @@ class SavingStep(MarkedStep):
         held: tensors that stages saved, and that autograd still held when their backward was over.
         varied: names of the stages that saved more or fewer tensors than in the traced step.
         late_releases: stages and bytes of what they saved and what went in a later forward, and in which one.
+        gathered_bytes: by stage that is a unit of ``fully_shard``, the buffer that its parameters were gathered in. Its
+            second interval begins when they are there.
+        copied_bytes: by stage, of a copy of other gradients that may be there as its backward begins.
     """
 
     def __init__(self, probe: StageProbe, meter: Meter) -> None:
         super().__init__(probe, meter)
-        self._stages = probe.stages
+        self._stages, self._units = probe.stages, states_in(probe.workload.model)
         self.held: set[StageTensor] = set()
         self.varied: list[str] = []
         self.late_releases: list[tuple[int, int, Mark]] = []
+        self.gathered_bytes: dict[int, int] = {}
+        self.copied_bytes: dict[int, int] = {}
         self._saved_storages: dict[int, tuple[int, int, weakref.ref[Any]]] = {}  # with stage and bytes
         self._saved: dict[int, list[weakref.ref[Tensor]]] = {}
         self.input_deaths: dict[StageTensor, Mark] = {}
@@ -145,6 +139,9 @@ class SavingStep(MarkedStep):
             self._release(key)
         if mark.phase != "forward":
             self._saved_storages.clear()
+        place = mark.place if mark.phase == "backward" else None
+        if place is not None and place.kind == "stage" and not in_flight_bytes(self._units):
+            self.copied_bytes.setdefault(place.index, copied_by_threads_bytes(self._units))
         if self._now.phase == "backward" and self._now.place is not None and self._now.place.kind == "stage":
             k = self._now.place.index
             self.held |= {(k, n) for n, saved in enumerate(self._saved.pop(k, ())) if saved() is not None}
@@ -164,7 +161,13 @@ class SavingStep(MarkedStep):
                 self._note_saved(position, tensor)
             return packed
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        def gathered(module: Any) -> None:
+            if module is self._stages[position].call.module:
+                self.gathered_bytes[position] = in_flight_bytes(self._units)
+                self._meter.mark(now)
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with hooks, told_when_gathered(gathered):
             self._inputs.update(storages_of(position, (args, kwargs)))
             output = forward(*args, **kwargs)
             self._outputs.update(storages_of(position, output))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,9 +24,10 @@ from profiler.workload.tensor_trees import in_new_containers, tensors_in
 
 @dataclass(slots=True, kw_only=True)
 class RerunTimes:
-    """Seconds of a stage's second run, or why there can be none."""
+    """Seconds of a stage's second run, and of gathering its parameters before that; or why there can be none."""
 
     seconds: float = 0.0
+    gather_seconds: float = 0.0
     failure: str = ""
 
     @property
@@ -90,7 +91,7 @@ def rerun_stages(
     for k, (first, kind) in enumerate(zip(first_runs, kinds, strict=True)):
         if known is not None:
             if not known[k].failure and kind not in first_of:
-                first_of[kind] = RerunTimes(seconds=_timed(first, device))
+                first_of[kind] = _timed(first, device)
             reruns.append(known[k] if known[k].failure else first_of[kind])
         elif any_rank(first.input_changed()):
             reruns.append(RerunTimes(failure=_CHANGED_AFTERWARDS))
@@ -138,13 +139,13 @@ class RerunsAtOnce:
 
 
 def _rerun(first: FirstRun, device: torch.device, *, compiled: bool) -> RerunTimes:
-    seconds, raised = 0.0, None
+    timed, raised = RerunTimes(), None
     try:
         failure = _why_not_the_same(first, device, compiled=compiled)
-        seconds = _timed(first, device)
+        timed = _timed(first, device)
     except Exception as error:  # noqa: BLE001 - user code runs here; whatever it raises, it cannot be run twice.
         failure, raised = f"running it a second time fails: {error}", error
-    return RerunTimes(seconds=seconds, failure=first_failure(failure, raised))
+    return replace(timed, failure=first_failure(failure, raised))
 
 
 def _why_not_the_same(first: FirstRun, device: torch.device, *, compiled: bool) -> str:
@@ -179,7 +180,7 @@ def _difference(first: FirstRun, saved: list[Tensor], output: Any, device: torch
     return ""
 
 
-def _timed(first: FirstRun, device: torch.device) -> float:
+def _timed(first: FirstRun, device: torch.device) -> RerunTimes:
     args, kwargs = in_new_containers(first.arguments)
     check = SignatureCheck(first.signatures)
 
@@ -187,16 +188,17 @@ def _timed(first: FirstRun, device: torch.device) -> float:
         check.saw(tensor)
         return True
 
-    _synchronize(device)
-    begin = time.perf_counter()
-    rerun_until_saved(first.call, first.state, args, kwargs, len(first.saved), saw)
-    _synchronize(device)
-    return time.perf_counter() - begin
+    asked = _now(device)
+    with first.state.units.gathered():  # Before its backward they are there.
+        begin = _now(device)
+        rerun_until_saved(first.call, first.state, args, kwargs, len(first.saved), saw)
+        return RerunTimes(seconds=_now(device) - begin, gather_seconds=begin - asked)
 
 
-def _synchronize(device: torch.device) -> None:
+def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _parts_in(tree: Any) -> list[Tensor]:

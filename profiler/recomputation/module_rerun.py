@@ -14,6 +14,7 @@ from profiler.recomputation.module_state import ModuleState
 from profiler.recomputation.rng_state import drawing_from_all, states_on
 from profiler.recomputation.torch_state import TorchState
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.sharded_units import units_of
 from profiler.workload.tensor_trees import map_tensors
 
 leave_uncompiled(__name__)
@@ -39,25 +40,32 @@ class CallState:
         device: of its arguments.
         draws_random: it advances a random generator.
         changing: names (relative to the module) of buffers that it is known to change.
+
+    Attributes:
+        units: of ``fully_shard``, whose parameters the call uses.
     """
 
-    __slots__ = ("_modules", "_random", "_torch")
+    __slots__ = ("_modules", "_random", "_torch", "units")
 
     def __init__(
         self, module: nn.Module, device: torch.device, *, draws_random: bool, changing: Collection[str] = ()
     ) -> None:
         self._torch = TorchState(device)
         self._random = states_on(device) if draws_random else []
-        self._modules = ModuleState(module, changing)
+        self.units = units_of(module)
+        self._modules = ModuleState(module, changing, self.units)
 
     @contextmanager
     def reinstated(self) -> Iterator[None]:
         """Inside, everything is as before the first run; on leaving, it is as it was on entering.
 
+        Sharded parameters are there inside.
+
         Raises:
             RerunError: something has changed that cannot be put back.
         """
-        with running_again(), self._torch.reinstated(), drawing_from_all(self._random), self._modules.reinstated():
+        gathered, numbers = self.units.gathered(), drawing_from_all(self._random)
+        with running_again(), gathered, self._torch.reinstated(), numbers, self._modules.reinstated():
             yield
 
     def tensors_now(self) -> list[Tensor]:
@@ -111,7 +119,12 @@ def rerun_keeping(
 def rerun_until_saved(
     call: Callable[..., Any], state: CallState, args: Any, kwargs: Any, expected: int, saw: Saw | None = None
 ) -> list[Tensor]:
-    """Run again only until ``expected`` tensors have been saved; returns them in order, fewer where it ended before."""
+    """Run again only until ``expected`` tensors have been saved; returns them in order, fewer where it ended before.
+
+    A call that has units of ``fully_shard`` inside runs to its end: a unit that is left by an exception stays gathered.
+    """
+    if expected and state.units.inside:
+        return rerun_keeping(call, state, args, kwargs, saw)[0]
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
 from profiler.recomputation.saved_tensors import RerunError, tensor_over, version_of
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.sharded_units import StageUnits
 from profiler.workload.snapshot import GENERATORS, MAPPINGS, MOST_ITEMS, SEQUENCES
 from profiler.workload.storages import storage_key
 from profiler.workload.tensor_trees import tensors_in
@@ -40,6 +41,7 @@ class ModuleState:
     Args:
         module: the one that is about to be called.
         changing: names (relative to the module) of buffers that its run changes; kernels may do so uncounted.
+        units: whose parameters it uses: these are registered and taken out by the sharding, not by the call.
     """
 
     __slots__ = (
@@ -51,10 +53,12 @@ class ModuleState:
         "_parameters",
         "_statistics",
         "_tensors",
+        "_units",
         "_values",
     )
 
-    def __init__(self, module: nn.Module, changing: Collection[str] = ()) -> None:
+    def __init__(self, module: nn.Module, changing: Collection[str], units: StageUnits) -> None:
+        self._units = units
         self._contents: list[tuple[Any, Any]] = []  # each mutable holder with what is in it
         self._empty: list[dict[str, Any]] = []  # registers of modules in which there is nothing
         self._known: set[int] = set()  # ids of holders
@@ -85,7 +89,8 @@ class ModuleState:
         attributes = module.__dict__
         self._contents.append((attributes, attributes.copy()))
         parameters, buffers = attributes["_parameters"], attributes["_buffers"]
-        for table in (parameters, buffers, attributes["_modules"]):
+        tables = (buffers, attributes["_modules"])
+        for table in tables if self._units.manage(module) else (parameters, *tables):
             if table:
                 self._contents.append((table, table.copy()))
             else:

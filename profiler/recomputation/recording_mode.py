@@ -17,6 +17,7 @@ from profiler.recomputation.op_tape import OpTape
 from profiler.recomputation.selection import ModuleSwitch, Selection
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import replace_forward, reset_forward
+from profiler.workload.sharded_units import SHARDING
 
 leave_uncompiled(__name__)
 
@@ -52,7 +53,12 @@ class RecordingMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not self._recording or self._diverged is not None or RERUN_DEPTH.get() != self._rerun_depth:
+        if (
+            not self._recording
+            or self._diverged is not None
+            or RERUN_DEPTH.get() != self._rerun_depth
+            or SHARDING.get()
+        ):
             return func(*args, **(kwargs or {}))
         ordinal = self._ordinal
         if ordinal >= len(self._expected) or func is not self._expected[ordinal]:

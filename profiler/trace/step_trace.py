@@ -21,6 +21,7 @@ from profiler.trace.value_sized import is_branch, is_sized_by_values
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name, unwrapped
 from profiler.workload.forward_patches import Forward, ForwardPatches
+from profiler.workload.sharded_units import SHARDING, unsharded_tensors
 from profiler.workload.snapshot import RandomState
 from profiler.workload.storages import StorageTable
 from profiler.workload.tensor_memory import same_values
@@ -98,6 +99,7 @@ class StepRecorder(TorchDispatchMode):
         self.trace.always_alive = self.trace.storages.numbers(
             [
                 *self._persistent,
+                *unsharded_tensors(workload.model),
                 *tensors_in(workload.inputs),
                 *workload.held_by_loss,
                 *(workload.held_by_loop if workload.own else ()),
@@ -184,9 +186,9 @@ class StepRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused or func.namespace == "profiler":  # Marks of the user's, or of an optimizer's zero_grad.
-            return func(*args, **kwargs)
-        if self._leaves_out_reruns and RERUN_DEPTH.get() > 0:
+        # Marks of the user's, or of an optimizer's zero_grad; what gathers parameters is no op of the model, either.
+        beside = func.namespace == "profiler" or SHARDING.get()
+        if self.paused or beside or (self._leaves_out_reruns and RERUN_DEPTH.get() > 0):
             return func(*args, **kwargs)
         known = self.trace.storages.numbers(tensors_in((args, kwargs)))
         access = self.access(func, args, kwargs)

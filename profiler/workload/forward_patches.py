@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from profiler.workload.compiled_forwards import Forward, between_graphs, leave_frame_uncompiled
+from profiler.workload.sharded_units import move_hooks_back, move_hooks_inside
 
 _OF_CLASS = object()  # stands for a forward that is not the instance's own
 
@@ -101,8 +102,9 @@ def reset_forward(module: nn.Module, before: Any) -> None:
 class ForwardPatches:
     """Wrappers installed on instances' ``forward``, removable in reverse order.
 
-    ``forward`` is patched and not ``__call__``, so that hooks of the user, of
-    FSDP and of DDP stay outside. The module tree, names and state_dict do not change.
+    ``forward`` is patched and not ``__call__``, so that hooks of the user and
+    of DDP stay outside. Those of ``fully_shard`` move inside: what gathers the
+    parameters is a part of the call. The module tree, names and state_dict do not change.
 
     Args:
         compile_safe: whether compiled code may call the modules, and copies and pickles be made of them. Without it a
@@ -112,11 +114,15 @@ class ForwardPatches:
 
     def __init__(self, *, compile_safe: bool = True) -> None:
         self._compile_safe = compile_safe
-        self._undo: list[tuple[weakref.ref[nn.Module], Any, weakref.ref[Any]]] = []
+        self._undo: list[tuple[weakref.ref[nn.Module], Any, weakref.ref[Any], bool]] = []
 
     def wrap(self, module: nn.Module, wrapper: Callable[[Forward], Forward], what: str = "it is measured") -> None:
         """Replace ``module.forward`` by ``wrapper(module.forward)``; ``what`` says why compiled code ends there."""
         plain, before = module.forward, module.__dict__.get("forward", _OF_CLASS)
+        hooked = move_hooks_inside(module)
+        if hooked is not None:
+            outermost, around = wrapper, hooked
+            wrapper = lambda forward: outermost(around(forward))  # noqa: E731 - it is called like the one before
         if self._compile_safe:
             installed = PatchedForward(module, wrapper, what).installed
             assert installed is not None
@@ -124,7 +130,7 @@ class ForwardPatches:
         else:
             installed = functools.wraps(plain)(wrapper(plain))
         # Whoever holds this holds no model. Noted first: whatever interrupts, it is taken off again.
-        self._undo.append((weakref.ref(module), before, weakref.ref(installed)))
+        self._undo.append((weakref.ref(module), before, weakref.ref(installed), hooked is not None))
         replace_forward(module, installed)
 
     @property
@@ -132,7 +138,7 @@ class ForwardPatches:
         """Whether somebody else has put one of the forwards from below in the place of the first wrapper's."""
         if not self._undo:
             return False
-        module_ref, _, installed_ref = self._undo[0]
+        module_ref, _, installed_ref, _ = self._undo[0]
         module, below = module_ref(), installed_ref()
         if module is None or below is None:
             return module is not None
@@ -144,13 +150,15 @@ class ForwardPatches:
     def remove(self) -> None:
         """Put every forward back as it was; calling it again does nothing."""
         while self._undo:
-            module_ref, before, installed_ref = self._undo[-1]
+            module_ref, before, installed_ref, hooked = self._undo[-1]
             module, installed = module_ref(), installed_ref()
             if (patch := patch_of(installed)) is not None:
                 patch.retire()
             # Where something else stands that holds the patch, it is not ours to remove.
             if module is not None and installed is not None and module.__dict__.get("forward") is installed:
                 reset_forward(module, before)
+            if module is not None and hooked:
+                move_hooks_back(module)
             self._undo.pop()
         _COPIED.forget()
 

@@ -19,6 +19,7 @@ from profiler.workload.optimizers import (
     stepped_parameters,
     wants_closure,
 )
+from profiler.workload.sharded_units import mesh_tensors
 from profiler.workload.storages import distinct_bytes, storage_key
 from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import OnPhase, StepPhase, Workload
@@ -181,7 +182,8 @@ def resident_bytes_of(workload: Workload) -> ResidentBytes:
     """Bytes that are there between two steps, each storage once."""
     model = workload.model
     of_model = {id(parameter) for parameter in model.parameters()}
-    buffers = distinct_bytes(_buffers(workload)) + distinct_bytes(kept_in_attributes(workload))
+    meshes = [tensor for tensor in mesh_tensors(model) if tensor.device.type == workload.device.type]
+    buffers = distinct_bytes([*_buffers(workload), *meshes]) + distinct_bytes(kept_in_attributes(workload))
     buffers += bucket_bytes(workload.model)
     return ResidentBytes(
         parameters=distinct_bytes(model.parameters()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -27,7 +27,16 @@ def in_blocks(size_bytes: int, device: torch.device) -> int:
 
 def storage_key(tensor: Tensor) -> int:
     """The same for tensors over one storage, as long as it lives; a tensor without one (a sparse one) is its own."""
+    tensor = local_part(tensor)
     return tensor.untyped_storage()._cdata if has_storage(tensor) else id(tensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The tensor itself; of a distributed one (a DTensor) what lies on this rank, which alone takes memory."""
+    if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+        return tensor
+    local = getattr(tensor, "_local_tensor", None)
+    return local if isinstance(local, Tensor) else tensor
 
 
 def has_storage(tensor: Tensor) -> bool:
@@ -46,7 +55,7 @@ class StorageTable:
         """The number of the tensor's storage; None where it has none (sparse tensors)."""
         if tensor.layout is not torch.strided:
             return None
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         number = self._numbers.get(storage)
         if number is None:
             number = self._numbers[storage] = len(self.bytes_of)
@@ -66,6 +75,7 @@ def distinct_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes under ``tensors``, every storage counted once; of sparse and nested ones those of all their parts."""
     seen: dict[int, int] = {}
     for tensor in tensors:
+        tensor = local_part(tensor)
         for part in [tensor] if tensor.layout is torch.strided else parts_of(tensor):
             if part.layout is torch.strided:
                 seen[storage_key(part)] = allocated_bytes(part.untyped_storage())

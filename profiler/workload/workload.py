@@ -20,6 +20,7 @@ from profiler.workload.optimizers import (
 )
 from profiler.workload.own_step import OwnStep
 from profiler.workload.ready_models import check_ready
+from profiler.workload.sharded_units import end_of_step
 from profiler.workload.tensor_parts import sizes_of
 from profiler.workload.tensor_trees import map_tensors, tensors_in
 from profiler.workload.workload_arguments import autocast_dtype, check_kinds, check_own, check_update
@@ -134,9 +135,7 @@ class Workload:
             raise ValueError("device: expected a scaler that has not been used, got a used one; move the model first")
         self.model.to(target)
         # Moved without its graph: an input that takes a gradient stays a leaf.
-        self.inputs = map_tensors(
-            lambda tensor: tensor.detach().to(target).requires_grad_(tensor.requires_grad), self.inputs
-        )
+        self.inputs = map_tensors(lambda t: t.detach().to(target).requires_grad_(t.requires_grad), self.inputs)
         return self
 
     def forward(self) -> Tensor:
@@ -236,10 +235,11 @@ class Workload:
         before = [(parameter.grad is not None, parameter.requires_grad) for parameter in self.with_gradients()]
         try:
             return self._whole(begin) if self.own is None else self._own(self.own, begin)
-        except _Stopped:
-            self._stop(before)
-            return float("nan")
-        except BaseException:
+        except BaseException as error:
+            end_of_step(self.model)
+            if isinstance(error, _Stopped):
+                self._stop(before)
+                return float("nan")
             self.release()  # The graph of a step that failed would be there in the next.
             raise
 

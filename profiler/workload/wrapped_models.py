@@ -36,11 +36,6 @@ def class_name(module: nn.Module) -> str:
     return kind.__bases__[-1].__name__ if sharded else kind.__name__
 
 
-def sharded_parts(model: nn.Module) -> list[str]:
-    """Names of the modules in it whose parameters ``fully_shard`` has split for themselves."""
-    return [name for name, module in model.named_modules() if name and class_name(module) != type(module).__name__]
-
-
 def autocasts_inside(model: nn.Module) -> bool:
     """Whether accelerate has put autocast around the model's own forward, where it is not seen from outside."""
     return "_original_forward" in vars(model)

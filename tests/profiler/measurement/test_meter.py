@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
+from benchmarks.outside_meter import OutsideMeter
 from profiler.measurement.meter import Mark, MarkedPhases, memory_meter, metered, metered_step, time_meter
 from profiler.records import Phase
 from profiler.workload.steps import TensorsOfState
@@ -139,3 +142,29 @@ def test_a_meter_that_was_stopped_holds_nothing_of_the_state() -> None:
     assert model.state.untyped_storage() is stored()
     model.state = torch.zeros(64, 32)
     assert stored() is None
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs torch.distributed with gloo")
+def test_memory_that_a_thread_of_a_process_group_gives_back_is_seen(tmp_path: Path) -> None:
+    meter = memory_meter(CPU, 0)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with OutsideMeter() as outside:
+            given_back_by_a_thread()
+        meter.start(Mark("forward"))
+        given_back_by_a_thread()
+        meter.mark(Mark("backward"))
+        phases = meter.stop()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert [(phase.peak_bytes, phase.end_bytes) for _, phase in phases] == [(4000, 0), (0, 0)]
+    assert outside.peak_bytes == 4000
+
+
+def given_back_by_a_thread() -> None:
+    """Twice 4000 bytes, one after the other; of the first, it is another thread that lets go."""
+    held = [torch.empty(1000)]
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    torch.empty(1000)

@@ -1,0 +1,350 @@
+"""Modules under ``fully_shard`` (FSDP2): whose parameters are there when, and what its hooks hold and run.
+
+Torch has no public way to ask for most of it; what is used of its insides stands here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, distributed, nn
+
+from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.storages import allocated_bytes, in_blocks, storage_key
+
+leave_uncompiled(__name__)
+
+# Whether what runs now is the sharding's own: no op of the model.
+SHARDING: ContextVar[bool] = ContextVar("SHARDING", default=False)
+_GATHERED: ContextVar[Callable[[nn.Module], None] | None] = ContextVar("_GATHERED", default=None)
+_HOOKS_OF = "torch.distributed.fsdp._fully_shard"
+
+
+def states_in(model: nn.Module) -> list[Any]:
+    """The state of each unit in a model, in the order of its modules; several modules may share one."""
+    states = (_state_of(module) for module in model.modules()) if _is_used() else ()
+    return list(dict.fromkeys(state for state in states if state is not None))
+
+
+def end_of_step(model: nn.Module) -> None:
+    """A step was left in the middle: parameters are sharded again, and nothing is in flight."""
+    for state in states_in(model):
+        if state._is_root:
+            state._reset_iter_state()
+
+
+def unsharded_tensors(model: nn.Module) -> list[Tensor]:
+    """Where the parameters lie while they are gathered: the same storages in every step, without memory in between."""
+    return [tensor for group in _groups(states_in(model)) for param in group.fsdp_params for tensor in _gathers(param)]
+
+
+def given_back_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters that a unit gathers for its forward and gives back after it; 0 where it keeps them.
+
+    Only of a unit of one module that shards over all ranks again can be said that it gathers once more in backward.
+    """
+    state = _state_of(module) if _is_used() else None
+    if state is None or state._modules != (module,) or not all(map(_gives_back, state._fsdp_param_groups)):
+        return 0
+    gathers = [tensor for group in _groups([state]) for param in group.fsdp_params for tensor in _gathers(param)]
+    return sum(in_blocks(tensor.numel() * tensor.element_size(), tensor.device) for tensor in gathers)
+
+
+def keep_gathered(module: nn.Module) -> Callable[[], None]:
+    """Have a unit keep its parameters from forward to backward; the returned function undoes it.
+
+    Raises:
+        ValueError: it is no unit that gives them back.
+    """
+    state = _state_of(module) if _is_used() else None
+    if state is None or state._modules != (module,) or not all(map(_gives_back, state._fsdp_param_groups)):
+        raise ValueError("expected a module under fully_shard that reshards after forward")
+    groups = [(weakref.ref(group), group.post_forward_mesh_info) for group in _groups([state])]
+    of_root, reference = state._auto_reshard_after_forward, weakref.ref(state)
+    module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
+
+    def undo() -> None:
+        if (owner := reference()) is not None:
+            owner._auto_reshard_after_forward = of_root
+        for group, mesh_info in groups:
+            if (alive := group()) is not None:
+                alive.post_forward_mesh_info = mesh_info
+
+    return undo
+
+
+def mesh_tensors(model: nn.Module) -> list[Tensor]:
+    """The few numbers in which each unit holds the ranks of its process group."""
+    meshes = [mesh for group in _groups(states_in(model)) for mesh in (group.mesh_info, group.post_forward_mesh_info)]
+    return [mesh.mesh._rank_map for mesh in meshes if mesh is not None]
+
+
+def in_flight_bytes(states: Iterable[Any]) -> int:
+    """Bytes of gathers that are under way, or over and not yet given back: the next unit's forward does that."""
+    results = {id(group._all_gather_result): group._all_gather_result for group in _groups(states)}
+    for state in states:
+        if (held := state._comm_ctx.__dict__.get("all_gather_state")) is not None:
+            results[id(held.all_gather_result)] = held.all_gather_result
+    outputs = [result.all_gather_output for result in results.values() if result is not None]
+    storages = {storage_key(output): output.untyped_storage() for output in outputs}
+    return sum(map(allocated_bytes, storages.values()))
+
+
+def latest_reduction(states: Iterable[Any]) -> Tensor | None:
+    """What the gradients of the last unit that went backward were laid out in to be reduced, as long as it is held."""
+    for state in states:
+        held = state._comm_ctx.__dict__.get("reduce_scatter_states")
+        return held[-1].reduce_scatter_input if held else None
+    return None
+
+
+def copied_by_threads_bytes(states: Iterable[Any]) -> int:
+    """Bytes of a copy of it that gloo's threads may still hold: they let go of it when they come to it."""
+    reduced = latest_reduction(states)
+    return 0 if reduced is None or reduced.device.type != "cpu" else reduced.untyped_storage().nbytes()
+
+
+def ends_unit(node: Any) -> bool:
+    """Whether an autograd node is the one at which a unit's gradients are reduced."""
+    return node.name() == "RegisterPostBackwardFunctionBackward"
+
+
+# Its hooks -------------------------------------------------------------------
+
+
+class _MovedHook:
+    """Stands among a module's hooks for one that runs inside of its wrapped forward."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        return None
+
+
+def move_hooks_inside(module: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """Take the sharding's hooks from a module's call; what runs them around a forward. None where it has none.
+
+    A wrapper around that runs what a call of the unit runs: gathering, casts, and giving back.
+    """
+    before, after = _moved(module._forward_pre_hooks), _moved(module._forward_hooks)
+    if not before and not after:
+        return None
+    owner = weakref.ref(module)
+
+    def around(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with running_sharding():
+                for hook in before:
+                    args, kwargs = hook(owner(), args, kwargs) or (args, kwargs)
+            told, called = _GATHERED.get(), owner()
+            if told is not None and called is not None:
+                told(called)
+            output = forward(*args, **kwargs)
+            with running_sharding():
+                for hook in after:
+                    changed = hook(owner(), args, output)
+                    output = output if changed is None else changed
+            return output
+
+        return run
+
+    return around
+
+
+def move_hooks_back(module: nn.Module) -> None:
+    """Undo ``move_hooks_inside``."""
+    for table in (module._forward_pre_hooks, module._forward_hooks):
+        for number, hook in table.items():
+            if isinstance(hook, _MovedHook):
+                table[number] = hook.hook
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether a module's call gathers parameters."""
+    return _is_used() and _state_of(module) is not None
+
+
+@contextmanager
+def running_sharding() -> Iterator[None]:
+    """Inside, ops are the sharding's own."""
+    token = SHARDING.set(True)
+    try:
+        yield
+    finally:
+        SHARDING.reset(token)
+
+
+@contextmanager
+def told_when_gathered(told: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Inside, a function is told of each patched unit whose parameters have come, before its forward."""
+    token = _GATHERED.set(told)
+    try:
+        yield
+    finally:
+        _GATHERED.reset(token)
+
+
+# Second runs -----------------------------------------------------------------
+
+
+class StageUnits:
+    """The units whose parameters a stage uses.
+
+    Args:
+        module: the stage.
+        states: of all units there are.
+
+    Attributes:
+        inside: whether there are units inside the stage besides itself.
+    """
+
+    def __init__(self, module: nn.Module, states: Iterable[Any]) -> None:
+        modules = dict.fromkeys(module.modules())
+        self._managed = {id(owner) for group in _groups(states) for p in group.fsdp_params for owner in _owners(p)}
+        used = [s for s in states if any(o in modules for g in _groups([s]) for p in g.fsdp_params for o in _owners(p))]
+        within = {s for s in used if s._modules != (module,) and all(each in modules for each in s._modules)}
+        self.inside = bool(within)
+        # One for several modules is gathered from the first to the last of them.
+        alone = {s for s in within if len(s._modules) == 1}
+        self._outer = [weakref.ref(state) for state in used if state not in alone]
+        self._inner = [weakref.ref(state) for state in used if state in alone]
+
+    def manage(self, module: nn.Module) -> bool:
+        """Whether a module's registered parameters are put there by the sharding."""
+        return id(module) in self._managed
+
+    def gathered(self) -> AbstractContextManager[Any]:
+        """Inside, a second run of the stage finds its parameters; on leaving, all is as it was on entering.
+
+        Units inside are gathered as they are called, and given back, as in forward. The hooks do as they do for
+        torch's own checkpoints: they neither prefetch nor expect a backward of this run. What is gathered already, or
+        on the way for the backward that comes next, stays.
+        """
+        return self._gathered() if self._outer or self._inner else nullcontext()
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        outer, inner = _alive(self._outer), _alive(self._inner)
+        to_return = [group for group in _groups([*outer, *inner]) if not _comes_anyway(group)]
+        with ExitStack() as on_exit:
+            for state in (*outer, *inner):
+                on_exit.enter_context(_as_in_backward(state))
+            for state in inner:
+                give_back = functools.partial(_give_back, [g for g in _groups([state]) if g in to_return])
+                on_exit.callback(state._modules[0].register_forward_hook(give_back).remove)
+            on_exit.callback(_give_back, to_return)
+            with running_sharding():
+                for group in _groups(outer):
+                    _gather(group)
+            yield
+
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[int, StageUnits]] = weakref.WeakKeyDictionary()
+
+
+def units_of(stage: nn.Module) -> StageUnits:
+    """The units whose parameters a stage uses."""
+    if not _is_used():
+        return _no_units()
+    count = len(_mapping())
+    known = _KNOWN.get(stage)
+    if known is None or known[0] != count:
+        states = dict.fromkeys(state for module in [*_mapping()] if (state := _state_of(module)) is not None)
+        known = _KNOWN[stage] = count, StageUnits(stage, list(states))
+    return known[1]
+
+
+@functools.cache
+def _no_units() -> StageUnits:
+    return StageUnits(nn.Module(), ())
+
+
+@contextmanager
+def _as_in_backward(state: Any) -> Iterator[None]:
+    """Have a unit's hooks take a call for a checkpoint's, whose parameters the backward gathers and gives back."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    before, to_run = state._training_state, set(state._modules_to_run_forward)
+    state._training_state = TrainingState.PRE_BACKWARD
+    try:
+        yield
+    finally:
+        state._training_state = before
+        state._modules_to_run_forward.clear()
+        state._modules_to_run_forward.update(to_run)
+
+
+def _comes_anyway(group: Any) -> bool:
+    return group.is_unsharded or group._all_gather_result is not None
+
+
+def _gather(group: Any) -> None:
+    with group.use_training_state(type(group._training_state).IDLE):
+        group.unshard()
+        group.wait_for_unshard()
+
+
+def _give_back(groups: Iterable[Any], *_: Any) -> None:
+    with running_sharding():
+        for group in groups:
+            with group.use_training_state(type(group._training_state).IDLE):
+                group.reshard()
+
+
+# Torch's insides -------------------------------------------------------------
+
+
+def _mapping() -> Any:
+    from torch.distributed._composable_state import _module_state_mapping
+
+    return _module_state_mapping
+
+
+@functools.cache
+def _is_available() -> bool:
+    return distributed.is_available()
+
+
+def _is_used() -> bool:
+    """Whether there may be units in this process."""
+    return _is_available() and len(_mapping()) > 0
+
+
+def _state_of(module: nn.Module) -> Any:
+    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+    return _get_module_fsdp_state(module)
+
+
+def _groups(states: Iterable[Any]) -> list[Any]:
+    return [group for state in states for group in state._fsdp_param_groups]
+
+
+def _gives_back(group: Any) -> bool:
+    """Whether it shards over all ranks again after forward."""
+    return group.post_forward_mesh_info is not None and group.post_forward_mesh_info == group.mesh_info
+
+
+def _owners(param: Any) -> tuple[nn.Module, ...]:
+    """The modules that a parameter is registered in."""
+    return (param._module_info.module, *param._module_info.shared_modules)
+
+
+def _gathers(param: Any) -> list[Tensor]:
+    return [*param.all_gather_outputs, *getattr(param, "_unsharded_inner_tensors", ())]
+
+
+def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
+    return [state for reference in references if (state := reference()) is not None]
+
+
+def _moved(table: dict[int, Any]) -> list[Callable[..., Any]]:
+    found = {n: hook for n, hook in table.items() if getattr(hook, "__module__", "").startswith(_HOOKS_OF)}
+    table.update({number: _MovedHook(hook) for number, hook in found.items()})
+    return list(found.values())
