@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +14,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.compiled.applying import Backend, maker_of
 from planner.compiled.compiled_graphs import CompiledGraph, StepWatch
-from planner.plans.graph_shares import GraphOptions, GraphTurns, choose_options, options_of
+from planner.compiled.graph_shares import GraphOptions, GraphTurns, choose_options, options_of
 from planner.plans.graph_solving import GraphSearch, order_within, second_runs
 from planner.steps.graph_problem import StepSurroundings, step_problem
 from planner.units import parse_bytes, parse_bytes_or_zero
+from profiler.caller_warnings import warn_caller
 from profiler.capture.graph_profiling import measured_graph
 from profiler.capture.joint_graph import JointGraph
 from profiler.capture.programs import StepOrder
@@ -125,11 +125,9 @@ class BudgetBackend:
         if not (trains and torch.is_grad_enabled()):
             return _unplanned(self._compiler)(module, inputs)
         if any(map(_is_symbolic, inputs)):
-            warnings.warn(
+            warn_caller(
                 "planner.backend: expected a model of fixed shapes, got symbols: compile with dynamic=False; torch's "
                 "own partition runs, and the budget is not promised",
-                RuntimeWarning,
-                stacklevel=2,
             )
             return _unplanned(self._compiler)(module, inputs)
         graph = CompiledGraph(len(self._graphs), module, self._make, self._watch)

@@ -13,16 +13,16 @@ from torch import nn
 from planner.compiled.host_copies import HostCopies
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.graph_solving import first_difference
-from planner.runtime.applier import PlanMismatch, check_precision
+from planner.runtime.model_match import PlanMismatch, check_precision
 from profiler.capture.backend import OrderOf
 from profiler.capture.detached_outputs import refusing_gradients, without_gradients
 from profiler.capture.joint_graph import JointGraph, compiled_whole, raise_as_said
 from profiler.capture.programs import StepOrder
 from profiler.capture.step_dataflow import step_graph_of
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import Forward
 from profiler.workload.model_caches import ModelCaches
 from profiler.workload.precision import autocast_now
-from profiler.workload.tensor_trees import tensors_in
 
 
 class PlannedForward:

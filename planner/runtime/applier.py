@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,13 +13,14 @@ from torch import nn
 
 from planner.plans.graph_plan import AnyPlan
 from planner.plans.lowering import LoweredSchedule, lower_schedule
-from planner.plans.plan import Plan, PlannedStage
+from planner.plans.plan import Plan
 from planner.runtime.compiled_models import CompiledCalls, made_compiled, module_named
 from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.cuda_link import CudaCopyEngine
 from planner.runtime.given_arguments import given_model, given_plan
 from planner.runtime.kept_runs import Deviations
 from planner.runtime.loop_watch import LoopWatch, is_metered
+from planner.runtime.model_match import PlanMismatch, check_model, check_precision, check_types
 from planner.runtime.plan_checks import (
     BatchShapes,
     ParameterChecks,
@@ -33,21 +33,17 @@ from planner.runtime.planned_step import PlannedStep
 from planner.runtime.simulated_link import SimulatedCopyEngine
 from planner.runtime.stage_input import BatchCopies
 from planner.runtime.stage_places import StagePlaces, split_name
+from profiler.caller_warnings import warn_caller
 from profiler.recomputation.selection import Selection
-from profiler.workload.compiled_forwards import COMPILED, plain_name
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
 from profiler.workload.model_caches import ModelCaches, check_no_checkpointing
-from profiler.workload.precision import autocast_now, autocast_part, precision_of, types_part
+from profiler.workload.precision import autocast_now, autocast_part
 from profiler.workload.sharded_units import keep_gathered
-from profiler.workload.wrapped_models import autocasts_inside, class_name, inner_model
+from profiler.workload.wrapped_models import autocasts_inside, inner_model
 from solvers.problem.chain_schedule import RUNS
 from solvers.problem.link import Link
 
 _PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle[Any]] = weakref.WeakKeyDictionary()
-
-
-class PlanMismatch(ValueError):
-    """The model is not the one that the plan was made for; the message says what differs."""
 
 
 class Handle(Generic[AnyPlan]):
@@ -126,8 +122,8 @@ def apply(model: nn.Module, plan: Plan | str | Path, *, watch: bool | None = Non
     model, plan = inner_model(given_model(model)), given_plan(plan)
     check_unplanned(model)
     check_no_checkpointing(model, "apply")
-    _check_model(model, plan)
-    _check_types(model, plan)
+    check_model(model, plan)
+    check_types(model, plan)
     lowered = lower_schedule(plan.stages, plan.schedule)
     patches = ForwardPatches()
     planned = PlannedCalls(plan, lowered, model, watch=watch)
@@ -141,11 +137,9 @@ def apply(model: nn.Module, plan: Plan | str | Path, *, watch: bool | None = Non
 def _say_what_is_unsteady(plan: Plan) -> None:
     if plan.unsteady:
         more = f" (and {len(plan.unsteady) - 3} more)" if len(plan.unsteady) > 3 else ""
-        warnings.warn(
+        warn_caller(
             f"apply: expected the same bytes in every step, got a {plan.model_class} whose peak is not promised: "
             f"{'; '.join(plan.unsteady[:3])}{more}. Solve with headroom for it",
-            RuntimeWarning,
-            stacklevel=5,
         )
 
 
@@ -285,12 +279,10 @@ class PlannedCalls:
         if handle is None or not handle.is_undone:
             return False
         handle.remove()
-        warnings.warn(
+        warn_caller(
             "planner.apply: expected the planned forward, got the one from before it (accelerate's unwrap_model with "
             "keep_fp32_wrapper=False puts that back): the plan is taken off, everything is kept, and the peak is not "
             "promised. Unwrap with keep_fp32_wrapper=True, or apply the plan after it",
-            RuntimeWarning,
-            stacklevel=4,
         )
         return True
 
@@ -321,57 +313,6 @@ class PlannedCalls:
         return run
 
 
-def _check_model(model: nn.Module, plan: Plan) -> None:
-    differences = [text for stage in plan.stages if stage.kind == "stage" if (text := _difference(model, stage))]
-    if differences:
-        more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
-        raise PlanMismatch(
-            f"apply: expected the {plan.model_class} that was profiled, got a {type(model).__name__} that differs: "
-            f"{'; '.join(differences[:3])}{more}; profile and solve for this model"
-        )
-
-
-def _check_types(model: nn.Module, plan: Plan) -> None:
-    """The part of the precision that shows before the model runs."""
-    expected, got = types_part(plan.precision), precision_of(model, None)
-    if got != expected:
-        raise PlanMismatch(
-            f"a plan for {plan.precision}: expected parameters in {expected}, got {got}; "
-            "use them as they were profiled, or profile and solve for these"
-        )
-
-
-def check_precision(model: nn.Module, precision: str, autocast: torch.dtype | None) -> None:
-    """Refuse a step in another precision than the plan's: bytes, casts and kernels are others then.
-
-    Raises:
-        PlanMismatch: the parameters' types, or what autocast casts to.
-    """
-    expected, got = precision.removesuffix(COMPILED), precision_of(model, autocast)
-    if got != expected:
-        raise PlanMismatch(
-            f"a plan for {expected}: expected a step in the same precision, got {got}; "
-            "run it as it was profiled, or profile and solve in this precision"
-        )
-
-
-def _difference(model: nn.Module, stage: PlannedStage) -> str:
-    """The first thing in which a stage's module differs from the profiled one; empty where there is none."""
-    name, _ = split_name(stage.name)
-    try:
-        module = module_named(model, name)
-    except AttributeError:
-        return f"it has no module {name!r}"
-    if class_name(module) != stage.module_class:
-        return f"{name!r} is a {class_name(module)}, expected {stage.module_class}"
-    shapes = {plain_name(key): tuple(p.shape) for key, p in module.named_parameters()}
-    expected = dict(stage.parameter_shapes)
-    for key in sorted({*shapes, *expected}):
-        if shapes.get(key) != expected.get(key):
-            return f"{name}.{key} has shape {shapes.get(key)}, expected {expected.get(key)}"
-    return ""
-
-
 def model_device(model: nn.Module) -> torch.device:
     """The device that a model computes on."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -391,11 +332,9 @@ def engine_on(device: torch.device, link: Link | None, host_bytes: int) -> CopyE
         return CudaCopyEngine(device, host_bytes)
     if device.type == "cpu" and link is not None:
         return SimulatedCopyEngine(link, host_bytes)
-    warnings.warn(
+    warn_caller(
         f"apply: expected a device that copies beside its computation, got {device}; nothing is sent to host memory, "
         "and the peak is not promised. Solve without offloading",
-        RuntimeWarning,
-        stacklevel=5,
     )
     return None
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 
 from torch import nn
 
 from planner.plans.plan import Plan
+from profiler.caller_warnings import warn_caller
 from profiler.workload.compiled_forwards import (
     COMPILED,
     CompiledForward,
@@ -98,4 +98,4 @@ class CompiledCalls:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=4)
+    warn_caller(text)

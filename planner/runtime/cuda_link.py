@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from typing import NamedTuple
 
 import torch
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from planner.runtime.copy_engine import empty_bytes
 from planner.runtime.host_pool import HostBlocks, HostPool, parts_of
+from profiler.caller_warnings import warn_caller
+from profiler.tensors.storages import CUDA_BLOCK_BYTES
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.storages import CUDA_BLOCK_BYTES
 
 leave_uncompiled(__name__)
 
@@ -177,11 +177,9 @@ def host_buffer(size_bytes: int) -> Tensor:
     try:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
-        warnings.warn(
+        warn_caller(
             f"offload: expected {size_bytes} bytes of pinned host memory, got none ({str(error).splitlines()[0]}); "
             "other memory is used: copies are several times slower and hold up the computation, so steps take longer "
             "than predicted. Allow less with --host-memory, or raise the limit on locked memory (ulimit -l)",
-            RuntimeWarning,
-            stacklevel=2,
         )
         return torch.empty(size_bytes, dtype=torch.uint8)

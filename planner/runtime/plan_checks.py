@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +11,13 @@ from torch.autograd import forward_ad
 
 from planner.plans.plan import Plan
 from planner.plans.plan_claims import PlanClaims
+from profiler.caller_warnings import warn_caller
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.outer_hooks import hooks_of_the_user
+from profiler.tensors.tensor_parts import sizes_of
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.precision import types_part
-from profiler.workload.tensor_parts import sizes_of
-from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
 leave_uncompiled(__name__)
@@ -93,7 +93,7 @@ def say_once(text: str) -> None:
     """Warn, each thing once in a process."""
     if text not in _WARNED:
         _WARNED.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        warn_caller(text)
 
 
 class BatchShapes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from planner.training.dynamic_profiles import Training, profiles_of
 from planner.training.input_signatures import ReadsSignatures, Signature, SignatureReader
 from planner.training.plan_cache import CACHE_SIZE, Entry, PlanCache, PlanStatus, without_shapes
 from planner.units import parse_bytes
+from profiler.caller_warnings import warn_caller
 from profiler.records import Profile
 from profiler.trace.partition import StagePattern
 from profiler.workload.compiled_forwards import Forward, is_compiled, unwrapped
@@ -213,7 +213,7 @@ class Switch:
     def say(self, entry: Entry) -> None:
         """Warn of what has come up; raises where the handle is strict and no plan meets the budget."""
         for note in self.book.notes():
-            warnings.warn(f"auto_checkpoint: {note}", RuntimeWarning, stacklevel=5)
+            warn_caller(f"auto_checkpoint: {note}")
         if self._strict and entry.refusal is not None:
             raise entry.refusal
 

@@ -12,7 +12,7 @@ from planner.plans.graph_plan import GraphPlan
 from planner.plans.graph_solving import first_difference
 from planner.plans.offload_request import link_record
 from planner.plans.refusals import NoPlan, NothingFound
-from planner.runtime.applier import PlanMismatch, check_precision
+from planner.runtime.model_match import PlanMismatch, check_precision
 from planner.runtime.plan_checks import check_device, check_inputs
 from planner.units import counted, format_bytes
 from profiler.graph_profile import GraphProfile

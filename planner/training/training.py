@@ -12,7 +12,7 @@ import torch
 from planner.distributed.collective import apply, measure
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
-from planner.runtime.applier import check_precision
+from planner.runtime.model_match import check_precision
 from planner.runtime.plan_checks import check_device, check_inputs
 from planner.training.oom_diagnosis import report_of, stop_of
 from planner.training.oom_recovery import StepRollback, smaller_plan, wanted_bytes

@@ -17,7 +17,7 @@ from planner.explain.measured_step import Places
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan, chain_in
 from planner.plans.solving import following, replan
-from planner.runtime.applier import check_precision
+from planner.runtime.model_match import check_precision
 from planner.runtime.plan_checks import check_device, check_inputs
 from planner.training.graph_verification import GraphVerification, verify_graph_plan
 from planner.training.solver_comparison import seconds_in_turns

@@ -1,0 +1,73 @@
+"""Whether a model is the one that a plan was made for: its stages, their shapes, and the precision it runs in."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from planner.plans.plan import Plan, PlannedStage
+from planner.runtime.compiled_models import module_named
+from planner.runtime.stage_places import split_name
+from profiler.workload.compiled_forwards import COMPILED, plain_name
+from profiler.workload.precision import precision_of, types_part
+from profiler.workload.wrapped_models import class_name
+
+
+class PlanMismatch(ValueError):
+    """The model is not the one that the plan was made for; the message says what differs."""
+
+
+def check_model(model: nn.Module, plan: Plan) -> None:
+    """Refuse a model of which a stage is another module, or has parameters of other shapes; raises PlanMismatch."""
+    differences = [text for stage in plan.stages if stage.kind == "stage" if (text := _difference(model, stage))]
+    if differences:
+        more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
+        raise PlanMismatch(
+            f"apply: expected the {plan.model_class} that was profiled, got a {type(model).__name__} that differs: "
+            f"{'; '.join(differences[:3])}{more}; profile and solve for this model"
+        )
+
+
+def check_types(model: nn.Module, plan: Plan) -> None:
+    """Refuse parameters of other types: the part of the precision that shows before the model runs.
+
+    Raises:
+        PlanMismatch: they are others.
+    """
+    expected, got = types_part(plan.precision), precision_of(model, None)
+    if got != expected:
+        raise PlanMismatch(
+            f"a plan for {plan.precision}: expected parameters in {expected}, got {got}; "
+            "use them as they were profiled, or profile and solve for these"
+        )
+
+
+def check_precision(model: nn.Module, precision: str, autocast: torch.dtype | None) -> None:
+    """Refuse a step in another precision than the plan's: bytes, casts and kernels are others then.
+
+    Raises:
+        PlanMismatch: the parameters' types, or what autocast casts to.
+    """
+    expected, got = precision.removesuffix(COMPILED), precision_of(model, autocast)
+    if got != expected:
+        raise PlanMismatch(
+            f"a plan for {expected}: expected a step in the same precision, got {got}; "
+            "run it as it was profiled, or profile and solve in this precision"
+        )
+
+
+def _difference(model: nn.Module, stage: PlannedStage) -> str:
+    """The first thing in which a stage's module differs from the profiled one; empty where there is none."""
+    name, _ = split_name(stage.name)
+    try:
+        module = module_named(model, name)
+    except AttributeError:
+        return f"it has no module {name!r}"
+    if class_name(module) != stage.module_class:
+        return f"{name!r} is a {class_name(module)}, expected {stage.module_class}"
+    shapes = {plain_name(key): tuple(p.shape) for key, p in module.named_parameters()}
+    expected = dict(stage.parameter_shapes)
+    for key in sorted({*shapes, *expected}):
+        if shapes.get(key) != expected.get(key):
+            return f"{name}.{key} has shape {shapes.get(key)}, expected {expected.get(key)}"
+    return ""
