@@ -36,12 +36,12 @@ class MeasuringRanks(Protocol):
         ...
 
 
-_together: list[MeasuringRanks] = []  # of the processes that measure together now; the innermost last
+_together: list[MeasuringRanks | None] = []  # of the processes that measure together now; the innermost last
 
 
 @contextlib.contextmanager
-def measured_with(ranks: MeasuringRanks) -> Iterator[None]:
-    """Inside, what is measured is measured together with these ranks."""
+def measured_with(ranks: MeasuringRanks | None) -> Iterator[None]:
+    """Inside, what is measured is measured together with these ranks; with None by this process alone."""
     _together.append(ranks)
     try:
         yield
@@ -51,22 +51,26 @@ def measured_with(ranks: MeasuringRanks) -> Iterator[None]:
 
 def is_together() -> bool:
     """Whether other ranks measure with this one."""
-    return bool(_together)
+    return _others() is not None
+
+
+def _others() -> MeasuringRanks | None:
+    return _together[-1] if _together else None
 
 
 def gathered(value: Value) -> list[Value]:
     """What each rank has for this value."""
-    return _together[-1].gathered(value) if _together else [value]
+    return [value] if (ranks := _others()) is None else ranks.gathered(value)
 
 
 def agreed(value: Value) -> Value:
     """What the first rank has for this value."""
-    return _together[-1].from_first(value) if _together else value
+    return value if (ranks := _others()) is None else ranks.from_first(value)
 
 
 def made_by_first(make: Callable[[], Value]) -> Value:
     """What ``make`` returns on the first rank, for all; a ValueError that it raises there is raised on all."""
-    return _together[-1].made_by_first(make) if _together else make()
+    return make() if (ranks := _others()) is None else ranks.made_by_first(make)
 
 
 def any_rank(flag: Any) -> bool:
@@ -86,6 +90,6 @@ def first_failure(failure: str, error: Exception | None = None) -> str:
         failure: this rank's words; empty where it succeeded.
         error: that they are about. Where it came of another rank that did not answer, all ranks raise.
     """
-    if _together:
-        _together[-1].check_answered(error)
+    if (ranks := _others()) is not None:
+        ranks.check_answered(error)
     return next(filter(None, gathered(failure)), "")

@@ -292,6 +292,8 @@ class Profile:
         evaluations: how often a step runs forward and backward.
         frugal: whether it was measured where a step that keeps everything does not fit, a few stages kept at a time:
             unplanned peak and seconds are put together from these, and were never measured as a whole.
+        collective_bytes: of the largest tensor that a collective makes; on the CPU a thread may hold it a while longer.
+        beside: of a pipeline's stage, profiled with one micro-batch: pairs (other micro-batches there, other bytes).
         unplanned_peak_bytes: most bytes alive at once in the whole step.
         unplanned_seconds: median seconds of a plain step.
         step_seconds: each plain step that was timed.
@@ -327,6 +329,8 @@ class Profile:
     evaluation: Phase = Phase()
     evaluations: int = 1
     frugal: bool = False
+    collective_bytes: Bytes = 0
+    beside: tuple[tuple[int, Bytes], ...] = ()
 
     def stage_level(self) -> Profile:
         """The same profile without options inside stages: each is kept, or recomputed, as a whole."""

@@ -17,9 +17,9 @@ from planner.targets import call_target, load_target, on_device
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress
 from profiler.records import Profile
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.precision import type_name, types_part
 from profiler.workload.steps import ProfileError
-from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import LossFunction, Workload, own_loss, varied
 from solvers.chain.baselines import keep_all_replay
 

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, fx
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 
-from planner.plans.graph_shares import GraphTurns
+from planner.compiled.graph_shares import GraphTurns
 from profiler.capture.programs import StepOrder
 from profiler.step_graph import StepGraph
+from profiler.tensors.storages import StorageTable
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.autograd_nodes import graph_nodes
-from profiler.workload.storages import StorageTable
-from profiler.workload.tensor_trees import tensors_in
 
 OnStep = Callable[[GraphTurns], None]
 

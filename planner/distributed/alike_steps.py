@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from planner.distributed.rank_failures import RankError
 from planner.distributed.ranks import Ranks
-from profiler.workload.tensor_parts import sizes_of
-from profiler.workload.tensor_trees import tensors_in
+from profiler.tensors.tensor_parts import sizes_of
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 from profiler.workload.wrapped_models import class_name
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -14,6 +15,8 @@ from planner.compiled import applying
 from planner.compiled.applying import Backend
 from planner.distributed.alike_steps import check_alike
 from planner.distributed.merging import merged_measurement, merged_profile
+from planner.distributed.pipeline_profile import profile_pipeline_stage
+from planner.distributed.pipeline_schedule import schedule_of
 from planner.distributed.ranks import current_ranks
 from planner.plans import profiling
 from planner.plans.given_sources import plan_from_file
@@ -57,7 +60,8 @@ def profile(workload: Workload, **settings: Any) -> Profile | GraphProfile:
     states and train/eval flags are as before afterwards, also after an exception.
 
     Where ``torch.distributed`` is initialised for several ranks, all of them call this, each with its own part of the
-    batch: each measures, and all get the profile of the worst rank, with the largest bytes and seconds of any.
+    batch: each measures, and all get the profile of the worst rank, with the largest bytes and seconds of any. Where
+    the workload's own step runs a schedule of ``torch.distributed.pipelining``, each rank gets that of its own stage.
 
     Args:
         workload: the training step; its model in training mode.
@@ -86,15 +90,19 @@ def profile(workload: Workload, **settings: Any) -> Profile | GraphProfile:
         ValueError: rules that cannot be read.
     """
     check_workload(workload, "profile")
-    ranks = current_ranks()
+    ranks, schedule = current_ranks(), schedule_of(workload)
     if ranks is None:
-        return profiling.profile(workload, **settings)
+        alone = profiling.profile if schedule is None else partial(profile_pipeline_stage, schedule=schedule)
+        return alone(workload, **settings)
     with ranks.together("profile"):
+        ranks.check_same("profile", {"pipeline schedule": type(schedule).__name__})
         if settings.get("graph"):
             raise ValueError(
                 f"profile: expected a profile of stages on {ranks.size} ranks, got graph=True; leave it out, as plans "
                 "of single ops are for one process"
             )
+        if schedule is not None:
+            return profile_pipeline_stage(workload, schedule, **settings)
         check_alike(ranks, "profile", workload)
         ranks.check_same("profile", {"limit": settings.get("limit"), "stages": str(settings.get("stages"))})
         mine = profiling.profile(workload, **settings)
@@ -115,7 +123,8 @@ def apply(
     stay as they are. The plan acts in training mode with gradients enabled; under ``no_grad`` and in eval mode the
     model runs as without it. A plan of single ops is compiled, as by ``torch.compile``, at the first training step.
 
-    Where ``torch.distributed`` is initialised for several ranks, all of them call this, with one plan.
+    Where ``torch.distributed`` is initialised for several ranks, all of them call this, with one plan; in a pipeline
+    with the plan of the rank's own stage.
 
     Args:
         model: the model that was profiled, or one with the same stages; also where it was compiled, or wrapped by
@@ -145,7 +154,8 @@ def apply(
     with contextlib.ExitStack() as undo:
         with ranks.together("apply"):
             given = plan_from_file(plan) if isinstance(plan, (str, Path)) else plan
-            ranks.check_same("apply", {"plan": getattr(given, "fingerprint", type(given).__name__)})
+            if not getattr(given, "beside", ()):  # Those of a pipeline's ranks are for different stages.
+                ranks.check_same("apply", {"plan": getattr(given, "fingerprint", type(given).__name__)})
             handle = applying.apply(model, given, watch=watch, backend=backend)
             undo.callback(handle.remove)  # It may have failed on another rank.
         undo.pop_all()
@@ -171,6 +181,7 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
     if ranks is None:
         return step_measurement.measure(workload, repeats=repeats)
     with ranks.together("measure"):
-        check_alike(ranks, "measure", workload)
+        if schedule_of(workload) is None:
+            check_alike(ranks, "measure", workload)
         ranks.check_same("measure", {"repeats": repeats})
         return merged_measurement(ranks.gathered(step_measurement.measure(workload, repeats=repeats)), ranks.rank)

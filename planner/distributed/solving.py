@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from planner.plans import solving
+from planner.plans.given_sources import profile_of_either_kind
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.offload_request import Offload, OffloadMode
 from planner.plans.plan import Plan
@@ -48,7 +49,8 @@ def solve(profile: Profile | GraphProfile | str | Path, budget: str | int, **set
     """Choose what to keep, recompute and offload so that the step's true peak stays within ``budget``.
 
     Where ``torch.distributed`` is initialised for several ranks, all of them call this: the first one solves, and all
-    get its plan. The budget is that of each device, and the predicted peak that of the worst rank.
+    get its plan. The budget is that of each device, and the predicted peak that of the worst rank. In a pipeline each
+    rank solves for its own stage, and gets its own plan.
 
     Args:
         profile: a Profile, of stages or of a graph (``planner.profile(..., graph=True)``), or the path of its file.
@@ -75,7 +77,11 @@ def solve(profile: Profile | GraphProfile | str | Path, budget: str | int, **set
     ranks = ranks_if_any()
     if ranks is None:
         return solving.solve(profile, budget, **settings)
+    if isinstance(profile, str | Path):
+        profile = profile_of_either_kind(profile, "solve")
     with ranks.together("solve"):
+        if isinstance(profile, Profile) and profile.beside:
+            return solving.solve(profile, budget, **settings)
         given = profile.fingerprint if isinstance(profile, Profile) else str(type(profile).__name__)
         ranks.check_same("solve", {"profile": given, "budget": budget})
         return ranks.made_by_first(lambda: solving.solve(profile, budget, **settings))

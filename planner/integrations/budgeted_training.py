@@ -17,8 +17,8 @@ from planner.training.dynamic_shapes import DynamicHandle, apply_profiled
 from planner.training.verification import can_verify, verify as verified
 from planner.units import parse_bytes
 from profiler.records import Profile
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import is_compiled
-from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
 # The framework's step on such a batch, as a workload whose inputs the batch is.

@@ -10,6 +10,7 @@ from typing import TypeVar
 from planner.plans.offloadable import input_offload_unit_bytes, kept_offload_unit_bytes
 from profiler.op_graph import StageOps, StageStorage
 from profiler.records import OptionRecord, Profile, SharedRecord
+from solvers.chain.micro_batches import with_others_unplanned
 from solvers.problem.chain import Chain, Option, Shared, Stage
 
 Timed = TypeVar("Timed", Stage, Option)
@@ -19,7 +20,12 @@ _RANDOM_STATE_BYTES = 5056
 
 
 def chain_of(profile: Profile) -> Chain:
-    """The chain problem of a profile.
+    """The chain problem of a profile; of a pipeline's stage that of one micro-batch, beside others that keep all."""
+    return with_others_unplanned(lone_chain_of(profile), profile.beside)
+
+
+def lone_chain_of(profile: Profile) -> Chain:
+    """The chain problem of a profile without what there is beside one micro-batch.
 
     Every number is a difference of measured bytes, chosen so that replaying
     the schedule that keeps everything gives the measured timeline exactly, at
@@ -41,7 +47,7 @@ def chain_of(profile: Profile) -> Chain:
         stages=stages if profile.evaluations == 1 else tuple(_repeated(stage, profile.evaluations) for stage in stages),
         shared=shared,
         # What an optimizer holds while it evaluates the loss again lies below such a forward and backward.
-        resident_bytes=max(start_bytes, profile.evaluation.start_bytes),
+        resident_bytes=max(start_bytes, profile.evaluation.start_bytes) + profile.collective_bytes,
         optimizer_peak_bytes=profile.optimizer.peak_bytes,
     )
 

@@ -86,6 +86,7 @@ class Plan(PlanClaims):
         unseen: as in the profile.
         unsteady, forward_nodes: as in the profile.
         left_out: blocks that keep much and cannot run again, whatever the budget.
+        beside: as in the profile.
         frugal: as in the profile: unplanned peak and seconds were computed, and never measured as a whole.
         saved_gather_seconds: of gathers of parameters that the unplanned step does and this plan's does not.
     """
@@ -101,6 +102,7 @@ class Plan(PlanClaims):
     forward_nodes: int = 0
     left_out: tuple[LeftOutRecord, ...] = ()
     frugal: bool = False
+    beside: tuple[tuple[int, int], ...] = ()
     saved_gather_seconds: float = 0.0
 
     def seconds_outside(self, chain: Chain) -> float:

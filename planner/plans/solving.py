@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from planner.plans.cost_model import chain_of
+from planner.plans.cost_model import chain_of, lone_chain_of
 from planner.plans.given_sources import profile_of_either_kind
 from planner.plans.graph_plan import AnyPlan, GraphPlan
 from planner.plans.graph_solving import smallest_sendable, solve_graph_profile
@@ -22,6 +22,7 @@ from planner.units import format_bytes, parse_bytes
 from profiler.graph_profile import GraphProfile
 from profiler.records import MenuRecord, Profile, states_bytes
 from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
+from solvers.chain.micro_batches import Beside, solve_beside_others, without_others
 from solvers.graph.registry import DEFAULT_GAP
 
 OFFLOAD_ONLY = "offload_only"
@@ -111,7 +112,11 @@ def _solved(
     def plan_gathering(gathered: tuple[int, ...], planned_bytes: int) -> Plan:
         problem = Problem(chain=with_units_gathered(chain, profile, gathered), budget_bytes=planned_bytes, link=link)
         try:
-            solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
+            if profile.beside:
+                problem = replace(problem, chain=lone_chain_of(profile))
+                problem, solution = feasible_beside_others(problem, profile.beside, method, time_limit_seconds)
+            else:
+                solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
         except NoPlan as refusal:
             raise explained(refusal, profile) from refusal
         only = method == OFFLOAD_ONLY
@@ -197,9 +202,13 @@ def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_se
     seconds_outside_chain = plan.seconds_outside(chain)
     problem = Problem(chain=chain, budget_bytes=budget_bytes, link=plan.link)
     method = OFFLOAD_ONLY if plan.offload_only else solver
-    solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
+    if plan.beside:
+        problem = replace(problem, chain=without_others(chain, plan.beside, plan.schedule))
+        problem, solution = feasible_beside_others(problem, plan.beside, method, time_limit_seconds)
+    else:
+        solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
     fields = _schedule_fields(problem, solution, plan.stages, plan.menus, seconds_outside_chain)
-    return replace(plan, budget_bytes=budget_bytes + plan.headroom_bytes, **fields)
+    return replace(plan, budget_bytes=budget_bytes + plan.headroom_bytes, chain=problem.chain, **fields)
 
 
 def following(plan: Plan, chain: Chain, *, lower_bound_seconds: float = 0.0) -> Plan:
@@ -285,6 +294,15 @@ def feasible_solution(
     return require_schedule(solution, problem.budget_bytes, solver, seconds_outside_chain)
 
 
+def feasible_beside_others(
+    problem: Problem, beside: Beside, solver: str, time_limit_seconds: float | None
+) -> tuple[Problem, Solution[Schedule]]:
+    """The same for one micro-batch of several that are in flight: ``auto`` asks its quick methods alone."""
+    seconds = SEARCH_SECONDS if solver == "auto" and time_limit_seconds is None else time_limit_seconds
+    problem, solution = solve_beside_others(problem, beside, solver, seconds)
+    return problem, require_schedule(solution, problem.budget_bytes, solver)
+
+
 def plan_of(
     profile: Profile,
     problem: Problem,
@@ -324,6 +342,7 @@ def plan_of(
         unsteady=profile.unsteady,
         frugal=profile.frugal,
         saved_gather_seconds=saved_seconds,
+        beside=profile.beside,
         forward_nodes=profile.forward_nodes,
         **_schedule_fields(problem, solution, stages, profile.menus, seconds_outside_chain),
     )

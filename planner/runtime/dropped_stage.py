@@ -33,9 +33,9 @@ from profiler.recomputation.saved_tensors import (
     is_there_anyway,
     unpack,
 )
+from profiler.tensors.storages import storage_key
+from profiler.tensors.tensor_trees import device_of, in_new_containers, tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.storages import storage_key
-from profiler.workload.tensor_trees import device_of, in_new_containers, tensors_in
 
 leave_uncompiled(__name__)
 

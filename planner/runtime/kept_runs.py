@@ -20,9 +20,9 @@ from profiler.recomputation.module_rerun import NOT_NEEDED, CallState, Saw, reru
 from profiler.recomputation.saved_tensors import SavedTensor, unpack
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall, rerun_selecting
+from profiler.tensors.tensor_parts import sizes_of
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.tensor_parts import sizes_of
-from profiler.workload.tensor_trees import tensors_in
 
 leave_uncompiled(__name__)
 

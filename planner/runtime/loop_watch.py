@@ -15,9 +15,9 @@ from planner.plans.plan import Plan
 from planner.runtime.plan_checks import say_once
 from planner.units import format_bytes
 from profiler.measurement.meter import Mark, Meter, memory_meter
+from profiler.tensors.storages import allocated_bytes, distinct_bytes, has_storage, storage_key, storage_of
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import CompiledForward, Forward, is_compiled, leave_uncompiled
-from profiler.workload.storages import allocated_bytes, distinct_bytes, has_storage, storage_key
-from profiler.workload.tensor_trees import tensors_in
 
 leave_uncompiled(__name__)
 
@@ -53,6 +53,8 @@ class LoopWatch:
         # Whose outputs are held is looked for once some are: hooks on every module would slow all first forwards.
         self._names: Literal["unknown", "wanted", "seen"] = "unknown"
         self._said: set[str] = set()
+        if plan.beside and device.type == "cpu":
+            metered = False  # From one forward to the next is no step.
         self._meter = None if not metered else _CudaPeak(device, plan) if device.type == "cuda" else _CpuPeak()
 
     def forward_begins(self) -> None:
@@ -87,7 +89,7 @@ class LoopWatch:
                 for tensor in tensors_in(output):
                     known = self._makers.get(storage_key(tensor))
                     if has_storage(tensor) and (known is None or known[0]() is None):
-                        self._makers[storage_key(tensor)] = weakref.ref(tensor.untyped_storage()), name
+                        self._makers[storage_key(tensor)] = weakref.ref(storage_of(tensor)), name
 
         hook = register_module_forward_hook(note)
         try:
@@ -103,7 +105,7 @@ class LoopWatch:
         for tensor in tensors_in(output):
             if has_storage(tensor) and storage_key(tensor) not in seen:
                 seen.add(storage_key(tensor))
-                storage = tensor.untyped_storage()
+                storage = storage_of(tensor)
                 _, maker = self._makers.get(storage_key(tensor), (None, ""))
                 self._outputs.append((weakref.ref(storage), allocated_bytes(storage), maker))
         self._makers.clear()
@@ -134,6 +136,8 @@ class LoopWatch:
 
     def _look_for_outputs(self) -> int:
         """By how many bytes outputs that are still held are more than those that the plan counts on."""
+        if self._plan.beside:
+            return 0  # Those of the micro-batches in flight are counted with what each of them keeps.
         self._outputs = [entry for entry in self._outputs if entry[0]() is not None]
         expected_bytes = 0 if self._plan.resident is None else self._plan.resident.loop
         more_bytes = sum(size for _, size, _ in self._outputs) - expected_bytes

@@ -19,9 +19,9 @@ from planner.runtime.plan_checks import warn_of_a_larger_step, warn_once
 from planner.runtime.stage_input import BatchCopies
 from planner.runtime.transfers import TransferExecutor, before_backward
 from profiler.recomputation.selection import Selection
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.tensor_trees import tensors_in
 
 leave_uncompiled(__name__)
 

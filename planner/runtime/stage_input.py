@@ -13,9 +13,9 @@ from planner.runtime.offloaded_tensors import OffloadableTensor, OffloadedStorag
 from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
 from profiler.recomputation.module_rerun import detached
 from profiler.recomputation.saved_tensors import Geometry, RerunError, geometry_of, version_of
+from profiler.tensors.storages import storage_key
+from profiler.tensors.tensor_trees import tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.storages import storage_key
-from profiler.workload.tensor_trees import tensors_in, with_tensors, without_tensors
 
 leave_uncompiled(__name__)
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
+from profiler.tensors.storages import storage_key
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import Forward
 from profiler.workload.forward_patches import ForwardPatches
-from profiler.workload.storages import storage_key
-from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
 

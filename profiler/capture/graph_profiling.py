@@ -29,12 +29,12 @@ from profiler.measurement.profiling import check_profilable, ran_out_in_words
 from profiler.measurement.step_measurement import measure
 from profiler.records import Phase
 from profiler.step_graph import Side, StepGraph, StepOp, StepStorage
+from profiler.tensors.storages import has_storage, in_blocks
 from profiler.trace.partition import StagesError
 from profiler.workload.model_caches import ModelCaches
 from profiler.workload.precision import precision_of
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import ProfileError, TensorsOfState, first_step, resident_bytes_of, until_stepped
-from profiler.workload.storages import has_storage, in_blocks
 from profiler.workload.workload import StepPhase, Workload
 
 TIMED_STEPS = 3

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from profiler.capture.joint_graph import REMEDY, CaptureError, JointGraph, module_of, storages_of
 from profiler.capture.step_dataflow import library_of, second_call
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, time_meter
-from profiler.workload.storages import in_blocks
+from profiler.tensors.storages import in_blocks
 
 REPEATS = 5
 _PREPARED = Mark("forward")

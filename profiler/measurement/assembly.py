@@ -26,6 +26,8 @@ from profiler.records import (
     SharedRecord,
     StageRecord,
 )
+from profiler.tensors.local_tensors import COLLECTIVES
+from profiler.tensors.storages import distinct_bytes
 from profiler.trace.obstacles import remedy_for, why_not_recomputable
 from profiler.trace.partition import ChosenStage
 from profiler.trace.stage_names import parents_of
@@ -33,7 +35,6 @@ from profiler.trace.step_record import Call, Op, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
 from profiler.workload.precision import precision_of
 from profiler.workload.sharded_units import given_back_bytes, units_of
-from profiler.workload.storages import distinct_bytes
 from profiler.workload.workload import Workload
 from profiler.workload.wrapped_models import class_name, inner_model
 
@@ -98,6 +99,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         left_out=measured.left_out,
         evaluation=_evaluation(workload, evaluations, measured.seconds.get(Mark("evaluation"), 0.0)),
         evaluations=1 + len(evaluations),
+        collective_bytes=_collective_bytes(workload, measured.trace),
     )
 
 
@@ -105,6 +107,13 @@ def _evaluation(workload: Workload, evaluations: list[Phase], seconds: float) ->
     """What a forward and backward within the optimizer's step begin with; the loop's loss stays beside theirs."""
     evaluation = highest(evaluations, seconds)
     return replace(evaluation, start_bytes=evaluation.start_bytes + distinct_bytes(workload.held_loss))
+
+
+def _collective_bytes(workload: Workload, trace: Trace) -> int:
+    if workload.device.type != "cpu":
+        return 0  # There streams say when memory may be used again.
+    ops = (*trace.ops, *trace.backward_ops)
+    return max((op.output_bytes for op in ops if op.name.startswith(COLLECTIVES)), default=0)
 
 
 def _forward_nodes(workload: Workload, trace: Trace) -> int:

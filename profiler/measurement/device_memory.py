@@ -18,8 +18,9 @@ from torch import distributed
 from torch._C import _autograd, _profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.tensors.local_tensors import any_distributed
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.steps import causes_of
-from profiler.workload.tensor_trees import tensors_in
 
 if sys.platform != "win32":
     import resource
@@ -211,6 +212,8 @@ class RoomWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if any_distributed(types):
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         made = sum(tensor.nbytes for tensor in tensors_in(result) if tensor.layout is torch.strided)
         self._made_bytes += made

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from profiler.agreement import agreed, any_rank, first_failure
+from profiler.tensors.storages import storage_key, storage_of
 from profiler.trace.drawn_values import DrawnValues, Number, Site, read_instead
 from profiler.trace.step_trace import first_forward
 from profiler.workload.compiled_forwards import leave_uncompiled, uncompiled
 from profiler.workload.host_numbers import LEVELS
 from profiler.workload.sharded_units import unsharded_tensors
 from profiler.workload.snapshot import RandomState
-from profiler.workload.storages import storage_key
 from profiler.workload.workload import Workload
 
 leave_uncompiled(__name__)
@@ -147,7 +147,7 @@ class _Search:
             # Storages that have gone leave their place in memory to others: counted by number, too.
             if tensor.layout is torch.strided:
                 key = storage_key(tensor) if self._keeps else len(saved)
-                saved[key] = tensor.untyped_storage().nbytes() if storage_key(tensor) not in persistent else 0
+                saved[key] = storage_of(tensor).nbytes() if storage_key(tensor) not in persistent else 0
             return tensor.detach() if self._keeps else None
 
         step.randomness.restore()

@@ -16,12 +16,13 @@ from profiler.measurement.planned_probe import PlannedProbe
 from profiler.op_graph import is_allocation
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of
+from profiler.tensors.local_tensors import any_distributed
+from profiler.tensors.storages import allocated_bytes, storage_of
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.optimizers import optimizer_tensors, scaler_tensors
 from profiler.workload.steps import beside_the_inputs, held_by_loop
-from profiler.workload.storages import allocated_bytes
-from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
 StorageOrigin = Literal["parameter", "buffer", "optimizer state", "batch", "loop", "gradient", "made in step"]
@@ -168,7 +169,7 @@ class _StorageLog:
         for tensor in tensors:
             if tensor.layout is not torch.strided or tensor.device.type != self._device_type:
                 continue
-            storage = tensor.untyped_storage()
+            storage = storage_of(tensor)
             size = allocated_bytes(storage)
             number = self._number(tensor)
             if number is None:
@@ -192,7 +193,7 @@ class _StorageLog:
         """What goes into an op without having been made by one is not the step's own."""
         for tensor in tensors:
             if tensor.layout is torch.strided and self._number(tensor) is None:
-                self._know(tensor.untyped_storage(), -1)
+                self._know(storage_of(tensor), -1)
 
     def name_gradient(self, gradient: Tensor, parameter: str) -> None:
         number = self._number(gradient)
@@ -201,7 +202,7 @@ class _StorageLog:
 
     def _number(self, tensor: Tensor) -> int | None:
         """Of its storage; None where that is not known, or where it has none (sparse tensors)."""
-        known = self._known.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
+        known = self._known.get(id(storage_of(tensor))) if tensor.layout is torch.strided else None
         return None if known is None else known[0]
 
     def _know(self, storage: Any, number: int) -> None:
@@ -250,6 +251,8 @@ class _LoggingMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any_distributed(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if not self._marks:  # Gradients that are added to are cleared before the meter starts.
             return func(*args, **kwargs)

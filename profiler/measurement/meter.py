@@ -16,10 +16,10 @@ from torch import Tensor
 from profiler.measurement.device_memory import MEMORY, AllocatorEvent, AllocatorEvents
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS, geometry_of, tensor_over
 from profiler.records import Phase
+from profiler.tensors.storages import has_storage, storage_key
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.sharded_units import copied_by_threads_bytes, in_flight_bytes, latest_reduction
 from profiler.workload.steps import TensorsOfState, resident_bytes_of
-from profiler.workload.storages import has_storage, storage_key
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
 leave_uncompiled(__name__)

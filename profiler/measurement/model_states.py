@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.measurement.meter import Mark, memory_meter, metered, metered_step, step_memory_meter, time_meter
+from profiler.tensors.local_tensors import any_distributed
+from profiler.tensors.storages import allocated_bytes, distinct_bytes, storage_key, storage_of
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.optimizers import optimizer_tensors
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import ProfileError, checked_step, optimizer_state_bytes, resident_bytes_of
-from profiler.workload.storages import allocated_bytes, distinct_bytes, storage_key
 from profiler.workload.workload import StepPhase, Workload, varied
 
 
@@ -158,9 +159,11 @@ class _CastWatch(TorchDispatchMode):
         self._casts: list[tuple[Callable[[], Any], int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if any_distributed(types):
+            return NotImplemented
         output = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and storage_key(args[0]) in self._parameters:
-            storage = output.untyped_storage()
+            storage = storage_of(output)
             self._casts.append((weakref.ref(storage), allocated_bytes(storage)))
             del storage
             self.most_bytes = max(self.most_bytes, self.alive_bytes())

@@ -130,12 +130,12 @@ class OptionSteps:
             self.late_phases = []
             return [menu for group in groups for menu in self.measure([group])]
         if isinstance(costs, str):
-            return [MenuRecord(ops=group.ops, reason=costs) for group in groups]
+            return [MenuRecord(ops=group.ops, reason=group.reason or costs) for group in groups]
         costs = merged_largest(gathered(costs), {"freed_bytes": min})
         self._diverged = set().union(*gathered(self._diverged))
         diverged = {group.family for group in groups if self._diverged & set(group.members)}
         return [
-            _menu(group, group_costs, _DIVERGED if group.family in diverged else "")
+            _menu(group, group_costs, _DIVERGED if group.family in diverged else group.reason)
             for group, group_costs in zip(groups, costs, strict=True)
         ]
 

@@ -28,6 +28,7 @@ from profiler.measurement.shortage import MIB, where_raised
 from profiler.measurement.stage_options import ProposeChoices
 from profiler.op_graph import ChoiceError
 from profiler.records import Profile
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.trace.partition import StagePattern, StagesError
 from profiler.trace.stage_names import StateChoices
 from profiler.workload.compiled_forwards import is_compiled
@@ -40,7 +41,6 @@ from profiler.workload.steps import (
     first_step,
     resident_bytes_of,
 )
-from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 from profiler.workload.wrapped_models import inner_model
 

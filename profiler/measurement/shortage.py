@@ -15,6 +15,7 @@ from profiler.measurement.device_memory import MEMORY, AllocatorEvents
 from profiler.measurement.meter import Mark, MarkedPhases, WarmUp
 from profiler.measurement.stage_probe import WHERE
 from profiler.records import ResidentBytes
+from profiler.tensors.local_tensors import any_distributed
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.steps import causes_of, resident_bytes_of, states_bytes
 from profiler.workload.workload import Workload
@@ -176,6 +177,8 @@ class _AfterEachOp(TorchDispatchMode):
         self._note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any_distributed(types):
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         self._note(func)
         return result

@@ -25,6 +25,7 @@ ProposeChoices = Callable[[StageOps], Sequence[Choice]]
 # Choices are so many that these steps run them all, the bytes of each once; stages that are alike share the work.
 MEMORY_STEPS, TIME_STEPS = 3, 4
 _UNLIKE = "run again, it did not give the same"
+DISTRIBUTED = "its tensors are distributed (DTensor), and its ops are not recorded one by one"
 
 
 @dataclass(slots=True)
@@ -39,6 +40,7 @@ class OptionGroup:
         family: groups with the same number do the same and differ in their neighbours only
             (at the ends of a chain gradients come and go otherwise): in bytes, not in seconds.
         turns: member -> turn; members with other turns run their choices in other steps. 0 for those not named.
+        reason: why there are no choices; empty where there may be some.
     """
 
     ops: StageOps
@@ -47,6 +49,7 @@ class OptionGroup:
     family: int = 0
     turns: dict[int, int] = field(default_factory=dict)
     most: int = sys.maxsize
+    reason: str = ""
 
     def take(self, proposed: Sequence[Choice]) -> None:
         """Measure what a person asked for, and of what else is proposed a choice that there is room for."""
@@ -108,7 +111,10 @@ def grouped(
     for group in groups.values():
         group.ops = pooled([flows[k] for k in group.members])
         group.choices = list({stated[k].rerun: stated[k] for k in group.members if k in stated}.values())
-        if group.ops.saved_bytes * len(group.members) >= SMALLEST_SHARE * all_bytes:
+        if any(stages[k].call.distributed for k in group.members):
+            group.reason = DISTRIBUTED
+            _refuse_stated(group, stages[group.members[0]].name)
+        elif group.ops.saved_bytes * len(group.members) >= SMALLEST_SHARE * all_bytes:
             proposals[id(group)] = propose(group.ops)
     steps = MEMORY_STEPS - 1 if _neighbours_interfere([*groups.values()]) else MEMORY_STEPS
     parts: list[OptionGroup] = []
@@ -125,6 +131,15 @@ def _rerunnable(ops: StageOps, stage: ChosenStage) -> StageOps:
     if not units_of(stage.call.module).inside:
         return ops
     return replace(ops, ops=tuple(replace(op, not_rerunnable_reason=_UNITS_INSIDE) for op in ops.ops))
+
+
+def _refuse_stated(group: OptionGroup, name: str) -> None:
+    """Refuse what a person asks for inside stages that have no choices; raises ChoiceError."""
+    if group.choices:
+        raise ChoiceError(
+            f"rules: expected whole stages, got a choice of ops inside {name!r}: {group.reason}; state it for the "
+            "whole stage"
+        )
 
 
 def spread_out(choices: Sequence[Choice], ops: StageOps, most: int) -> list[Choice]:
@@ -163,7 +178,9 @@ def _parts(group: OptionGroup, family: int, plain: Mapping[Mark, list[Phase]]) -
     for k in group.members:
         phases = [plain.get(mark, []) for mark in marks_of(k)]
         bytes_of = tuple(number for phase in phases for number in (growth_of(phase), peak_of(phase)))
-        parts.setdefault(bytes_of, OptionGroup(group.ops, [], list(group.choices), family)).members.append(k)
+        parts.setdefault(
+            bytes_of, OptionGroup(group.ops, [], list(group.choices), family, reason=group.reason)
+        ).members.append(k)
     return list(parts.values())
 
 

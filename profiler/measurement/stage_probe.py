@@ -19,13 +19,13 @@ from profiler.recomputation.saved_signatures import SavedSignature, signature_of
 from profiler.recomputation.saved_tensors import is_there_anyway
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall
+from profiler.tensors.storages import allocated_bytes, has_storage, storage_key, storage_of
+from profiler.tensors.tensor_parts import sizes_of
+from profiler.tensors.tensor_trees import device_of, map_tensors, tensors_in
 from profiler.trace.partition import ChosenStage
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import Forward
 from profiler.workload.sharded_units import copied_by_threads_bytes, in_flight_bytes, states_in, told_when_gathered
-from profiler.workload.storages import allocated_bytes, has_storage, storage_key
-from profiler.workload.tensor_parts import sizes_of
-from profiler.workload.tensor_trees import device_of, map_tensors, tensors_in
 from profiler.workload.workload import StepPhase, Workload
 
 leave_uncompiled(__name__)
@@ -181,7 +181,7 @@ class SavingStep(MarkedStep):
             self._release(key)
             known = None
         if known is None and has_storage(tensor):
-            storage = tensor.untyped_storage()
+            storage = storage_of(tensor)
             self._saved_storages[key] = position, allocated_bytes(storage), weakref.ref(storage)
 
     def _release(self, key: int) -> None:
@@ -196,7 +196,7 @@ def _varied(stage: ChosenStage, saved: int) -> list[str]:
 def storages_of(position: int, tree: Any) -> dict[StageTensor, weakref.ref[Any]]:
     """The storages under the tensors that go into a stage, or come out of it, without holding them."""
     return {
-        (position, leaf): weakref.ref(tensor.untyped_storage())
+        (position, leaf): weakref.ref(storage_of(tensor))
         for leaf, tensor in enumerate(tensors_in(tree))
         if tensor.layout is torch.strided
     }
@@ -355,7 +355,7 @@ class DroppingForward(MarkedStep):
 
         def pack(tensor: Tensor) -> Tensor | None:
             if not goes_backward and tensor.layout is torch.strided:
-                dropped[position, len(saved)] = weakref.ref(tensor.untyped_storage())
+                dropped[position, len(saved)] = weakref.ref(storage_of(tensor))
             saved.append((sizes_of(tensor), tensor.dtype))
             signatures.append(None if is_there_anyway(tensor) else signature_of(tensor))
             return tensor.detach() if goes_backward else None
@@ -385,7 +385,7 @@ class DroppingForward(MarkedStep):
             if leaf not in linked:
                 self._held.append(tensor.detach())
             elif not self._hold_all and tensor.layout is torch.strided:
-                self._linked.append((position, weakref.ref(tensor.untyped_storage())))
+                self._linked.append((position, weakref.ref(storage_of(tensor))))
 
     def _check_freed(self) -> None:
         """Boundaries that the stage behind them has used must be gone by now."""

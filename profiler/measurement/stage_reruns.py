@@ -16,10 +16,10 @@ from profiler.measurement.stage_probe import FirstRun
 from profiler.recomputation.module_rerun import rerun_keeping, rerun_until_saved
 from profiler.recomputation.recompute_checks import EscapedTensors
 from profiler.recomputation.saved_signatures import SignatureCheck
+from profiler.tensors.tensor_parts import parts_of, sizes_of
+from profiler.tensors.tensor_trees import in_new_containers, tensors_in
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Trace
-from profiler.workload.tensor_parts import parts_of, sizes_of
-from profiler.workload.tensor_trees import in_new_containers, tensors_in
 
 
 @dataclass(slots=True, kw_only=True)

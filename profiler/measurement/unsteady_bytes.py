@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from profiler.records import ResidentBytes
+from profiler.tensors.storages import distinct_bytes
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Op, Trace
 from profiler.trace.value_sized import in_words
 from profiler.workload.optimizers import optimizer_tensors
 from profiler.workload.steps import held_by_loop, optimizer_state_bytes
-from profiler.workload.storages import distinct_bytes
 from profiler.workload.workload import Workload
 
 

@@ -27,8 +27,8 @@ from profiler.recomputation.saved_tensors import (
     is_there_anyway,
     unpack,
 )
+from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
 
 leave_uncompiled(__name__)
 

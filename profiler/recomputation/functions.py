@@ -24,7 +24,8 @@ from profiler.recomputation.saved_tensors import (
     is_there_anyway,
     unpack,
 )
-from profiler.workload.storages import storage_key
+from profiler.tensors.local_tensors import any_distributed
+from profiler.tensors.storages import storage_key
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -125,6 +126,8 @@ class _RerunnableOps(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any_distributed(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from profiler.recomputation.module_state import ModuleState
 from profiler.recomputation.rng_state import drawing_from_all, states_on
 from profiler.recomputation.torch_state import TorchState
+from profiler.tensors.local_tensors import collectives_under_way, wait_for_results
+from profiler.tensors.tensor_trees import map_tensors
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.sharded_units import units_of
-from profiler.workload.tensor_trees import map_tensors
 
 leave_uncompiled(__name__)
 
@@ -99,7 +100,7 @@ def rerun_dropping(call: Callable[..., Any], state: CallState, args: Any, kwargs
     """
     hooks = torch.autograd.graph.saved_tensors_hooks(saw or (lambda tensor: False), _not_to_be_unpacked)
     with state.reinstated(), torch.enable_grad(), hooks:
-        return detached(call(*args, **kwargs))
+        return detached(wait_for_results(call(*args, **kwargs)))
 
 
 def rerun_keeping(
@@ -112,7 +113,7 @@ def rerun_keeping(
         saved.append(tensor.detach() if saw is None or saw(tensor) else NOT_NEEDED)
 
     with state.reinstated(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _not_to_be_unpacked):
-        output = detached(call(*args, **kwargs))
+        output = detached(wait_for_results(call(*args, **kwargs)))
     return emptied(saved), output
 
 
@@ -122,14 +123,16 @@ def rerun_until_saved(
     """Run again only until ``expected`` tensors have been saved; returns them in order, fewer where it ended before.
 
     A call that has units of ``fully_shard`` inside runs to its end: a unit that is left by an exception stays gathered.
+    So does one where a collective is under way then.
     """
     if expected and state.units.inside:
         return rerun_keeping(call, state, args, kwargs, saw)[0]
     saved: list[Tensor] = []
+    under_way = collectives_under_way()
 
     def pack(tensor: Tensor) -> None:
         saved.append(tensor.detach() if saw is None or saw(tensor) else NOT_NEEDED)
-        if len(saved) == expected:
+        if len(saved) == expected and collectives_under_way() <= under_way:
             raise _AllSaved
 
     if expected == 0:
@@ -137,7 +140,7 @@ def rerun_until_saved(
     with state.reinstated(), torch.enable_grad():
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, _not_to_be_unpacked):
-                call(*args, **kwargs)
+                wait_for_results(call(*args, **kwargs))
         except _AllSaved:
             pass
     return emptied(saved)

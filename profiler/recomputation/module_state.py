@@ -17,11 +17,11 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
 from profiler.recomputation.saved_tensors import RerunError, tensor_over, version_of
+from profiler.tensors.storages import storage_key
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.sharded_units import StageUnits
 from profiler.workload.snapshot import GENERATORS, MAPPINGS, MOST_ITEMS, SEQUENCES
-from profiler.workload.storages import storage_key
-from profiler.workload.tensor_trees import tensors_in
 
 leave_uncompiled(__name__)
 

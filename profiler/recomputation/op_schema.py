@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from profiler.op_graph import is_allocation
-from profiler.workload.tensor_trees import tensors_in
+from profiler.tensors.tensor_trees import tensors_in
 
 # Their first argument gives shape and kind only; its contents are not read.
 _SHAPE_ONLY = frozenset(

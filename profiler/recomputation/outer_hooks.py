@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from profiler.recomputation.saved_tensors import SavedParameter, TensorStandIn, geometry_of
+from profiler.tensors.storages import storage_key
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.storages import storage_key
 
 leave_uncompiled(__name__)
 

@@ -15,7 +15,9 @@ from profiler.recomputation.recomputed_tensors import RecomputedTensor
 from profiler.recomputation.saved_tensors import SavedTensor, TensorStandIn
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall
-from profiler.workload.tensor_trees import tensors_in
+from profiler.tensors.local_tensors import any_distributed
+from profiler.tensors.storages import storage_of
+from profiler.tensors.tensor_trees import tensors_in
 
 # GPU kernels may add in another order; what something out of sight has written differs by far more than this.
 _TOLERANCE = 0.05
@@ -84,10 +86,12 @@ class EscapedTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        known = {id(t.untyped_storage()) for t in tensors_in((args, kwargs)) if t.layout is torch.strided}
+        if any_distributed(types):
+            return NotImplemented
+        known = {id(storage_of(t)) for t in tensors_in((args, kwargs)) if t.layout is torch.strided}
         output = func(*args, **(kwargs or {}))
         for tensor in tensors_in(output):
-            if tensor.layout is torch.strided and id(storage := tensor.untyped_storage()) not in known:
+            if tensor.layout is torch.strided and id(storage := storage_of(tensor)) not in known:
                 self._storages.append(weakref.ref(storage))
         return output
 
@@ -95,7 +99,7 @@ class EscapedTensors(TorchDispatchMode):
         """These are stored now, by somebody who will have let go of them when ``any_left`` is asked."""
         made = {id(storage) for reference in self._storages if (storage := reference()) is not None}
         strided = (tensor for tensor in tensors if tensor.layout is torch.strided)
-        self._stored = self._stored or any(id(tensor.untyped_storage()) in made for tensor in strided)
+        self._stored = self._stored or any(id(storage_of(tensor)) in made for tensor in strided)
 
     def any_left(self) -> bool:
         """Whether a storage made inside is still alive, or was stored, cyclic garbage aside."""

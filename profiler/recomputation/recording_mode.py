@@ -15,6 +15,7 @@ from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of
 from profiler.recomputation.op_tape import OpTape
 from profiler.recomputation.selection import ModuleSwitch, Selection
+from profiler.tensors.local_tensors import any_distributed
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import replace_forward, reset_forward
 from profiler.workload.sharded_units import SHARDING
@@ -53,6 +54,8 @@ class RecordingMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any_distributed(types):
+            return NotImplemented
         if (
             not self._recording
             or self._diverged is not None

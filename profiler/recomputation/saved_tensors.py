@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from profiler.tensors.storages import storage_key
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.storages import storage_key
 
 leave_uncompiled(__name__)
 

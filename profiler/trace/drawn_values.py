@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.recomputation.op_schema import traits_of
+from profiler.tensors.local_tensors import any_distributed
+from profiler.tensors.storages import storage_key
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.storages import storage_key
-from profiler.workload.tensor_trees import tensors_in
 
 leave_uncompiled(__name__)
 
@@ -81,6 +82,8 @@ class DrawnValues(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any_distributed(types):
+            return NotImplemented
         output = func(*args, **(kwargs or {}))
         inputs, made = tensors_in((args, kwargs)), [t for t in tensors_in(output) if _is_small(t)]
         if made and (_draws(func, inputs) or self._derives(inputs)):

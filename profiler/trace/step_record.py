@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
-from profiler.workload.storages import StorageTable
+from profiler.tensors.storages import StorageTable
 
 
 @dataclass(slots=True)
@@ -37,6 +37,7 @@ class Call:
         scripted: which part of its module ``torch.jit.script`` has compiled, in words; empty for none.
         fills_late: an op in it writes to a tensor that it has saved for backward before it ran.
         goes_backward: some of what it saved was used before the step's forward was over.
+        distributed: ops of distributed tensors ran in it, or collectives.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Call:
     scripted: str = ""
     fills_late: bool = False
     goes_backward: bool = False
+    distributed: bool = False
 
     @property
     def input_storages(self) -> set[int]:

@@ -15,6 +15,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
+from profiler.tensors.local_tensors import COLLECTIVES, any_distributed
+from profiler.tensors.storages import StorageTable
+from profiler.tensors.tensor_parts import sizes_of
+from profiler.tensors.tensor_trees import opaque_holder, tensors_in
+from profiler.trace.call_changes import CallChanges
 from profiler.trace.drawn_values import lists_noted
 from profiler.trace.step_record import Access, Call, Leaf, Op, Save, Trace, ValueOp
 from profiler.trace.value_sized import is_branch, is_sized_by_values
@@ -22,11 +27,6 @@ from profiler.workload.autograd_nodes import next_node
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name, unwrapped
 from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.sharded_units import SHARDING, unsharded_tensors
-from profiler.workload.snapshot import RandomState
-from profiler.workload.storages import StorageTable
-from profiler.workload.tensor_memory import same_values
-from profiler.workload.tensor_parts import is_dense, sizes_of
-from profiler.workload.tensor_trees import opaque_holder, tensors_in
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 from profiler.workload.wrapped_models import inner_model
 
@@ -185,11 +185,16 @@ class StepRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any_distributed(types):
+            self._note_distributed()
+            return NotImplemented
         kwargs = kwargs or {}
         # Marks of the user's, or of an optimizer's zero_grad; what gathers parameters is no op of the model, either.
         beside = func.namespace == "profiler" or SHARDING.get()
         if self.paused or beside or (self._leaves_out_reruns and RERUN_DEPTH.get() > 0):
             return func(*args, **kwargs)
+        if func.namespace == COLLECTIVES:
+            self._note_distributed()
         known = self.trace.storages.numbers(tensors_in((args, kwargs)))
         access = self.access(func, args, kwargs)
         self.note_values(func, args, kwargs)
@@ -197,6 +202,11 @@ class StepRecorder(TorchDispatchMode):
         self.record(str(func), seconds, tensors_in(output), known, access)
         self.note_cast(func, args, output)
         return output
+
+    def _note_distributed(self) -> None:
+        if not self.paused and self.side == "forward":
+            for position in self._open:
+                self.trace.calls[position].distributed = True
 
     @contextmanager
     def _not_recording(self) -> Iterator[None]:
@@ -210,7 +220,7 @@ class StepRecorder(TorchDispatchMode):
         finally:
             self.paused = before
 
-    def _enter(self, name: str, module: nn.Module, arguments: Any) -> tuple[Call, _CallChanges]:
+    def _enter(self, name: str, module: nn.Module, arguments: Any) -> tuple[Call, CallChanges]:
         tensors = tensors_in(arguments)
         call = Call(
             name=name,
@@ -226,13 +236,13 @@ class StepRecorder(TorchDispatchMode):
         self._open.append(len(self.trace.calls))
         self.trace.calls.append(call)
         call.opaque = opaque_holder(arguments)
-        return call, _CallChanges(module, arguments, self._persistent)
+        return call, CallChanges(module, arguments, self._persistent)
 
-    def _leave(self, call: Call, changes: _CallChanges, output: Any) -> None:
+    def _leave(self, call: Call, changes: CallChanges, output: Any) -> None:
         call.end_op, call.end_save = len(self.trace.ops), len(self.trace.saves)
         call.end_node = next_node()
         call.outputs = [self._leaf(t) for t in tensors_in(output)]
-        call.mutates_input = _were_changed(changes.inputs)
+        call.mutates_input = changes.inputs_changed()
         call.draws_random = changes.random.torch_differs()
         call.mutated_buffers = changes.changed_buffers()
         call.opaque = call.opaque or opaque_holder(changes.arguments) or opaque_holder(output)
@@ -364,37 +374,3 @@ def _timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     end.record(torch.cuda.current_stream(device))
     end.synchronize()
     return start.elapsed_time(end) / 1000.0, output
-
-
-class _CallChanges:
-    """What a call changes besides its output: its inputs, random generators, buffers and parameters."""
-
-    def __init__(self, module: nn.Module, arguments: Any, persistent: list[Tensor]) -> None:
-        self._module = module
-        self.arguments = arguments
-        self.inputs = [(tensor, tensor._version) for tensor in tensors_in(arguments)]
-        self.random = RandomState.capture()
-        self._buffers = {name: (b, b.clone()) for name, b in module.named_buffers()}
-        of_module = {id(buffer) for buffer, _ in self._buffers.values()}
-        self._others = [(tensor, tensor._version) for tensor in persistent if id(tensor) not in of_module]
-
-    def changed_buffers(self) -> tuple[str, ...]:
-        now = dict(self._module.named_buffers())
-        return tuple(
-            name
-            for name, (buffer, value) in self._buffers.items()
-            if now.get(name) is not buffer or not same_values(buffer, value)
-        )
-
-    def side_effect(self) -> str:
-        if _were_changed(self._others):
-            return "it changes a parameter, or a buffer of another module"
-        if any(not is_dense(self._buffers[name][0]) for name in self.changed_buffers()):
-            return "it changes a buffer that is sparse, nested or quantized"
-        if self.random.host_differs():
-            return "it draws from Python's or numpy's random generator"
-        return ""
-
-
-def _were_changed(tensors: list[tuple[Tensor, int]]) -> bool:
-    return any(tensor._version != version for tensor, version in tensors)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from profiler.workload.tensor_trees import tensors_in
+from profiler.tensors.tensor_trees import tensors_in
 
 # A Taylor series of a degree that is chosen by the matrix's norm.
 _BY_NORM = ("aten::linalg_matrix_exp",)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from profiler.workload.storages import distinct_bytes
+from profiler.tensors.storages import distinct_bytes
 
 
 def bucket_bytes(model: nn.Module) -> int:

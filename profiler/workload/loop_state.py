@@ -14,7 +14,7 @@ import torch
 import torch.utils.data
 from torch import Tensor, nn
 
-from profiler.workload.tensor_trees import tensors_in
+from profiler.tensors.tensor_trees import tensors_in
 
 # Further away than this, things are not the loop's own.
 _DEPTH = 8

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
+from profiler.caller_warnings import warn_caller
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
@@ -55,12 +55,11 @@ class ModelCaches:
 def _say(kind: str) -> None:
     if kind not in SAID:
         SAID.add(kind)
-        warnings.warn(
+        warn_caller(
             f"planner: use_cache is off in training calls of {kind}, as under its own checkpointing: a cache would "
             "keep the keys and values of every layer. Evaluation and generate are as before; model.config.use_cache = "
             "False says the same",
             UserWarning,
-            stacklevel=5,
         )
 
 

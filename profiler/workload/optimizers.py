@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.workload.tensor_trees import tensors_in
+from profiler.tensors.tensor_trees import tensors_in
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 

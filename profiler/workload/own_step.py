@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from profiler.tensors.tensor_parts import sizes_of
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.autograd_nodes import graph_nodes, next_node
 from profiler.workload.compiled_forwards import is_compiled, leave_uncompiled
 from profiler.workload.forward_patches import Forward, ForwardPatches
-from profiler.workload.tensor_parts import sizes_of
-from profiler.workload.tensor_trees import tensors_in
 
 leave_uncompiled(__name__)
 

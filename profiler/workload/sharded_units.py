@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 
+from profiler.tensors.storages import allocated_bytes, in_blocks, storage_key
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.storages import allocated_bytes, in_blocks, storage_key
 
 leave_uncompiled(__name__)
 

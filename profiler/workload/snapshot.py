@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from profiler.tensors.tensor_memory import TensorMemory
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.gradient_buckets import buckets_restored
 from profiler.workload.host_numbers import host_states
 from profiler.workload.loop_state import bindings_of, reached_from, tensors_of
 from profiler.workload.ready_models import check_ready
 from profiler.workload.restoring import Restoring
-from profiler.workload.tensor_memory import TensorMemory
-from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.torch_flags import current_flags
 from profiler.workload.workload import Workload
 

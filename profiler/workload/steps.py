@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from profiler.agreement import any_rank
 from profiler.records import ResidentBytes
+from profiler.tensors.storages import distinct_bytes, storage_key
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.gradient_buckets import bucket_bytes, buckets_change
 from profiler.workload.optimizers import (
     fill_history,
@@ -20,8 +22,6 @@ from profiler.workload.optimizers import (
     wants_closure,
 )
 from profiler.workload.sharded_units import mesh_tensors
-from profiler.workload.storages import distinct_bytes, storage_key
-from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
 Result = TypeVar("Result")

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from profiler.tensors.tensor_parts import sizes_of
+from profiler.tensors.tensor_trees import map_tensors, tensors_in
 from profiler.workload.loop_state import kept_by_modules, kept_by_nodes, reached_from, reached_from_loss, tensors_of
 from profiler.workload.optimizers import (
     Optimizers,
@@ -21,8 +23,6 @@ from profiler.workload.optimizers import (
 from profiler.workload.own_step import OwnStep
 from profiler.workload.ready_models import check_ready
 from profiler.workload.sharded_units import end_of_step
-from profiler.workload.tensor_parts import sizes_of
-from profiler.workload.tensor_trees import map_tensors, tensors_in
 from profiler.workload.workload_arguments import autocast_dtype, check_kinds, check_own, check_update
 
 LossFunction = Callable[[Any], Tensor]

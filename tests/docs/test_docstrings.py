@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 
 from tests.support.doc_blocks import ROOT
@@ -41,8 +42,13 @@ def arguments_of(node: Function) -> set[str]:
 
 
 def missing(source: str) -> Iterator[str]:
-    """Names in docstrings of classes and functions that these do not have."""
-    for node in ast.walk(ast.parse(source)):
+    """Names in docstrings of classes and functions that these, or their overloads, do not have."""
+    tree = ast.parse(source)
+    overloaded: defaultdict[str, set[str]] = defaultdict(set)
+    for node in tree.body:
+        if isinstance(node, Function) and any(getattr(each, "id", "") == "overload" for each in node.decorator_list):
+            overloaded[node.name] |= arguments_of(node)
+    for node in ast.walk(tree):
         if not isinstance(node, ast.ClassDef | Function):
             continue
         text = ast.get_docstring(node) or ""
@@ -51,7 +57,7 @@ def missing(source: str) -> Iterator[str]:
             gone = described(text, "Attributes") - attributes_of(node)
             gone |= described(text, "Args") - {name for init in inits for name in arguments_of(init)}
         else:
-            gone = described(text, "Args") - arguments_of(node)
+            gone = described(text, "Args") - arguments_of(node) - overloaded[node.name]
         yield from (f"{node.name}: {name}" for name in sorted(gone))
 
 

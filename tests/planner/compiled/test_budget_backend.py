@@ -12,7 +12,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import planner
 from planner.compiled import budget_backend
-from planner.plans.graph_shares import GraphOptions
+from planner.compiled.graph_shares import GraphOptions
 
 WIDTH, BATCH = 16, 256
 

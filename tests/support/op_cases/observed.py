@@ -16,7 +16,7 @@ from profiler.op_graph import StageOps
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall
-from profiler.workload.tensor_trees import tensors_in
+from profiler.tensors.tensor_trees import tensors_in
 from tests.support.op_cases.registry import Case
 from tests.support.op_cases.runs import inner, total
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.trace.partition import choose_stages
 from profiler.trace.stage_dataflow import stage_ops_of
 from profiler.trace.step_trace import trace_step
-from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 from tests.support.op_cases.registry import Case
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from planner.plans.graph_shares import GraphOption, GraphOptions, GraphTurns, choose_options, options_of
+from planner.compiled.graph_shares import GraphOption, GraphOptions, GraphTurns, choose_options, options_of
 from planner.plans.graph_solving import GraphSearch
 from planner.plans.refusals import NothingFound
 from profiler.step_graph import StepGraph, StepOp, StepStorage

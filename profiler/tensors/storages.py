@@ -1,15 +1,16 @@
-"""The bytes under tensors: each storage has a number and counts once, however many tensors view it."""
+"""The bytes under tensors in this process: each storage has a number and counts once, however many tensors view it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from profiler.workload.tensor_parts import parts_of
+from profiler.tensors.local_tensors import local_part
+from profiler.tensors.tensor_parts import parts_of
 
 # The CUDA caching allocator rounds every allocation up to this (kMinBlockSize in PyTorch's CUDACachingAllocator.h).
 CUDA_BLOCK_BYTES = 512
@@ -25,18 +26,14 @@ def in_blocks(size_bytes: int, device: torch.device) -> int:
     return -(-size_bytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES if device.type == "cuda" else size_bytes
 
 
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """The storage in this process under a strided tensor; of a distributed one that of its own part."""
+    return local_part(tensor).untyped_storage()
+
+
 def storage_key(tensor: Tensor) -> int:
     """The same for tensors over one storage, as long as it lives; a tensor without one (a sparse one) is its own."""
-    tensor = local_part(tensor)
-    return tensor.untyped_storage()._cdata if has_storage(tensor) else id(tensor)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """The tensor itself; of a distributed one (a DTensor) what lies on this rank, which alone takes memory."""
-    if type(tensor) is Tensor or type(tensor) is nn.Parameter:
-        return tensor
-    local = getattr(tensor, "_local_tensor", None)
-    return local if isinstance(local, Tensor) else tensor
+    return storage_of(tensor)._cdata if has_storage(tensor) else id(tensor)
 
 
 def has_storage(tensor: Tensor) -> bool:
@@ -55,7 +52,7 @@ class StorageTable:
         """The number of the tensor's storage; None where it has none (sparse tensors)."""
         if tensor.layout is not torch.strided:
             return None
-        storage = local_part(tensor).untyped_storage()
+        storage = storage_of(tensor)
         number = self._numbers.get(storage)
         if number is None:
             number = self._numbers[storage] = len(self.bytes_of)
@@ -78,7 +75,7 @@ def distinct_bytes(tensors: Iterable[Tensor]) -> int:
         tensor = local_part(tensor)
         for part in [tensor] if tensor.layout is torch.strided else parts_of(tensor):
             if part.layout is torch.strided:
-                seen[storage_key(part)] = allocated_bytes(part.untyped_storage())
+                seen[storage_key(part)] = allocated_bytes(storage_of(part))
             else:
                 seen[storage_key(tensor)] = part.nbytes
     return sum(seen.values())

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from profiler.workload.tensor_trees import map_tensors, tensors_in
+from profiler.tensors.tensor_trees import map_tensors, tensors_in
 
 Pair = namedtuple("Pair", ["left", "right"])
 CONTAINERS: dict[str, Callable[[torch.Tensor], Any]] = {
