@@ -1,10 +1,18 @@
-"""Networks that are no chain of stages: shifted windows, and two branches that read each other."""
+"""Networks that are no chain of stages: of our own, and transformers' Swin, ConvNeXt and Whisper in small sizes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import (
+    ConvNextConfig,
+    ConvNextForImageClassification,
+    SwinConfig,
+    SwinForImageClassification,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 from planner import Workload
 
@@ -75,8 +83,57 @@ class Branches(nn.Module):
         return self.head(torch.cat([narrow, wide], 1).mean((2, 3)))
 
 
+def swin() -> Workload:
+    """Shifted windows on 14, 7 and 4 patches across, in 8 blocks; 8 images of 112 by 112."""
+    config = SwinConfig(
+        image_size=112, patch_size=4, embed_dim=48, depths=[2, 2, 4], num_heads=[3, 6, 12], num_labels=10
+    )
+    return _of_images(SwinForImageClassification(config), 112)
+
+
+def convnext() -> Workload:
+    """Depthwise convolutions of 7 by 7 in 10 blocks on 3 levels; 8 images of 112 by 112."""
+    config = ConvNextConfig(num_stages=3, hidden_sizes=[48, 96, 192], depths=[3, 3, 4], num_labels=10)
+    return _of_images(ConvNextForImageClassification(config), 112)
+
+
+def whisper() -> Workload:
+    """An encoder of 6 blocks on 200 frames of sound, and a decoder of 6 blocks that reads it; 4 pieces of 48 words."""
+    config = WhisperConfig(
+        vocab_size=1000,
+        num_mel_bins=40,
+        d_model=192,
+        encoder_layers=6,
+        decoder_layers=6,
+        encoder_attention_heads=6,
+        decoder_attention_heads=6,
+        encoder_ffn_dim=768,
+        decoder_ffn_dim=768,
+        max_source_positions=200,
+        max_target_positions=48,
+        use_cache=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    model = WhisperForConditionalGeneration(config)
+    words = torch.randint(3, 1000, (4, 48))
+    inputs = {"input_features": torch.randn(4, 40, 400), "decoder_input_ids": words, "labels": words}
+    return Workload(model=model, inputs=inputs, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+def _of_images(model: nn.Module, size: int) -> Workload:
+    inputs = {"pixel_values": torch.randn(8, 3, size, size), "labels": torch.randint(0, 10, (8,))}
+    return Workload(model=model, inputs=inputs, optimizer=torch.optim.AdamW(model.parameters()))
+
+
 def build(name: str) -> Workload:
-    """The workload of ``windows`` or ``branches``, with AdamW."""
+    """The workload of ``windows``, ``branches``, ``swin``, ``convnext`` or ``whisper``, with AdamW."""
+    if name in (others := {"swin": swin, "convnext": convnext, "whisper": whisper}):
+        return others[name]()
     model = {"windows": Windows, "branches": Branches}[name]()
     images, labels = torch.randn(8, 3, 64, 64), torch.randint(0, 10, (8,))
 

@@ -27,7 +27,7 @@ BUDGETS = 6
 def workload_of(name: str) -> planner.Workload:
     """Of the zoo, or one of ``branching_models``."""
     torch.manual_seed(0)
-    return branching_models.build(name) if name in OWN else build(name)
+    return branching_models.build(name) if name in (*OWN, "swin", "convnext", "whisper") else build(name)
 
 
 def rows_of(name: str, backend: Backend, seconds: float) -> Iterator[dict[str, Any]]:
