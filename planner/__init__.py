@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from profiler.public_names import lazy_names
 
+__version__ = "0.2.0.dev0"
+
 if TYPE_CHECKING:
     from planner.capacity.advice import Advice as Advice, advise as advise
     from planner.capacity.batch_limits import Limit as Limit, MaxBatch as MaxBatch, NoBatch as NoBatch

@@ -8,7 +8,8 @@ from operator import index
 
 _BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS = {"": 1, "b": 1, **_BINARY, **_DECIMAL}
+_LETTERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS = {"": 1, "b": 1, **_BINARY, **_DECIMAL, **_LETTERS}
 
 # Up to 30 digits: enough for any size, few enough that Python reads them at once.
 _SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*([a-z]*|%)", re.IGNORECASE)
@@ -19,11 +20,11 @@ _EXPECTED = "expected a size such as 8GiB, 8GB, 512MiB, 1234567 (bytes) or 70% (
 def parse_bytes(text: str | int, *, whole_bytes: int | None = None) -> int:
     """Read a size; fractions of a byte are dropped, so a budget never gets larger than what was written.
 
-    ``KiB MiB GiB TiB`` are powers of 1024, ``KB MB GB TB`` powers of 1000; a
+    ``KiB MiB GiB TiB`` are powers of 1024, ``KB MB GB TB`` and ``K M G T`` powers of 1000; a
     bare whole number is bytes; ``70%`` is a part of ``whole_bytes``.
 
-    >>> parse_bytes("1.5 GiB"), parse_bytes("70%", whole_bytes=1000)
-    (1610612736, 700)
+    >>> parse_bytes("1.5 GiB"), parse_bytes("0.09G"), parse_bytes("70%", whole_bytes=1000)
+    (1610612736, 90000000, 700)
 
     Args:
         text: the size; an ``int`` is bytes already and is only checked.
@@ -72,7 +73,7 @@ def _from_text(text: str, whole_bytes: int | None) -> int:
     if unit not in _UNITS:
         raise ValueError(
             f"size: {_EXPECTED}, got {text!r} with the unknown unit {match[2]!r}; "
-            "use one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
+            "use one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB, K, M, G, T"
         )
     return int(number * _UNITS[unit])
 

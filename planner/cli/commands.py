@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from planner import __version__
 from planner.cli.advise import advise_command
 from planner.cli.options import (
     COMPARE_SECONDS,
@@ -42,10 +43,24 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=PlannerGroup,
     help="Profile a PyTorch model, plan its training step under a memory budget, and train under the plan.",
-    no_args_is_help=True,
-    add_completion=False,
+    invoke_without_command=True,
+    add_completion=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def without_command(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    """Print the version, or help where no command is named."""
+    if version:
+        show(f"planner {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        show(context.get_help())
 
 
 @app.command("profile", cls=ManyValues)

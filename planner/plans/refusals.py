@@ -12,6 +12,9 @@ from planner.units import format_bytes, format_seconds
 from profiler.records import LeftOutRecord
 from solvers.problem.solution import AnySchedule, Solution
 
+# A budget of so few bytes, where a real step needs so many, is a share whose % was forgotten.
+_MOST_SHARE, _REAL_BYTES = 100, 2**16
+
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NoPlan(ValueError):
@@ -52,7 +55,9 @@ class NoPlan(ValueError):
 
     @property
     def _asked(self) -> str:
-        return f"{self.budget_bytes} ({format_bytes(self.budget_bytes)}) with solver {self.solver!r}"
+        shared = self.budget_bytes <= _MOST_SHARE and self.minimum_budget_bytes >= _REAL_BYTES
+        asking = f"; did you mean {self.budget_bytes}%?" if shared else ""
+        return f"{self.budget_bytes} ({format_bytes(self.budget_bytes)}{asking}) with solver {self.solver!r}"
 
     @property
     def _known(self) -> str:

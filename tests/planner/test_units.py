@@ -28,6 +28,9 @@ from planner.units import format_bytes, format_seconds, parse_bytes
         ("  .5MIB ", 2**19),
         ("0.1GB", 10**8),  # exact: 0.1 in floating point times 10**9 need not be
         ("1.9999B", 1),  # rounded down
+        ("90M", 90 * 10**6),  # as SI says: the smaller of the two that people mean
+        ("0.09G", 90 * 10**6),
+        ("3k", 3000),
     ],
 )
 def test_reads_a_size(text, size):

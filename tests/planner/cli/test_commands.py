@@ -144,6 +144,12 @@ def test_at_the_unplanned_peak_a_chain_recomputes_nothing(tmp_path):
     assert (document["status"], document["recomputed_seconds"]) == ("optimal", 0.0)
 
 
+def test_a_forgotten_percent_sign_is_asked_for(files):
+    refusal = run("solve", files / "profile.json", "--budget", "60")
+    assert refusal.exit_code == 3
+    assert "got 60 (60 B; did you mean 60%?)" in refusal.stderr
+
+
 def test_an_infeasible_chain_exits_3(tmp_path):
     write_document(tmp_path / "chain.json", small_chain().to_dict())
     result = run("solve", tmp_path / "chain.json", "--budget", "2", "--json")

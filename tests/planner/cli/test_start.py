@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 from planner.cli import options
+from planner.cli.commands import app
 from planner.plans import pareto_curves, solving
 from solvers import graph_solver_names, solver_names
 from solvers.graph import registry
@@ -51,6 +53,15 @@ def ended(*args, folder):
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_loads_none_of_the_large_libraries(command, tmp_path):
     assert ended(*[command][: bool(command)], "--help", folder=tmp_path) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("args", "words"), [((), "Usage: planner"), (("-h",), "Usage: planner"), (("--version",), "planner 0.")]
+)
+def test_without_a_command_there_is_help_or_the_version(args, words):
+    done = CliRunner().invoke(app, args, prog_name="planner")
+    assert done.exit_code == 0
+    assert words in done.stdout
 
 
 @pytest.mark.slow
