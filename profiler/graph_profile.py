@@ -14,7 +14,7 @@ from profiler.step_graph import StepGraph
 GRAPH_KIND = "graph"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class GraphProfile:
     """One profiled training step as a graph of aten ops.
 
@@ -64,6 +64,12 @@ class GraphProfile:
     step_seconds: tuple[Seconds, ...]
     evaluations: int = 1
     link: LinkRecord | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<GraphProfile of {self.model_class} on {self.device}, {self.precision}: {len(self.graph.ops)} ops, "
+            f"unplanned peak {self.unplanned_peak_bytes:,} bytes, {self.unplanned_seconds:.3g} s a step>"
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all."""

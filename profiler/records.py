@@ -275,7 +275,7 @@ class LeftOutRecord:
     remedy: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Profile:
     """One profiled training step.
 
@@ -332,6 +332,13 @@ class Profile:
     collective_bytes: Bytes = 0
     beside: tuple[tuple[int, Bytes], ...] = ()
 
+    def __repr__(self) -> str:
+        stages = sum(stage.kind == "stage" for stage in self.stages)
+        return (
+            f"<Profile of {self.model_class} on {self.device}, {self.precision}: {stages} stages, unplanned peak "
+            f"{self.unplanned_peak_bytes:,} bytes, {self.unplanned_seconds:.3g} s a step>"
+        )
+
     def stage_level(self) -> Profile:
         """The same profile without options inside stages: each is kept, or recomputed, as a whole."""
         return replace(self, menus=tuple(replace(menu, options=()) for menu in self.menus))
@@ -384,17 +391,3 @@ class Profile:
         if document.get("fingerprint") != profile.fingerprint:
             raise ValueError(f"{where}: expected its fingerprint to match its contents, it does not; profile again")
         return profile
-
-
-def states_bytes(profile: Profile) -> int:
-    """Bytes of the model states: parameters, buffers, gradients and what the optimizer keeps, all alive at once."""
-    resident = profile.resident
-    return resident.total - resident.inputs - resident.loop + made_gradient_bytes(profile)
-
-
-def made_gradient_bytes(profile: Profile) -> int:
-    """Of gradients that the step makes: what is alive after backward, as far as parameters can have it."""
-    resident = profile.resident
-    after = profile.optimizer.start_bytes if profile.optimizer.peak_bytes else profile.stages[0].backward.end_bytes
-    most_bytes = resident.parameters + resident.other_parameters - resident.gradients
-    return max(0, min(after - resident.total, most_bytes))

@@ -14,7 +14,7 @@ from planner.explain.memory_breakdown import MemoryBreakdown, memory_breakdowns
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.units import format_bytes, parse_bytes
 from profiler.measurement.measuring import Progress
-from profiler.records import states_bytes
+from profiler.state_bytes import states_bytes
 from profiler.workload.optimizers import optimizer_names
 
 _NAMED = 3  # combinations that a note names

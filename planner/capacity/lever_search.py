@@ -16,7 +16,8 @@ from planner.capacity.variant_costs import (
     with_better_plan,
     with_seconds,
 )
-from profiler.records import Profile, states_bytes
+from profiler.records import Profile
+from profiler.state_bytes import states_bytes
 from profiler.workload.steps import ProfileError
 
 # Micro-batches of a batch that are looked at; more where nothing fits that leaves training as it is.

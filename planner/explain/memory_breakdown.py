@@ -13,7 +13,8 @@ from planner.plans.plan import Plan
 from planner.plans.short_names import names_in_short
 from planner.plans.solving import plan_of
 from profiler.op_graph import kind_of
-from profiler.records import Profile, made_gradient_bytes
+from profiler.records import Profile
+from profiler.state_bytes import made_gradient_bytes
 from solvers import Chain, Problem, replay, solve_chain
 from solvers.chain import baselines
 

@@ -17,7 +17,7 @@ from profiler.step_graph import StepGraph
 from profiler.step_replay import StepCopy, StepRuns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class GraphPlan(PlanClaims):
     """An order of runs of a step's ops, with predictions. Bytes and seconds are of one whole training step.
 

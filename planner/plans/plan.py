@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from planner.plans.offload_request import link_document, link_from
 from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
+from planner.plans.short_names import names_in_short
 from profiler.json_files import from_plain, read_document, to_plain
 from profiler.records import KEYS as PROFILE_KEYS, KIND, LeftOutRecord, MenuRecord, ResidentBytes
 from solvers.problem.chain import Chain
@@ -73,7 +74,7 @@ class PlannedStage:
     keeps_gathered: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(PlanClaims):
     """A schedule with names and predictions. Bytes and seconds are of one whole training step.
 
@@ -104,6 +105,15 @@ class Plan(PlanClaims):
     frugal: bool = False
     beside: tuple[tuple[int, int], ...] = ()
     saved_gather_seconds: float = 0.0
+
+    def _what_is_done(self) -> list[str]:
+        done: dict[str, list[str]] = {}
+        for stage in self.stages:
+            if stage.kind == "stage":
+                what = f"{stage.decision}, {stage.option}" if stage.decision == "selective" else stage.decision
+                done.setdefault(what, []).append(stage.name)
+        # With zero-argument super a dataclass with slots would ask the class before it had them.
+        return [*PlanClaims._what_is_done(self), *(f"{what}: {names_in_short(names)}" for what, names in done.items())]
 
     def seconds_outside(self, chain: Chain) -> float:
         """Seconds of the step that are in none of the stages of its chain: the optimizer's."""

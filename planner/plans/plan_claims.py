@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from planner.units import counted, format_bytes, format_seconds
 from profiler.json_files import write_document
 from solvers.problem.link import Link
 
@@ -16,7 +18,7 @@ VERSION = 1
 FINGERPRINT_DIGITS = 16  # as of profiles
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PlanClaims:
     """What a plan was made from and for, and what it predicts. Bytes and seconds are of one whole training step.
 
@@ -84,6 +86,34 @@ class PlanClaims:
         about = [self.model_class, self.precision, self.device.split(":")[0], self._decided()]
         text = json.dumps(about, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_DIGITS]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.model_class}: {'; '.join(self._claims())}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what ``summary`` says."""
+        return f"<pre>{html.escape(self.summary())}</pre>"
+
+    def summary(self) -> str:
+        """Some lines on what the plan does, what it predicts and how good that is; ``planner show`` says more."""
+        size = ", ".join("x".join(map(str, shape)) for shape in self.input_shapes)
+        where = f"inputs {size or 'as any'}; {self.precision} on {self.device}"
+        found = f"{self.status}, by {self.solver} in {format_seconds(self.solve_seconds)}"
+        bound = f"no such plan is faster than {self.lower_bound_seconds / self.unplanned_seconds:.3g} times it"
+        unplanned = f"unplanned {format_bytes(self.unplanned_peak_bytes)}, {format_seconds(self.unplanned_seconds)}"
+        lines = [f"{type(self).__name__} of {self.model_class} ({where})", *self._claims(), unplanned]
+        return "\n".join([*lines, f"{found}; {bound}", *self._what_is_done()])
+
+    def _claims(self) -> list[str]:
+        """Peak and budget, and the time that it takes."""
+        peak = f"peak {format_bytes(self.predicted_peak_bytes)} of {format_bytes(self.budget_bytes)} allowed"
+        return [peak, f"{self.slowdown:.2f} times the unplanned step"]
+
+    def _what_is_done(self) -> list[str]:
+        """What the plan does, a line for each kind of thing."""
+        again = f"{counted(self.recomputed_ops, 'op')} run again, {format_seconds(self.recomputed_seconds)}"
+        host = f"{format_bytes(self.host_bytes)} in host memory at most, {format_seconds(self.stall_seconds)} waited"
+        return [again, *([host] if self.host_bytes else []), *self.stated]
 
     def _decided(self) -> Any:
         """The parts of the model, and what is done with them, as plain data."""

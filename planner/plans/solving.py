@@ -20,7 +20,8 @@ from planner.plans.refusals import NoPlan, require_schedule
 from planner.plans.stage_decisions import undecided_stage, units_that_may_stay, with_decisions, with_units_gathered
 from planner.units import format_bytes, parse_bytes
 from profiler.graph_profile import GraphProfile
-from profiler.records import MenuRecord, Profile, states_bytes
+from profiler.records import MenuRecord, Profile
+from profiler.state_bytes import states_bytes
 from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
 from solvers.chain.micro_batches import Beside, solve_beside_others, without_others
 from solvers.graph.registry import DEFAULT_GAP

@@ -12,7 +12,8 @@ from torch import nn
 import planner
 from planner import zoo
 from planner.explain.memory_breakdown import GROUPS, OPTIMIZER, STEP, memory_breakdowns
-from profiler.records import Phase, states_bytes
+from profiler.records import Phase
+from profiler.state_bytes import states_bytes
 
 WIDTH, LAYERS, ROWS = 32, 3, 64
 PARAMETERS = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)

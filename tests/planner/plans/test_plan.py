@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 
 import planner
 from planner.plans.cost_model import chain_of
+from planner.units import format_bytes
 from profiler.json_files import write_document
 from solvers import replay
 
@@ -64,3 +66,12 @@ def test_plans_that_do_the_same_have_the_same_fingerprint(files):
         assert replace(plan, **other).fingerprint != plan.fingerprint
     (first, *rest) = plan.stages
     assert replace(plan, stages=(replace(first, name="x"), *rest)).fingerprint != plan.fingerprint
+
+
+def test_a_plan_and_a_profile_print_in_a_line_and_a_summary_in_some(files):
+    plan, profile = planner.Plan.load(files / "plan.json"), planner.Profile.load(files / "profile.json")
+    assert all(len(repr(each)) < 200 and profile.model_class in repr(each) for each in (plan, profile))
+    peak, slowdown = plan.summary().splitlines()[1:3]
+    assert format_bytes(plan.predicted_peak_bytes) in peak and f"{plan.slowdown:.2f} times" in slowdown
+    assert len(plan.summary().splitlines()) < 20
+    assert html.unescape(plan._repr_html_()) == f"<pre>{plan.summary()}</pre>"
