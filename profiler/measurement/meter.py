@@ -18,7 +18,7 @@ from profiler.recomputation.saved_tensors import PLAIN_TENSORS, geometry_of, ten
 from profiler.records import Phase
 from profiler.tensors.storages import has_storage, storage_key
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.sharded_units import copied_by_threads_bytes, in_flight_bytes, latest_reduction
+from profiler.workload.sharded_units import CopiesOfThreads, in_flight_bytes
 from profiler.workload.steps import TensorsOfState, resident_bytes_of
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
@@ -234,8 +234,8 @@ class ShardedMemoryMeter:
     """A memory meter for models under ``fully_shard``: what its buffers add to a phase, and to the peak by chance.
 
     Forwards begin and end without the buffers in which parameters were gathered: one unit's are given back as the next
-    is called, whatever is kept in between, and are a part of the peak alone. A copy of what was reduced may be there
-    until something is gathered again, or not: peaks have it.
+    is called, whatever is kept in between, and are a part of the peak alone. Copies of what was reduced may be there
+    until something is gathered again, or not: peaks have them.
 
     Args:
         meter: of the bytes.
@@ -246,7 +246,7 @@ class ShardedMemoryMeter:
         self._meter, self._states = meter, states
         self._taken: list[int] = []
         self._perhaps: list[int] = []
-        self._reduced: weakref.ref[Tensor] | None = None
+        self._copies = CopiesOfThreads(states)
 
     def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
         self._meter.start(mark, warm_up)
@@ -270,12 +270,7 @@ class ShardedMemoryMeter:
     def _note(self, mark: Mark) -> None:
         in_flight = in_flight_bytes(self._states)
         self._taken.append(in_flight if mark.phase == "forward" else 0)
-        reduced = latest_reduction(self._states)
-        if reduced is not None and (self._reduced is None or self._reduced() is not reduced):
-            self._reduced = weakref.ref(reduced)
-            self._perhaps.append(copied_by_threads_bytes(self._states))
-        else:
-            self._perhaps.append(0 if in_flight or reduced is None else self._perhaps[-1])
+        self._perhaps.append(self._copies.size_now())
 
 
 def _moved_by(phase: Phase, begin: int, perhaps: int, end: int) -> Phase:

@@ -25,7 +25,7 @@ from profiler.tensors.tensor_trees import device_of, map_tensors, tensors_in
 from profiler.trace.partition import ChosenStage
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import Forward
-from profiler.workload.sharded_units import copied_by_threads_bytes, in_flight_bytes, states_in, told_when_gathered
+from profiler.workload.sharded_units import CopiesOfThreads, in_flight_bytes, states_in, told_when_gathered
 from profiler.workload.workload import StepPhase, Workload
 
 leave_uncompiled(__name__)
@@ -111,12 +111,13 @@ class SavingStep(MarkedStep):
         late_releases: stages and bytes of what they saved and what went in a later forward, and in which one.
         gathered_bytes: by stage that is a unit of ``fully_shard``, the buffer that its parameters were gathered in. Its
             second interval begins when they are there.
-        copied_bytes: by stage, of a copy of other gradients that may be there as its backward begins.
+        copied_bytes: by stage, of copies of other gradients that may be there as its backward begins.
     """
 
     def __init__(self, probe: StageProbe, meter: Meter) -> None:
         super().__init__(probe, meter)
         self._stages, self._units = probe.stages, states_in(probe.workload.model)
+        self._copies = CopiesOfThreads(self._units)
         self.held: set[StageTensor] = set()
         self.varied: list[str] = []
         self.late_releases: list[tuple[int, int, Mark]] = []
@@ -140,8 +141,9 @@ class SavingStep(MarkedStep):
         if mark.phase != "forward":
             self._saved_storages.clear()
         place = mark.place if mark.phase == "backward" else None
+        copied_bytes = self._copies.size_now()
         if place is not None and place.kind == "stage" and not in_flight_bytes(self._units):
-            self.copied_bytes.setdefault(place.index, copied_by_threads_bytes(self._units))
+            self.copied_bytes.setdefault(place.index, copied_bytes)
         if self._now.phase == "backward" and self._now.place is not None and self._now.place.kind == "stage":
             k = self._now.place.index
             self.held |= {(k, n) for n, saved in enumerate(self._saved.pop(k, ())) if saved() is not None}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -103,10 +104,32 @@ def latest_reduction(states: Iterable[Any]) -> Tensor | None:
     return None
 
 
-def copied_by_threads_bytes(states: Iterable[Any]) -> int:
-    """Bytes of a copy of it that gloo's threads may still hold: they let go of it when they come to it."""
-    reduced = latest_reduction(states)
-    return 0 if reduced is None or reduced.device.type != "cpu" else reduced.untyped_storage().nbytes()
+class CopiesOfThreads:
+    """Copies of reduced gradients that gloo's threads may still hold: each lets go of its own as it comes to run again.
+
+    Where parameters are gathered in between, one of the threads has run again. Where none are, both may hold theirs.
+
+    Args:
+        states: of the units.
+    """
+
+    _THREADS = 2  # of a process group
+
+    def __init__(self, states: Sequence[Any]) -> None:
+        self._states = states
+        self._latest: weakref.ref[Tensor] | None = None
+        self._sizes: deque[int] = deque(maxlen=self._THREADS)
+
+    def size_now(self) -> int:
+        """Bytes of all of them; to be asked whenever a unit may have gone backward."""
+        reduced, gathers = latest_reduction(self._states), in_flight_bytes(self._states) > 0
+        is_new = reduced is not None and (self._latest is None or self._latest() is not reduced)
+        if reduced is None or gathers:
+            self._sizes.clear()
+        if is_new and reduced is not None and reduced.device.type == "cpu":
+            self._latest = weakref.ref(reduced)
+            self._sizes.append(reduced.untyped_storage().nbytes())
+        return sum(self._sizes)
 
 
 def ends_unit(node: Any) -> bool:

@@ -1,0 +1,140 @@
+"""Models under fully_shard and plans, on two ranks, with settings of the sharding: exact, within what they predict."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import planner
+from benchmarks.outside_meter import OutsideMeter
+from profiler.tensors.local_tensors import local_part
+from tests.support.parallel_models import Transformer, next_words, words
+from tests.support.rank_processes import values_of_ranks
+
+STEPS = 3
+
+
+def _each_block(model: Transformer, **settings: Any) -> None:
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
+
+
+def _one_keeps(model: Transformer) -> None:
+    for number, block in enumerate(model.blocks):
+        fully_shard(block, reshard_after_forward=number != 1)
+    fully_shard(model)
+
+
+def _inside(model: Transformer) -> None:
+    for block in model.blocks:
+        fully_shard(block.up)
+        fully_shard(block.down)
+    _each_block(model)
+
+
+def _around(model: Transformer) -> None:
+    for first in (0, 2):
+        fully_shard([model.blocks[first], model.blocks[first + 1]])
+    fully_shard(model)
+
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SETTINGS: dict[str, Callable[[Transformer], None]] = {
+    "given back after forward": _each_block,
+    "kept": lambda model: _each_block(model, reshard_after_forward=False),
+    "one kept": _one_keeps,
+    "in half precision": lambda model: _each_block(model, mp_policy=HALF),
+    "units inside stages": _inside,
+    "units around stages": _around,
+}
+
+
+class Loop:
+    """A sharded model, as its rank trains it."""
+
+    def __init__(self, shard: Callable[[Transformer], None]) -> None:
+        torch.manual_seed(0)
+        self.model = Transformer(4)
+        shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.batch = words()
+        torch.manual_seed(7)
+
+    def steps(self) -> list[tuple[float, str]]:
+        """The loss of each, and a digest of what this rank has of the gradients."""
+        return [self._step() for _ in range(STEPS)]
+
+    def _step(self) -> tuple[float, str]:
+        self.optimizer.zero_grad()
+        loss = next_words(self.model(self.batch), self.batch)
+        loss.backward()
+        seen = loss.item(), digest(self.model)
+        self.optimizer.step()
+        return seen
+
+    def workload(self) -> planner.Workload:
+        def loss(output: Tensor) -> Tensor:
+            return next_words(output, self.batch)
+
+        return planner.Workload(
+            model=self.model, inputs=self.batch, loss=loss, optimizer=self.optimizer, keeps_output=False
+        )
+
+
+def digest(model: nn.Module) -> str:
+    parts = (local_part(p.grad).detach().numpy().tobytes() for p in model.parameters() if p.grad is not None)
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def under_plans(rank: int) -> dict[str, list[dict[str, Any]]]:
+    said: dict[str, list[dict[str, Any]]] = {}
+    for name, shard in SETTINGS.items():
+        expected = Loop(shard).steps()
+        profile = planner.profile(Loop(shard).workload())
+        plans = [_smallest(profile, "profiled")]
+        if shard is _each_block:
+            plans += [planner.solve(profile, "100%"), _smallest(profile, "solve")]
+        said[name] = [_row(shard, plan, expected) for plan in plans]
+    return said
+
+
+def _smallest(profile: planner.Profile, reshard: Any) -> planner.Plan:
+    try:
+        return planner.solve(profile, "1KiB", reshard=reshard)
+    except planner.Infeasible as refusal:
+        return planner.solve(profile, refusal.minimum_budget_bytes, reshard=reshard)
+
+
+def _row(shard: Callable[[Transformer], None], plan: planner.Plan, expected: list[tuple[float, str]]) -> dict[str, Any]:
+    gc.collect()
+    with OutsideMeter() as meter:
+        loop = Loop(shard)
+        with planner.apply(loop.model, plan):
+            meter.begin()
+            seen = loop.steps()
+    return {
+        "equal": seen == expected,
+        "peak_bytes": meter.peak_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "predicted_bytes": plan.predicted_peak_bytes,
+        "fingerprint": plan.fingerprint,
+        "recomputed": plan.recomputed_ops,
+    }
+
+
+def test_plans_are_exact_and_within_what_they_predict() -> None:
+    first, second = values_of_ranks(under_plans, limit_seconds=580)
+    for name in SETTINGS:
+        for both in zip(first[name], second[name], strict=True):
+            assert all(row["equal"] for row in both), name
+            assert both[0]["fingerprint"] == both[1]["fingerprint"], name
+            worst_bytes = max(row["peak_bytes"] for row in both)
+            assert worst_bytes <= both[0]["predicted_bytes"] <= both[0]["budget_bytes"], (name, both)
+        assert first[name][0]["recomputed"] > 0, name
