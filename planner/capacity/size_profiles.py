@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from planner.capacity.scaling import ProfileScaling, flow_of, whole_at
 from planner.capacity.step_trial import Build, has_room, release
-from planner.distributed.collective import profile
+from planner.distributed.collective import profile, profile_choices
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress
 from profiler.op_graph import Choice, StageOps
@@ -55,8 +54,7 @@ def with_size(
 
 
 def _like(other: Profile, workload: Workload, progress: Progress) -> Profile:
-    settings: dict[str, Any] = {"propose": same_choices(other)}  # None of planner.profile's own.
-    return profile(workload, progress=progress, **settings)
+    return profile_choices(workload, same_choices(other), progress=progress)
 
 
 def same_choices(other: Profile) -> SameChoices | None:
