@@ -14,8 +14,9 @@ from planner.capacity.size_profiles import PerSizeProfiles, scaling_over, with_s
 from planner.capacity.smallest_size import SearchStart, doubling_steps, search_start
 from planner.capacity.step_trial import Build, release
 from planner.distributed.collective import profile
+from planner.distributed.rank_workloads import sharded_together
 from planner.distributed.ranks import together
-from planner.distributed.sharding import Engine, sharded
+from planner.distributed.sharding import Engine
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.plans.refusals import Infeasible
@@ -131,7 +132,7 @@ def _builder(
         arguments = {**settings, vary: size}
         loaded = load_target(target, arguments) if isinstance(target, str) else call_target(name, target, arguments)
         workload = on_device(loaded, device)
-        return workload if shard is None else sharded(workload, shard)
+        return workload if shard is None else sharded_together(workload, shard)
 
     name = getattr(target, "__name__", repr(target))
     return build

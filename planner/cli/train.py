@@ -13,7 +13,8 @@ from planner.cli.several_ranks import check_joined
 from planner.cli.shell import NO_PLAN, check_folder, is_first, note, say_written, show, show_json, working
 from planner.distributed.collective import profile
 from planner.distributed.rank_failures import RankError
-from planner.distributed.sharding import Engine, sharded
+from planner.distributed.rank_workloads import sharded_together
+from planner.distributed.sharding import Engine
 from planner.distributed.solving import solve
 from planner.plans.given_sources import plan_from_file
 from planner.plans.graph_plan import GraphPlan
@@ -89,7 +90,7 @@ def run_train(
         if shard is None:
             check_joined()
         else:
-            workload = sharded(workload, shard)
+            workload = sharded_together(workload, shard)
         plan = wanted.made_for(workload, progress) if plan is None else plan
     try:
         with working() as progress:
