@@ -12,12 +12,15 @@ from planner.capacity.predicted_limits import PredictedLimits
 from planner.capacity.scaling import IncompatibleProfiles, ProfileScaling
 from planner.capacity.size_profiles import PerSizeProfiles, scaling_over, with_size
 from planner.capacity.smallest_size import SearchStart, doubling_steps, search_start
+from planner.capacity.step_trial import Build, release
 from planner.distributed.collective import profile
+from planner.distributed.rank_workloads import sharded_together
+from planner.distributed.ranks import together
+from planner.distributed.sharding import Engine
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.plans.refusals import Infeasible
 from planner.plans.solving import plan_with_headroom, quick_plan, why_no_offload
-from planner.runtime.step_trial import Build, release
 from planner.targets import call_target, load_target, on_device
 from planner.units import parse_bytes
 from profiler.measurement.device_memory import ran_out
@@ -39,6 +42,7 @@ def max_batch(
     offload: Offload | OffloadMode = "auto",
     menus: bool = True,
     headroom: str | int = 0,
+    shard: Engine | None = None,
     progress: Progress | None = None,
 ) -> MaxBatch:
     """Find the largest batch, or other size, that fits a budget, unplanned and planned, and how fast each is.
@@ -47,6 +51,9 @@ def max_batch(
     seconds scale; the solver says which size is the largest that a plan can fit; and real steps at that size and
     the next one confirm it, or correct it. Steps are only run where the device has room for what they are predicted
     to need; running out of memory counts as not fitting.
+
+    Where ``torch.distributed`` is initialised for several ranks, all of them call this: the size is that of each rank,
+    and it fits where it does on all.
 
     Args:
         target: as ``planner profile`` takes it, or a function of ``vary`` and ``settings`` that returns a Workload.
@@ -58,6 +65,8 @@ def max_batch(
         offload: as for ``solve``.
         menus: measure options inside stages.
         headroom: of the budget, what no step may use: bytes, or ``"5%"`` of it.
+        shard: wrap what the target builds, ``"ddp"`` or ``"fsdp2"``: in DistributedDataParallel, or by ``fully_shard``
+            of each repeated block and of the model; None where the target does it.
         progress: called as ``progress(what, done, total)`` before each part.
 
     Raises:
@@ -68,15 +77,30 @@ def max_batch(
     usable = _UsableBudget(_whole_budget(budget), headroom_from(headroom))
     if step < 1:
         raise ValueError(f"--step: expected at least 1, got {step}; give a whole number above zero")
-    build = _builder(target, vary, settings or {}, device)
+    build = _builder(target, vary, settings or {}, device, shard)
     report = _CountedReport(progress, vary)
-    start = search_start(build, vary, step, report)
-    profiles, refused = _profiles(build, vary, start, usable, offload_from(offload), menus, report)
-    predicted = PredictedLimits(profiles, usable.usable_bytes, offload_from(offload))
-    unused = [f"{vary} is what is searched for: the value in --set is not used"] if vary in (settings or {}) else []
-    limits = LimitSearch(build, vary, start, predicted, report, refused=refused).run((*unused, *start.notes))
+    unused = (f"{vary} is what is searched for: the value in --set is not used",) if vary in (settings or {}) else ()
+    with together("max_batch"):
+        limits = _limits(build, vary, step, usable, offload_from(offload), menus, report, unused)
     headroom_bytes = usable.budget_bytes - usable.usable_bytes
     return replace(limits, budget_bytes=usable.budget_bytes, headroom_bytes=headroom_bytes)
+
+
+def _limits(
+    build: Build,
+    vary: str,
+    step: int,
+    usable: _UsableBudget,
+    offload: Offload,
+    menus: bool,
+    report: _CountedReport,
+    notes: tuple[str, ...],
+) -> MaxBatch:
+    """The limits of all training modes; ``notes`` come first among theirs."""
+    start = search_start(build, vary, step, report)
+    profiles, refused = _profiles(build, vary, start, usable, offload, menus, report)
+    predicted = PredictedLimits(profiles, usable.usable_bytes, offload)
+    return LimitSearch(build, vary, start, predicted, report, refused=refused).run((*notes, *start.notes))
 
 
 class _UsableBudget:
@@ -98,13 +122,17 @@ def _whole_budget(budget: str | int) -> int:
 
 
 def _builder(
-    target: str | Callable[..., Workload], vary: str, settings: Mapping[str, Any], device: str | None
+    target: str | Callable[..., Workload],
+    vary: str,
+    settings: Mapping[str, Any],
+    device: str | None,
+    shard: Engine | None,
 ) -> Build:
     def build(size: int) -> Workload:
         arguments = {**settings, vary: size}
-        if isinstance(target, str):
-            return on_device(load_target(target, arguments), device)
-        return on_device(call_target(name, target, arguments), device)
+        loaded = load_target(target, arguments) if isinstance(target, str) else call_target(name, target, arguments)
+        workload = on_device(loaded, device)
+        return workload if shard is None else sharded_together(workload, shard)
 
     name = getattr(target, "__name__", repr(target))
     return build

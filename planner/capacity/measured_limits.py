@@ -9,8 +9,8 @@ from planner.capacity.predicted_limits import PredictedLimits
 from planner.capacity.size_bisection import BisectionResult, bisect_size
 from planner.capacity.size_profiles import NoProfile
 from planner.capacity.smallest_size import SearchStart, takes
+from planner.capacity.step_trial import Build, Notify, Trial, has_room, room_bytes, run_trial
 from planner.plans.plan import Plan
-from planner.runtime.step_trial import Build, Notify, Trial, has_room, room_bytes, run_trial
 from planner.units import format_bytes
 
 TRIES = 12  # real steps to find one limit; two where the prediction is right

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from planner.capacity.scaling import ProfileScaling, flow_of, whole_at
-from planner.distributed.collective import profile
-from planner.runtime.step_trial import Build, has_room, release
-from profiler.measurement import profiling
+from planner.capacity.step_trial import Build, has_room, release
+from planner.distributed.collective import profile, profile_choices
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress
 from profiler.op_graph import Choice, StageOps
@@ -55,7 +54,7 @@ def with_size(
 
 
 def _like(other: Profile, workload: Workload, progress: Progress) -> Profile:
-    return profiling.profile(workload, propose=same_choices(other), progress=progress)
+    return profile_choices(workload, same_choices(other), progress=progress)
 
 
 def same_choices(other: Profile) -> SameChoices | None:

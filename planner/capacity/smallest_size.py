@@ -8,7 +8,7 @@ import torch
 
 from planner.capacity.scaling import whole_at
 from planner.capacity.size_bisection import MOST_STEPS
-from planner.runtime.step_trial import Build, Notify, Trial, has_room, measured_states_bytes, release, run_trial
+from planner.capacity.step_trial import Build, Notify, Trial, has_room, measured_states_bytes, release, run_trial
 from planner.targets import NoTarget
 from profiler.measurement.device_memory import ran_out
 

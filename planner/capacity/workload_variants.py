@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from planner.capacity.scaling import IncompatibleProfiles, ProfileScaling
+from planner.capacity.step_trial import release
 from planner.distributed.collective import profile
 from planner.plans.cost_model import chain_of
-from planner.runtime.step_trial import release
 from planner.targets import call_target, load_target, on_device
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress

@@ -33,12 +33,14 @@ from planner.cli.options import (
     TargetArgument,
     offload_options,
 )
+from planner.cli.several_ranks import ShardOption, engine_named, on_ranks, settings_of_rank
 from planner.cli.shell import ManyValues, PlannerGroup, check_folder, note, say_written, show, show_json, working
 from planner.cli.solve import solve_command
 from planner.units import parse_bytes
 
 if TYPE_CHECKING:
     from planner import Workload
+    from planner.distributed.sharding import Engine
 
 app = typer.Typer(
     cls=PlannerGroup,
@@ -209,19 +211,26 @@ def train_command(
         Path | None,
         typer.Option(metavar="FILE", help="Write the plan that training ended with: after a retry another."),
     ] = None,
+    shard: ShardOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train under a plan and hold what it predicts against what is measured."""
+    """Train under a plan and hold what it predicts against what is measured.
+
+    Under torchrun on several ranks, each with a batch of its own; the first one prints.
+    """
+    engine = engine_named(shard)
     from planner.cli.train import PlanRequest, run_train
 
-    run_train(
-        PlanRequest(file=plan, budget=budget, graph=graph),
-        lambda: _workload(target, settings, device),
-        steps=steps,
-        retries=retry,
-        as_json=as_json,
-        save_plan=save_plan,
-    )
+    with on_ranks(engine):
+        run_train(
+            PlanRequest(file=plan, budget=budget, graph=graph),
+            lambda: _workload(target, settings, device, engine),
+            steps=steps,
+            retries=retry,
+            as_json=as_json,
+            save_plan=save_plan,
+            shard=engine,
+        )
 
 
 @app.command("compare", cls=ManyValues)
@@ -279,12 +288,15 @@ def max_batch_command(
     devices_per_link: DevicesPerLink = None,
     host_memory: HostMemoryOption = None,
     headroom: HeadroomText = None,
+    shard: ShardOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the largest batch that fits without a plan, with recompute, and with offload, and how fast each is.
 
-    Profiles a few sizes, predicts how bytes and seconds grow, and confirms the limits by real steps.
+    Profiles a few sizes, predicts how bytes and seconds grow, and confirms the limits by real steps. Under torchrun
+    the batch is that of each rank; the first one prints.
     """
+    engine = engine_named(shard)
     from planner.capacity.batch_limits import NoBatch
     from planner.capacity.batch_report import batch_document, limits_report, no_batch_document
     from planner.capacity.batch_search import max_batch
@@ -293,12 +305,13 @@ def max_batch_command(
 
     offload_request = offload_options(no_offload, link_gbps, devices_per_link, host_memory) or Offload()
     try:
-        with working() as progress:
+        with on_ranks(engine), working() as progress:
             limits = max_batch(
                 target,
                 budget,
                 vary=vary,
-                settings=parse_settings(settings or []),
+                settings=settings_of_rank(target, parse_settings(settings or []), engine),
+                shard=engine,
                 step=step,
                 device=device,
                 offload=offload_request,
@@ -354,10 +367,10 @@ def demo_command() -> None:
     run_demo()
 
 
-def _workload(target: str, settings: list[str] | None, device: str | None) -> Workload:
+def _workload(target: str, settings: list[str] | None, device: str | None, engine: Engine | None = None) -> Workload:
     from planner.targets import load_target, on_device, parse_settings
 
-    return on_device(load_target(target, parse_settings(settings or [])), device)
+    return on_device(load_target(target, settings_of_rank(target, parse_settings(settings or []), engine)), device)
 
 
 def _say_without(why: str | None) -> None:

@@ -24,6 +24,14 @@ LINE_SECONDS = 2.0  # between lines of progress there: a log says what goes on w
 
 Report = Callable[[str, int, int], None]
 
+_rank = 0  # of several ranks the first one prints
+
+
+def speak_as(rank: int) -> None:
+    """Of several ranks: only the first one prints results and progress; notes of the others name them."""
+    global _rank
+    _rank = rank
+
 
 class PlannerGroup(TyperGroup):
     """The commands, ending as the contract says: 2 for wrong input, 3 where no plan comes out."""
@@ -35,8 +43,13 @@ class PlannerGroup(TyperGroup):
             from planner.plans.refusals import NoPlan
 
             refused = isinstance(error, NoPlan)
-            note(f"{error.status if refused else 'error'}: {error}")
+            note(f"{error.status if refused else 'error'}: {error}")  # On every rank: torchrun ends all with the first.
             raise typer.Exit(NO_PLAN if refused else WRONG_INPUT) from error
+
+
+def is_first() -> bool:
+    """Whether this is the rank that prints and writes; the only one where there are not several."""
+    return _rank == 0
 
 
 class ManyValues(TyperCommand):
@@ -97,6 +110,8 @@ def check_folder(path: Path | None) -> None:
 
 def show(*parts: RenderableType) -> None:
     """Print results for a person: to a terminal in its width, elsewhere plain and 100 columns wide."""
+    if _rank:
+        return
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
     for part in parts:
         console.print(part)
@@ -104,18 +119,19 @@ def show(*parts: RenderableType) -> None:
 
 def show_json(document: dict[str, Any]) -> None:
     """The one JSON document of ``--json``."""
-    typer.echo(json.dumps(document, indent=1, allow_nan=False))
+    if not _rank:
+        typer.echo(json.dumps(document, indent=1, allow_nan=False))
 
 
 def note(text: str) -> None:
     """A line for a person on stderr."""
-    typer.echo(text, err=True)
+    typer.echo(f"rank {_rank}: {text}" if _rank else text, err=True)
 
 
 def say_written(*paths: Path | None) -> None:
     """What files have been written, and how large they are."""
     for path in paths:
-        if path is not None:
+        if path is not None and not _rank:
             note(f"written: {path} ({format_bytes(path.stat().st_size)})")
 
 
@@ -129,7 +145,7 @@ def working() -> Iterator[Report]:
         ``report(what, done, total)``.
     """
     total = 0
-    with _bar() if sys.stderr.isatty() else contextlib.nullcontext(_lines()) as tell:
+    with _progress() as tell:
 
         def report(what: str, done: int, of: int) -> None:
             nonlocal total
@@ -140,6 +156,12 @@ def working() -> Iterator[Report]:
             yield report
         if total:
             tell("done", total, total)
+
+
+def _progress() -> contextlib.AbstractContextManager[Report]:
+    if _rank:
+        return contextlib.nullcontext(lambda what, done, total: None)
+    return _bar() if sys.stderr.isatty() else contextlib.nullcontext(_lines())
 
 
 @contextlib.contextmanager

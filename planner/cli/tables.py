@@ -352,6 +352,7 @@ def training_report(run: TrainingRun, allocator_advice: str = "") -> RenderableT
             ("budget", exact_bytes(plan.budget_bytes)),
             ("predicted peak", exact_bytes(plan.predicted_peak_bytes)),
             ("measured peak", f"{exact_bytes(run.measured_peak_bytes)}: {verdict}"),
+            *((f"of rank {rank}", exact_bytes(peak)) for rank, peak in enumerate(run.rank_peak_bytes)),
             *_reserved(run),
             *([("allocator", escape(allocator_advice))] if allocator_advice else []),
             *_retries(run),

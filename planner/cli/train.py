@@ -9,8 +9,12 @@ from pathlib import Path
 import typer
 
 from planner.cli import documents, tables
-from planner.cli.shell import NO_PLAN, check_folder, note, say_written, show, show_json, working
+from planner.cli.several_ranks import check_joined
+from planner.cli.shell import NO_PLAN, check_folder, is_first, note, say_written, show, show_json, working
 from planner.distributed.collective import profile
+from planner.distributed.rank_failures import RankError
+from planner.distributed.rank_workloads import sharded_together
+from planner.distributed.sharding import Engine
 from planner.distributed.solving import solve
 from planner.plans.given_sources import plan_from_file
 from planner.plans.graph_plan import GraphPlan
@@ -18,7 +22,7 @@ from planner.plans.plan import Plan
 from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
 from planner.training.oom_report import FailureReport, failure_text
 from planner.training.training import OutOfMemory, TrainingRun, train_planned
-from profiler.measurement.device_memory import has_expandable_segments
+from profiler.measurement.device_memory import has_expandable_segments, ran_out
 from profiler.measurement.measuring import Progress
 from profiler.workload.workload import Workload
 
@@ -68,8 +72,11 @@ def run_train(
     retries: int,
     as_json: bool,
     save_plan: Path | None = None,
+    shard: Engine | None = None,
 ) -> None:
     """Train and print; write the plan that training ended with to ``save_plan``.
+
+    With ``shard``, on a rank of the default process group, whose other ranks do the same.
 
     Raises:
         typer.Exit: memory ran out for good, which has been said.
@@ -80,6 +87,10 @@ def run_train(
     plan = wanted.read()
     with working() as progress:
         workload = build()
+        if shard is None:
+            check_joined()
+        else:
+            workload = sharded_together(workload, shard)
         plan = wanted.made_for(workload, progress) if plan is None else plan
     try:
         with working() as progress:
@@ -92,7 +103,12 @@ def run_train(
         if save_plan is not None:
             note(f"not written: {save_plan}: no plan came to the end of training")
         raise typer.Exit(NO_PLAN) from failure
-    if save_plan is not None:
+    except RankError as failure:
+        if not ran_out(failure):
+            raise
+        note(f"out of memory: {failure}")
+        raise typer.Exit(NO_PLAN) from failure
+    if save_plan is not None and is_first():
         run.plan.save(save_plan)
     advice = _allocator_advice(run)
     if as_json:

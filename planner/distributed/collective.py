@@ -17,7 +17,7 @@ from planner.distributed.alike_steps import check_alike
 from planner.distributed.merging import merged_measurement, merged_profile
 from planner.distributed.pipeline_profile import profile_pipeline_stage
 from planner.distributed.pipeline_schedule import schedule_of
-from planner.distributed.ranks import current_ranks
+from planner.distributed.ranks import Ranks, current_ranks
 from planner.plans import profiling
 from planner.plans.given_sources import plan_from_file
 from planner.plans.graph_plan import GraphPlan
@@ -27,6 +27,8 @@ from planner.runtime.applier import Handle
 from profiler.graph_profile import GraphProfile
 from profiler.measurement import step_measurement
 from profiler.measurement.measuring import Progress
+from profiler.measurement.profiling import profile as measured_profile
+from profiler.measurement.stage_options import ProposeChoices
 from profiler.measurement.step_measurement import Measurement
 from profiler.records import Profile
 from profiler.trace.partition import StagePattern
@@ -105,9 +107,22 @@ def profile(workload: Workload, **settings: Any) -> Profile | GraphProfile:
             return profile_pipeline_stage(workload, schedule, **settings)
         check_alike(ranks, "profile", workload)
         ranks.check_same("profile", {"limit": settings.get("limit"), "stages": str(settings.get("stages"))})
-        mine = profiling.profile(workload, **settings)
-        # The table of ops, which can be long, is the first rank's.
-        return merged_profile(ranks.gathered(mine if ranks.rank == 0 else replace(mine, op_records=())))
+        return _of_all(ranks, profiling.profile(workload, **settings))
+
+
+def profile_choices(workload: Workload, propose: ProposeChoices | None, *, progress: Progress | None = None) -> Profile:
+    """A profile of the options that ``propose`` names inside stages, as ``profile`` otherwise; raises as it does."""
+    ranks = current_ranks()
+    if ranks is None:
+        return measured_profile(workload, propose=propose, progress=progress)
+    with ranks.together("profile"):
+        check_alike(ranks, "profile", workload)
+        return _of_all(ranks, measured_profile(workload, propose=propose, progress=progress))
+
+
+def _of_all(ranks: Ranks, mine: Profile) -> Profile:
+    # The table of ops, which can be long, is the first rank's.
+    return merged_profile(ranks.gathered(mine if ranks.rank == 0 else replace(mine, op_records=())))
 
 
 def apply(

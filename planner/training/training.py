@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from planner.distributed.collective import apply, measure
+from planner.distributed.rank_failures import RankError
+from planner.distributed.solving import ranks_if_any
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.runtime.model_match import check_precision
@@ -31,6 +33,7 @@ class TrainingRun:
         losses: of each training step.
         step_seconds: of each training step; the first one also allocates optimizer states.
         measured_peak_bytes: most bytes alive at once in a whole step.
+        rank_peak_bytes: where several ranks train together, of each; ``measured_peak_bytes`` is the highest.
         measured_seconds: median seconds of a step, by the same meter as the profile's.
         reserved_bytes: most bytes that the allocator held for that; None on the CPU.
         faulted_bytes: that a step gets from the system anew, since the allocator gave them back; None but on the CPU.
@@ -42,6 +45,7 @@ class TrainingRun:
     step_seconds: tuple[float, ...]
     measured_peak_bytes: int
     measured_seconds: float
+    rank_peak_bytes: tuple[int, ...] = ()
     reserved_bytes: int | None = None
     faulted_bytes: int | None = None
     failures: tuple[FailureReport, ...] = ()
@@ -87,7 +91,8 @@ def train_planned(
     Raises:
         OutOfMemory: and no retry is left, or no smaller plan; carries the reports.
         PlanMismatch: a plan for another model or another precision.
-        ValueError: no steps, a plan for another kind of device, or a step that fails.
+        RankError: memory ran out on this one of several ranks; the others wait for it in vain.
+        ValueError: no steps, a plan for another kind of device, retries on several ranks, or a step that fails.
     """
     if steps < 1:
         raise ValueError(f"--steps: expected at least 1, got {steps}; give a whole number above zero")
@@ -97,6 +102,11 @@ def train_planned(
         raise ValueError(
             "--retry: expected a plan of stages, which can be solved again by itself, got one of single ops; leave it "
             "out, and solve the profile for a smaller budget where memory runs out"
+        )
+    if retries and ranks_if_any() is not None:
+        raise ValueError(
+            "--retry: expected one process, got several ranks, of which one that runs out of memory leaves the others "
+            "in the middle of their step; leave it out, and solve for a smaller budget"
         )
     check_device(workload, plan)
     if is_short(plan.predicted_peak_bytes):
@@ -118,6 +128,7 @@ def train_planned(
         losses=tuple(training.losses),
         step_seconds=tuple(training.seconds),
         measured_peak_bytes=training.measured.peak_bytes,
+        rank_peak_bytes=training.measured.rank_peak_bytes,
         measured_seconds=training.measured.seconds,
         reserved_bytes=training.measured.reserved_bytes,
         faulted_bytes=training.measured.faulted_bytes,
@@ -148,6 +159,8 @@ class _Training:
         except (RuntimeError, MemoryError, ValueError) as error:
             if not ran_out(error):
                 raise
+            if (ranks := ranks_if_any()) is not None:  # They are in the middle of their step: it is not run again.
+                raise _out_of_memory_on(ranks.rank, len(self.losses) + 1, plan, error) from error
             step, phase = len(self.losses) + 1, None if self.measured is None else self._guard.phase
             return stop_of(error, self._workload.model, plan, step=step, phase=phase)
         return None
@@ -176,6 +189,15 @@ class _Training:
         except ValueError as error:
             return replace(report, why_not=str(error)), None
         return replace(report, next_budget_bytes=smaller.budget_bytes), smaller
+
+
+def _out_of_memory_on(rank: int, step: int, plan: Plan | GraphPlan, error: BaseException) -> RankError:
+    return RankError(
+        f"train: expected room on every rank for training step {step}, which is predicted to take "
+        f"{plan.predicted_peak_bytes} bytes, got too little on rank {rank}: {str(error).splitlines()[0]}; solve for a "
+        "smaller budget, and start all ranks again",
+        rank,
+    )
 
 
 def _by_hand(plan: Plan | GraphPlan, report: FailureReport) -> str:

@@ -1,4 +1,4 @@
-"""The examples of tensor and pipeline parallelism, run by torchrun as their first lines say."""
+"""The examples of training on several ranks, run by torchrun as their first lines say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel.py", "pipeline_parallel.py"])
+@pytest.mark.parametrize("name", ["ddp.py", "fsdp2.py", "tensor_parallel.py", "pipeline_parallel.py"])
 def test_an_example_trains_within_its_budget(name: str) -> None:
     source = (EXAMPLES / name).read_text(encoding="utf-8")
     assert f"torchrun --nproc-per-node 2 examples/{name}" in source

@@ -12,7 +12,7 @@ import planner
 import planner.capacity.size_profiles
 from planner import zoo
 from planner.capacity.batch_search import max_batch
-from planner.runtime.step_trial import has_room, measured_states_bytes
+from planner.capacity.step_trial import has_room, measured_states_bytes
 from tests.support.command_line import done, refused, run
 
 SETTINGS = {"layers": 4, "hidden": 32}
@@ -95,7 +95,7 @@ def test_no_step_is_run_where_the_device_has_no_room(budget, monkeypatch):
         return build(batch)
 
     room = unplanned_peak(LIMIT) + 300_000
-    monkeypatch.setattr("planner.runtime.step_trial.room_bytes", lambda device: room)
+    monkeypatch.setattr("planner.capacity.step_trial.room_bytes", lambda device: room)
     monkeypatch.setattr("planner.capacity.measured_limits.room_bytes", lambda device: room)
     most = room - measured_states_bytes(build(STEP))
     found = search(watched, 10 * most)

@@ -12,8 +12,8 @@ from planner.capacity.measured_limits import LimitSearch
 from planner.capacity.predicted_limits import PredictedLimits
 from planner.capacity.size_profiles import scaling_over
 from planner.capacity.smallest_size import SearchStart
+from planner.capacity.step_trial import Trial
 from planner.plans.cost_model import chain_of
-from planner.runtime.step_trial import Trial
 from solvers.chain.minimum_memory import shortage
 
 STEP = 64

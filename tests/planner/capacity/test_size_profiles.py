@@ -15,7 +15,7 @@ from planner.capacity.predicted_limits import PredictedLimits
 from planner.capacity.scaling import ProfileScaling
 from planner.capacity.size_profiles import NoProfile, PerSizeProfiles
 from planner.capacity.smallest_size import SearchStart
-from planner.runtime.step_trial import Trial
+from planner.capacity.step_trial import Trial
 
 BUDGET = 10**7
 UNFIT = 6  # layers that the model is not built with
@@ -68,7 +68,7 @@ def test_a_size_that_is_refused_or_has_no_room_has_no_profile(profiles, monkeypa
     for _ in range(2):
         with pytest.raises(NoProfile, match="refused: that many do not fit together"):
             profiles.at(UNFIT)
-    monkeypatch.setattr("planner.runtime.step_trial.room_bytes", lambda device: 0)
+    monkeypatch.setattr("planner.capacity.step_trial.room_bytes", lambda device: 0)
     with pytest.raises(NoProfile, match="no room"):
         profiles.at(4)
 
@@ -91,7 +91,7 @@ def test_a_size_is_profiled_where_there_is_room_for_its_peak_and_a_copy_of_what_
     peaks = zip((first, last, last), (1000, 2000, 4000), strict=True)
     three = ProfileScaling(sizes=(1, 2, 3), profiles=tuple(replace(p, unplanned_peak_bytes=peak) for p, peak in peaks))
     room = 8000 + last.resident.total - missing_bytes
-    monkeypatch.setattr("planner.runtime.step_trial.room_bytes", lambda device: room)
+    monkeypatch.setattr("planner.capacity.step_trial.room_bytes", lambda device: room)
     monkeypatch.setattr(size_profiles, "profile", lambda workload, **options: last)
     profiles = PerSizeProfiles(build, three, menus=False, progress=lambda size: lambda what, done, total: None, why="")
     if missing_bytes:

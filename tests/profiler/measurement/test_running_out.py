@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import planner
 from planner import ProfileError
-from planner.runtime.step_trial import measured_states_bytes
+from planner.capacity.step_trial import measured_states_bytes
 from profiler.measurement import device_memory, profiling
 from profiler.measurement.device_memory import RoomWatch
 from profiler.measurement.shortage import where_raised

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from planner.distributed.collective import apply, measure, profile
 from planner.plans.plan import Plan
-from planner.runtime.applier import apply
+from profiler.agreement import any_rank, gathered
 from profiler.measurement.device_memory import give_back_freed_memory, is_limited, ran_out, room_bytes
-from profiler.measurement.profiling import first_plain_step, profile
-from profiler.measurement.step_measurement import measure
+from profiler.measurement.profiling import first_plain_step
 from profiler.records import ResidentBytes
 from profiler.workload.snapshot import preserved
 from profiler.workload.steps import resident_bytes_of, states_bytes
@@ -77,16 +77,19 @@ def release() -> None:
 
 
 def has_room(device: torch.device, peak_bytes: int, resident_bytes: int) -> bool:
-    """Whether a step may be run: the device can hold its peak and, on the CPU, the copy by which it is undone."""
+    """Whether a step may be run: the device can hold its peak and, on the CPU, the copy by which it is undone.
+
+    Of several ranks that search together, whether the devices of all can.
+    """
     room = room_bytes(device)
     copied = resident_bytes if device.type == "cpu" else 0
-    return peak_bytes + copied <= room
+    return not any_rank(peak_bytes + copied > room)
 
 
 def measured_states_bytes(workload: Workload) -> int:
     """Bytes of the model's states, whatever the batch: parameters, buffers, gradients and optimizer states."""
     resident = _resident_after_a_step(workload) or profile(workload).resident  # by steps that need less
-    return states_bytes(workload, resident)
+    return max(gathered(states_bytes(workload, resident)))
 
 
 def _resident_after_a_step(workload: Workload) -> ResidentBytes | None:

@@ -1,0 +1,47 @@
+"""Data parallel training within a memory budget, in DistributedDataParallel.
+
+torchrun --nproc-per-node 2 examples/ddp.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import planner
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def main() -> None:
+    dist.init_process_group()
+    torch.manual_seed(dist.get_rank())  # Each rank has a batch of its own; all begin with the first one's weights.
+    model = DistributedDataParallel(nn.Sequential(*(Block(64) for _ in range(6))))
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(256, 64)
+
+    # All of these are called on every rank. Each measures, the first one solves, and all have the same plan.
+    workload = planner.Workload(model=model, inputs=batch, loss=lambda y: y.square().mean(), optimizer=optimizer)
+    plan = planner.solve(planner.profile(workload), budget="70%")  # of each rank's device
+    planner.apply(model, plan)
+    measured = planner.measure(workload)
+
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+    if dist.get_rank() == 0:
+        print(f"budget {plan.budget_bytes} bytes, measured on each rank {measured.rank_peak_bytes}, loss {loss:.4f}")
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,97 @@
+"""Commands that torchrun starts on several ranks: their process group, who prints, and what each of them builds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.cli.shell import speak_as
+
+if TYPE_CHECKING:
+    from planner.distributed.sharding import Engine
+
+ENGINES = ("ddp", "fsdp2")  # as planner.distributed.sharding has them, which loads torch
+ShardOption = Annotated[
+    str | None,
+    typer.Option(
+        "--shard",
+        metavar="ddp|fsdp2",
+        help="Under torchrun: wrap the model in DistributedDataParallel, or fully_shard it block by block.",
+    ),
+]
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def engine_named(shard: str | None) -> Engine | None:
+    """The engine that ``--shard`` names; None without.
+
+    Raises:
+        ValueError: no such engine, or torchrun has not started this process.
+    """
+    if shard is None:
+        return None
+    if shard not in ENGINES:
+        raise ValueError(f"--shard: expected {' or '.join(ENGINES)}, got {shard!r}; use one of them")
+    if not is_launched():
+        raise ValueError(
+            "--shard: expected a process that torchrun has started, got none of its variables "
+            f"({', '.join(_ENVIRONMENT)}); run torchrun --nproc-per-node N -m planner with the same arguments"
+        )
+    return shard  # type: ignore[return-value]
+
+
+def is_launched() -> bool:
+    """Whether torchrun, or what sets the same variables, has started this process."""
+    return all(name in os.environ for name in _ENVIRONMENT)
+
+
+@contextlib.contextmanager
+def on_ranks(engine: Engine | None) -> Iterator[None]:
+    """Inside, this process is one of torchrun's ranks, and the first one prints; nothing without an engine."""
+    if engine is None:
+        yield
+        return
+    import torch
+    import torch.distributed as dist
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group()
+    speak_as(dist.get_rank())
+    yield
+    # After an error other ranks may not come here any more.
+    dist.destroy_process_group()
+
+
+def check_joined() -> None:
+    """Without ``--shard``: whether the target has brought the ranks together itself; the first one prints then.
+
+    Raises:
+        ValueError: there are several, and each would train by itself.
+    """
+    processes = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
+    if processes < 2:
+        return
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise ValueError(
+            f"torchrun: expected --shard ddp or fsdp2, or a target that wraps its model itself, got "
+            f"{processes} processes that know nothing of each other; give --shard"
+        )
+    speak_as(dist.get_rank())
+
+
+def settings_of_rank(target: str, settings: Mapping[str, Any], engine: Engine | None) -> dict[str, Any]:
+    """The target's arguments on this rank: batches of the zoo are drawn from another seed on each.
+
+    A target of one's own reads ``RANK`` from the environment, or asks ``torch.distributed``.
+    """
+    if engine is None or not target.startswith("zoo:"):
+        return dict(settings)
+    seed = settings.get("seed", 0)
+    return {**settings, "seed": seed + int(os.environ["RANK"])} if isinstance(seed, int) else dict(settings)

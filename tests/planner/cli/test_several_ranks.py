@@ -1,0 +1,60 @@
+"""Commands under torchrun: one document of all ranks, and ``--shard`` refused where there are none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from planner.cli.several_ranks import ENGINES, check_joined, settings_of_rank
+from planner.distributed import sharding
+from tests.support.command_line import SMALL, refused
+
+TRAIN = ["train", "zoo:mlp", "--set", "layers=6", "hidden=32", "batch=256", "--budget", "85%", "--steps", "2", "--json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_first_rank_prints_what_all_have_measured(engine: str) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "planner"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99", "GLOO_SOCKET_IFNAME": "lo"}
+    ran = subprocess.run(
+        [*torchrun, *TRAIN, "--shard", engine],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    document = json.loads(ran.stdout)
+    assert document["status"] == "trained" and len(document["losses"]) == 2
+    peaks = [rank["measured_peak_bytes"] for rank in document["ranks"]]
+    assert len(peaks) == 2 and max(peaks) == document["measured_peak_bytes"]
+    assert 0 < max(peaks) <= document["budget_bytes"]
+
+
+def test_it_is_refused_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for command in (("train", "zoo:mlp", *SMALL, "--budget", "80%"), ("max-batch", "zoo:mlp", "--budget", "1MiB")):
+        said = refused(*command, "--shard", "ddp")
+        assert "expected a process that torchrun has started" in said and "torchrun --nproc-per-node" in said
+    assert "--shard: expected ddp or fsdp2, got 'zero'" in refused(
+        "train", "zoo:mlp", "--budget", "80%", "--shard", "zero"
+    )
+
+
+def test_ranks_that_know_nothing_of_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_joined()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="got 2 processes that know nothing of each other; give --shard"):
+        check_joined()
+    assert settings_of_rank("zoo:mlp", {"batch": 4, "seed": 7}, "ddp") == {"batch": 4, "seed": 8}
+    assert settings_of_rank("zoo:mlp", {"batch": 4}, None) == {"batch": 4}
+    assert settings_of_rank("model.py:built", {"seed": 7}, "ddp") == {"seed": 7}
+    assert sharding.ENGINES == ENGINES
