@@ -20,22 +20,20 @@ class FullFinetuneRecipe:
     def setup(self) -> None:
         torch.manual_seed(self.cfg["seed"])
         width = self.cfg["width"]
-        layers = [nn.TransformerEncoderLayer(width, 4, 2 * width, batch_first=True) for _ in range(self.cfg["layers"])]
-        self._model = nn.Sequential(
-            nn.Embedding(self.cfg["vocab"], width), *layers, nn.Linear(width, self.cfg["vocab"])
-        )
+        block = nn.TransformerEncoderLayer(width, 4, 2 * width, batch_first=True)
+        stack = nn.TransformerEncoder(block, self.cfg["layers"], enable_nested_tensor=False)
+        vocab = self.cfg["vocab"]
+        self._model = nn.Sequential(nn.Embedding(vocab, width), stack, nn.Linear(width, vocab))
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=self.cfg["lr"])
         self._loss_fn = nn.CrossEntropyLoss()
-        self._data = torch.randint(0, self.cfg["vocab"], (self.cfg["steps"], self.cfg["batch"], 33))
+        self._data = torch.randint(0, vocab, (self.cfg["steps"], self.cfg["batch"], 33))
         self._plan(self._data[0])
 
     def _plan(self, batch: torch.Tensor) -> None:
-        self._workload = planner.Workload(
-            model=self._model, step=lambda: self._train_step(batch), optimizer=self._optimizer
-        )
-        self.plan = planner.solve(planner.profile(self._workload), self.cfg["budget"])
+        workload = planner.Workload(model=self._model, step=lambda: self._train_step(batch), optimizer=self._optimizer)
+        self.plan = planner.solve(planner.profile(workload), self.cfg["budget"])
         planner.apply(self._model, self.plan)
-        self.measured = planner.measure(self._workload)
+        self.measured = planner.measure(workload)
 
     def _loss_step(self, batch: torch.Tensor) -> torch.Tensor:
         logits = self._model(batch[:, :-1])
