@@ -40,7 +40,7 @@ class BudgetedTraining:
 
     Attributes:
         handle: of what is applied; None before the first step and after ``remove``.
-        plan: that was made last.
+        plan: that was made last; it stays after ``remove``.
 
     Raises:
         ValueError: the budget or the limit is no size.
@@ -71,6 +71,7 @@ class BudgetedTraining:
         self.plan: Plan | None = None
         self._signatures = BatchSignatures()
         self._profile: Profile | None = None
+        self._peak_bytes: int | None = None  # Of handles that are gone.
 
     def begin_step(self, batches: Sequence[Any], step_on: StepOn) -> bool:
         """See that a plan holds for each micro-batch of the step that begins; whether one was made just now.
@@ -114,13 +115,15 @@ class BudgetedTraining:
     @property
     def measured_peak_bytes(self) -> int | None:
         """Most bytes at once in a step of the training itself; None as long as, or where, it is not known."""
-        return None if self.handle is None else self.handle.measured_peak_bytes
+        now = None if self.handle is None else self.handle.measured_peak_bytes
+        return max((peak for peak in (now, self._peak_bytes) if peak is not None), default=None)
 
     def remove(self) -> None:
-        """Take the plans off; calling it again does nothing."""
+        """Take the plans off; calling it again does nothing. What was planned and measured can still be read."""
         if self.handle is not None:
+            self._peak_bytes = self.measured_peak_bytes
             self.handle.remove()
-        self.handle = self.plan = self._profile = None
+        self.handle = self._profile = None
 
     def _plan_first(self, batch: Any, step_on: StepOn) -> None:
         workload = step_on(batch)
@@ -128,7 +131,7 @@ class BudgetedTraining:
         plan = solve(self._profile, self.budget, solver=self.solver, offload=self.offload, headroom=self.headroom)
         if self.verify and can_verify(workload, plan):
             plan = verified(workload, plan, solver=self.solver).plan
-        self._first, self.plan = self._signatures.of_batch(batch), plan
+        self._first, self.plan, self._peak_bytes = self._signatures.of_batch(batch), plan, None
         self.handle = apply(workload.model, plan, watch=self.watch)
 
     def _holds_for(self, batch: Any) -> bool:
@@ -146,6 +149,7 @@ class BudgetedTraining:
             assert self.handle is not None and self._profile is not None
             model, budget_bytes = self.handle.model, self.handle.plan.budget_bytes
             assert model is not None
+            self._peak_bytes = self.measured_peak_bytes
             self.handle.remove()
             self.handle = apply_profiled(
                 model,

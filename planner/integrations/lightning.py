@@ -90,7 +90,11 @@ class MemoryBudgetCallback(Callback):
             self._say(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the plan off."""
+        """Take the plan off, and write what was measured to the trainer's loggers."""
+        if self._planned is not None and self.training.measured_peak_bytes is not None:
+            for logger in trainer.loggers:
+                metrics = {"measured_peak_bytes": float(self.training.measured_peak_bytes)}
+                logger.log_metrics(metrics, step=trainer.global_step)
         self.remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -96,9 +96,6 @@ class MemoryBudgetCallback(TrainerCallback):
         """See that there is a plan for the batches of the step."""
         trainer = self._the_trainer(args)
         batches, items = self._batches
-        if not self._said_peak and self.training.measured_peak_bytes is not None:
-            self._said_peak = True
-            Trainer.log(trainer, {"measured_peak_bytes": self.training.measured_peak_bytes})
         try:
             with _attributes_kept(trainer):
                 made = self.training.begin_step(batches, lambda batch: _workload(trainer, batches, batch, items))
@@ -109,10 +106,17 @@ class MemoryBudgetCallback(TrainerCallback):
             raise
         if made:
             Trainer.log(trainer, self.training.facts())
+        self._say_peak(trainer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the plan off."""
+        self._say_peak(self._the_trainer(args))
         self.remove()
+
+    def _say_peak(self, trainer: Trainer) -> None:
+        if not self._said_peak and self.training.measured_peak_bytes is not None:
+            self._said_peak = True
+            Trainer.log(trainer, {"measured_peak_bytes": self.training.measured_peak_bytes})
 
     def _the_trainer(self, args: Any) -> Trainer:
         trainer = self._trainer()

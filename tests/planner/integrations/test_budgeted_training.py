@@ -67,7 +67,7 @@ def test_losses_counters_and_random_numbers_are_those_of_the_plain_loop():
     assert training.plan is not None and any(stage.decision != "keep" for stage in training.plan.stages)
     training.remove()
     training.remove()
-    assert planner.handle_of(loop.model) is None and training.facts() == {}
+    assert planner.handle_of(loop.model) is None and training.handle is None and training.facts() == facts
 
 
 @pytest.mark.slow
