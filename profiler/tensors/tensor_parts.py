@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from profiler.tensors.local_tensors import local_part, wait_for_results
+
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
@@ -19,7 +21,8 @@ _COMPRESSED = {
 
 
 def parts_of(tensor: Tensor) -> Sequence[Tensor]:
-    """The dense tensors that a tensor of any layout is made of; writing into them changes it."""
+    """The dense tensors that a tensor of any layout is made of, here; writing into them changes it."""
+    tensor = local_part(wait_for_results(tensor))
     with torch._C.DisableTorchFunctionSubclass():
         if inner := wrapped_in(tensor):
             return [part for _, attribute in inner for part in parts_of(attribute)]

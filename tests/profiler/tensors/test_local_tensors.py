@@ -9,8 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from profiler.tensors.local_tensors import collectives_under_way, wait_for_results
+from profiler.tensors.tensor_memory import TensorMemory, same_values
 
 
 @pytest.fixture
@@ -25,3 +29,23 @@ def test_results_that_nobody_reads_are_waited_for(group: None) -> None:
     assert collectives_under_way() == 1
     assert wait_for_results([result])[0] is result
     assert collectives_under_way() == 0
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_tensor_that_ranks_share_unevenly_is_put_back(two_ranks: None) -> None:
+    """Three rows: two of them here. Views of the whole are not defined for it."""
+    local, mesh = torch.randn(2, 4), init_device_mesh("cpu", (2,))
+    whole = torch.Size((3, 4))
+    shared = DTensor.from_local(local.clone(), mesh, [Shard(0)], run_check=False, shape=whole, stride=(4, 1))
+    memory, other = TensorMemory(shared), shared.detach().clone()
+    assert same_values(shared, other)
+    shared.to_local().zero_()
+    assert not same_values(shared, other)
+    assert memory.put_back() is shared
+    assert torch.equal(shared.to_local(), local)
