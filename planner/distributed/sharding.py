@@ -33,8 +33,7 @@ def shard(model: nn.Module, engine: Engine) -> nn.Module:
     Raises:
         ValueError: no such engine, or the model is wrapped already.
     """
-    if engine not in ENGINES:
-        raise ValueError(f"shard: expected {' or '.join(ENGINES)}, got {engine!r}; use one of them")
+    check_engine(engine)
     wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
     if wrapped or states_in(model):
         kind = "DistributedDataParallel" if wrapped else "fully_shard"
@@ -47,6 +46,12 @@ def shard(model: nn.Module, engine: Engine) -> nn.Module:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
+
+
+def check_engine(engine: str) -> None:
+    """Refuse a name that is none; raises ValueError."""
+    if engine not in ENGINES:
+        raise ValueError(f"shard: expected {' or '.join(ENGINES)}, got {engine!r}; use one of them")
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

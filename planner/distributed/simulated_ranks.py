@@ -7,13 +7,14 @@ what ranks with the same batch would get; NCCL's memory lies outside of the allo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 FEWEST_RANKS = 2
@@ -54,40 +55,69 @@ def simulated_ranks(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def simulate_collectives(model: nn.Module) -> None:
-    """Have a model that ``shard`` has wrapped sum its gradients with simulated ranks.
+class Traffic:
+    """What one rank sends, counted as its collectives run: in rings, as gloo and NCCL do with large tensors.
+
+    Attributes:
+        sent_bytes: of parameters that are gathered, and of gradients that are summed.
+    """
+
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+
+    def gathered(self, whole_bytes: int, ranks: int) -> None:
+        """Everyone has everything."""
+        self.sent_bytes += whole_bytes * (ranks - 1) // ranks
+
+    def reduced(self, whole_bytes: int, ranks: int) -> None:
+        """Everyone has the sum of a part."""
+        self.sent_bytes += whole_bytes * (ranks - 1) // ranks
+
+
+def simulate_collectives(model: nn.Module) -> Traffic:
+    """Have a model that ``shard`` has wrapped gather its parameters and sum its gradients with simulated ranks.
 
     Args:
         model: wrapped inside ``simulated_ranks``.
     """
+    traffic = Traffic()
     if isinstance(model, DistributedDataParallel):
-        model.register_comm_hook(None, lambda _, bucket: _summed(bucket))
+        # The wrapper would look at annotations of a function: these are texts.
+        model.register_comm_hook(None, lambda _, bucket: _summed(bucket, traffic))
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(_AllGather())
-            module.set_custom_reduce_scatter(_ReduceScatter())
+            module.set_custom_all_gather(_AllGather(traffic))
+            module.set_custom_reduce_scatter(_ReduceScatter(traffic))
+    return traffic
 
 
-def _summed(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _summed(bucket: dist.GradBucket, traffic: Traffic) -> torch.futures.Future[Tensor]:
     """A bucket of gradients whose mean over ranks is there: the fake group's own future has no result."""
+    mean, ranks = bucket.buffer(), dist.get_world_size()
+    traffic.reduced(mean.nbytes, ranks)
+    traffic.gathered(mean.nbytes, ranks)
     future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
+    future.set_result(mean)
     return future
 
 
-class _Buffers:
-    """As FSDP2's own default collectives do it."""
+class _Buffers(Comm):
+    """Made as for FSDP2's own collectives."""
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def __init__(self, traffic: Traffic) -> None:
+        self.traffic = traffic
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _AllGather(_Buffers):
+class _AllGather(_Buffers, AllGather):
     """All parts are those of this rank; gloo gathers them in a buffer of its own before it copies them out."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
+        self.traffic.gathered(output_tensor.nbytes, group.size())
         beside = torch.empty_like(output_tensor) if output_tensor.device.type == "cpu" else None
         for rank, part in enumerate(output_tensor.chunk(group.size())):
             if rank != group.rank():  # Its own part is where the input lies.
@@ -95,7 +125,7 @@ class _AllGather(_Buffers):
         del beside
 
 
-class _ReduceScatter(_Buffers):
+class _ReduceScatter(_Buffers, ReduceScatter):
     """The mean is this rank's part; gloo sums in a copy of the input, and divides there."""
 
     def __call__(
@@ -106,9 +136,10 @@ class _ReduceScatter(_Buffers):
         op: Any,
         async_op: bool = False,
     ) -> None:
+        self.traffic.reduced(input_tensor.nbytes, group.size())
         summed = input_tensor
         if input_tensor.device.type == "cpu":
             summed = input_tensor.clone()
             if op == dist.ReduceOp.AVG:
-                summed /= 1  # A number of this size is made for it.
+                summed /= 1  # Dividing makes a number or two.
         output_tensor.copy_(summed.view(group.size(), -1)[group.rank()])

@@ -40,11 +40,10 @@ def test_blocks_are_those_that_a_person_would_wrap(name, settings, blocks):
 
 
 def test_a_block_that_shares_a_parameter_with_its_surroundings_is_none():
-    model = nn.Module()
-    model.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-    model.head = nn.Linear(4, 4)
-    model.head.weight = model.blocks[1].weight
-    assert repeated_blocks(model) == [model.blocks[0], model.blocks[2]]
+    first, tied, last, head = (nn.Linear(4, 4) for _ in range(4))
+    head.weight = tied.weight
+    model = nn.ModuleDict({"blocks": nn.ModuleList([first, tied, last]), "norm": nn.LayerNorm(4), "head": head})
+    assert repeated_blocks(model) == [first, last]
 
 
 def test_lists_in_lists_and_several_classes():
