@@ -96,7 +96,7 @@ def _advise_rank(
         got, missing = ("--shard", "--world-size 8") if world_size is None else ("--world-size", "--shard ddp or fsdp2")
         raise ValueError(f"--world-size, --shard: expected both or neither, got {got} alone; add {missing}")
     if output is not None:
-        raise ValueError(f"-o: expected no picture with --world-size, got {str(output)!r}; leave it out, or use --json")
+        raise ValueError(f"-o: expected no picture of simulated ranks, got {str(output)!r}; leave it out")
     from planner.capacity.rank_advice import advise_rank
     from planner.capacity.rank_advice_report import rank_document_of, rank_report_of
 
