@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from planner.capacity.batch_limits import Limit as Limit, MaxBatch as MaxBatch, NoBatch as NoBatch
     from planner.capacity.batch_search import max_batch as max_batch
     from planner.capacity.levers import Combination as Combination, Lever as Lever
+    from planner.capacity.rank_advice import RankAdvice as RankAdvice, advise_rank as advise_rank
     from planner.compiled.budget_backend import BudgetBackend as BudgetBackend, backend as backend
     from planner.distributed.collective import apply as apply, measure as measure, profile as profile
     from planner.distributed.rank_failures import RankError as RankError
@@ -62,6 +63,7 @@ _NAMES = {
     "planner.capacity.batch_limits": "Limit MaxBatch NoBatch",
     "planner.capacity.batch_search": "max_batch",
     "planner.capacity.levers": "Combination Lever",
+    "planner.capacity.rank_advice": "RankAdvice advise_rank",
     "planner.distributed.collective": "apply measure profile",
     "planner.distributed.rank_failures": "RankError",
     "planner.distributed.solving": "solve",

@@ -30,7 +30,7 @@ def document_of(advice: Advice) -> dict[str, Any]:
         "states_short_bytes": advice.states_short_bytes,
         "unplanned_peak_bytes": unplanned.peak_bytes,
         "unplanned_seconds": unplanned.seconds,
-        "memory": [_breakdown_document(breakdown) for breakdown in advice.memory],
+        "memory": [breakdown_document(breakdown) for breakdown in advice.memory],
         "levers": [dataclasses.asdict(lever) for lever in advice.levers],
         "combinations": [_combination_document(each) for each in advice.combinations],
         "exact": None if advice.exact is None else _combination_document(advice.exact),
@@ -41,7 +41,8 @@ def document_of(advice: Advice) -> dict[str, Any]:
     }
 
 
-def _breakdown_document(breakdown: MemoryBreakdown) -> dict[str, Any]:
+def breakdown_document(breakdown: MemoryBreakdown) -> dict[str, Any]:
+    """The bytes of one moment, as JSON."""
     return {
         "moment": breakdown.moment,
         "phase": breakdown.phase,
@@ -61,19 +62,18 @@ def _combination_document(combination: Combination) -> dict[str, Any]:
 
 def report_of(advice: Advice) -> RenderableType:
     """Everything, for 100 columns."""
+    title = f"Where the memory of {advice.model_class} goes, unplanned ({advice.precision}, {advice.optimizer})"
     return Group(
-        _memory_table(advice),
-        *_activation_tables(advice),
+        memory_table(title, advice.memory),
+        *activation_tables(advice.memory),
         _lever_table(advice),
         *_combination_table(advice),
         _outcome(advice),
     )
 
 
-def _memory_table(advice: Advice) -> Table:
-    """A row for each part of each group, a column for each moment."""
-    title = f"Where the memory of {advice.model_class} goes, unplanned ({advice.precision}, {advice.optimizer})"
-    moments = advice.memory
+def memory_table(title: str, moments: Sequence[MemoryBreakdown]) -> Table:
+    """A row for each part of each group, a column for each moment, the highest first."""
     table = plain_table(title, ["bytes"], [f"in {breakdown.moment}" for breakdown in moments])
     for group in GROUPS:
         sizes = [breakdown.of_group(group) for breakdown in moments]
@@ -96,8 +96,9 @@ def _share(size: int, breakdown: MemoryBreakdown) -> str:
     return f"{format_bytes(size)} ({size / breakdown.peak_bytes:.0%})" if size else _NOTHING
 
 
-def _activation_tables(advice: Advice) -> list[RenderableType]:
-    breakdown = next((each for each in advice.memory if each.of_group("activations")), None)
+def activation_tables(moments: Sequence[MemoryBreakdown]) -> list[RenderableType]:
+    """Activations by stage and by op; nothing where there are none."""
+    breakdown = next((each for each in moments if each.of_group("activations")), None)
     if breakdown is None:
         return []
     whole = breakdown.of_group("activations")

@@ -70,7 +70,7 @@ class WorkloadVariants:
                 "builds it"
             )
         self.workload = self._build()
-        self.samples = _samples_of(self.workload)
+        self.samples = samples_of(self.workload)
         self.no_micro_batches = self._why_no_micro_batches()
 
     def _build(self, **changes: Any) -> Workload:
@@ -92,7 +92,7 @@ class WorkloadVariants:
         if self.samples < 2 or self.samples % 2:
             return f"a batch of {self.samples} cannot be halved"
         try:
-            half = _samples_of(self._build(**{key: self.samples // 2}))
+            half = samples_of(self._build(**{key: self.samples // 2}))
         except ValueError as error:  # a target's own messages say what it takes
             return f"the target gives no workload with {key}={self.samples // 2}: {str(error).splitlines()[0]}"
         if half != self.samples // 2:
@@ -217,6 +217,6 @@ class MicroBatchLoss(nn.Module):
         return (own_loss(output) if self.loss is None else self.loss(output)) / self.micro_batches
 
 
-def _samples_of(workload: Workload) -> int:
+def samples_of(workload: Workload) -> int:
     """Samples of one step: the first dimension of the batch's first tensor; 1 where it has none."""
     return next((tensor.size(0) for tensor in tensors_in(workload.inputs) if tensor.dim()), 1)

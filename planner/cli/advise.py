@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from planner.cli.options import (
     AsJson,
-    BudgetText,
+    BudgetOrRules,
     Device,
     DevicesPerLink,
     HostMemoryOption,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def advise_command(
     target: TargetArgument,
-    budget: BudgetText,
+    budget: BudgetOrRules = None,
     settings: Settings = None,
     batch_key: Annotated[
         str, typer.Option(metavar="KEY", help="The --set key of the batch, of which micro-batches are made.")
@@ -40,6 +40,12 @@ def advise_command(
     link_gbps: LinkGbps = None,
     devices_per_link: DevicesPerLink = None,
     host_memory: HostMemoryOption = None,
+    world_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Say what each of N simulated ranks would hold; with --shard.")
+    ] = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="ENGINE", help="How the ranks share the model: ddp or fsdp2.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Picture: .png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -47,27 +53,65 @@ def advise_command(
 
     Mixed precision, Adafactor or SGD in place of the optimizer, micro-batches, recompute and offload, alone and
     combined: peaks and times as measured, computed or solved for, and the fastest combination that fits.
+
+    With --world-size and --shard: what one of so many ranks would hold instead; the batch is that of each rank.
     """
-    from planner.capacity.advice import advise
-    from planner.explain.figures import check_picture
     from planner.plans.offload_request import Offload
     from planner.targets import parse_settings
 
     check_folder(output)
+    asked: dict[str, Any] = {
+        "settings": parse_settings(settings or []),
+        "device": device,
+        "offload": offload_options(no_offload, link_gbps, devices_per_link, host_memory) or Offload(),
+        "menus": not no_menus,
+    }
+    if world_size is not None or shard is not None:
+        _advise_rank(target, budget, world_size, shard, output, asked, as_json=as_json)
+        return
+    if budget is None:
+        raise ValueError("--budget: expected the most bytes alive at once, got none; write for example --budget 8GiB")
+    from planner.capacity.advice import advise
+    from planner.explain.figures import check_picture
+
     if output is not None:
         check_picture(output)
     with working() as progress:
-        advice = advise(
-            target,
-            budget,
-            settings=parse_settings(settings or []),
-            batch_key=batch_key,
-            device=device,
-            offload=offload_options(no_offload, link_gbps, devices_per_link, host_memory) or Offload(),
-            menus=not no_menus,
-            progress=progress,
-        )
+        advice = advise(target, budget, batch_key=batch_key, progress=progress, **asked)
     _tell(advice, output, as_json=as_json)
+
+
+def _advise_rank(
+    target: str,
+    budget: str | None,
+    world_size: int | None,
+    shard: str | None,
+    output: Path | None,
+    asked: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    """Print what a rank would hold; ends with exit code 3 where nothing fits a budget that was given."""
+    if world_size is None or shard is None:
+        got, missing = ("--shard", "--world-size 8") if world_size is None else ("--world-size", "--shard ddp or fsdp2")
+        raise ValueError(f"--world-size, --shard: expected both or neither, got {got} alone; add {missing}")
+    if output is not None:
+        raise ValueError(f"-o: expected no picture of simulated ranks, got {str(output)!r}; leave it out")
+    from planner.capacity.rank_advice import advise_rank
+    from planner.capacity.rank_advice_report import rank_document_of, rank_report_of
+
+    with working() as progress:
+        advice = advise_rank(
+            target, world_size=world_size, shard=cast(Any, shard), budget=budget, progress=progress, **asked
+        )
+    if as_json:
+        show_json(rank_document_of(advice))
+    else:
+        show(rank_report_of(advice))
+    if not advice.fits:
+        short = format_bytes(advice.minimum_budget_bytes - (advice.budget_bytes or 0))
+        note(f"infeasible: no plan of a rank fits; the smallest that recomputes is {short} above the budget")
+        raise typer.Exit(NO_PLAN)
 
 
 def _tell(advice: Advice, output: Path | None, *, as_json: bool) -> None:

@@ -56,6 +56,24 @@ def given_back_bytes(module: nn.Module) -> int:
     return sum(in_blocks(tensor.numel() * tensor.element_size(), tensor.device) for tensor in gathers)
 
 
+def gathered_sizes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of parameters while they are gathered, of a model that has run a forward.
+
+    Returns:
+        Of the units that keep them until backward, together; and of the largest unit that gives them back after
+        forward, the buffer that they are gathered in included.
+    """
+    kept_bytes = given_back = 0
+    for group in _groups(states_in(model)):
+        gathers = [tensor for param in group.fsdp_params for tensor in _gathers(param)]
+        size_bytes = sum(in_blocks(tensor.numel() * tensor.element_size(), tensor.device) for tensor in gathers)
+        if _gives_back(group):
+            given_back = max(given_back, 2 * size_bytes)
+        else:
+            kept_bytes += size_bytes
+    return kept_bytes, given_back
+
+
 def keep_gathered(module: nn.Module) -> Callable[[], None]:
     """Have a unit keep its parameters from forward to backward; the returned function undoes it.
 
