@@ -86,14 +86,18 @@ class Branches(nn.Module):
 def swin() -> Workload:
     """Shifted windows on 14, 7 and 4 patches across, in 8 blocks; 8 images of 112 by 112."""
     config = SwinConfig(
-        image_size=112, patch_size=4, embed_dim=48, depths=[2, 2, 4], num_heads=[3, 6, 12], num_labels=10
+        image_size=112,
+        patch_size=4,
+        embed_dim=48,
+        depths=[2, 2, 4],
+        num_heads=[3, 6, 12],
     )
     return _of_images(SwinForImageClassification(config), 112)
 
 
 def convnext() -> Workload:
     """Depthwise convolutions of 7 by 7 in 10 blocks on 3 levels; 8 images of 112 by 112."""
-    config = ConvNextConfig(num_stages=3, hidden_sizes=[48, 96, 192], depths=[3, 3, 4], num_labels=10)
+    config = ConvNextConfig(num_stages=3, hidden_sizes=[48, 96, 192], depths=[3, 3, 4])
     return _of_images(ConvNextForImageClassification(config), 112)
 
 

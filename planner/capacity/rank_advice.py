@@ -19,7 +19,8 @@ from planner.plans.solving import quick_plan
 from planner.targets import call_target, load_target, on_device
 from planner.units import parse_bytes
 from profiler.measurement.measuring import Progress
-from profiler.records import Profile, made_gradient_bytes
+from profiler.records import Profile
+from profiler.state_bytes import made_gradient_bytes
 from profiler.workload.optimizers import optimizer_names
 from profiler.workload.sharded_units import gathered_sizes
 from profiler.workload.workload import Workload

@@ -21,27 +21,27 @@ STEPS = 3
 
 
 def _each_block(model: Transformer, **settings: Any) -> None:
-    for block in model.blocks:
+    for block in model.blocks.children():
         fully_shard(block, **settings)
     fully_shard(model, **settings)
 
 
 def _one_keeps(model: Transformer) -> None:
-    for number, block in enumerate(model.blocks):
+    for number, block in enumerate(model.blocks.children()):
         fully_shard(block, reshard_after_forward=number != 1)
     fully_shard(model)
 
 
 def _inside(model: Transformer) -> None:
-    for block in model.blocks:
-        fully_shard(block.up)
-        fully_shard(block.down)
+    for linear in [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]:
+        fully_shard(linear)
     _each_block(model)
 
 
 def _around(model: Transformer) -> None:
-    for first in (0, 2):
-        fully_shard([model.blocks[first], model.blocks[first + 1]])
+    blocks = [*model.blocks.children()]
+    fully_shard(blocks[:2])
+    fully_shard(blocks[2:])
     fully_shard(model)
 
 
