@@ -18,6 +18,8 @@ from benchmarks.reporting import RESULTS, write_result
 from planner import zoo
 from planner.capacity.rank_advice import RankAdvice, advise_rank
 from planner.distributed.sharding import ENGINES, Engine, sharded
+from planner.plans.offload_request import Offload
+from planner.plans.solving import quick_plan
 
 STEPS = 3
 GROUP_SECONDS = 60.0
@@ -37,24 +39,26 @@ class Case:
     Attributes:
         model: of the zoo.
         engine: that wraps it.
-        advice: with a plan half way from the smallest peak to the unplanned one.
+        advice: without a budget.
+        plan: half way from the smallest peak to the unplanned one.
     """
 
     model: str
     engine: Engine
     advice: RankAdvice
+    plan: planner.Plan
 
 
 def simulated(model: str, engine: Engine, ranks: int) -> Case:
     """Says what a rank would take, without and with a plan."""
-    target = f"zoo:{model}"
-    asked: dict[str, Any] = {"world_size": ranks, "shard": engine, "settings": SIZES[model], "offload": "never"}
-    first = advise_rank(target, **asked, menus=False)
-    budget = (first.minimum_budget_bytes + first.profile.unplanned_peak_bytes) // 2
-    return Case(model=model, engine=engine, advice=advise_rank(target, **asked, menus=False, budget=budget))
+    settings = SIZES[model]
+    advice = advise_rank(f"zoo:{model}", world_size=ranks, shard=engine, settings=settings, menus=False)
+    budget_bytes = (advice.minimum_budget_bytes + advice.profile.unplanned_peak_bytes) // 2
+    plan = quick_plan(advice.profile, budget_bytes, Offload(mode="never"))
+    return Case(model=model, engine=engine, advice=advice, plan=plan)
 
 
-def on_rank(rank: int, plans: dict[tuple[str, Engine], planner.Plan | None]) -> list[tuple[int, int]]:
+def on_rank(rank: int, plans: dict[tuple[str, Engine], planner.Plan]) -> list[tuple[int, int]]:
     """Peaks of one rank in each case, without and with the plan."""
     return [(trained(*case, None), trained(*case, plan)) for case, plan in plans.items()]
 
@@ -83,11 +87,10 @@ def trained(model: str, engine: Engine, plan: planner.Plan | None) -> int:
 def rows(models: list[str], ranks: int) -> Iterator[dict[str, Any]]:
     """All rows of so many ranks."""
     cases = [simulated(model, engine, ranks) for model in models for engine in ENGINES]
-    plans = {(case.model, case.engine): case.advice.plan for case in cases}
+    plans = {(case.model, case.engine): case.plan for case in cases}
     measured = values_of_ranks(on_rank, plans, ranks=ranks, group_seconds=GROUP_SECONDS, limit_seconds=1200.0)
     for case, peaks in zip(cases, zip(*measured, strict=True), strict=True):
         advice = case.advice
-        assert advice.plan is not None
         unplanned, planned = (max(peaks_of) for peaks_of in zip(*peaks, strict=True))
         row = {
             "model": case.model,
@@ -97,10 +100,10 @@ def rows(models: list[str], ranks: int) -> Iterator[dict[str, Any]]:
             "simulated_bytes": advice.profile.unplanned_peak_bytes,
             "measured_bytes": unplanned,
             "difference_percent": _difference(advice.profile.unplanned_peak_bytes, unplanned),
-            "budget_bytes": advice.budget_bytes,
-            "planned_bytes": advice.plan.predicted_peak_bytes,
+            "budget_bytes": case.plan.budget_bytes,
+            "planned_bytes": case.plan.predicted_peak_bytes,
             "planned_measured_bytes": planned,
-            "planned_difference_percent": _difference(advice.plan.predicted_peak_bytes, planned),
+            "planned_difference_percent": _difference(case.plan.predicted_peak_bytes, planned),
             "copy_bytes": 0 if case.engine == "ddp" else max(advice.kept_gathered_bytes, advice.gathered_bytes // 2),
         }
         print(row, flush=True)

@@ -9,7 +9,7 @@ from typing import Any
 from planner.capacity.workload_variants import samples_of
 from planner.distributed.collective import profile
 from planner.distributed.sharding import Engine, check_engine, sharded
-from planner.distributed.simulated_ranks import check_simulated, simulate_collectives, simulated_ranks
+from planner.distributed.simulated_ranks import check_simulated, simulate_collectives, simulated_group
 from planner.explain.memory_breakdown import MemoryBreakdown, memory_breakdowns
 from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
@@ -122,7 +122,7 @@ def advise_rank(
     check_simulated(world_size)
     if budget is not None and (isinstance(budget, int) or not budget.strip().endswith("%")):
         parse_bytes(budget)  # refused before anything is measured
-    with simulated_ranks(world_size):
+    with simulated_group(world_size):
         workload = sharded(_built(target, settings or {}, device), shard)
         traffic = simulate_collectives(workload.model)
         measured = profile(workload, menus=menus, progress=progress)

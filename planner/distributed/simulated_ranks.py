@@ -36,7 +36,7 @@ def check_simulated(world_size: int) -> None:
 
 
 @contextlib.contextmanager
-def simulated_ranks(world_size: int) -> Iterator[None]:
+def simulated_group(world_size: int) -> Iterator[None]:
     """Inside, the default process group has so many ranks, and this process is the first.
 
     Args:
@@ -78,7 +78,7 @@ def simulate_collectives(model: nn.Module) -> Traffic:
     """Have a model that ``shard`` has wrapped gather its parameters and sum its gradients with simulated ranks.
 
     Args:
-        model: wrapped inside ``simulated_ranks``.
+        model: wrapped inside ``simulated_group``.
     """
     traffic = Traffic()
     if isinstance(model, DistributedDataParallel):

@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from planner import zoo
 from planner.distributed.sharding import repeated_blocks, shard, sharded
-from planner.distributed.simulated_ranks import simulate_collectives, simulated_ranks
+from planner.distributed.simulated_ranks import simulate_collectives, simulated_group
 from profiler.workload.workload import Workload
 
 
 @pytest.fixture
 def four_ranks() -> Iterator[None]:
-    with simulated_ranks(4):
+    with simulated_group(4):
         yield
 
 

@@ -14,7 +14,7 @@ import planner
 from planner import zoo
 from planner.distributed.ranks import current_ranks
 from planner.distributed.sharding import Engine, sharded
-from planner.distributed.simulated_ranks import simulate_collectives, simulated_ranks
+from planner.distributed.simulated_ranks import simulate_collectives, simulated_group
 from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import Offload
 from planner.plans.solving import quick_plan
@@ -41,7 +41,7 @@ def built(case: Case) -> Workload:
 
 def simulated(case: Case, ranks: int) -> tuple[planner.Profile, planner.Plan, int]:
     """The profile, the smallest plan, and the bytes of the largest copy of a unit's gradients."""
-    with simulated_ranks(ranks):
+    with simulated_group(ranks):
         workload = built(case)
         simulate_collectives(workload.model)
         profile = planner.profile(workload, menus=False)
@@ -65,9 +65,9 @@ def real(rank: int, plans: dict[Case, planner.Plan], profiled: bool) -> dict[Cas
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_simulated_rank_holds_what_the_worst_real_one_holds(ranks: int) -> None:
-    """Under ``fully_shard`` gloo's threads let go of a copy of reduced gradients at once or late.
+    """Under ``fully_shard`` gloo's threads let go of a copy of reduced gradients at once, or late.
 
-    Peaks count it as there, also where it was: unplanned ones may so have it twice, planned ones not at all.
+    Peaks count it as there, also where it was: measured ones may have it twice. A plan's are bounds there.
     """
     known = {case: simulated(case, ranks) for case in CASES[: None if ranks == 2 else 3]}
     plans = {case: plan for case, (_, plan, _) in known.items()}
@@ -76,18 +76,19 @@ def test_a_simulated_rank_holds_what_the_worst_real_one_holds(ranks: int) -> Non
         seen, late_bytes = measured[case], 0 if case[1] == "ddp" else copy_bytes
         assert seen["resident"] in (profile.resident, None), case
         assert 0 <= seen["unplanned"] - profile.unplanned_peak_bytes <= late_bytes, case
-        assert 0 <= plan.predicted_peak_bytes - seen["planned"] <= late_bytes, case
+        assert seen["planned"] <= plan.predicted_peak_bytes + late_bytes, case
+        assert seen["planned"] == plan.predicted_peak_bytes or late_bytes, case
         assert plan.predicted_peak_bytes < profile.unplanned_peak_bytes
 
 
 def test_this_process_plans_alone_among_simulated_ranks_and_leaves_no_group_behind() -> None:
-    with simulated_ranks(8):
+    with simulated_group(8):
         assert dist.get_world_size() == 8 and dist.get_rank() == 0 and current_ranks() is None
-        with pytest.raises(ValueError, match="expected a process alone, got one of a group of 8"), simulated_ranks(2):
+        with pytest.raises(ValueError, match="expected a process alone, got one of a group of 8"), simulated_group(2):
             pass
         assert states_in(nn.Linear(2, 2)) == []
     assert not dist.is_initialized()
-    with pytest.raises(ValueError, match="--world-size: expected at least 2 ranks, got 1"), simulated_ranks(1):
+    with pytest.raises(ValueError, match="--world-size: expected at least 2 ranks, got 1"), simulated_group(1):
         pass
 
 
@@ -96,7 +97,7 @@ def test_what_each_rank_sends_is_counted() -> None:
     model_bytes = 4 * 2 * (16 + 4)
     expected = {"ddp": 2 * 3 * model_bytes // 4, "fsdp2": 3 * 3 * model_bytes // 4}
     for engine in ENGINES:
-        with simulated_ranks(4):
+        with simulated_group(4):
             workload = sharded(zoo.build("mlp", layers=2, hidden=4, batch=2), engine)
             traffic = simulate_collectives(workload.model)
             for _ in range(2):
