@@ -130,7 +130,7 @@ def whisper() -> Workload:
 
 
 def _of_images(model: nn.Module, size: int) -> Workload:
-    inputs = {"pixel_values": torch.randn(8, 3, size, size), "labels": torch.randint(0, 10, (8,))}
+    inputs = {"pixel_values": torch.randn(8, 3, size, size), "labels": torch.randint(0, 2, (8,))}
     return Workload(model=model, inputs=inputs, optimizer=torch.optim.AdamW(model.parameters()))
 
 
