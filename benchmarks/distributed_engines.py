@@ -19,12 +19,13 @@ import planner
 from planner.zoo import build
 
 STEPS = 5
-# Small enough for several ranks on two cores, with activations that weigh more than parameters.
+# Small enough for several ranks on two cores. In the first ResNet parameters weigh as much as activations.
 SIZES: dict[str, dict[str, int]] = {
     "gpt2": {"layers": 4, "hidden": 32, "heads": 2, "seq": 64, "vocab": 100, "batch": 8},
     "bert": {"layers": 4, "hidden": 32, "heads": 2, "seq": 64, "vocab": 100, "batch": 8},
     "llama": {"layers": 4, "hidden": 32, "heads": 2, "seq": 64, "vocab": 100, "batch": 8},
     "resnet50": {"hidden": 8, "image": 32, "batch": 16},
+    "resnet50 of batch 64": {"hidden": 8, "image": 32, "batch": 64},
 }
 
 
@@ -130,8 +131,8 @@ ENGINES: dict[str, dict[str, Engine]] = {
 
 def training(name: str, engine: Engine) -> Training:
     """A model with equal weights on all ranks, and a batch of the rank's own."""
-    weights = build(name, **SIZES[name])
-    batch = build(name, seed=dist.get_rank(), **SIZES[name]).inputs
+    weights = build(name.split()[0], **SIZES[name])
+    batch = build(name.split()[0], seed=dist.get_rank(), **SIZES[name]).inputs
     model = engine.wrap(weights.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(dist.get_rank())

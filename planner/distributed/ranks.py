@@ -190,10 +190,13 @@ class Ranks:
 
     def _failed(self, call: _Call, error: Exception) -> Exception:
         """What to raise for an error on this rank, once all have said how they ended."""
-        seconds = GRACE_SECONDS + (0 if is_unanswered(error) else self.timeout_seconds)
+        seconds, began = GRACE_SECONDS + (0 if is_unanswered(error) else self.timeout_seconds), time.monotonic()
         try:
             self._publish(call, error)
             missing = self._ended(call, seconds)
+            if len(missing) > 1 and is_unanswered(error):
+                # Only neighbours of a rank that is gone see that at once: others wait as long as the group lets them.
+                missing = self._ended(call, self.timeout_seconds, missing=1)
             failures = self._failures(call)
         except dist.DistError as lost:
             return RankError(
@@ -203,7 +206,7 @@ class Ranks:
             )
         if not missing and is_the_same_on_all(failures, self.size):
             return error
-        return failed(call.what, failures, missing, seconds)
+        return failed(call.what, failures, missing, round(time.monotonic() - began))
 
     def _publish(self, call: _Call, error: BaseException) -> None:
         number = self._store.add(call.key("failures"), 1)
@@ -214,14 +217,15 @@ class Ranks:
         count = self._store.add(call.key("failures"), 0)
         return [pickle.loads(self._store.get(call.key(f"failure/{number}"))) for number in range(1, count + 1)]
 
-    def _ended(self, call: _Call, seconds: float) -> list[int]:
-        """Say that this rank is through, and wait for the others: those that have not said so by then."""
+    def _ended(self, call: _Call, seconds: float, *, missing: int = 0) -> list[int]:
+        """Say that this rank is through, and wait for the others, or all but so many: those that have not said so."""
         keys = [call.key(f"ended/{rank}") for rank in range(self.size)]
         self._send(keys[self.rank], None)
         deadline, nap = time.monotonic() + seconds, _naps()
         while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            left = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if len(left) <= missing or time.monotonic() > deadline:
+                return left
             time.sleep(next(nap))
         return []
 

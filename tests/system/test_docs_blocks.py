@@ -150,6 +150,8 @@ def check_command(words: list[str]) -> None:
     words = words[next(k for k, word in enumerate(words) if "=" not in word) :]  # variables of the environment
     if words[0] == "planner":
         check_options(words[1], words[2:])
+    elif words[:2] == ["torchrun", "--nproc-per-node"] and words[3:5] == ["-m", "planner"]:
+        check_options(words[5], words[6:])
     elif words[:2] == ["python", "-m"]:
         module = ROOT.joinpath(*words[2].split("."))
         assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file(), words
