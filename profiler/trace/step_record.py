@@ -37,6 +37,7 @@ class Call:
         scripted: which part of its module ``torch.jit.script`` has compiled, in words; empty for none.
         fills_late: an op in it writes to a tensor that it has saved for backward before it ran.
         goes_backward: some of what it saved was used before the step's forward was over.
+        hides: function that keeps tensors made in it where no saved-tensor hook sees them; empty for none.
         distributed: ops of distributed tensors ran in it, or collectives.
     """
 
@@ -60,6 +61,7 @@ class Call:
     scripted: str = ""
     fills_late: bool = False
     goes_backward: bool = False
+    hides: str = ""
     distributed: bool = False
 
     @property
