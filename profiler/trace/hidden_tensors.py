@@ -24,3 +24,4 @@ def note_hidden(trace: Trace, loss: Tensor) -> None:
         for call in trace.calls:
             if call.first_node <= number < call.end_node and hidden - call.input_storages:
                 call.hides = function
+                call.hidden |= hidden - call.input_storages
