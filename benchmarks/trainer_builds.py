@@ -95,7 +95,14 @@ def _settings(folder: str, **settings: Any) -> dict[str, Any]:
 
 
 def plain_trainer(
-    folder: str, *, adapter: str | None = None, data: Any = None, layers: int = 2, hidden: int = 32, **settings: Any
+    folder: str,
+    *,
+    adapter: str | None = None,
+    data: Any = None,
+    evaluated: Any = None,
+    layers: int = 2,
+    hidden: int = 32,
+    **settings: Any,
 ) -> Any:
     """The Trainer of transformers.
 
@@ -103,6 +110,7 @@ def plain_trainer(
         folder: where it writes.
         adapter: a name in ``ADAPTERS``.
         data: to train on; rows of equal length where none is given.
+        evaluated: to evaluate on.
         layers, hidden: of the model.
         settings: of ``TrainingArguments``.
     """
@@ -110,6 +118,7 @@ def plain_trainer(
         model=adapted(llama(layers=layers, hidden=hidden), adapter),
         args=TrainingArguments(**_settings(folder, **settings)),
         train_dataset=rows() if data is None else data,
+        eval_dataset=evaluated,
         data_collator=padded,
     )
 

@@ -200,7 +200,9 @@ def _warmed_up_for_the_largest(
     """The largest step that the workload may draw; all that any step runs has been run, with its optimizer's states."""
     report("look for what is drawn at random")
     steps = largest_steps(workload, randomness, keeps=limit_bytes is None)
-    if len(steps) == 1 and steps[0].randomness is randomness and not steps[0].instead:
+    is_plain = len(steps) == 1 and steps[0].randomness is randomness and not steps[0].instead
+    # The search has run forwards alone, which leave no graph whose nodes could keep tensors.
+    if is_plain and not (workload.nodes_keep and limit_bytes is None):
         return steps[0]
     for step in steps:
         report("warm up, as drawn")

@@ -79,9 +79,13 @@ class StepProbe:
             before: makes the step to warm up with, where the meter needs one; None for one like it.
         """
         step = make(meter)
-        if self.workload.own is not None:
-            step.warm_up = lambda: self._run((before or make)(NoMeter()))
+        if self.workload.own is not None or self.workload.nodes_keep:
+            step.warm_up = lambda: self._warm_up((before or make)(NoMeter()))
         return self._run(step)
+
+    def _warm_up(self, step: MarkedStep) -> None:
+        self._run(step)
+        self.workload.zero_grad()  # As they are where a step of the workload's begins; own ones do that themselves.
 
     def _run(self, step: AnyStep) -> AnyStep:
         outer, self._step = self._step, step

@@ -50,10 +50,11 @@ def _class_of(module: nn.Module) -> str:
 
 
 def _kept_bytes(trace: Trace, calls: Iterable[Call], stages: Sequence[ChosenStage]) -> int:
-    """What calls save for backward outside of stages, without their inputs."""
+    """What calls save for backward outside of stages, and what they hide, without their inputs."""
     spans = [(stage.call.first_save, stage.call.end_save) for stage in stages]
     kept: set[int] = set()
     for call in calls:
+        kept |= call.hidden
         position = call.first_save
         for first, end in sorted(span for span in spans if call.first_save <= span[0] and span[1] <= call.end_save):
             kept |= trace.saved(position, first) - call.input_storages

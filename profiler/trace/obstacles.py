@@ -35,6 +35,9 @@ def _obstacle(call: Call) -> tuple[str, str]:
     if call.goes_backward:
         reason = "the forward goes backward through it (for forces, or a penalty on gradients)"
         return reason, "where that is a penalty, compute it in a step of its own: the gradients of both add up"
+    if call.hides:
+        reason = f"{call.hides} keeps tensors for backward in attributes of its context, where no hook can drop them"
+        return reason, "have the function save them (ctx.save_for_backward); of bitsandbytes take a 4-bit base"
     if call.side_effect:
         return call.side_effect, _SIDE_EFFECTS.get(call.side_effect, "")
     return "", ""

@@ -37,6 +37,8 @@ class Call:
         scripted: which part of its module ``torch.jit.script`` has compiled, in words; empty for none.
         fills_late: an op in it writes to a tensor that it has saved for backward before it ran.
         goes_backward: some of what it saved was used before the step's forward was over.
+        hides: function that keeps tensors made in it where no saved-tensor hook sees them; empty for none.
+        hidden: storages of such tensors.
         distributed: ops of distributed tensors ran in it, or collectives.
     """
 
@@ -60,6 +62,8 @@ class Call:
     scripted: str = ""
     fills_late: bool = False
     goes_backward: bool = False
+    hides: str = ""
+    hidden: set[int] = field(default_factory=set)
     distributed: bool = False
 
     @property

@@ -21,6 +21,7 @@ from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import opaque_holder, tensors_in
 from profiler.trace.call_changes import CallChanges
 from profiler.trace.drawn_values import lists_noted
+from profiler.trace.hidden_tensors import note_hidden
 from profiler.trace.step_record import Access, Call, Leaf, Op, Save, Trace, ValueOp
 from profiler.trace.value_sized import is_branch, is_sized_by_values
 from profiler.workload.autograd_nodes import next_node
@@ -153,6 +154,8 @@ class StepRecorder(TorchDispatchMode):
         """Only what belongs to the forward that is measured, and to its backward, is recorded."""
         self.paused = phase not in ("forward", "backward")
         if phase == "backward":
+            if loss is not None:
+                note_hidden(self.trace, loss)
             self.begin_backward()
         elif self.side == "backward" and not self.trace.sparse_gradients:
             self.trace.sparse_gradients = [

@@ -14,6 +14,7 @@ from profiler.records import ResidentBytes
 from profiler.tensors.storages import distinct_bytes, storage_key
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.gradient_buckets import bucket_bytes, buckets_change
+from profiler.workload.loop_state import kept_by_nodes
 from profiler.workload.optimizers import (
     fill_history,
     optimizer_tensors,
@@ -73,6 +74,7 @@ def first_step(workload: Workload, run: Callable[[OnPhase], object] | None = Non
     watch = _UnknownOptimizers(workload)
     checked_step(workload, lambda: run(watch.note))
     watch.check()
+    workload.nodes_keep = bool(kept_by_nodes(workload.held_by_loop))
     # The second step is the first that has a history, and the last that makes buckets anew.
     if any(map(wants_closure, workload.optimizers)) or buckets_change(workload.model):
         checked_step(workload, lambda: run(_ignore))

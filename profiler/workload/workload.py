@@ -63,6 +63,7 @@ class Workload:
 
     Attributes:
         stepped: whether every optimizer's step was run by the last ``update``.
+        nodes_keep: whether nodes of its graph keep tensors beyond backward, as a first step showed.
 
     Raises:
         ValueError: an argument is of another kind than stated.
@@ -94,10 +95,9 @@ class Workload:
         self.autocast = autocast_dtype(autocast)
         self.accumulate = accumulate
         check_update(self.optimizers, scaler, clip_norm)
-        self.scaler = scaler
-        self.clip_norm = clip_norm
+        self.scaler, self.clip_norm = scaler, clip_norm
         self.keeps_output = keeps_output
-        self.stepped = True
+        self.stepped, self.nodes_keep = True, False
         self._output: Any = None
         self._loss: Tensor | None = None
 
