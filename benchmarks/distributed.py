@@ -123,7 +123,7 @@ def summary(frame: pd.DataFrame) -> list[str]:
         f"above the budget on a rank, {(~frame.equal).sum()} with a loss or a gradient that is not bit for bit the "
         f"unplanned run's, {(~frame.one_plan).sum()} not the same on all ranks; predicted within "
         f"{frame.error_percent.abs().max():.3f} % of the worst rank's peak, {(frame.error_percent < 0).sum()} below it",
-        f"ranks differ by up to {frame.ranks_differ_percent.max():.3f} % of the peak of a step that is the same on all, "
+        f"ranks differ by up to {frame.ranks_differ_percent.max():.3f} % of the peak of a step that all take alike, "
         "and so do runs without a plan: gloo's threads let go of a reduced buffer earlier or later. Predictions count "
         "it as long as it may be there",
         "measured: every byte of each process's tensors, from before the model is made, by the allocator's events; one "

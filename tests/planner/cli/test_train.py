@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import planner
+from planner.training import training
 from tests.support.command_line import SMALL, done, run
 from tests.support.small_device import Limit
 
@@ -104,3 +106,14 @@ def test_a_device_that_no_plan_fits_ends_with_3_after_the_smallest(files, needed
 def test_a_file_that_cannot_be_written_is_refused_before_training(files, tmp_path):
     result = run(*TRAIN, "--plan", files / "plan.json", "--save-plan", tmp_path / "nowhere" / "plan.json")
     assert result.exit_code == 2 and "nowhere" in result.stderr
+
+
+@pytest.mark.slow
+def test_of_several_ranks_one_says_that_it_has_no_room_and_runs_no_step_again(files, needed, monkeypatch):
+    monkeypatch.setattr(training, "ranks_if_any", lambda: SimpleNamespace(rank=1))
+    result = train(files, 0.8 * needed[0], "--json")
+    assert result.exit_code == 3 and result.stdout == ""
+    assert "out of memory: train: expected room on every rank for training step" in result.stderr
+    assert "got too little on rank 1: " in result.stderr
+    refusal = train(files, 2 * needed[0], "--retry", "2")
+    assert refusal.exit_code == 2 and "--retry: expected one process, got several ranks" in refusal.stderr

@@ -37,8 +37,8 @@ def built(rank: int, group: Any, *, blocks: int = 4, batch: int = 256) -> planne
 
 def in_backward(workload: planner.Workload, fault: Callable[[Tensor], None]) -> None:
     """From now on it happens as the gradient of a block in the middle comes."""
-    middle = workload.model.module.blocks[2]  # type: ignore[union-attr,index]
-    next(middle.parameters()).register_hook(fault)
+    model: Any = workload.model
+    next(model.module.blocks[2].parameters()).register_hook(fault)
 
 
 def killed(_: Any = None) -> None:
@@ -67,7 +67,8 @@ def trained(workload: planner.Workload) -> list[Tensor]:
 def faults(rank: int) -> dict[str, Any]:
     """All of them, those that end a rank last, each of these in a group that has no other ones."""
     timeout = timedelta(seconds=GROUP_SECONDS)
-    trio, pair, last = (dist.new_group(list(range(n)), timeout=timeout) for n in (3, 2, 2))
+    groups: list[Any] = [dist.new_group(list(range(n)), timeout=timeout) for n in (3, 2, 2)]
+    trio, pair, last = groups
     seen: dict[str, Any] = refused(rank)
     workload = built(rank, None)
     if rank == 3:
