@@ -138,7 +138,7 @@ def lightning_run(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning")
         warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-        callbacks = [observer] if planned is None else [planned, observer]
+        callbacks: list[Callback] = [observer] if planned is None else [planned, observer]
         trainer = Trainer(accelerator="cpu", max_epochs=1, logger=False, callbacks=callbacks, **quiet, **settings)
         module = Module(adapted(llama(**sizes), adapter))
         set_seed(1)

@@ -80,7 +80,7 @@ def of_run(run: Callable[[str | int | None], tuple[list[float], list[int], Plan 
     return loop
 
 
-LARGE = {"layers": 6, "hidden": 64}
+LARGE: dict[str, Any] = {"layers": 6, "hidden": 64}
 LOOPS: dict[str, Loop] = {
     "Trainer": of_trainer(plain_trainer, **LARGE),
     "Trainer, bf16": of_trainer(plain_trainer, **{**LARGE, "bf16": True}),
@@ -167,7 +167,8 @@ def main() -> None:
         f"{frame.off.abs().max():.4%} of predicted, {(frame.off == 0).sum()} to the byte",
         "measured: every byte of the process's tensors in any step, the first included, by the allocator's events and "
         "what was there as the step began",
-        "two budgets each: the smallest, and halfway to the unplanned peak; the callback is the only line added",
+        "two budgets each: the smallest, of its own profile where that needs more, and halfway to the unplanned peak; "
+        "the callback, or planner.auto_checkpoint after accelerate's prepare, is the only line added",
     ]
     write_result(options.out, "trainers", "Frameworks' own loops within a memory budget", frame, notes)
 

@@ -79,7 +79,7 @@ def test_smaller_batches_keep_the_plan_and_a_larger_one_brings_plans_for_each_sh
     assert losses == expected
     first, last = handles[0], handles[-1]
     assert handles[1] is first and not isinstance(first, DynamicHandle)
-    assert isinstance(last, DynamicHandle) and handles[2] is last
+    assert isinstance(last, DynamicHandle) and handles[2] is last and last.wait(60)
     assert sorted(status for status in last.statuses.values()) == ["interpolated", "profiled", "profiled"]
     assert all(last.promised.values())
     training.remove()

@@ -14,6 +14,7 @@ from benchmarks.trainer_builds import adapted, llama, padded, rows
 
 def workload(adapter: str) -> planner.Workload:
     model = adapted(llama(layers=3), adapter).train()
+    model.config.use_cache = False
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, foreach=False)
     torch.manual_seed(1)
     return planner.Workload(model=model, inputs=padded(rows(8, (48,))), optimizer=optimizer)
@@ -22,7 +23,6 @@ def workload(adapter: str) -> planner.Workload:
 def trained(adapter: str, plan: planner.Plan | None = None) -> tuple[int, list[float], dict[str, Any]]:
     with OutsideMeter() as meter:
         work = workload(adapter)
-        work.model.config.use_cache = False  # As under a plan.
         handle = None if plan is None else planner.apply(work.model, plan)
         losses = [work.step() for _ in range(2)]
         meter.begin()

@@ -146,7 +146,8 @@ def test_a_budget_that_no_plan_meets_makes_batches_smaller_where_the_trainer_fin
 
 @pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
 def test_checkpointing_of_the_trainers_own_is_refused(name: str, tmp_path: Path) -> None:
-    trainer = plain_trainer(str(tmp_path), data=ROWS, **{name: True})
+    switched: dict[str, Any] = {name: True}
+    trainer = plain_trainer(str(tmp_path), data=ROWS, **switched)
     with pytest.raises(ValueError, match=r"expected \w+_checkpointing=False in TrainingArguments, got True; switch it"):
         MemoryBudgetCallback(trainer, "80%")
 
