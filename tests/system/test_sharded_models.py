@@ -14,10 +14,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import planner
 from benchmarks.outside_meter import OutsideMeter
 from profiler.tensors.local_tensors import local_part
-from tests.support.parallel_models import Transformer, next_words, words
+from tests.support.parallel_models import Block, Transformer, next_words, words
 from tests.support.rank_processes import values_of_ranks
 
 STEPS = 3
+# Each of gloo's two threads lets go of what it has communicated when it comes to run again: late where cores are busy.
+# At most that is a unit's parameters, gathered, and this rank's half of them. The largest unit here is two blocks.
+LATE_BYTES = 2 * 2 * 3 * sum(p.nbytes for p in Block().parameters()) // 2
 
 
 def _each_block(model: Transformer, **settings: Any) -> None:
@@ -124,6 +127,7 @@ def _row(shard: Callable[[Transformer], None], plan: planner.Plan, expected: lis
         "peak_bytes": meter.peak_bytes,
         "budget_bytes": plan.budget_bytes,
         "predicted_bytes": plan.predicted_peak_bytes,
+        "unplanned_bytes": plan.unplanned_peak_bytes,
         "fingerprint": plan.fingerprint,
         "recomputed": plan.recomputed_ops,
     }
@@ -136,5 +140,8 @@ def test_plans_are_exact_and_within_what_they_predict() -> None:
             assert all(row["equal"] for row in both), name
             assert both[0]["fingerprint"] == both[1]["fingerprint"], name
             worst_bytes = max(row["peak_bytes"] for row in both)
-            assert worst_bytes <= both[0]["predicted_bytes"] <= both[0]["budget_bytes"], (name, both)
-        assert first[name][0]["recomputed"] > 0, name
+            assert worst_bytes <= both[0]["predicted_bytes"] + LATE_BYTES, (name, both)
+            assert both[0]["predicted_bytes"] <= both[0]["budget_bytes"], (name, both)
+        smallest = first[name][0]
+        assert smallest["recomputed"] > 0, name
+        assert smallest["predicted_bytes"] + LATE_BYTES < smallest["unplanned_bytes"], name
