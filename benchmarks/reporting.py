@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import shlex
 import sys
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def result_name(base: str, device: str) -> str:
 def write_result(folder: Path, name: str, title: str, frame: pd.DataFrame, notes: list[str]) -> None:
     """Write ``name.csv`` and ``name.md`` and print the latter."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = "python -m " + " ".join([_module(), *sys.argv[1:]])
+    command = "python -m " + shlex.join([_module(), *sys.argv[1:]])
     head = [
         f"# {title}",
         "",
