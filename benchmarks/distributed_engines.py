@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,10 +129,10 @@ ENGINES: dict[str, dict[str, Engine]] = {
 }
 
 
-def training(name: str, engine: Engine) -> Training:
+def training(name: str, engine: Engine, sizes: Mapping[str, Mapping[str, int]] = SIZES) -> Training:
     """A model with equal weights on all ranks, and a batch of the rank's own."""
-    weights = build(name.split()[0], **SIZES[name])
-    batch = build(name.split()[0], seed=dist.get_rank(), **SIZES[name]).inputs
+    weights = build(name.split()[0], **sizes[name])
+    batch = build(name.split()[0], seed=dist.get_rank(), **sizes[name]).inputs
     model = engine.wrap(weights.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(dist.get_rank())
