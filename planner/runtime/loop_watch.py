@@ -154,7 +154,9 @@ class LoopWatch:
                 f"be {format_bytes(more_bytes)} higher than the plan's; {remedy}, or profile with {known}"
                 "Workload(step=...)",
             )
-        return more_bytes
+        # What a step of the user's own refers to stays, whatever becomes of an output.
+        own_step = self._plan.resident is not None and not self._plan.resident.inputs
+        return max(0, more_bytes) if own_step else more_bytes
 
     def _take_peak(self, more_bytes: int) -> None:
         """Of the step before.

@@ -109,3 +109,20 @@ def test_on_request_the_peak_of_a_step_is_taken_on_the_cpu() -> None:
     found = said(usual, keeps_output=False, watch=True)
     assert any("a step of your loop takes" in text and "above the budget" in text for text in found)
     assert not any("above the budget" in text for text in said(usual, keeps_output=False, watch=None))
+
+
+def test_the_peak_of_a_step_of_ones_own_has_what_the_step_refers_to() -> None:
+    torch.manual_seed(0)
+    model, data = Classifier(), torch.randn(8, BATCH, WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        let_go(model, data[0], optimizer, {})
+
+    workload = Workload(model=model, step=step, optimizer=optimizer)
+    plan = planner.solve(planner.profile(workload), "100%")
+    with planner.apply(model, plan, watch=True) as handle:
+        for _ in range(5):
+            step()
+    assert plan.resident is not None and plan.resident.loop >= data.nbytes
+    assert handle.measured_peak_bytes == plan.predicted_peak_bytes
