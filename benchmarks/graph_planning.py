@@ -79,8 +79,8 @@ def floor_of(profile: planner.GraphProfile) -> int:
 def summary(rows: list[dict[str, Any]]) -> list[str]:
     """What the table says about each model."""
     notes = [
-        "gap: of the step's seconds to the bound that the search proved for its order of first runs; it ends at 1 %, for "
-        "gpt2 at 0.5 %",
+        "gap: of the step's seconds to the bound that the search proved for its order of first runs",
+        "a search ends at a gap of 1 %, of gpt2 at 0.5 %",
         "floor_bytes: of all orders whose first runs come in that order, and whose backward ops run once",
     ]
     for name in dict.fromkeys(row["model"] for row in rows):
