@@ -34,11 +34,8 @@ if TYPE_CHECKING:
     from planner.plans.refusals import Infeasible as Infeasible, NothingFound as NothingFound
     from planner.plans.rules import Rule as Rule, Rules as Rules
     from planner.plans.stated_plan import state as state
-    from planner.runtime.applier import (
-        Handle as Handle,
-        PlanMismatch as PlanMismatch,
-        handle_of as handle_of,
-    )
+    from planner.runtime.applier import Handle as Handle, handle_of as handle_of
+    from planner.runtime.model_match import PlanMismatch as PlanMismatch
     from planner.training.checkpointing import auto_checkpoint as auto_checkpoint
     from planner.training.dynamic_shapes import DynamicHandle as DynamicHandle
     from planner.training.graph_verification import GraphVerification as GraphVerification, MeasuredPlan as MeasuredPlan

@@ -70,7 +70,8 @@ class Failure(NamedTuple):
 def failure_on(rank: int, error: BaseException) -> Failure:
     """An error that was raised on a rank, as the others are told of it."""
     said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    return Failure(rank, type(error).__name__, said, is_unanswered(error))
+    about = error.rank if isinstance(error, RankError) else rank
+    return Failure(about, type(error).__name__, said, is_unanswered(error))
 
 
 def is_unanswered(error: BaseException) -> bool:
@@ -105,6 +106,8 @@ def failed(what: str, failures: Sequence[Failure], missing: Sequence[int], secon
         seconds: that were waited for them.
     """
     own = next((failure for failure in failures if not failure.unanswered), None)
+    if own is not None and own.kind == RankError.__name__:
+        return RankError(own.said, own.rank)  # It names the function and the rank itself.
     if own is not None:
         return RankError(
             f"{what}: expected it to succeed on every rank, got an error on rank {own.rank}: {own.said}", own.rank
