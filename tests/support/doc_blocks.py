@@ -11,7 +11,7 @@ A block is fenced at the left margin and names its language:
 Marks are comments of their own line, before the block that they are about::
 
     <!-- test: skip because REASON -->        not run; its commands have to be there all the same
-    <!-- test: slow because REASON -->        run by the tests marked slow alone
+    <!-- test: slow because REASON -->        its page is run by a test marked slow
     <!-- test: exit code 3 -->                of the block's last command
 
 and after it, for what the page claims about the result::

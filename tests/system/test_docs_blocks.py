@@ -112,24 +112,21 @@ def _json_of(path: str) -> Any:
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
-def run_page(page: Path, folder: Path, *, slow: bool) -> None:
+def run_page(page: Path, folder: Path) -> None:
     runs = PageRun(folder)
     for block in blocks_of(page):
-        if not block.skip and block.language != READ_ELSEWHERE and (slow or not block.slow):
+        if not block.skip and block.language != READ_ELSEWHERE:
             runs.run(block)
 
 
-@pytest.mark.parametrize("page", WITH_BLOCKS, ids=page_name)
+def marked(page: Path) -> Any:
+    return pytest.param(page, id=page_name(page), marks=[pytest.mark.slow] * (page in WITH_SLOW_BLOCKS))
+
+
+@pytest.mark.parametrize("page", map(marked, WITH_BLOCKS))
 def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run_page(page, tmp_path, slow=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", WITH_SLOW_BLOCKS, ids=page_name)
-def test_the_blocks_of_a_page_run_with_the_slow_ones(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run_page(page, tmp_path, slow=True)
+    run_page(page, tmp_path)
 
 
 # Blocks that are not run
