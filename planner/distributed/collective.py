@@ -53,7 +53,16 @@ def profile(
 ) -> Profile: ...
 
 
-def profile(workload: Workload, **settings: Any) -> Profile | GraphProfile:
+def profile(
+    workload: Workload,
+    *,
+    stages: Sequence[StagePattern] | None = None,
+    menus: bool = True,
+    rules: Rules | Rule | Sequence[Rule] | str | Path | None = None,
+    limit: str | int | None = None,
+    graph: bool = False,
+    progress: Progress | None = None,
+) -> Profile | GraphProfile:
     """Measure one training step of a workload on the device it is on.
 
     Runs about ten steps, and with ``menus`` about eight more, in which stages
@@ -92,13 +101,21 @@ def profile(workload: Workload, **settings: Any) -> Profile | GraphProfile:
         ValueError: rules that cannot be read.
     """
     check_workload(workload, "profile")
+    settings: dict[str, Any] = {
+        "stages": stages,
+        "menus": menus,
+        "rules": rules,
+        "limit": limit,
+        "graph": graph,
+        "progress": progress,
+    }
     ranks, schedule = current_ranks(), schedule_of(workload)
     if ranks is None:
         alone = profiling.profile if schedule is None else partial(profile_pipeline_stage, schedule=schedule)
         return alone(workload, **settings)
     with ranks.together("profile"):
         ranks.check_same("profile", {"pipeline schedule": type(schedule).__name__})
-        if settings.get("graph"):
+        if graph:
             raise ValueError(
                 f"profile: expected a profile of stages on {ranks.size} ranks, got graph=True; leave it out, as plans "
                 "of single ops are for one process"
@@ -106,7 +123,7 @@ def profile(workload: Workload, **settings: Any) -> Profile | GraphProfile:
         if schedule is not None:
             return profile_pipeline_stage(workload, schedule, **settings)
         check_alike(ranks, "profile", workload)
-        ranks.check_same("profile", {"limit": settings.get("limit"), "stages": str(settings.get("stages"))})
+        ranks.check_same("profile", {"limit": limit, "stages": str(stages)})
         return _of_all(ranks, profiling.profile(workload, **settings))
 
 

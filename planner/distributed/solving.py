@@ -45,7 +45,17 @@ def solve(
 ) -> Plan: ...
 
 
-def solve(profile: Profile | GraphProfile | str | Path, budget: str | int, **settings: Any) -> Plan | GraphPlan:
+def solve(
+    profile: Profile | GraphProfile | str | Path,
+    budget: str | int,
+    *,
+    solver: str = "auto",
+    time_limit_seconds: float | None = None,
+    offload: Offload | OffloadMode = "auto",
+    headroom: str | int = 0,
+    gap: float | None = None,
+    reshard: Reshard = "profiled",
+) -> Plan | GraphPlan:
     """Choose what to keep, recompute and offload so that the step's true peak stays within ``budget``.
 
     Where ``torch.distributed`` is initialised for several ranks, all of them call this: the first one solves, and all
@@ -74,6 +84,14 @@ def solve(profile: Profile | GraphProfile | str | Path, budget: str | int, **set
         ValueError: no profile, unknown solver, a budget or headroom that does not parse, or offloading demanded where
             nothing can be sent.
     """
+    settings: dict[str, Any] = {
+        "solver": solver,
+        "time_limit_seconds": time_limit_seconds,
+        "offload": offload,
+        "headroom": headroom,
+        "gap": gap,
+        "reshard": reshard,
+    }
     ranks = ranks_if_any()
     if ranks is None:
         return solving.solve(profile, budget, **settings)
