@@ -11,8 +11,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 import planner
 from benchmarks.outside_meter import OutsideMeter
+from benchmarks.rank_processes import values_of_ranks
 from tests.support.parallel_models import PipelineLoop, Transformer, next_words, trained
-from tests.support.rank_processes import values_of_ranks
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MICRO_BATCHES = 4

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import planner
 from benchmarks.outside_meter import OutsideMeter
+from benchmarks.rank_processes import values_of_ranks
 from profiler.tensors.local_tensors import local_part
 from tests.support.parallel_models import Block, Transformer, next_words, words
-from tests.support.rank_processes import values_of_ranks
 
 STEPS = 3
 # Each of gloo's two threads lets go of what it has communicated when it comes to run again: late where cores are busy.

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import planner
 from benchmarks.outside_meter import OutsideMeter
+from benchmarks.rank_processes import values_of_ranks
 from tests.support.parallel_models import next_words, sharded_transformer, trained, words
-from tests.support.rank_processes import values_of_ranks
 
 BUDGETS = ("75%", "1%")  # of the second one the smallest feasible
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from planner.cli.several_ranks import ENGINES, check_joined, settings_of_rank
 from planner.distributed import sharding
 from tests.support.command_line import SMALL, refused
+from tests.support.torchrun import output_of_ranks
 
 TRAIN = ["train", "zoo:mlp", "--set", "layers=6", "hidden=32", "batch=256", "--budget", "85%", "--steps", "2", "--json"]
 
@@ -19,18 +17,8 @@ TRAIN = ["train", "zoo:mlp", "--set", "layers=6", "hidden=32", "batch=256", "--b
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_first_rank_prints_what_all_have_measured(engine: str) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "planner"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99", "GLOO_SOCKET_IFNAME": "lo"}
-    ran = subprocess.run(
-        [*torchrun, *TRAIN, "--shard", engine],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    document = json.loads(ran.stdout)
+    printed = output_of_ranks("-m", "planner", *TRAIN, "--shard", engine)
+    document = json.loads(printed)
     assert document["status"] == "trained" and len(document["losses"]) == 2
     peaks = [rank["measured_peak_bytes"] for rank in document["ranks"]]
     assert len(peaks) == 2 and max(peaks) == document["measured_peak_bytes"]

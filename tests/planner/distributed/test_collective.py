@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
+from benchmarks.rank_processes import values_of_ranks
 from planner.distributed.merging import merged_measurement
 from profiler.measurement.step_measurement import Measurement
-from tests.support.rank_processes import values_of_ranks
 from tests.support.small_blocks import WIDTH, Residual, Stack
 
 NOTE_BYTES = 2**16

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
+from benchmarks.rank_processes import run_on_ranks
 from planner.distributed.ranks import planning_among
-from tests.support.rank_processes import run_on_ranks
 from tests.support.small_blocks import WIDTH, Residual, Stack
 
 GROUP_SECONDS = 5.0

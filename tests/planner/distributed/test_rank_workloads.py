@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
+from benchmarks.rank_processes import values_of_ranks
 from planner.distributed.rank_workloads import sharded_together
 from planner.zoo import build
 from profiler.workload.sharded_units import is_unit
-from tests.support.rank_processes import values_of_ranks
 
 
 def of_rank(rank: int, **sizes: int) -> planner.Workload:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 import planner
+from benchmarks.rank_processes import run_on_ranks, values_of_ranks
 from planner.distributed.rank_failures import RankError
 from planner.distributed.ranks import current_ranks, planning_among
 from profiler.agreement import agreed, any_rank, first_failure, gathered
-from tests.support.rank_processes import run_on_ranks, values_of_ranks
 
 
 def too_small() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import planner
+from benchmarks.rank_processes import values_of_ranks
 from planner import zoo
 from planner.distributed.ranks import current_ranks
 from planner.distributed.sharding import Engine, sharded
@@ -22,7 +23,6 @@ from profiler.workload.sharded_units import gathered_sizes, states_in
 from profiler.workload.workload import Workload
 from solvers.chain.minimum_memory import shortage
 from tests.support.parallel_models import Transformer, next_words, words
-from tests.support.rank_processes import values_of_ranks
 
 WIDTH = 33  # rows of weights that are not divided evenly
 ENGINES: tuple[Engine, ...] = "ddp", "fsdp2"

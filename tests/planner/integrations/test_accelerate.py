@@ -12,8 +12,8 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedD
 from accelerate.state import AcceleratorState
 
 import planner
+from benchmarks.rank_processes import values_of_ranks
 from tests.support.lightning_fits import WIDTH, blocks
-from tests.support.rank_processes import values_of_ranks
 
 
 @pytest.fixture(autouse=True)
