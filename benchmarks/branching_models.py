@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -134,14 +136,30 @@ def _of_images(model: nn.Module, size: int) -> Workload:
     return Workload(model=model, inputs=inputs, optimizer=torch.optim.AdamW(model.parameters()))
 
 
-def build(name: str) -> Workload:
-    """The workload of ``windows``, ``branches``, ``swin``, ``convnext`` or ``whisper``, with AdamW."""
-    if name in (others := {"swin": swin, "convnext": convnext, "whisper": whisper}):
-        return others[name]()
-    model = {"windows": Windows, "branches": Branches}[name]()
+def windows() -> Workload:
+    """The two levels of windows, on 8 images of 64 by 64."""
+    return _of_labels(Windows())
+
+
+def branches() -> Workload:
+    """The two branches, on 8 images of 64 by 64."""
+    return _of_labels(Branches())
+
+
+def _of_labels(model: nn.Module) -> Workload:
     images, labels = torch.randn(8, 3, 64, 64), torch.randint(0, 10, (8,))
 
     def loss(logits: Tensor) -> Tensor:
         return functional.cross_entropy(logits, labels)
 
     return Workload(model=model, inputs=images, loss=loss, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+# The builder of each network's workload, with AdamW.
+BUILDERS: dict[str, Callable[[], Workload]] = {
+    "windows": windows,
+    "branches": branches,
+    "swin": swin,
+    "convnext": convnext,
+    "whisper": whisper,
+}

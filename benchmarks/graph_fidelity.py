@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 import planner
-from benchmarks import branching_models
+from benchmarks.branching_models import BUILDERS
 from benchmarks.reporting import RESULTS, write_result
 from planner.compiled.applying import Backend
 from planner.zoo import build
@@ -27,7 +27,7 @@ BUDGETS = 6
 def workload_of(name: str) -> planner.Workload:
     """Of the zoo, or one of ``branching_models``."""
     torch.manual_seed(0)
-    return branching_models.build(name) if name in (*OWN, "swin", "convnext", "whisper") else build(name)
+    return BUILDERS[name]() if name in BUILDERS else build(name)
 
 
 def rows_of(name: str, backend: Backend, seconds: float) -> Iterator[dict[str, Any]]:
