@@ -31,6 +31,24 @@ class NoTarget(TargetError):
     """There is no such function, it takes no such settings, or there is no such device: other values do not help."""
 
 
+def build_target(
+    target: str | Callable[..., Workload], settings: Mapping[str, Any] | None = None, device: str | None = None
+) -> Workload:
+    """The workload of a target, on a device.
+
+    Args:
+        target: text as for ``load_target``, or a function that returns a Workload.
+        settings: keyword arguments of its function.
+        device: that it is moved to; None: as it is built.
+
+    Raises:
+        TargetError: as ``load_target``, or there is no such device.
+    """
+    if isinstance(target, str):
+        return on_device(load_target(target, settings), device)
+    return on_device(call_target(getattr(target, "__name__", repr(target)), target, settings or {}), device)
+
+
 def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Workload:
     """Call the function that ``text`` names and return the workload that it builds.
 

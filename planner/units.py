@@ -42,6 +42,11 @@ def parse_bytes(text: str | int, *, whole_bytes: int | None = None) -> int:
     return size
 
 
+def check_size(text: str | int) -> None:
+    """Refuse what is no size, whatever 100 % turn out to be; raises as ``parse_bytes``."""
+    parse_bytes(text, whole_bytes=1 << 60)
+
+
 def parse_bytes_or_zero(text: str | int) -> int:
     """As ``parse_bytes``, where 0 is an answer, too."""
     return 0 if str(text).strip() in ("0", "0B") else parse_bytes(text)

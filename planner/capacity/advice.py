@@ -12,7 +12,7 @@ from planner.capacity.levers import Combination, Lever
 from planner.capacity.workload_variants import Target, WorkloadVariants
 from planner.explain.memory_breakdown import MemoryBreakdown, memory_breakdowns
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
-from planner.units import format_bytes, parse_bytes
+from planner.units import check_size, format_bytes, parse_bytes
 from profiler.measurement.measuring import Progress
 from profiler.state_bytes import states_bytes
 from profiler.workload.optimizers import optimizer_names
@@ -109,8 +109,7 @@ def advise(
         ProfileError: the step fails as it is.
         ValueError: a target, a budget or a setting that cannot be.
     """
-    if isinstance(budget, int) or not budget.strip().endswith("%"):
-        parse_bytes(budget)  # refused before anything is measured
+    check_size(budget)  # refused before anything is measured
     variants = WorkloadVariants(target, settings or {}, batch_key, device, menus, progress)
     profile = variants.profile("", 1)
     budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)

@@ -21,7 +21,7 @@ from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.plans.refusals import Infeasible
 from planner.plans.solving import plan_with_headroom, quick_plan, why_no_offload
-from planner.targets import call_target, load_target, on_device
+from planner.targets import build_target
 from planner.units import parse_bytes
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress
@@ -129,12 +129,9 @@ def _builder(
     shard: Engine | None,
 ) -> Build:
     def build(size: int) -> Workload:
-        arguments = {**settings, vary: size}
-        loaded = load_target(target, arguments) if isinstance(target, str) else call_target(name, target, arguments)
-        workload = on_device(loaded, device)
+        workload = build_target(target, {**settings, vary: size}, device)
         return workload if shard is None else sharded_together(workload, shard)
 
-    name = getattr(target, "__name__", repr(target))
     return build
 
 

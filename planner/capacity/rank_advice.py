@@ -16,8 +16,8 @@ from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.plans.plan import Plan
 from planner.plans.refusals import Infeasible
 from planner.plans.solving import quick_plan
-from planner.targets import call_target, load_target, on_device
-from planner.units import parse_bytes
+from planner.targets import build_target
+from planner.units import check_size, parse_bytes
 from profiler.measurement.measuring import Progress
 from profiler.records import Profile
 from profiler.state_bytes import made_gradient_bytes
@@ -120,10 +120,10 @@ def advise_rank(
     """
     check_engine(shard)
     check_simulated(world_size)
-    if budget is not None and (isinstance(budget, int) or not budget.strip().endswith("%")):
-        parse_bytes(budget)  # refused before anything is measured
+    if budget is not None:
+        check_size(budget)  # refused before anything is measured
     with simulated_group(world_size):
-        workload = sharded(_built(target, settings or {}, device), shard)
+        workload = sharded(build_target(target, settings, device), shard)
         traffic = simulate_collectives(workload.model)
         measured = profile(workload, menus=menus, progress=progress)
         traffic.sent_bytes = 0
@@ -147,12 +147,6 @@ def advise_rank(
         budget_bytes=budget_bytes,
         plan=None if budget_bytes is None else _plan(measured, budget_bytes, offload_from(offload)),
     )
-
-
-def _built(target: str | Callable[..., Workload], settings: Mapping[str, Any], device: str | None) -> Workload:
-    if isinstance(target, str):
-        return on_device(load_target(target, settings), device)
-    return on_device(call_target(getattr(target, "__name__", repr(target)), target, settings), device)
 
 
 def _plan(measured: Profile, budget_bytes: int, offload: Offload) -> Plan | None:

@@ -13,7 +13,7 @@ from planner.capacity.scaling import IncompatibleProfiles, ProfileScaling
 from planner.capacity.step_trial import release
 from planner.distributed.collective import profile
 from planner.plans.cost_model import chain_of
-from planner.targets import call_target, load_target, on_device
+from planner.targets import build_target
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress
 from profiler.records import Profile
@@ -77,9 +77,7 @@ class WorkloadVariants:
         target, settings = self._target, {**self._settings, **changes}
         if isinstance(target, Workload):
             return target
-        if isinstance(target, str):
-            return on_device(load_target(target, settings), self._device)
-        return on_device(call_target(getattr(target, "__name__", repr(target)), target, settings), self._device)
+        return build_target(target, settings, self._device)
 
     def _why_no_micro_batches(self) -> str:
         key = self._batch_key

@@ -36,7 +36,7 @@ from planner.cli.options import (
 from planner.cli.several_ranks import ShardOption, engine_named, on_ranks, settings_of_rank
 from planner.cli.shell import ManyValues, PlannerGroup, check_folder, note, say_written, show, show_json, working
 from planner.cli.solve import solve_command
-from planner.units import parse_bytes
+from planner.units import check_size, parse_bytes
 
 if TYPE_CHECKING:
     from planner import Workload
@@ -250,8 +250,7 @@ def compare_command(
     from planner.plans.refusals import Infeasible
     from planner.training.solver_comparison import compare_solvers
 
-    if not budget.strip().endswith("%"):
-        parse_bytes(budget)  # refused before anything is measured
+    check_size(budget)  # refused before anything is measured
     with working() as progress:
         workload = _workload(target, settings, device)
         measured = profile(workload, progress=progress)
@@ -368,9 +367,9 @@ def demo_command() -> None:
 
 
 def _workload(target: str, settings: list[str] | None, device: str | None, engine: Engine | None = None) -> Workload:
-    from planner.targets import load_target, on_device, parse_settings
+    from planner.targets import build_target, parse_settings
 
-    return on_device(load_target(target, settings_of_rank(target, parse_settings(settings or []), engine)), device)
+    return build_target(target, settings_of_rank(target, parse_settings(settings or []), engine), device)
 
 
 def _say_without(why: str | None) -> None:

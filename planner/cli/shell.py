@@ -33,6 +33,11 @@ def speak_as(rank: int) -> None:
     _rank = rank
 
 
+def is_first() -> bool:
+    """Whether this is the rank that prints and writes; the only one where there are not several."""
+    return _rank == 0
+
+
 class PlannerGroup(TyperGroup):
     """The commands, ending as the contract says: 2 for wrong input, 3 where no plan comes out."""
 
@@ -45,11 +50,6 @@ class PlannerGroup(TyperGroup):
             refused = isinstance(error, NoPlan)
             note(f"{error.status if refused else 'error'}: {error}")  # On every rank: torchrun ends all with the first.
             raise typer.Exit(NO_PLAN if refused else WRONG_INPUT) from error
-
-
-def is_first() -> bool:
-    """Whether this is the rank that prints and writes; the only one where there are not several."""
-    return _rank == 0
 
 
 class ManyValues(TyperCommand):
@@ -110,7 +110,7 @@ def check_folder(path: Path | None) -> None:
 
 def show(*parts: RenderableType) -> None:
     """Print results for a person: to a terminal in its width, elsewhere plain and 100 columns wide."""
-    if _rank:
+    if not is_first():
         return
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
     for part in parts:
@@ -119,7 +119,7 @@ def show(*parts: RenderableType) -> None:
 
 def show_json(document: dict[str, Any]) -> None:
     """The one JSON document of ``--json``."""
-    if not _rank:
+    if is_first():
         typer.echo(json.dumps(document, indent=1, allow_nan=False))
 
 
@@ -131,7 +131,7 @@ def note(text: str) -> None:
 def say_written(*paths: Path | None) -> None:
     """What files have been written, and how large they are."""
     for path in paths:
-        if path is not None and not _rank:
+        if path is not None and is_first():
             note(f"written: {path} ({format_bytes(path.stat().st_size)})")
 
 
@@ -159,7 +159,7 @@ def working() -> Iterator[Report]:
 
 
 def _progress() -> contextlib.AbstractContextManager[Report]:
-    if _rank:
+    if not is_first():
         return contextlib.nullcontext(lambda what, done, total: None)
     return _bar() if sys.stderr.isatty() else contextlib.nullcontext(_lines())
 

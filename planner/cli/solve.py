@@ -159,11 +159,11 @@ def _verified(
     time_limit_seconds: float | None,
 ) -> Verification:
     from planner.plans.plan import Plan
-    from planner.targets import load_target, on_device, parse_settings
+    from planner.targets import build_target, parse_settings
     from planner.training.verification import verify
 
     plan = Plan.from_document(document, "the plan")
     with working() as progress:
-        workload = on_device(load_target(target, parse_settings(settings or [])), plan.device)
+        workload = build_target(target, parse_settings(settings or []), plan.device)
         progress("verify", 0, 1)
         return verify(workload, plan, solver=solver, time_limit_seconds=time_limit_seconds)

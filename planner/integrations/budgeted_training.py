@@ -15,7 +15,7 @@ from planner.plans.plan import Plan
 from planner.runtime.applier import Handle
 from planner.training.dynamic_shapes import DynamicHandle, apply_profiled
 from planner.training.verification import can_verify, verify as verified
-from planner.units import parse_bytes
+from planner.units import check_size, parse_bytes
 from profiler.records import Profile
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import is_compiled
@@ -57,7 +57,7 @@ class BudgetedTraining:
         verify: bool = True,
         watch: bool | None = None,
     ) -> None:
-        parse_bytes(budget, whole_bytes=1 << 60)  # A wrong one is said before anything is built on it.
+        check_size(budget)  # A wrong one is said before anything is built on it.
         if limit is not None:
             parse_bytes(limit)
         self.budget = budget

@@ -83,7 +83,7 @@ class CompiledCalls:
         else:
             diverged_stages.add(position)
             instead = "it stays compiled and is recomputed as a whole"
-        _warn(
+        warn_caller(
             f"planned stage {stage.name!r}: {stage.option or 'a choice of its ops'} cannot be recomputed inside "
             f"compiled code; {instead}. Profile the compiled model for a plan without such choices"
         )
@@ -91,11 +91,7 @@ class CompiledCalls:
     def _warn_of_the_peak(self) -> None:
         if not self._promised:
             self._promised = True
-            _warn(
+            warn_caller(
                 "apply: expected a plan from the profile of the compiled model, got one from the uncompiled one; "
                 "gradients are the same, the peak is not promised. Compile before planner.profile"
             )
-
-
-def _warn(text: str) -> None:
-    warn_caller(text)
