@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from planner import zoo
+from profiler.target_record import TargetRecord
 from profiler.workload.workload import Workload
 
 _FORMS = "zoo:NAME, path/to/file.py:function or package.module:function"
@@ -47,6 +48,42 @@ def build_target(
     if isinstance(target, str):
         return on_device(load_target(target, settings), device)
     return on_device(call_target(getattr(target, "__name__", repr(target)), target, settings or {}), device)
+
+
+def build_recorded(record: TargetRecord, settings: Mapping[str, Any]) -> Workload:
+    """The workload of a target that was given earlier, perhaps in another folder.
+
+    Args:
+        record: its text, its device, and where it was given.
+        settings: keyword arguments of its function, in place of the record's.
+
+    Raises:
+        TargetError: as ``build_target``, or its file or its folder is no longer there.
+    """
+    return build_target(_found_again(record), settings, record.device)
+
+
+def _found_again(record: TargetRecord) -> str:
+    """The target's text, as it is valid in the current folder; what lies in the recorded one comes first."""
+    place, _, name = record.text.strip().rpartition(":")
+    folder = Path(record.folder)
+    if not record.folder or folder == Path.cwd():
+        return record.text
+    if place.endswith(".py"):
+        if found := next((path for path in (folder / place, Path(place)) if path.is_file()), None):
+            return f"{found}:{name}"
+        raise NoTarget(
+            f"TARGET: expected the file of {record.text!r}, which was profiled, got none at {str(folder / place)!r} "
+            "and none here; name the target at the command line"
+        )
+    if not folder.is_dir():
+        raise NoTarget(
+            f"TARGET: expected the folder in which {record.text!r} was profiled, got none at {record.folder!r}; "
+            "name the target at the command line"
+        )
+    _put_on_path(Path.cwd())
+    _put_on_path(folder)
+    return record.text
 
 
 def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Workload:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from profiler.json_files import from_plain, read_document, to_plain, write_document
 from profiler.records import FORMAT, VERSION, Bytes, LinkRecord, Phase, ResidentBytes, Seconds
 from profiler.step_graph import StepGraph
+from profiler.target_record import TargetRecord
 
 GRAPH_KIND = "graph"
 
@@ -39,6 +40,7 @@ class GraphProfile:
         step_seconds: each plain step that was timed.
         evaluations: how often a step runs forward and backward.
         link: to host memory; None where the device has none.
+        target: what the command line built it from; None for a workload that Python made.
     """
 
     kind: ClassVar[str] = GRAPH_KIND
@@ -64,6 +66,7 @@ class GraphProfile:
     step_seconds: tuple[Seconds, ...]
     evaluations: int = 1
     link: LinkRecord | None = None
+    target: TargetRecord | None = None
 
     def __repr__(self) -> str:
         return (

@@ -14,6 +14,7 @@ import msgspec
 
 from profiler.json_files import from_plain, read_document, to_plain, write_document
 from profiler.op_graph import KEYS as OP_GRAPH_KEYS, StageOps
+from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -311,6 +312,7 @@ class Profile:
         forward_nodes: autograd nodes that the model's forward makes; 0 where that is not known, or it is compiled.
         unsteady: what takes other bytes in other steps, a line each; the peak is not promised where there is any.
         left_out: blocks that no stage could be made of although they keep much.
+        target: what the command line built it from; None for a workload that Python made.
     """
 
     model_class: str
@@ -338,6 +340,7 @@ class Profile:
     frugal: bool = False
     collective_bytes: Bytes = 0
     beside: tuple[tuple[int, Bytes], ...] = ()
+    target: TargetRecord | None = None
 
     def __repr__(self) -> str:
         stages = sum(stage.kind == "stage" for stage in self.stages)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +28,7 @@ from planner.cli.options import (
     NoMenus,
     NoOffload,
     OffloadOnly,
+    OptionalTarget,
     Out,
     RulesFile,
     Settings,
@@ -37,6 +39,7 @@ from planner.cli.several_ranks import ShardOption, engine_named, on_ranks, setti
 from planner.cli.shell import ManyValues, PlannerGroup, check_folder, note, say_written, show, show_json, working
 from planner.cli.solve import solve_command
 from planner.units import check_size, parse_bytes
+from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
     from planner import Workload
@@ -105,14 +108,16 @@ def profile_command(
         parse_bytes(limit)
     from planner.distributed.collective import profile
 
+    given = TargetRecord.given(target, settings, device)
     if graph:
-        _profile_graph(target, settings, device, output, others=bool(stages or rules or limit or states or ops))
+        _profile_graph(given, output, others=bool(stages or rules or limit or states or ops))
         return
     with working() as progress:
-        workload = _workload(target, settings, device)
+        workload = _workload(given)
         measured = profile(
             workload, stages=stages or None, menus=not no_menus, rules=stated, limit=limit, progress=progress
         )
+    measured = replace(measured, target=given)
     if output is not None:
         measured.save(output)
     show(profile_report(measured))
@@ -125,9 +130,7 @@ def profile_command(
     say_written(output)
 
 
-def _profile_graph(
-    target: str, settings: list[str] | None, device: str | None, output: Path | None, *, others: bool
-) -> None:
+def _profile_graph(target: TargetRecord, output: Path | None, *, others: bool) -> None:
     from planner.cli.graph_tables import graph_profile_report
     from planner.distributed.collective import profile
 
@@ -137,7 +140,7 @@ def _profile_graph(
             "one of them; leave it out"
         )
     with working() as progress:
-        measured = profile(_workload(target, settings, device), graph=True, progress=progress)
+        measured = replace(profile(_workload(target), graph=True, progress=progress), target=target)
     if output is not None:
         measured.save(output)
     show(graph_profile_report(measured))
@@ -194,7 +197,7 @@ def pareto_command(
 
 @app.command("train", cls=ManyValues)
 def train_command(
-    target: TargetArgument,
+    target: OptionalTarget = None,
     plan: Annotated[Path | None, typer.Option(help="The plan to apply.")] = None,
     budget: Annotated[
         str | None, typer.Option(metavar="B", help="Instead of a plan: profile, and solve for this budget, first.")
@@ -219,12 +222,13 @@ def train_command(
     Under torchrun on several ranks, each with a batch of its own; the first one prints.
     """
     engine = engine_named(shard)
-    from planner.cli.train import PlanRequest, run_train
+    from planner.cli.train import PlanRequest, TargetRequest, run_train
 
     with on_ranks(engine):
         run_train(
             PlanRequest(file=plan, budget=budget, graph=graph),
-            lambda: _workload(target, settings, device, engine),
+            TargetRequest(text=target, settings=settings, device=device),
+            lambda chosen: _workload(chosen, engine),
             steps=steps,
             retries=retry,
             as_json=as_json,
@@ -252,7 +256,7 @@ def compare_command(
 
     check_size(budget)  # refused before anything is measured
     with working() as progress:
-        workload = _workload(target, settings, device)
+        workload = _workload(TargetRecord.given(target, settings, device))
         measured = profile(workload, progress=progress)
         budget_bytes = parse_bytes(budget, whole_bytes=measured.unplanned_peak_bytes)
         ops = profile(workload, graph=True, progress=progress) if graph else None
@@ -351,7 +355,7 @@ def show_command(
 
     if measure is None and (settings or device):
         raise ValueError("--set, --device: expected them beside --measure TARGET, got no TARGET; name the model")
-    build = None if measure is None else lambda: _workload(measure, settings, device)
+    build = None if measure is None else lambda: _workload(TargetRecord.given(measure, settings, device))
     run_show(file, ShowRequest(ops=ops, timeline=timeline, csv=csv, peak_csv=peak_csv, workload=build))
 
 
@@ -366,10 +370,10 @@ def demo_command() -> None:
     run_demo()
 
 
-def _workload(target: str, settings: list[str] | None, device: str | None, engine: Engine | None = None) -> Workload:
-    from planner.targets import build_target, parse_settings
+def _workload(target: TargetRecord, engine: Engine | None = None) -> Workload:
+    from planner.targets import build_recorded, parse_settings
 
-    return build_target(target, settings_of_rank(target, parse_settings(settings or []), engine), device)
+    return build_recorded(target, settings_of_rank(target.text, parse_settings(target.settings), engine))
 
 
 def _say_without(why: str | None) -> None:

@@ -26,6 +26,12 @@ COMPARE_SECONDS = 10.0
 TargetArgument = Annotated[
     str, typer.Argument(metavar="TARGET", help="zoo:NAME, path/to/file.py:function or module:function")
 ]
+OptionalTarget = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[TARGET]", help="As for profile; of a plan that records its target, it may be left out, and --set too."
+    ),
+]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE ...", help="Arguments of the target's function.")
 ]

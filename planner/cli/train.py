@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
@@ -19,11 +19,13 @@ from planner.distributed.solving import solve
 from planner.plans.given_sources import plan_from_file
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
+from planner.runtime.model_match import PlanMismatch
 from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
 from planner.training.oom_report import FailureReport, failure_text
 from planner.training.training import OutOfMemory, TrainingRun, train_planned
 from profiler.measurement.device_memory import has_expandable_segments, ran_out
 from profiler.measurement.measuring import Progress
+from profiler.target_record import TargetRecord
 from profiler.workload.workload import Workload
 
 
@@ -56,17 +58,42 @@ class PlanRequest:
             raise ValueError("--graph: expected it with --budget, got --plan, which says by itself; leave it out")
         return plan_from_file(self.file)
 
-    def made_for(self, workload: Workload, progress: Progress) -> Plan | GraphPlan:
-        """The plan for a workload, profiled and solved for."""
+    def made_for(self, workload: Workload, target: TargetRecord, progress: Progress) -> Plan | GraphPlan:
+        """The plan for the workload of a target, profiled and solved for."""
         assert self.budget is not None
         if self.graph:
-            return solve(profile(workload, graph=True, progress=progress), self.budget)
-        return solve(profile(workload, progress=progress), self.budget)
+            return solve(replace(profile(workload, graph=True, progress=progress), target=target), self.budget)
+        return solve(replace(profile(workload, progress=progress), target=target), self.budget)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetRequest:
+    """What the command line says of the target: all of it, or what differs from the plan's own."""
+
+    text: str | None
+    settings: Sequence[str] | None
+    device: str | None
+
+    def chosen(self, plan: Plan | GraphPlan | None, file: Path | None) -> TargetRecord:
+        """The target to train: the one that is named, else the plan's with the settings and the device given here.
+
+        Raises:
+            ValueError: neither is there.
+        """
+        if self.text is not None:
+            return TargetRecord.given(self.text, self.settings, self.device)
+        if plan is not None and plan.target is not None:
+            return plan.target.with_changes(self.settings or (), self.device)
+        got = "none" if file is None else f"none, and {file} records none (Python made it, or an older release)"
+        raise ValueError(
+            f"TARGET: expected the model to train, got {got}; name it: zoo:NAME or path/to/file.py:function"
+        )
 
 
 def run_train(
     wanted: PlanRequest,
-    build: Callable[[], Workload],
+    target: TargetRequest,
+    build: Callable[[TargetRecord], Workload],
     *,
     steps: int,
     retries: int,
@@ -85,13 +112,14 @@ def run_train(
     """
     check_folder(save_plan)
     plan = wanted.read()
+    chosen = target.chosen(plan, wanted.file)
     with working() as progress:
-        workload = build()
+        workload = build(chosen)
         if shard is None:
             check_joined()
         else:
             workload = sharded_together(workload, shard)
-        plan = wanted.made_for(workload, progress) if plan is None else plan
+        plan = wanted.made_for(workload, chosen, progress) if plan is None else plan
     try:
         with working() as progress:
             progress(f"train {steps} steps", 0, 1)
@@ -103,6 +131,11 @@ def run_train(
         if save_plan is not None:
             note(f"not written: {save_plan}: no plan came to the end of training")
         raise typer.Exit(NO_PLAN) from failure
+    except PlanMismatch as mismatch:
+        if target.text is None or plan.target is None:
+            raise
+        made_of = f"{wanted.file} was made of {plan.target.arguments}, which is trained where TARGET is left out"
+        raise ValueError(f"{mismatch} ({made_of})") from mismatch
     except RankError as failure:
         if not ran_out(failure):
             raise

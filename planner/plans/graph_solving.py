@@ -197,6 +197,7 @@ class _Solving:
         assert status in ("optimal", "feasible")
         return GraphPlan(
             model_class=profile.model_class,
+            target=profile.target,
             input_shapes=profile.input_shapes,
             device=profile.device,
             precision=profile.precision,

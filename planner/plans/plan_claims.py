@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from planner.units import counted, format_bytes, format_seconds
 from profiler.json_files import write_document
+from profiler.target_record import TargetRecord
 from solvers.problem.link import Link
 
 FORMAT = "planner-plan"
@@ -44,6 +45,7 @@ class PlanClaims:
         offload_only: whether it was asked for that nothing is recomputed; ``solver`` may name that method without.
         stated: what was stated by hand and what it came to, one line each; empty for a plan that was solved for.
         restricted: status and bound hold among the plans that do what was stated.
+        target: as in the profile.
     """
 
     model_class: str
@@ -71,6 +73,7 @@ class PlanClaims:
     offload_only: bool = False
     stated: tuple[str, ...] = ()
     restricted: bool = False
+    target: TargetRecord | None = None
 
     @property
     def slowdown(self) -> float:

@@ -324,6 +324,7 @@ def plan_of(
     seconds_outside_chain = profile.unplanned_seconds - saved_seconds - problem.chain.unplanned_seconds
     return Plan(
         model_class=profile.model_class,
+        target=profile.target,
         profile_fingerprint=profile.fingerprint,
         input_shapes=profile.input_shapes,
         device=profile.device,

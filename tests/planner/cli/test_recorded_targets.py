@@ -1,0 +1,100 @@
+"""A profile and a plan know the target that they were made of: training needs neither it nor its settings again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import planner
+from profiler.target_record import TargetRecord
+from tests.support.command_line import TARGETS, done, refused
+
+BUILD = (
+    TARGETS
+    + """
+def sized(width=8, depth=2):
+    blocks = [torch.nn.Linear(width, width) for _ in range(depth)]
+    return Workload(model=torch.nn.Sequential(*blocks), inputs=torch.ones(4, width), loss=lambda y: y.sum())
+"""
+)
+
+
+TINY = ["--set", "layers=2", "hidden=8", "batch=4"]
+
+
+def losses_of(*args):
+    return json.loads(done("train", *args, "--steps", "2", "--json").stdout)["losses"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    done("profile", "zoo:mlp", *TINY, "--no-menus", "-o", folder / "profile.json")
+    done("solve", folder / "profile.json", "--budget", "100%", "-o", folder / "plan.json")
+    return folder
+
+
+def test_the_plan_of_a_zoo_model_is_trained_without_naming_it(tiny):
+    plan = tiny / "plan.json"
+    assert planner.Plan.load(plan).target == TargetRecord(text="zoo:mlp", settings=tuple(TINY[1:]))
+    named = losses_of("zoo:mlp", *TINY, "--plan", plan)
+    assert losses_of("--plan", plan) == named
+    seeded = losses_of("--plan", plan, "--set", "seed=5")
+    assert seeded == losses_of("zoo:mlp", *TINY, "seed=5", "--plan", plan) != named
+
+
+@pytest.fixture
+def plan_of_a_file(tmp_path, monkeypatch):
+    """Of sized() in a folder of its own; the current folder is another one."""
+    for name in ("code", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "code" / "own.py").write_text(BUILD)
+    monkeypatch.chdir(tmp_path / "code")
+    done("profile", "own.py:sized", "--set", "depth=3", "--no-menus", "-o", "profile.json")
+    done("solve", "profile.json", "--budget", "100%", "-o", tmp_path / "elsewhere" / "plan.json")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path
+
+
+def test_the_plan_of_a_file_is_trained_from_another_folder(plan_of_a_file):
+    assert len(losses_of("--plan", "plan.json")) == 2
+
+
+def test_a_file_that_is_gone_is_refused_with_its_place_unless_it_lies_here(plan_of_a_file):
+    (plan_of_a_file / "code" / "own.py").rename(plan_of_a_file / "own.py")
+    message = refused("train", "--plan", "plan.json")
+    assert f"expected the file of 'own.py:sized', which was profiled, got none at '{plan_of_a_file}/code/own" in message
+    (plan_of_a_file / "own.py").rename("own.py")
+    assert len(losses_of("--plan", "plan.json")) == 2
+
+
+def test_a_target_given_beside_the_plan_comes_first_and_a_mismatch_names_the_plan_s(plan_of_a_file):
+    message = refused("train", "../code/own.py:sized", "--plan", "plan.json")
+    assert "has no module '2'" in message and "plan.json was made of own.py:sized --set depth=3" in message
+
+
+def test_without_any_target_training_is_refused(tiny, tmp_path):
+    replace(planner.Plan.load(tiny / "plan.json"), target=None).save(tmp_path / "plan.json")
+    assert "plan.json records none" in refused("train", "--plan", tmp_path / "plan.json")
+    assert "TARGET: expected the model to train, got none; " in refused("train", "--budget", "60%")
+
+
+def test_files_of_releases_without_targets_are_read(tiny, tmp_path):
+    for name, kind in (("profile.json", planner.Profile), ("plan.json", planner.Plan)):
+        document = json.loads((tiny / name).read_text())
+        del document["target"]
+        (tmp_path / name).write_text(json.dumps(document))
+        assert kind.load(tmp_path / name).target is None
+
+
+def test_a_module_is_found_in_the_folder_where_it_was_profiled(tmp_path, monkeypatch):
+    (tmp_path / "recorded_module.py").write_text(BUILD)
+    record = TargetRecord(text="recorded_module:talks", folder=str(tmp_path))
+    from planner.targets import NoTarget, build_recorded
+
+    monkeypatch.syspath_prepend(str(tmp_path / "first"))
+    assert len([*build_recorded(record, {}).model.children()]) == 3
+    with pytest.raises(NoTarget, match="expected the folder in which"):
+        build_recorded(replace(record, folder=str(tmp_path / "gone")), {})
