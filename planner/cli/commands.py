@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,21 +28,19 @@ from planner.cli.options import (
     NoOffload,
     OffloadOnly,
     OptionalTarget,
-    Out,
-    RulesFile,
     Settings,
     TargetArgument,
     offload_options,
 )
-from planner.cli.several_ranks import ShardOption, engine_named, on_ranks, settings_of_rank
+from planner.cli.profiling import profile_command
+from planner.cli.several_ranks import ShardOption, engine_named, on_ranks, settings_of_rank, workload_of
 from planner.cli.shell import ManyValues, PlannerGroup, check_folder, note, say_written, show, show_json, working
 from planner.cli.solve import solve_command
 from planner.units import check_size, parse_bytes
 from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
-    from planner import Workload
-    from planner.distributed.sharding import Engine
+    pass
 
 app = typer.Typer(
     cls=PlannerGroup,
@@ -68,85 +65,7 @@ def without_command(
         show(context.get_help())
 
 
-@app.command("profile", cls=ManyValues)
-def profile_command(
-    target: TargetArgument,
-    settings: Settings = None,
-    device: Device = None,
-    stages: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN ...", help="Module names, glob patterns or classes; found automatically else."),
-    ] = None,
-    rules: RulesFile = None,
-    no_menus: Annotated[
-        bool, typer.Option("--no-menus", help="Measure whole stages only, and inside them what --rules ask for.")
-    ] = False,
-    limit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES",
-            help="No step of profiling takes more; for a step that does not fit. By itself where needed.",
-        ),
-    ] = None,
-    graph: Annotated[
-        bool, typer.Option("--graph", help="Forward and backward as one graph of single ops, instead of stages.")
-    ] = False,
-    states: Annotated[
-        bool, typer.Option("--states", help="Print the model states, measured in two more steps and by formula.")
-    ] = False,
-    ops: Annotated[bool, typer.Option("--ops", help="Print every op's record, largest output first.")] = False,
-    ops_limit: Annotated[int, typer.Option(min=0, help="Rows of --ops; 0 for all.")] = 40,
-    output: Out = None,
-) -> None:
-    """Measure one training step: what each stage costs in bytes and seconds."""
-    from planner.cli.tables import ops_report, profile_report
-    from planner.plans.rules import Rules
-
-    check_folder(output)
-    stated = None if rules is None else Rules.load(rules)  # refused before anything is measured
-    if limit is not None:
-        parse_bytes(limit)
-    from planner.distributed.collective import profile
-
-    given = TargetRecord.given(target, settings, device)
-    if graph:
-        _profile_graph(given, output, others=bool(stages or rules or limit or states or ops))
-        return
-    with working() as progress:
-        workload = _workload(given)
-        measured = profile(
-            workload, stages=stages or None, menus=not no_menus, rules=stated, limit=limit, progress=progress
-        )
-    measured = replace(measured, target=given)
-    if output is not None:
-        measured.save(output)
-    show(profile_report(measured))
-    if states:
-        from planner.explain.state_table import model_states, states_report
-
-        show("", states_report(model_states(workload)))
-    if ops:
-        show("", ops_report(measured.op_records, limit=ops_limit))
-    say_written(output)
-
-
-def _profile_graph(target: TargetRecord, output: Path | None, *, others: bool) -> None:
-    from planner.cli.graph_tables import graph_profile_report
-    from planner.distributed.collective import profile
-
-    if others:
-        raise ValueError(
-            "--graph: expected it without --stages, --rules, --limit, --states and --ops, which are about stages, got "
-            "one of them; leave it out"
-        )
-    with working() as progress:
-        measured = replace(profile(_workload(target), graph=True, progress=progress), target=target)
-    if output is not None:
-        measured.save(output)
-    show(graph_profile_report(measured))
-    say_written(output)
-
-
+app.command("profile", cls=ManyValues)(profile_command)
 app.command("solve", cls=ManyValues)(solve_command)
 
 
@@ -228,7 +147,7 @@ def train_command(
         run_train(
             PlanRequest(file=plan, budget=budget, graph=graph),
             TargetRequest(text=target, settings=settings, device=device),
-            lambda chosen: _workload(chosen, engine),
+            lambda chosen: workload_of(chosen, engine),
             steps=steps,
             retries=retry,
             as_json=as_json,
@@ -256,7 +175,7 @@ def compare_command(
 
     check_size(budget)  # refused before anything is measured
     with working() as progress:
-        workload = _workload(TargetRecord.given(target, settings, device))
+        workload = workload_of(TargetRecord.given(target, settings, device))
         measured = profile(workload, progress=progress)
         budget_bytes = parse_bytes(budget, whole_bytes=measured.unplanned_peak_bytes)
         ops = profile(workload, graph=True, progress=progress) if graph else None
@@ -355,7 +274,7 @@ def show_command(
 
     if measure is None and (settings or device):
         raise ValueError("--set, --device: expected them beside --measure TARGET, got no TARGET; name the model")
-    build = None if measure is None else lambda: _workload(TargetRecord.given(measure, settings, device))
+    build = None if measure is None else lambda: workload_of(TargetRecord.given(measure, settings, device))
     run_show(file, ShowRequest(ops=ops, timeline=timeline, csv=csv, peak_csv=peak_csv, workload=build))
 
 
@@ -368,12 +287,6 @@ def demo_command() -> None:
     from planner.cli.demo import run_demo
 
     run_demo()
-
-
-def _workload(target: TargetRecord, engine: Engine | None = None) -> Workload:
-    from planner.targets import build_recorded, parse_settings
-
-    return build_recorded(target, settings_of_rank(target.text, parse_settings(target.settings), engine))
 
 
 def _say_without(why: str | None) -> None:

@@ -1,22 +1,27 @@
-"""The JSON documents of the command line beside solutions: refusals, training runs and comparisons."""
+"""The JSON documents of the command line beside solutions: profiles, refusals, training runs and comparisons."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.plans.refusals import NoPlan
 from planner.training.oom_report import failure_document
-from profiler.records import Profile
+from profiler.graph_profile import GraphProfile
+from profiler.records import OpRecord, Profile, StageRecord
 
 if TYPE_CHECKING:
     from planner.training.solver_comparison import ComparisonRow
     from planner.training.training import OutOfMemory, TrainingRun
 
+_OF_STAGES = ("fingerprint", "frugal", "unsteady", "left_out")
 _UNKNOWN_WITHOUT_PLAN = ("predicted_peak_bytes", "predicted_seconds", "gap", "recomputed_seconds")
 
 
@@ -39,6 +44,39 @@ def refusal_document(
         "left_out": [dataclasses.asdict(record) for record in refusal.left_out],
         "stages": [],
     }
+
+
+def profile_document(
+    profile: Profile | GraphProfile, path: Path, parts: Mapping[str, Sequence[Any]] | None = None
+) -> dict[str, Any]:
+    """What ``profile --json`` says: the step and its stages in short, and where all of it is.
+
+    Args:
+        profile: of stages or of a graph.
+        path: its file.
+        parts: records to add, by their key.
+    """
+    kept = ("model_class", "device", "device_name", "torch_version", "precision", "target", "input_shapes")
+    measured = ("unplanned_peak_bytes", "unplanned_seconds", "evaluations", "resident", "optimizer")
+    plain = {name: msgspec.to_builtins(getattr(profile, name)) for name in (*kept, *measured)}
+    document = {"status": "profiled", "file": str(path), **plain, "resident_bytes": profile.resident.total}
+    if isinstance(profile, Profile):
+        document |= {name: msgspec.to_builtins(getattr(profile, name)) for name in _OF_STAGES}
+        document["stages"] = [_stage_document(stage) for stage in profile.stages]
+    else:
+        document["ops"] = len(profile.graph.ops)
+    return document | {key: [_plain(record) for record in records] for key, records in (parts or {}).items()}
+
+
+def _stage_document(stage: StageRecord) -> dict[str, Any]:
+    document = {name: getattr(stage, name) for name in ("name", "kind", "module_class", "kept_bytes", "boundary_bytes")}
+    seconds = {"forward_seconds": stage.forward.seconds, "backward_seconds": stage.backward.seconds}
+    again = {name: getattr(stage, name) for name in ("recompute_seconds", "recompute_ops", "recomputable")}
+    return {**document, **seconds, **again}
+
+
+def _plain(record: Any) -> Any:
+    return record._asdict() if isinstance(record, OpRecord) else msgspec.to_builtins(record)
 
 
 def training_document(run: TrainingRun, allocator_advice: str = "") -> dict[str, Any]:

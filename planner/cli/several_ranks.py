@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.cli.shell import speak_as
+from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
     from planner.distributed.sharding import Engine
+    from profiler.workload.workload import Workload
 
 ENGINES = ("ddp", "fsdp2")  # as planner.distributed.sharding has them, which loads torch
 ShardOption = Annotated[
@@ -84,6 +86,17 @@ def check_joined() -> None:
             f"{processes} processes that know nothing of each other; give --shard"
         )
     speak_as(dist.get_rank())
+
+
+def workload_of(target: TargetRecord, engine: Engine | None = None) -> Workload:
+    """What a target builds on this rank.
+
+    Raises:
+        TargetError: as ``planner.targets.build_recorded``.
+    """
+    from planner.targets import build_recorded, parse_settings
+
+    return build_recorded(target, settings_of_rank(target.text, parse_settings(target.settings), engine))
 
 
 def settings_of_rank(target: str, settings: Mapping[str, Any], engine: Engine | None) -> dict[str, Any]:

@@ -45,7 +45,8 @@ def test_profile_takes_several_stage_patterns_after_one_option(files):
 
 
 @pytest.mark.slow
-def test_profile_ops_prints_the_largest_first_and_all_on_request(files):
+def test_profile_ops_prints_the_largest_first_and_all_on_request(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     limited = done("profile", "zoo:mlp", *SMALL, "--ops", "--ops-limit", "5").stdout
     everything = done("profile", "zoo:mlp", *SMALL, "--ops", "--ops-limit", "0").stdout
     assert limited.count("aten.") == 5

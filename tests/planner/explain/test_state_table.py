@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -284,7 +285,10 @@ def test_a_compiled_model_is_still_compiled_afterwards() -> None:
     assert calls
 
 
-def test_the_command_line_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_shows_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     sizes = ("layers=1", "hidden=16", "batch=4", "precision=amp-fp16", "optimizer=adafactor")
     with pytest.raises(SystemExit) as ended:
         app(["profile", "zoo:mlp", "--set", *sizes, "--no-menus", "--states"])

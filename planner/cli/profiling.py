@@ -1,0 +1,149 @@
+"""The command ``profile``: one training step measured, as a table or JSON, and the file that it goes to."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from planner.cli.options import AsJson, Device, RulesFile, Settings, TargetArgument
+from planner.cli.several_ranks import workload_of
+from planner.cli.shell import check_folder, say_written, show, show_json, working
+from planner.units import parse_bytes
+from profiler.json_files import to_plain
+from profiler.records import FORMAT
+from profiler.target_record import TargetRecord
+
+if TYPE_CHECKING:
+    from planner.explain.state_table import ModelStates
+    from profiler.workload.workload import Workload
+
+
+def profile_command(
+    target: TargetArgument,
+    settings: Settings = None,
+    device: Device = None,
+    stages: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN ...", help="Module names, glob patterns or classes; found automatically else."),
+    ] = None,
+    rules: RulesFile = None,
+    no_menus: Annotated[
+        bool, typer.Option("--no-menus", help="Measure whole stages only, and inside them what --rules ask for.")
+    ] = False,
+    limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="No step of profiling takes more; for a step that does not fit. By itself where needed.",
+        ),
+    ] = None,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Forward and backward as one graph of single ops, instead of stages.")
+    ] = False,
+    states: Annotated[
+        bool, typer.Option("--states", help="Print the model states, measured in two more steps and by formula.")
+    ] = False,
+    ops: Annotated[bool, typer.Option("--ops", help="Print every op's record, largest output first.")] = False,
+    ops_limit: Annotated[int, typer.Option(min=0, help="Rows of --ops; 0 for all.")] = 40,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File to write; named after the target if unset.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure one training step: what each stage costs in bytes and seconds.
+
+    Without -o the profile goes to a file of this folder that is named after the target: gpt2.profile.json of zoo:gpt2.
+    Only a profile of the same target, settings and device is overwritten; else the next free number is added.
+    """
+    from planner.cli import documents
+    from planner.cli.tables import ops_report, profile_report
+    from planner.distributed.collective import profile
+    from planner.plans.rules import Rules
+
+    check_folder(output)
+    stated = None if rules is None else Rules.load(rules)  # refused before anything is measured
+    if limit is not None:
+        parse_bytes(limit)
+    given = TargetRecord.given(target, settings, device)
+    path = output or default_file(given, graph=graph)
+    check_folder(path)
+    if graph:
+        _profile_graph(given, path, others=bool(stages or rules or limit or states or ops), as_json=as_json)
+        return
+    with working() as progress:
+        workload = workload_of(given)
+        measured = profile(
+            workload, stages=stages or None, menus=not no_menus, rules=stated, limit=limit, progress=progress
+        )
+    measured = replace(measured, target=given)
+    measured.save(path)
+    state_rows = _states_of(workload) if states else None
+    if as_json:
+        parts = {"states": state_rows.rows} if state_rows is not None else {}
+        parts |= {"op_records": measured.op_records} if ops else {}
+        show_json(documents.profile_document(measured, path, parts))
+    else:
+        show(profile_report(measured))
+        if state_rows is not None:
+            from planner.explain.state_table import states_report
+
+            show("", states_report(state_rows))
+        if ops:
+            show("", ops_report(measured.op_records, limit=ops_limit))
+    say_written(path)
+
+
+def _states_of(workload: Workload) -> ModelStates:
+    from planner.explain.state_table import model_states
+
+    with working():
+        return model_states(workload)
+
+
+def _profile_graph(target: TargetRecord, path: Path, *, others: bool, as_json: bool) -> None:
+    from planner.cli import documents
+    from planner.cli.graph_tables import graph_profile_report
+    from planner.distributed.collective import profile
+
+    if others:
+        raise ValueError(
+            "--graph: expected it without --stages, --rules, --limit, --states and --ops, which are about stages, got "
+            "one of them; leave it out"
+        )
+    with working() as progress:
+        measured = replace(profile(workload_of(target), graph=True, progress=progress), target=target)
+    measured.save(path)
+    if as_json:
+        show_json(documents.profile_document(measured, path))
+    else:
+        show(graph_profile_report(measured))
+    say_written(path)
+
+
+def default_file(target: TargetRecord, *, graph: bool) -> Path:
+    """Where a profile goes that is given no file: in the current folder, with the target's name and the first number
+    under which there is nothing yet, or a profile of the same target, settings and device.
+    """
+    place, _, name = target.text.strip().rpartition(":")
+    if place != "zoo":
+        name = f"{Path(place).stem if place.endswith('.py') else place.rpartition('.')[2]}-{name}"
+    stem = re.sub(r"[^\w.-]+", "_", name) or "model"
+    ending = "graph.profile.json" if graph else "profile.json"
+    names = (f"{stem}{'' if number == 1 else f'-{number}'}.{ending}" for number in itertools.count(1))
+    return next(path for path in map(Path, names) if not path.exists() or _is_of(path, target))
+
+
+def _is_of(path: Path, target: TargetRecord) -> bool:
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        return False
+    return document.get("target") == to_plain(target, {})
