@@ -5,6 +5,7 @@ Public names are resolved when they are first used, so that ``import profiler`` 
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from profiler.public_names import lazy_names
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from profiler.records import Profile as Profile
     from profiler.workload.steps import ProfileError as ProfileError
     from profiler.workload.workload import Workload as Workload
+
+# torch's profiler, by which the CPU's memory is metered, logs two lines to stderr whenever it runs.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 _NAMES = {
     "profiler.measurement.profiling": "profile",
