@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from profiler.public_names import lazy_names
+from planner.hidden_packages import refuse_hidden_packages
+
+refuse_hidden_packages()
+
+from profiler.public_names import lazy_names  # noqa: E402
 
 __version__ = "0.2.0.dev0"
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+import solvers  # noqa: F401  (before a target's folder is put first on the path)
 from planner import zoo
+from planner.hidden_packages import files_named_alike
 from profiler.target_record import TargetRecord
 from profiler.workload.workload import Workload
 
@@ -168,14 +170,14 @@ def _from_zoo(name: str, settings: Mapping[str, Any]) -> Workload:
 
 def _module(text: str, place: str) -> ModuleType:
     if place.endswith(".py"):
-        return _import(text, lambda: _load_file(text, Path(place)))
+        return _import(text, Path(place).parent, lambda: _load_file(text, Path(place)))
     if not all(part.isidentifier() for part in place.split(".")):
         raise NoTarget(f"target: expected {_FORMS}, got {text!r}; end the file's name with .py")
     _put_on_path(Path.cwd())
-    return _import(text, lambda: importlib.import_module(place))
+    return _import(text, Path.cwd(), lambda: importlib.import_module(place))
 
 
-def _import(text: str, load: Callable[[], ModuleType]) -> ModuleType:
+def _import(text: str, folder: Path, load: Callable[[], ModuleType]) -> ModuleType:
     try:
         return load()
     except TargetError:
@@ -184,8 +186,14 @@ def _import(text: str, load: Callable[[], ModuleType]) -> ModuleType:
     except (Exception, SystemExit) as error:
         raise NoTarget(
             f"target {text!r}: expected a module that imports, got {_describe(error)}; "
-            "check its name and that it imports on its own"
+            f"check its name and that it imports on its own{_named_alike(folder)}"
         ) from error
+
+
+def _named_alike(folder: Path) -> str:
+    """What files beside a target are not imported by their names; empty where there are none."""
+    files = ", ".join(str(path) for path in files_named_alike(folder))
+    return f"; rename {files}: the planner's own package of that name is imported instead" if files else ""
 
 
 def _load_file(text: str, path: Path) -> ModuleType:

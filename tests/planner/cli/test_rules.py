@@ -128,7 +128,7 @@ def test_bad_rules_are_refused_before_the_model_is_built(tmp_path, monkeypatch):
     def never(*_: object) -> None:
         raise AssertionError("built the model before reading the rules")
 
-    monkeypatch.setattr("planner.cli.commands._workload", never)
+    monkeypatch.setattr("planner.cli.profiling.workload_of", never)
     (tmp_path / "empty.toml").write_text("")
     assert "at least one rule" in refused("profile", "zoo:mlp", *SMALL, "--rules", tmp_path / "empty.toml")
 
