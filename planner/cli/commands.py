@@ -1,4 +1,4 @@
-"""The command line: profile, solve, pareto, train, compare, max-batch, advise, show and demo.
+"""The command line: profile, solve, pareto, train, fit, compare, max-batch, advise, show and demo.
 
 What a command needs is imported when it runs: help is there at once, and work on files loads no torch.
 """
@@ -14,6 +14,7 @@ import typer
 
 from planner import __version__
 from planner.cli.advise import advise_command
+from planner.cli.fit import fit_command
 from planner.cli.options import (
     COMPARE_SECONDS,
     PARETO_SECONDS,
@@ -154,6 +155,9 @@ def train_command(
             save_plan=save_plan,
             shard=engine,
         )
+
+
+app.command("fit", cls=ManyValues)(fit_command)
 
 
 @app.command("compare", cls=ManyValues)

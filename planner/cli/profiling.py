@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -71,7 +72,7 @@ def profile_command(
     if limit is not None:
         parse_bytes(limit)
     given = TargetRecord.given(target, settings, device)
-    path = output or default_file(given, graph=graph)
+    path = output or profile_file(given, graph=graph)
     check_folder(path)
     if graph:
         _profile_graph(given, path, others=bool(stages or rules or limit or states or ops), as_json=as_json)
@@ -126,24 +127,27 @@ def _profile_graph(target: TargetRecord, path: Path, *, others: bool, as_json: b
     say_written(path)
 
 
-def default_file(target: TargetRecord, *, graph: bool) -> Path:
-    """Where a profile goes that is given no file: in the current folder, with the target's name and the first number
-    under which there is nothing yet, or a profile of the same target, settings and device.
+def default_file(target: TargetRecord, ending: str, folder: Path = Path(), **same: Any) -> Path:
+    """Where a profile or a plan goes that is given no file: it has the target's name, and the first number under which
+    there is nothing yet, or a file of the same target, settings and device, and of the ``same`` values at its keys.
     """
     place, _, name = target.text.strip().rpartition(":")
     if place != "zoo":
         name = f"{Path(place).stem if place.endswith('.py') else place.rpartition('.')[2]}-{name}"
     stem = re.sub(r"[^\w.-]+", "_", name) or "model"
-    ending = "graph.profile.json" if graph else "profile.json"
-    names = (f"{stem}{'' if number == 1 else f'-{number}'}.{ending}" for number in itertools.count(1))
-    return next(path for path in map(Path, names) if not path.exists() or _is_of(path, target))
+    paths = (folder / f"{stem}{'' if number == 1 else f'-{number}'}.{ending}" for number in itertools.count(1))
+    expected = {"target": to_plain(target, {}), **same}
+    return next(path for path in paths if not path.exists() or _has(path, expected))
 
 
-def _is_of(path: Path, target: TargetRecord) -> bool:
+def _has(path: Path, expected: Mapping[str, Any]) -> bool:
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError):
         return False
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        return False
-    return document.get("target") == to_plain(target, {})
+    return isinstance(document, dict) and all(document.get(key) == value for key, value in expected.items())
+
+
+def profile_file(target: TargetRecord, folder: Path = Path(), *, graph: bool = False) -> Path:
+    """Where a profile goes that is given no file."""
+    return default_file(target, "graph.profile.json" if graph else "profile.json", folder, format=FORMAT)

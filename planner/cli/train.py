@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -100,8 +101,11 @@ def run_train(
     as_json: bool,
     save_plan: Path | None = None,
     shard: Engine | None = None,
-) -> None:
+    beside: Mapping[str, Any] | None = None,
+) -> TrainingRun:
     """Train and print; write the plan that training ended with to ``save_plan``.
+
+    The JSON document has ``beside``, too.
 
     With ``shard``, on a rank of the default process group, whose other ranks do the same.
 
@@ -126,7 +130,7 @@ def run_train(
             run = train_planned(workload, plan, steps=steps, retries=retries, on_failure=_say)
     except OutOfMemory as failure:
         if as_json:
-            show_json(documents.lost_training_document(plan, failure))
+            show_json({**documents.lost_training_document(plan, failure), **(beside or {})})
         note(f"out of memory: {failure}")
         if save_plan is not None:
             note(f"not written: {save_plan}: no plan came to the end of training")
@@ -145,10 +149,11 @@ def run_train(
         run.plan.save(save_plan)
     advice = _allocator_advice(run)
     if as_json:
-        show_json(documents.training_document(run, advice))
+        show_json({**documents.training_document(run, advice), **(beside or {})})
     else:
         show(tables.training_report(run, advice))
     say_written(save_plan)
+    return run
 
 
 def _say(failure: FailureReport) -> None:

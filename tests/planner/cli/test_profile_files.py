@@ -7,7 +7,7 @@ import json
 import pytest
 
 import planner
-from planner.cli.profiling import default_file
+from planner.cli.profiling import profile_file
 from profiler.target_record import TargetRecord
 from tests.support.command_line import done, refused
 
@@ -29,7 +29,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
     ],
 )
 def test_files_are_named_after_the_target(text, graph, name):
-    assert str(default_file(TargetRecord(text=text), graph=graph)) == name
+    assert str(profile_file(TargetRecord(text=text), graph=graph)) == name
 
 
 def test_a_profile_of_the_same_is_overwritten_and_of_anything_else_is_not(tmp_path):

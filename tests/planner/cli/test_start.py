@@ -26,7 +26,7 @@ try:
 except SystemExit as end:
     print(end.code, *sorted({"torch", "pandas", "matplotlib", "solvers"} & set(sys.modules)), file=sys.stderr)
 """
-COMMANDS = ("profile", "solve", "pareto", "train", "compare", "max-batch", "advise", "show", "demo")
+COMMANDS = ("profile", "solve", "pareto", "train", "fit", "compare", "max-batch", "advise", "show", "demo")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,131 @@
+"""The command ``fit``: the whole way from a target to steps under a plan, with the files that are made on it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from planner.cli.options import AsJson, BudgetText, Device, HeadroomText, Settings, TargetArgument
+from planner.cli.profiling import default_file, profile_file
+from planner.cli.several_ranks import workload_of
+from planner.cli.shell import check_folder, say_written, show, show_json, working
+from planner.units import check_size, counted, exact_bytes, format_bytes, format_seconds
+from profiler.target_record import TargetRecord
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from planner.plans.graph_plan import GraphPlan
+    from planner.plans.plan import Plan
+    from planner.training.training import TrainingRun
+    from profiler.graph_profile import GraphProfile
+    from profiler.records import Profile
+    from profiler.workload.workload import Workload
+
+
+def fit_command(
+    target: TargetArgument,
+    budget: BudgetText,
+    settings: Settings = None,
+    device: Device = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps under the plan.")] = 3,
+    graph: Annotated[bool, typer.Option("--graph", help="Plan single ops, instead of stages.")] = False,
+    headroom: HeadroomText = None,
+    folder: Annotated[
+        Path,
+        typer.Option("-o", "--output", metavar="FOLDER", help="Where profile and plan go.", show_default="this folder"),
+    ] = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """Profile a training step, solve for a budget, train under the plan, and say what was predicted and measured.
+
+    Writes the profile and the plan, named after the target, and overwrites only those of the same.
+    """
+    from planner.cli.train import PlanRequest, TargetRequest, run_train
+    from planner.plans.headroom import headroom_from
+    from planner.plans.plan_claims import FORMAT as PLAN_FORMAT
+
+    check_size(budget)  # refused before anything is measured
+    headroom_from(headroom or 0)
+    given = TargetRecord.given(target, settings, device)
+    profile_path = profile_file(given, folder, graph=graph)
+    check_folder(profile_path)
+    workload, profile = _profiled(given, profile_path, graph=graph)
+    plan = _solved(profile, budget, profile_path, headroom or 0, as_json=as_json)
+    ending = "graph.plan.json" if graph else "plan.json"
+    plan_path = default_file(given, ending, folder, format=PLAN_FORMAT, budget_bytes=plan.budget_bytes)
+    plan.save(plan_path)
+    if not as_json:
+        show(_unplanned(plan))
+    run = run_train(
+        PlanRequest(file=plan_path, budget=None, graph=False),
+        TargetRequest(text=target, settings=settings, device=device),
+        lambda _: workload,
+        steps=steps,
+        retries=0,
+        as_json=as_json,
+        beside={"profile": str(profile_path), "plan": str(plan_path), "plan_status": plan.status},
+    )
+    if not as_json:
+        show("", _answer(given, run))
+    say_written(profile_path, plan_path)
+
+
+def _profiled(target: TargetRecord, path: Path, *, graph: bool) -> tuple[Workload, Profile | GraphProfile]:
+    from planner.distributed.collective import profile
+
+    with working() as progress:
+        workload = workload_of(target)
+        measured = profile(workload, graph=True, progress=progress) if graph else profile(workload, progress=progress)
+    measured = replace(measured, target=target)
+    measured.save(path)
+    return workload, measured
+
+
+def _solved(
+    profile: Profile | GraphProfile, budget: str, path: Path, headroom: str | int, *, as_json: bool
+) -> Plan | GraphPlan:
+    """The plan; where there is none, the profile is there to be solved for another budget."""
+    from planner.cli.problem_solving import refusal_of
+    from planner.plans.refusals import NoPlan
+    from planner.plans.solving import solve
+
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return solve(profile, budget, headroom=headroom)
+    except NoPlan as refusal:
+        if as_json:
+            show_json({**refusal_of(refusal, profile), "profile": str(path)})
+        say_written(path)
+        raise
+
+
+def _unplanned(plan: Plan | GraphPlan) -> RenderableType:
+    from planner.explain.tables import facts
+
+    found = f"{plan.status}, by {plan.solver} in {format_seconds(plan.solve_seconds)}"
+    return facts(
+        [
+            ("unplanned peak", exact_bytes(plan.unplanned_peak_bytes)),
+            ("unplanned time", f"{format_seconds(plan.unplanned_seconds)} a step"),
+            ("plan", f"{found}; {counted(plan.recomputed_ops, 'op')} run again"),
+        ]
+    )
+
+
+def _answer(target: TargetRecord, run: TrainingRun) -> str:
+    """In one sentence."""
+    plan = run.plan
+    does = "trains" if run.measured_peak_bytes <= plan.budget_bytes else "does not train"
+    slowdown = run.measured_seconds / plan.unplanned_seconds if plan.unplanned_seconds else 1.0
+    return escape(
+        f"{target.text} {does} within {format_bytes(plan.budget_bytes)}: it takes "
+        f"{format_bytes(run.measured_peak_bytes)} in place of {format_bytes(plan.unplanned_peak_bytes)}, and "
+        f"{slowdown:.2f} times the time"
+    )
