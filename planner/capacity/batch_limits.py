@@ -74,6 +74,11 @@ class MaxBatch:
     offload: Limit
     best: Limit
 
+    @property
+    def largest(self) -> Limit:
+        """That of the largest size; of equal ones the first in the order none, recompute, offload."""
+        return max((self.none, self.recompute, self.offload), key=lambda limit: limit.size or 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:

@@ -64,13 +64,12 @@ def limits_report(limits: MaxBatch) -> RenderableType:
     """The limits in a table, with what is to be said of them below it."""
     title = f"Largest {limits.vary} within {exact_bytes(limits.budget_bytes)}"
     table = plain_table(title, ["with"], [limits.vary, "predicted", "peak", "samples/s", "of unplanned", "next one"])
-    for mode in MODE_NAMES:
-        table.add_row(MODE_NAMES[mode], *_cells(getattr(limits, mode)))
+    for name, limit in rows_of(limits):
+        table.add_row(name, *_cells(limit))
     free = [("headroom", f"{format_bytes(limits.headroom_bytes)} of the budget are left free")]
     weighted = [("of unplanned", f"of samples/s times {limits.vary}")] if _makes_samples_larger(limits) else []
-    best, states = limits.best, format_bytes(limits.states_bytes)
+    states = format_bytes(limits.states_bytes)
     rows = [
-        ("best throughput", f"{limits.vary}={best.size} with {MODE_NAMES[best.mode]}: {_speed(best)} samples/s"),
         *weighted,
         ("model states", f"{states} of the budget: parameters, gradients, optimizer states"),
         *(free if limits.headroom_bytes else []),
@@ -79,6 +78,12 @@ def limits_report(limits: MaxBatch) -> RenderableType:
         *((MODE_NAMES[mode], escape(limit.reason)) for mode in MODE_NAMES if (limit := getattr(limits, mode)).reason),
     ]
     return Group(table, facts(rows))
+
+
+def rows_of(limits: MaxBatch) -> list[tuple[str, Limit]]:
+    """The limit of each training mode, and the size of the best throughput, each with its name."""
+    modes = [(name, getattr(limits, mode)) for mode, name in MODE_NAMES.items()]
+    return [*modes, (f"fastest: {MODE_NAMES[limits.best.mode]}", limits.best)]
 
 
 def _makes_samples_larger(limits: MaxBatch) -> bool:
@@ -90,8 +95,9 @@ def _cells(limit: Limit) -> list[str]:
         return [_NOTHING if limit.size is None else "0", *[_NOTHING] * 5]
     peak = f"{format_bytes(limit.peak_bytes or 0)}{'' if limit.confirmed else ' (predicted)'}"
     relative = _NOTHING if limit.relative is None else f"{limit.relative:.3f} x"
-    after = "does not fit" if limit.next_fails else "see below"
-    return [str(limit.size), str(limit.predicted_size), peak, _speed(limit), relative, after]
+    after = "does not fit" if limit.next_fails else "fits or unknown" if limit.predicted_size is None else "see below"
+    predicted = _NOTHING if limit.predicted_size is None else str(limit.predicted_size)
+    return [str(limit.size), predicted, peak, _speed(limit), relative, after]
 
 
 def _speed(limit: Limit) -> str:

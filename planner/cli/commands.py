@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,7 +36,17 @@ from planner.cli.options import (
 )
 from planner.cli.profiling import profile_command
 from planner.cli.several_ranks import ShardOption, engine_named, on_ranks, settings_of_rank, workload_of
-from planner.cli.shell import ManyValues, PlannerGroup, check_folder, note, say_written, show, show_json, working
+from planner.cli.shell import (
+    ManyValues,
+    PlannerGroup,
+    check_folder,
+    is_first,
+    note,
+    say_written,
+    show,
+    show_json,
+    working,
+)
 from planner.cli.solve import solve_command
 from planner.units import check_size, parse_bytes
 from profiler.target_record import TargetRecord
@@ -215,6 +226,10 @@ def max_batch_command(
     host_memory: HostMemoryOption = None,
     headroom: HeadroomText = None,
     shard: ShardOption = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the plan of the largest batch, for train --plan.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture of the limits: .png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the largest batch that fits without a plan, with recompute, and with offload, and how fast each is.
@@ -226,9 +241,14 @@ def max_batch_command(
     from planner.capacity.batch_limits import NoBatch
     from planner.capacity.batch_report import batch_document, limits_report, no_batch_document
     from planner.capacity.batch_search import max_batch
+    from planner.explain.figures import check_picture
     from planner.plans.offload_request import Offload
     from planner.targets import parse_settings
 
+    check_folder(output)
+    check_folder(plot)
+    if plot is not None:
+        check_picture(plot)
     offload_request = offload_options(no_offload, link_gbps, devices_per_link, host_memory) or Offload()
     try:
         with on_ranks(engine), working() as progress:
@@ -249,10 +269,21 @@ def max_batch_command(
         if as_json:
             show_json(no_batch_document(refusal))
         raise
+    plan, size = limits.largest.plan, limits.largest.size
+    given = TargetRecord.given(target, settings, device).with_changes([f"{vary}={size}"], None)
+    if output is not None and plan is not None and is_first():
+        replace(plan, target=given).save(output)
+    if plot is not None and is_first():
+        from planner.capacity.batch_plot import draw_limits
+
+        draw_limits(limits, plot)
     if as_json:
         show_json(batch_document(limits))
     else:
         show(limits_report(limits))
+    if output is not None and plan is None:
+        note(f"not written: {output}: {vary}={size} is the largest, and it needs no plan")
+    say_written(output if plan is not None else None, plot)
 
 
 @app.command("show", cls=ManyValues)

@@ -270,11 +270,11 @@ def _stepped(workload):
 
 
 @pytest.mark.slow
-def test_the_command_says_what_the_contract_wants():
+def test_the_command_says_what_the_contract_wants_and_writes_a_plan_that_trains_and_a_picture(tmp_path):
     pairs = [f"{key}={value}" for key, value in SETTINGS.items()]
-    result = done(
-        "max-batch", "zoo:mlp", "--set", *pairs, "--step", str(STEP), "--budget", "1MB", "--no-menus", "--json"
-    )
+    plan, picture = tmp_path / "plan.json", tmp_path / "limits.svg"
+    search = ("max-batch", "zoo:mlp", "--set", *pairs, "--step", str(STEP), "--budget", "1MB", "--no-menus")
+    result = done(*search, "--json", "-o", plan, "--plot", picture)
     document = json.loads(result.stdout)
     for way in ("none", "recompute"):
         assert document[way]["batch"] > 0
@@ -283,6 +283,13 @@ def test_the_command_says_what_the_contract_wants():
     assert {"batch", "peak_bytes", "samples_per_second"} <= document["offload"].keys()
     assert document["offload"]["batch"] is None and "no link" in document["offload"]["reason"]
     assert document["best"]["way"] in ("none", "recompute")
+    assert document["recompute"]["batch"] > document["none"]["batch"]
+    size = document["recompute"]["batch"]
+    target = planner.Plan.load(plan).target
+    assert target is not None and target.settings[-1] == f"batch={size}"
+    trained = json.loads(done("train", "--plan", plan, "--steps", "1", "--json").stdout)
+    assert trained["measured_peak_bytes"] <= 1_000_000
+    assert f"{size}: " in picture.read_text() and "fastest: " in picture.read_text()
 
 
 def test_a_budget_for_nothing_ends_with_exit_code_3():
