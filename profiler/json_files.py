@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,14 +49,16 @@ def read_document(path: str | Path, formats: dict[str, int]) -> dict[str, Any]:
     """Read a JSON document and check what it is.
 
     Args:
-        path: the file.
+        path: the file; ``-`` is standard input.
         formats: accepted format names with the version this release reads.
 
     Raises:
         ValueError: no such file, no JSON (truncated), another format or version, or NaN in it.
     """
+    from_input = str(path) == "-"
+    path = "standard input" if from_input else path
     try:
-        text = Path(path).read_text()
+        text = sys.stdin.read() if from_input else Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: expected a readable JSON file, got {error}; check the path") from error
     try:

@@ -20,7 +20,7 @@ from planner.cli.options import (
     TargetArgument,
     offload_options,
 )
-from planner.cli.shell import NO_PLAN, check_folder, note, say_written, show, show_json, working
+from planner.cli.shell import NO_PLAN, check_folder, complain, say_written, show, show_json, working
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _advise_rank(
         show(rank_report_of(advice))
     if not advice.fits:
         short = format_bytes(advice.minimum_budget_bytes - (advice.budget_bytes or 0))
-        note(f"infeasible: no plan of a rank fits; the smallest that recomputes is {short} above the budget")
+        complain(f"infeasible: no plan of a rank fits; the smallest that recomputes is {short} above the budget")
         raise typer.Exit(NO_PLAN)
 
 
@@ -129,5 +129,5 @@ def _tell(advice: Advice, output: Path | None, *, as_json: bool) -> None:
     say_written(output)
     if not advice.fits:
         short = format_bytes(advice.nearest.short_bytes)
-        note(f"infeasible: no combination fits; {advice.nearest.title} comes nearest, {short} above the budget")
+        complain(f"infeasible: no combination fits; {advice.nearest.title} comes nearest, {short} above the budget")
         raise typer.Exit(NO_PLAN)

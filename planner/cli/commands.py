@@ -32,6 +32,7 @@ from planner.cli.options import (
     OptionalTarget,
     Settings,
     TargetArgument,
+    budget_callback,
     offload_options,
 )
 from planner.cli.profiling import profile_command
@@ -42,13 +43,14 @@ from planner.cli.shell import (
     check_folder,
     is_first,
     note,
+    say_so_much,
     say_written,
     show,
     show_json,
     working,
 )
 from planner.cli.solve import solve_command
-from planner.units import check_size, parse_bytes
+from planner.units import parse_bytes
 from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
@@ -68,8 +70,21 @@ app = typer.Typer(
 def without_command(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+    quiet: Annotated[
+        bool,
+        typer.Option(
+            "-q",
+            "--quiet",
+            help="Nothing on stderr but errors. This option and the next two may follow a command, too.",
+        ),
+    ] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="A line for each part of the work.")] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Every line that an error came through, not the target's own alone.")
+    ] = False,
 ) -> None:
     """Print the version, or help where no command is named."""
+    say_so_much(quiet=quiet, verbose=verbose, traceback=traceback)
     if version:
         show(f"planner {__version__}")
         raise typer.Exit
@@ -81,7 +96,7 @@ app.command("profile", cls=ManyValues)(profile_command)
 app.command("solve", cls=ManyValues)(solve_command)
 
 
-@app.command("pareto")
+@app.command("pareto", cls=ManyValues)
 def pareto_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile, a chain problem or a graph problem.")],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Picture: .png, .svg or .pdf.")] = None,
@@ -95,8 +110,10 @@ def pareto_command(
     link_gbps: LinkGbps = None,
     devices_per_link: DevicesPerLink = None,
     host_memory: HostMemoryOption = None,
+    as_json: AsJson = False,
 ) -> None:
     """Draw every solver's memory/time curve, the unplanned point and the lower bound."""
+    from planner.cli import documents
     from planner.cli.problem_solving import title_of
     from planner.cli.tables import frontier_report
     from planner.explain.figures import check_picture
@@ -122,7 +139,10 @@ def pareto_command(
         from planner.explain.pareto_plot import draw_pareto
 
         draw_pareto(frame, output, title=title)
-    show(frontier_report(frame, title))
+    if as_json:
+        show_json(documents.frontier_document(frame, title))
+    else:
+        show(frontier_report(frame, title))
     say_written(csv, output)
 
 
@@ -131,7 +151,12 @@ def train_command(
     target: OptionalTarget = None,
     plan: Annotated[Path | None, typer.Option(help="The plan to apply.")] = None,
     budget: Annotated[
-        str | None, typer.Option(metavar="B", help="Instead of a plan: profile, and solve for this budget, first.")
+        str | None,
+        typer.Option(
+            metavar="B",
+            callback=budget_callback,
+            help="Instead of a plan: profile, and solve for this budget, first.",
+        ),
     ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="With --budget: plan single ops, instead of stages.")] = False,
     settings: Settings = None,
@@ -188,7 +213,6 @@ def compare_command(
     from planner.plans.refusals import Infeasible
     from planner.training.solver_comparison import compare_solvers
 
-    check_size(budget)  # refused before anything is measured
     with working() as progress:
         workload = workload_of(TargetRecord.given(target, settings, device))
         measured = profile(workload, progress=progress)
@@ -214,7 +238,12 @@ def compare_command(
 @app.command("max-batch", cls=ManyValues)
 def max_batch_command(
     target: TargetArgument,
-    budget: Annotated[str, typer.Option("--budget", help="Of the whole step, as 32GB: 8GiB, 512MiB or bytes.")],
+    budget: Annotated[
+        str,
+        typer.Option(
+            "--budget", metavar="B", callback=budget_callback, help="Of the whole step, as 32GB: 8GiB, 512MiB or bytes."
+        ),
+    ],
     vary: Annotated[str, typer.Option(metavar="KEY", help="The --set key to search over, as seq.")] = "batch",
     step: Annotated[int, typer.Option(min=1, help="Sizes tried are multiples of it.")] = 1,
     settings: Settings = None,
@@ -300,6 +329,7 @@ def show_command(
     ] = None,
     settings: Settings = None,
     device: Device = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print a plan: its stages, what happens to their ops and why, and what is alive at its peak.
 
@@ -310,7 +340,7 @@ def show_command(
     if measure is None and (settings or device):
         raise ValueError("--set, --device: expected them beside --measure TARGET, got no TARGET; name the model")
     build = None if measure is None else lambda: workload_of(TargetRecord.given(measure, settings, device))
-    run_show(file, ShowRequest(ops=ops, timeline=timeline, csv=csv, peak_csv=peak_csv, workload=build))
+    run_show(file, ShowRequest(ops=ops, timeline=timeline, csv=csv, peak_csv=peak_csv, workload=build, as_json=as_json))
 
 
 app.command("advise", cls=ManyValues)(advise_command)

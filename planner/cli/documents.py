@@ -18,6 +18,8 @@ from profiler.graph_profile import GraphProfile
 from profiler.records import OpRecord, Profile, StageRecord
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from planner.training.solver_comparison import ComparisonRow
     from planner.training.training import OutOfMemory, TrainingRun
 
@@ -77,6 +79,12 @@ def _stage_document(stage: StageRecord) -> dict[str, Any]:
 
 def _plain(record: Any) -> Any:
     return record._asdict() if isinstance(record, OpRecord) else msgspec.to_builtins(record)
+
+
+def frontier_document(frame: pd.DataFrame, title: str) -> dict[str, Any]:
+    """What ``pareto --json`` says: a row for each point, with the columns of ``--csv``; None for what is not known."""
+    known = frame.astype(object).where(frame.notna(), None)
+    return {"status": "drawn", "title": title, "rows": known.to_dict("records")}
 
 
 def training_document(run: TrainingRun, allocator_advice: str = "") -> dict[str, Any]:

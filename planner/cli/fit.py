@@ -15,7 +15,7 @@ from planner.cli.options import AsJson, BudgetText, Device, HeadroomText, Settin
 from planner.cli.profiling import default_file, profile_file
 from planner.cli.several_ranks import workload_of
 from planner.cli.shell import check_folder, say_written, show, show_json, working
-from planner.units import check_size, counted, exact_bytes, format_bytes, format_seconds
+from planner.units import counted, exact_bytes, format_bytes, format_seconds
 from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
@@ -48,11 +48,8 @@ def fit_command(
     Writes the profile and the plan, named after the target, and overwrites only those of the same.
     """
     from planner.cli.train import PlanRequest, TargetRequest, run_train
-    from planner.plans.headroom import headroom_from
     from planner.plans.plan_claims import FORMAT as PLAN_FORMAT
 
-    check_size(budget)  # refused before anything is measured
-    headroom_from(headroom or 0)
     given = TargetRecord.given(target, settings, device)
     profile_path = profile_file(given, folder, graph=graph)
     check_folder(profile_path)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from planner.units import check_size, parse_bytes, parse_bytes_or_zero
 
 if TYPE_CHECKING:
     from planner.plans.offload_request import Offload
@@ -23,6 +26,30 @@ GRAPH_SECONDS, LARGE_GRAPH_SECONDS, LARGE_GRAPH_NODES, GRAPH_GAP = 60.0, 25.0, 5
 PARETO_SECONDS = 45.0  # of a graph
 COMPARE_SECONDS = 10.0
 
+
+def _checked(option: str, check: Callable[[str], object]) -> Callable[[str | None], str | None]:
+    """A callback that refuses a value before anything is done; what is wrong with it is said of the option."""
+
+    def callback(value: str | None) -> str | None:
+        try:
+            if value is not None:
+                check(value)
+        except ValueError as error:
+            raise ValueError(f"{option}: {str(error).partition(': ')[2]}") from error
+        return value
+
+    return callback
+
+
+def _check_headroom(text: str) -> None:
+    from planner.plans.headroom import headroom_from
+
+    headroom_from(text)
+
+
+budget_callback = _checked("--budget", check_size)
+limit_callback = _checked("--limit", parse_bytes)
+
 TargetArgument = Annotated[
     str, typer.Argument(metavar="TARGET", help="zoo:NAME, path/to/file.py:function or module:function")
 ]
@@ -36,7 +63,9 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE ...", help="Arguments of the target's function.")
 ]
 Device = Annotated[str | None, typer.Option(help="Move the model there first: cpu, cuda, cuda:1, ...")]
-_Budget = typer.Option("--budget", help="8GiB, 8GB, 512MiB, bytes, or 70% of the unplanned peak.")
+_Budget = typer.Option(
+    "--budget", metavar="B", callback=budget_callback, help="8GiB, 8GB, 512MiB, bytes, or 70% of the unplanned peak."
+)
 BudgetText = Annotated[str, _Budget]
 BudgetOrRules = Annotated[str | None, _Budget]  # rules alone state a plan without one
 SolverName = Annotated[
@@ -49,7 +78,12 @@ SolverName = Annotated[
 NoMenus = Annotated[bool, typer.Option("--no-menus", help="Keep or recompute stages as a whole.")]
 HeadroomText = Annotated[
     str | None,
-    typer.Option("--headroom", metavar="B", help="Left free for what an allocator wastes: bytes, or 5% of the budget."),
+    typer.Option(
+        "--headroom",
+        metavar="B",
+        callback=_checked("--headroom", _check_headroom),
+        help="Left free for what an allocator wastes: bytes, or 5% of the budget.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")]
 RulesFile = Annotated[
@@ -65,7 +99,12 @@ DevicesPerLink = Annotated[
     int | None, typer.Option(metavar="K", help="Devices that share the link, each with 1/K of it.")
 ]
 HostMemoryOption = Annotated[
-    str | None, typer.Option(metavar="B", help="The most that this device may hold in host memory, as 64GiB.")
+    str | None,
+    typer.Option(
+        metavar="B",
+        callback=_checked("--host-memory", parse_bytes_or_zero),
+        help="The most that this device may hold in host memory, as 64GiB.",
+    ),
 ]
 Out = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
 

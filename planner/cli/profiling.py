@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli.options import AsJson, Device, RulesFile, Settings, TargetArgument
+from planner.cli.options import AsJson, Device, RulesFile, Settings, TargetArgument, limit_callback
 from planner.cli.several_ranks import workload_of
 from planner.cli.shell import check_folder, say_written, show, show_json, working
-from planner.units import parse_bytes
 from profiler.json_files import to_plain
 from profiler.records import FORMAT
 from profiler.target_record import TargetRecord
@@ -41,6 +40,7 @@ def profile_command(
         str | None,
         typer.Option(
             metavar="BYTES",
+            callback=limit_callback,
             help="No step of profiling takes more; for a step that does not fit. By itself where needed.",
         ),
     ] = None,
@@ -69,8 +69,6 @@ def profile_command(
 
     check_folder(output)
     stated = None if rules is None else Rules.load(rules)  # refused before anything is measured
-    if limit is not None:
-        parse_bytes(limit)
     given = TargetRecord.given(target, settings, device)
     path = output or profile_file(given, graph=graph)
     check_folder(path)

@@ -6,7 +6,9 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import typer
 from rich.console import Console, RenderableType
 from typer.core import TyperCommand, TyperGroup
 
+from planner.cli.errors import UsageError, naming_option, option_in, own_line, usage_in_words
 from planner.units import format_bytes
 
 WRONG_INPUT = 2
@@ -38,18 +41,81 @@ def is_first() -> bool:
     return _rank == 0
 
 
+@dataclass(slots=True)
+class Talk:
+    """How much is said, and in which form.
+
+    Attributes:
+        quiet: nothing on stderr but errors.
+        verbose: a line for each part of the work, as it begins.
+        traceback: of errors in the user's code every line.
+        as_json: ``--json`` was given.
+        answered: the JSON document has been printed.
+    """
+
+    quiet: bool = False
+    verbose: bool = False
+    traceback: bool = False
+    as_json: bool = False
+    answered: bool = False
+
+
+_talk = Talk()
+_GLOBAL_OPTIONS = ("-q", "--quiet", "-v", "--verbose", "--traceback")
+
+
+def say_so_much(*, quiet: bool, verbose: bool, traceback: bool) -> None:
+    """What the options that stand before or after any command ask for."""
+    _talk.quiet, _talk.verbose, _talk.traceback = quiet, verbose, traceback
+
+
 class PlannerGroup(TyperGroup):
     """The commands, ending as the contract says: 2 for wrong input, 3 where no plan comes out."""
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        _talk.as_json, _talk.answered = "--json" in args, False
+        first = [arg for arg in args if arg in _GLOBAL_OPTIONS]  # They may stand behind the command, too.
+        try:
+            return super().make_context(
+                info_name, [*first, *(arg for arg in args if arg not in _GLOBAL_OPTIONS)], parent, **extra
+            )
+        except UsageError as error:
+            if type(error).__name__ == "NoArgsIsHelpError":
+                raise
+            _refuse(usage_in_words(error, info_name))
+            raise typer.Exit(WRONG_INPUT) from error
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except UsageError as error:
+            of_group = error.ctx in (None, ctx) and type(error).__name__ != "BadOptionUsage"
+            name = ctx.command_path if of_group else f"{ctx.command_path} {ctx.invoked_subcommand}"
+            _refuse(usage_in_words(error, name))
+            raise typer.Exit(WRONG_INPUT) from error
         except ValueError as error:
             from planner.plans.refusals import NoPlan
 
-            refused = isinstance(error, NoPlan)
-            note(f"{error.status if refused else 'error'}: {error}")  # On every rank: torchrun ends all with the first.
-            raise typer.Exit(NO_PLAN if refused else WRONG_INPUT) from error
+            command = self.get_command(ctx, ctx.invoked_subcommand) if ctx.invoked_subcommand else None
+            message = naming_option(str(error), command.params if command is not None else ())
+            if _talk.traceback:
+                complain("".join(traceback.format_exception(error)))
+            if isinstance(error, NoPlan):
+                known = {name: getattr(error, name) for name in ("budget_bytes", "minimum_budget_bytes", "reason")}
+                _refuse(message, error.status, known)
+                raise typer.Exit(NO_PLAN) from error
+            _refuse(message, where="" if _talk.traceback else own_line(error))
+            raise typer.Exit(WRONG_INPUT) from error
+
+
+def _refuse(message: str, status: str = "error", known: Mapping[str, Any] | None = None, where: str = "") -> None:
+    """Say what is wrong: on stderr of every rank, as torchrun ends all with the first, and with --json on stdout."""
+    complain(f"{status}: {message}")
+    if where:
+        complain(f"  {where}\n  (--traceback shows every line)")
+    if _talk.as_json and not _talk.answered:
+        at = {"at": where} if where else {}
+        show_json({"status": status, "message": message, "option": option_in(message), **at, **(known or {})})
 
 
 class ManyValues(TyperCommand):
@@ -66,7 +132,7 @@ def with_number(args: Sequence[str], option: str, number: int) -> list[str]:
     (['--retry', '2', '--steps', '3'], ['--retry', '5'])
     """
     spelled: list[str] = []
-    for text, after in zip(args, [*args[1:], ""], strict=True):
+    for text, after in zip(args, [*args, ""][1:], strict=True):
         spelled += [text, str(number)] if text == option and not after.lstrip("-").isdigit() else [text]
     return spelled
 
@@ -119,12 +185,19 @@ def show(*parts: RenderableType) -> None:
 
 def show_json(document: dict[str, Any]) -> None:
     """The one JSON document of ``--json``."""
+    _talk.answered = True
     if is_first():
         typer.echo(json.dumps(document, indent=1, allow_nan=False))
 
 
 def note(text: str) -> None:
-    """A line for a person on stderr."""
+    """A line for a person on stderr, that says nothing is wrong; none with -q."""
+    if not _talk.quiet:
+        complain(text)
+
+
+def complain(text: str) -> None:
+    """A line on stderr about what is wrong."""
     typer.echo(f"rank {_rank}: {text}" if _rank else text, err=True)
 
 
@@ -159,9 +232,9 @@ def working() -> Iterator[Report]:
 
 
 def _progress() -> contextlib.AbstractContextManager[Report]:
-    if not is_first():
+    if not is_first() or _talk.quiet:
         return contextlib.nullcontext(lambda what, done, total: None)
-    return _bar() if sys.stderr.isatty() else contextlib.nullcontext(_lines())
+    return _bar() if sys.stderr.isatty() and not _talk.verbose else contextlib.nullcontext(_lines())
 
 
 @contextlib.contextmanager
@@ -184,7 +257,7 @@ def _lines() -> Report:
     def report(what: str, done: int, total: int) -> None:
         nonlocal said
         now = time.monotonic()
-        if now - said >= LINE_SECONDS or done == total:
+        if now - said >= LINE_SECONDS or done == total or _talk.verbose:
             said = now
             note(f"{now - began:5.0f} s  {what}  {done}/{total}")
 

@@ -16,12 +16,13 @@ from planner.cli.chain_solutions import (
     chain_summary,
     solved_chain,
 )
+from planner.cli.documents import profile_document
 from planner.cli.graph_solutions import (
     SOLUTION_FORMAT as GRAPH_SOLUTION_FORMAT,
     SOLUTION_VERSION as GRAPH_SOLUTION_VERSION,
 )
 from planner.cli.graph_tables import graph_profile_report, reruns_report
-from planner.cli.shell import check_folder, note, say_written, show, working
+from planner.cli.shell import check_folder, note, say_written, show, show_json, working
 from planner.cli.solution_summary import summary_from, summary_of_graph_plan, summary_of_plan
 from planner.explain.figures import check_picture
 from planner.explain.graph_timeline import graph_peak, graph_timelines
@@ -59,6 +60,7 @@ class ShowRequest:
         csv: a table of the timelines.
         peak_csv: a table of what is alive at the peak.
         workload: builds the model to measure; None to show predictions alone.
+        as_json: print a JSON document in place of tables.
     """
 
     ops: bool = False
@@ -66,6 +68,7 @@ class ShowRequest:
     csv: Path | None = None
     peak_csv: Path | None = None
     workload: Callable[[], Workload] | None = None
+    as_json: bool = False
 
     @property
     def outputs(self) -> tuple[Path | None, ...]:
@@ -108,8 +111,24 @@ def run_show(file: Path, request: ShowRequest) -> None:
         parts = _show_chain(document, str(file), request)
     else:
         parts = _show_other(document, str(file), request)
-    show(*parts)
+    if request.as_json:
+        show_json(_in_short(document, file))
+    else:
+        show(*parts)
     say_written(*request.outputs)
+
+
+def _in_short(document: dict[str, Any], file: Path) -> dict[str, Any]:
+    """What ``show --json`` says: as ``profile --json`` of a profile, and as ``solve --json`` of all else."""
+    where = str(file)
+    if document["format"] == PROFILE_FORMAT:
+        return profile_document(profile_from(document, where), file)
+    if document["format"] == PLAN_FORMAT:
+        plan = plan_from(document, where)
+        summary = summary_of_graph_plan(plan) if isinstance(plan, GraphPlan) else summary_of_plan(plan)
+        return summary.to_document()
+    chain = document["format"] == CHAIN_SOLUTION_FORMAT
+    return (chain_summary(document, where) if chain else summary_from(document, where)).to_document()
 
 
 def _show_other(document: dict[str, Any], where: str, request: ShowRequest) -> list[RenderableType]:

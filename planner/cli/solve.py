@@ -28,7 +28,7 @@ from planner.cli.options import (
     SolverName,
     offload_options,
 )
-from planner.cli.shell import check_folder, note, say_written, show, show_json, working
+from planner.cli.shell import check_folder, complain, note, say_written, show, show_json, working
 
 if TYPE_CHECKING:
     from planner.training.verification import Verification
@@ -119,7 +119,7 @@ def solve_command(
     if summary.no_offload:
         note(f"without offload: {summary.no_offload}")
     if summary.interrupted:
-        note("interrupted: best plan so far")
+        complain("interrupted: best plan so far")
     verified = None
     if verify is not None:
         verified = _verified(document, verify, settings, solver=solver, time_limit_seconds=time_limit)

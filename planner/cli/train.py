@@ -11,7 +11,7 @@ import typer
 
 from planner.cli import documents, tables
 from planner.cli.several_ranks import check_joined
-from planner.cli.shell import NO_PLAN, check_folder, is_first, note, say_written, show, show_json, working
+from planner.cli.shell import NO_PLAN, check_folder, complain, is_first, say_written, show, show_json, working
 from planner.distributed.collective import profile
 from planner.distributed.rank_failures import RankError
 from planner.distributed.rank_workloads import sharded_together
@@ -131,9 +131,9 @@ def run_train(
     except OutOfMemory as failure:
         if as_json:
             show_json({**documents.lost_training_document(plan, failure), **(beside or {})})
-        note(f"out of memory: {failure}")
+        complain(f"out of memory: {failure}")
         if save_plan is not None:
-            note(f"not written: {save_plan}: no plan came to the end of training")
+            complain(f"not written: {save_plan}: no plan came to the end of training")
         raise typer.Exit(NO_PLAN) from failure
     except PlanMismatch as mismatch:
         if target.text is None or plan.target is None:
@@ -143,7 +143,7 @@ def run_train(
     except RankError as failure:
         if not ran_out(failure):
             raise
-        note(f"out of memory: {failure}")
+        complain(f"out of memory: {failure}")
         raise typer.Exit(NO_PLAN) from failure
     if save_plan is not None and is_first():
         run.plan.save(save_plan)
@@ -157,7 +157,7 @@ def run_train(
 
 
 def _say(failure: FailureReport) -> None:
-    note(f"out of memory: {failure_text(failure)}")
+    complain(f"out of memory: {failure_text(failure)}")
 
 
 def _allocator_advice(run: TrainingRun) -> str:

@@ -46,7 +46,7 @@ def not_a_number():
 
 
 def run(*args: str | Path):
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+    return CliRunner().invoke(app, [str(arg) for arg in args], prog_name="planner")
 
 
 def done(*args: str | Path):

@@ -22,7 +22,7 @@ from tests.support.small_chain import small_chain
         (["--budget", "0"], ["less than one byte"]),
         (["--budget=-5MiB"], ["-5MiB"]),
         (["--budget", "1e3"], ["1e3"]),
-        (["--budget", "85%", "--time-limit", "0"], ["time limit", "0.0"]),
+        (["--budget", "85%", "--time-limit", "0"], ["--time-limit: ", "0.0"]),
     ],
 )
 def test_solve_refuses(files, args, words):
