@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from planner.capacity.batch_limits import Limit, MaxBatch
+from planner.capacity.batch_limits import MODE_NAMES, Limit, MaxBatch
 from planner.capacity.batch_report import rows_of
 from planner.explain.figures import check_picture, write_picture
 from planner.units import format_bytes
@@ -36,7 +36,9 @@ def limits_figure(limits: MaxBatch) -> Figure:
     sizes, speeds = figure.subplots(1, 2, sharey=True)
     _bars(sizes, [limit.size or 0 for _, limit in rows], [_size_text(limit) for _, limit in rows], _SIZE)
     sizes.set_xlabel(f"{limits.vary}, and the peak of its step")
-    sizes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    sizes.set_yticks(
+        range(len(rows)), [name for name, _ in rows[:-1]] + [f"{rows[-1][0]}:\n{MODE_NAMES[limits.best.mode]}"]
+    )
     sizes.invert_yaxis()
     rates = [limit.samples_per_second or 0.0 for _, limit in rows]
     _bars(speeds, rates, [_speed_text(limit) for _, limit in rows], _SPEED)

@@ -70,6 +70,7 @@ def limits_report(limits: MaxBatch) -> RenderableType:
     weighted = [("of unplanned", f"of samples/s times {limits.vary}")] if _makes_samples_larger(limits) else []
     states = format_bytes(limits.states_bytes)
     rows = [
+        ("best throughput", f"{limits.vary}={limits.best.size} with {MODE_NAMES[limits.best.mode]}"),
         *weighted,
         ("model states", f"{states} of the budget: parameters, gradients, optimizer states"),
         *(free if limits.headroom_bytes else []),
@@ -83,7 +84,7 @@ def limits_report(limits: MaxBatch) -> RenderableType:
 def rows_of(limits: MaxBatch) -> list[tuple[str, Limit]]:
     """The limit of each training mode, and the size of the best throughput, each with its name."""
     modes = [(name, getattr(limits, mode)) for mode, name in MODE_NAMES.items()]
-    return [*modes, (f"fastest: {MODE_NAMES[limits.best.mode]}", limits.best)]
+    return [*modes, ("best throughput", limits.best)]
 
 
 def _makes_samples_larger(limits: MaxBatch) -> bool:

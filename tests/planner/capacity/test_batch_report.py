@@ -20,7 +20,9 @@ def test_the_table_has_a_row_for_the_size_of_the_best_throughput():
     best = replace(recompute, size=6)
     limits = MaxBatch(vary="batch", none=limit, recompute=recompute, offload=offload, best=best, **unknown)
     assert limits.largest is recompute
-    assert [(name, row.size) for name, row in rows_of(limits)][-1] == ("fastest: recompute", 6)
+    assert [(name, row.size) for name, row in rows_of(limits)][-1] == ("best throughput", 6)
     console = Console(width=100, record=True, file=StringIO())
     console.print(limits_report(limits))
-    assert re.search(r"fastest: recompute +6 +- +10 B +3 ", console.export_text())
+    said = console.export_text()
+    assert re.search(r"best throughput +6 +- +10 B +3 ", said)
+    assert re.search("best throughput +batch=6 with recompute", said)

@@ -289,7 +289,7 @@ def test_the_command_says_what_the_contract_wants_and_writes_a_plan_that_trains_
     assert target is not None and target.settings[-1] == f"batch={size}"
     trained = json.loads(done("train", "--plan", plan, "--steps", "1", "--json").stdout)
     assert trained["measured_peak_bytes"] <= 1_000_000
-    assert f"{size}: " in picture.read_text() and "fastest: " in picture.read_text()
+    assert f"{size}: " in picture.read_text() and "best throughput:" in picture.read_text()
 
 
 def test_a_budget_for_nothing_ends_with_exit_code_3():
