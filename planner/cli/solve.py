@@ -131,7 +131,9 @@ def solve_command(
     else:
         show(solution_report(summary))
         if verified is not None:
-            from planner.cli.verification import verification_report  # With torch, which files alone do without.
+            from planner.training.verification_tables import (
+                verification_report,  # With torch, which files alone do without.
+            )
 
             show("", verification_report(verified))
     say_written(output)
@@ -145,7 +147,7 @@ def _check_verify(verify: str | None, rules: Path | None, settings: list[str] | 
 
 
 def _rounds(verified: Verification) -> dict[str, Any]:
-    from planner.cli.verification import round_document
+    from planner.training.verification_tables import round_document
 
     return {"verified": [round_document(each) for each in verified.rounds]}
 
