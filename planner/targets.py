@@ -104,10 +104,17 @@ def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Workloa
     """
     place, colon, name = text.strip().rpartition(":")
     if not (colon and place and name):
-        raise NoTarget(f"target: expected {_FORMS}, got {text!r}; write both sides of the colon")
+        raise NoTarget(f"target: expected {_FORMS}, got {text!r}; {_completed(text.strip())}")
     if place == "zoo":
         return _from_zoo(name, settings or {})
     return call_target(text, _function(text, _module(text, place), name), settings or {})
+
+
+def _completed(text: str) -> str:
+    """What to write in place of half a target."""
+    if text in zoo.names():
+        return f"did you mean zoo:{text}?"
+    return f"add its function, as {text}:build" if text.endswith(".py") else "write both sides of the colon"
 
 
 def on_device(workload: Workload, device: str | None) -> Workload:

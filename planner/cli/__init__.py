@@ -4,5 +4,7 @@
 def main() -> None:
     """The entry point of ``planner`` and of ``python -m planner``."""
     from planner.cli.commands import app
+    from planner.cli.shell import show_warnings_plainly
 
+    show_warnings_plainly()
     app(prog_name="planner")

@@ -34,6 +34,7 @@ from planner.cli.options import (
     TargetArgument,
     budget_callback,
     offload_options,
+    time_limit_callback,
 )
 from planner.cli.profiling import profile_command
 from planner.cli.several_ranks import ShardOption, engine_named, on_ranks, settings_of_rank, workload_of
@@ -202,7 +203,9 @@ def compare_command(
     budget: BudgetText,
     settings: Settings = None,
     device: Device = None,
-    time_limit: Annotated[float, typer.Option(help="Seconds for ilp and auto.")] = COMPARE_SECONDS,
+    time_limit: Annotated[
+        float, typer.Option(callback=time_limit_callback, help="Seconds for ilp and auto.")
+    ] = COMPARE_SECONDS,
     graph: Annotated[bool, typer.Option("--graph", help="Also a plan of single ops.")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -74,6 +74,8 @@ def naming_option(message: str, params: Iterable[Any]) -> str:
     subject, colon, rest = message.partition(": ")
     if subject.split(" ")[0] == "target":
         return f"TARGET{message.removeprefix('target')}"
+    if subject == "zoo":
+        return f"TARGET: {rest}"
     subject = re.sub("^an? ", "", subject)
     option = f"--{subject.replace(' ', '-').replace('_', '-')}"
     known = {name for param in params for name in param.opts}

@@ -47,6 +47,13 @@ def _check_headroom(text: str) -> None:
     headroom_from(text)
 
 
+def time_limit_callback(seconds: float | None) -> float | None:
+    """Refuse a time in which nothing can be searched."""
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"--time-limit: expected seconds above zero, got {seconds}; leave it out for the default")
+    return seconds
+
+
 budget_callback = _checked("--budget", check_size)
 limit_callback = _checked("--limit", parse_bytes)
 
@@ -93,10 +100,10 @@ RulesFile = Annotated[
 NoOffload = Annotated[bool, typer.Option("--no-offload", help="Send nothing to host memory.")]
 OffloadOnly = Annotated[bool, typer.Option("--offload-only", help="Recompute nothing.")]
 LinkGbps = Annotated[
-    float | None, typer.Option(metavar="G", help="GB/s from device to host and back; as measured if unset.")
+    float | None, typer.Option(metavar="G", min=0, help="GB/s from device to host and back; as measured if unset.")
 ]
 DevicesPerLink = Annotated[
-    int | None, typer.Option(metavar="K", help="Devices that share the link, each with 1/K of it.")
+    int | None, typer.Option(metavar="K", min=1, help="Devices that share the link, each with 1/K of it.")
 ]
 HostMemoryOption = Annotated[
     str | None,

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,6 +159,21 @@ def spread(args: Sequence[str]) -> list[str]:
         else:
             option, first = (text, True) if text in continues else ("", False)
     return spelled
+
+
+def show_warnings_plainly() -> None:
+    """Of warnings that no line of the user's caused, show the message alone: the outermost line is typer's."""
+    usual = warnings.showwarning
+
+    def show_warning(
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
+        if Path(filename).parent.name == "typer":
+            complain(f"warning: {message}")
+        else:
+            usual(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show_warning
 
 
 def check_folder(path: Path | None) -> None:

@@ -137,6 +137,8 @@ def solve_command(
 
             show("", verification_report(verified))
     say_written(output)
+    if output is None and not as_json:
+        note("not written anywhere: -o FILE writes it")
 
 
 def _check_verify(verify: str | None, rules: Path | None, settings: list[str] | None) -> None:

@@ -79,7 +79,7 @@ class TestForms:
 @pytest.mark.parametrize(
     ("text", "settings", "message"),
     [
-        ("gpt2", {}, r"expected zoo:NAME, .*, got 'gpt2'; write both sides of the colon"),
+        ("gpt2", {}, r"expected zoo:NAME, .*, got 'gpt2'; did you mean zoo:gpt2"),
         (":build", {}, "write both sides of the colon"),
         ("zoo:", {}, "write both sides of the colon"),
         ("", {}, "write both sides of the colon"),

@@ -314,7 +314,7 @@ def test_a_budget_for_nothing_ends_with_exit_code_3():
         (["--budget", "70%"], "grows with the size"),
         (["--headroom", "2GB"], "headroom: expected less than the budget"),
         (["--device", "abacus"], "expected one that this machine has"),
-        (["--no-offload", "--link-gbps", "-1"], "not negative"),
+        (["--no-offload", "--link-gbps", "-1"], "greater than or equal to 0"),
     ],
 )
 def test_wrong_input_is_refused(args, says):

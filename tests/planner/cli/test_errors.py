@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 
 import pytest
 import typer.main
@@ -64,6 +65,10 @@ def test_every_command_but_the_demo_takes_json():
         (["--nope"], "--nope: expected an option of planner, got one that it does not have; "),
         (["slove"], "COMMAND: expected a command of planner, got 'slove'; did you mean 'solve'?"),
         (["show", "a", "b"], "planner show: expected no further argument, got b; "),
+        (["profile", "gpt2"], "TARGET: expected zoo:NAME, "),
+        (["solve", "x.json", "--link-gbps", "-1"], "--link-gbps: expected a number greater than or equal to 0, got"),
+        (["solve", "x.json", "--devices-per-link", "0"], "--devices-per-link: expected a number greater than or equal"),
+        (["compare", "zoo:mlp", "--budget", "1GB", "--time-limit", "0"], "--time-limit: expected seconds above zero, "),
         (["train", "nothing", "--budget", "1GB"], "TARGET: expected zoo:NAME, "),
         (["train", "zoo:mlp", "--shard", "x", "--budget", "1GB"], "--shard: expected ddp or fsdp2, got 'x'; "),
     ],
@@ -84,6 +89,23 @@ def test_what_python_calls_otherwise_is_named_as_the_option():
     assert naming_option(f"apply: {said}", params) == f"apply: {said}"
 
 
+@pytest.mark.parametrize(
+    ("target", "remedy"), [("gpt2", "did you mean zoo:gpt2?"), ("my.py", "add its function, as my.py:build")]
+)
+def test_half_a_target_is_completed(target, remedy):
+    assert f"got '{target}'; {remedy}" in refused("profile", target)
+
+
+def test_a_warning_that_no_line_of_the_user_s_caused_is_a_plain_line(capsys, monkeypatch):
+    monkeypatch.setattr(shell.warnings, "showwarning", lambda *given: seen.append(given))
+    seen = []
+    shell.show_warnings_plainly()
+    warnings.warn_explicit("another forward", RuntimeWarning, str(typer.main.__file__), 1)
+    assert capsys.readouterr().err == "warning: another forward\n" and not seen
+    warnings.warn_explicit("of the user's", RuntimeWarning, "own.py", 1)
+    assert len(seen) == 1
+
+
 def test_with_json_there_is_a_document_with_exit_code_3_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run("train", *TINY, "--budget", "1KiB", "--json", "-q")
@@ -98,7 +120,7 @@ def test_quiet_leaves_errors_alone_on_stderr(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert done("profile", *TINY, "--no-menus", "-q").stderr == ""
     assert done("-q", "profile", *TINY, "--no-menus").stderr == ""
-    assert refused("profile", "zoo:nothing", "--quiet").startswith("zoo: expected one of gpt2")
+    assert refused("profile", "zoo:nothing", "--quiet").startswith("TARGET: expected one of gpt2")
     assert "written: " in done("profile", *TINY, "--no-menus").stderr
 
 
