@@ -45,8 +45,7 @@ class StageRecord:
 
     Attributes:
         name: the module's name (``#n``: its n-th further call), or a description.
-        kind: ``stage`` or ``outside``.
-        module_class: class of the module.
+        kind, module_class: ``stage`` or ``outside``, and the class of the module.
         alike: stages with the same number have the same structure and shapes.
         forward, backward: phases of the unplanned step.
         dropped: the forward in which no stage keeps anything.
@@ -288,8 +287,7 @@ class Profile:
     """One profiled training step.
 
     Attributes:
-        model_class: class of the model.
-        input_shapes: of the batch's tensors.
+        model_class, input_shapes: the class of the model, and the shapes of the batch's tensors.
         device, device_name, torch_version, precision: where and how it ran.
         stages: stages and what lies outside of them, in forward order.
         shared: tensors that several stages hold.
@@ -303,8 +301,7 @@ class Profile:
         collective_bytes: of the largest tensor that a collective makes; on the CPU a thread may hold it a while longer.
         beside: of a pipeline's stage, profiled with one micro-batch: pairs (other micro-batches there, other bytes).
         unplanned_peak_bytes: most bytes alive at once in the whole step.
-        unplanned_seconds: median seconds of a plain step.
-        step_seconds: each plain step that was timed.
+        unplanned_seconds, step_seconds: the median of the plain steps that were timed, and each of them.
         op_records: every aten op of one step.
         menus: per kind of stage, its ops and its options inside the stage.
         link: that to host memory; None where the device has none.
@@ -389,9 +386,8 @@ class Profile:
                 f"{where}: expected a profile of stages, got one of a {document['kind']}; profile without graph=True "
                 "(--graph)"
             )
-        data = {
-            key: value for key, value in document.items() if key not in ("format", "version", "kind", "fingerprint")
-        }
+        beside = {"format", "version", "kind", "fingerprint"}
+        data = {key: value for key, value in document.items() if key not in beside}
         try:
             profile = from_plain(cls, data, KEYS)
         except ValueError as error:
