@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 import traceback
@@ -180,7 +181,7 @@ def check_folder(path: Path | None) -> None:
     """Refuse an output file that could not be written, before any long work.
 
     Raises:
-        ValueError: the folder is not there, or the path is a folder itself.
+        ValueError: the folder is not there or cannot be written to, or the path is a folder itself.
     """
     if path is None:
         return
@@ -188,6 +189,8 @@ def check_folder(path: Path | None) -> None:
         raise ValueError(f"{path}: expected the name of a file to write, got a folder; add a file name")
     if not path.parent.is_dir():
         raise ValueError(f"{path}: expected a folder that exists, got none at {str(path.parent)!r}; create it first")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path}: expected a folder that can be written to, got {str(path.parent)!r}; choose another")
 
 
 def show(*parts: RenderableType) -> None:
@@ -241,10 +244,19 @@ def working() -> Iterator[Report]:
             total = of
             tell(what, done, of)
 
-        with contextlib.redirect_stdout(sys.stderr):
+        with _stdout_elsewhere():
             yield report
         if total:
             tell("done", total, total)
+
+
+@contextlib.contextmanager
+def _stdout_elsewhere() -> Iterator[None]:
+    """What is printed meanwhile goes to stderr, or nowhere with -q."""
+    with contextlib.ExitStack() as opened:
+        place = opened.enter_context(open(os.devnull, "w")) if _talk.quiet else sys.stderr
+        opened.enter_context(contextlib.redirect_stdout(place))
+        yield
 
 
 def _progress() -> contextlib.AbstractContextManager[Report]:

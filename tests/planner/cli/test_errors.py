@@ -126,6 +126,17 @@ def test_quiet_leaves_errors_alone_on_stderr(tmp_path, monkeypatch):
     assert "written: " in done("profile", *TINY, "--no-menus").stderr
 
 
+def test_quiet_says_nothing_of_what_the_target_prints(own, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert done("profile", f"{own}:talks", "--no-menus", "-q").stderr == ""
+    assert "hello from the target" in done("profile", f"{own}:talks", "--no-menus").stderr
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(shell.os, "access", lambda path, mode: path != tmp_path)
+    assert "expected a folder that can be written to" in refused("profile", "zoo:mlp", "-o", tmp_path / "p.json")
+
+
 def test_verbose_has_a_line_for_each_part_of_the_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plain, verbose = (done("profile", *TINY, "--no-menus", *flag).stderr for flag in ((), ("-v",)))
