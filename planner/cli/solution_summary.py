@@ -14,6 +14,7 @@ from planner.plans.offload_request import link_document, link_from
 from planner.plans.plan import Plan, StageDecision
 from profiler.json_files import from_plain, to_plain
 from profiler.records import LeftOutRecord
+from profiler.target_record import TargetRecord
 from solvers import Replay, Schedule, Solution
 from solvers.problem.graph_schedule import GraphSchedule
 from solvers.problem.graph_simulator import GraphReplay
@@ -62,6 +63,7 @@ class SolutionSummary:
     """
 
     model_class: str | None = None
+    target: TargetRecord | None = None
     device: str | None = None
     precision: str | None = None
     solver: str

@@ -39,6 +39,7 @@ def tiny(tmp_path_factory):
 def test_the_plan_of_a_zoo_model_is_trained_without_naming_it(tiny):
     plan = tiny / "plan.json"
     assert planner.Plan.load(plan).target == TargetRecord(text="zoo:mlp", settings=tuple(TINY[1:]))
+    assert json.loads(done("show", plan, "--json").stdout)["target"]["settings"] == TINY[1:]
     named = losses_of("zoo:mlp", *TINY, "--plan", plan)
     assert losses_of("--plan", plan) == named
     seeded = losses_of("--plan", plan, "--set", "seed=5")
