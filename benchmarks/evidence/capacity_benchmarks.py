@@ -75,8 +75,8 @@ RANKS = Topic(
     ),
 )
 
-CAPACITY = Topic(
-    heading="Largest batch, advice, changing shapes",
+LARGEST_BATCH = Topic(
+    heading="The largest batch",
     benchmarks=(
         Benchmark(
             name="max-batch",
@@ -94,6 +94,12 @@ CAPACITY = Topic(
                 ),
             ),
         ),
+    ),
+)
+
+ADVICE = Topic(
+    heading="Advice",
+    benchmarks=(
         Benchmark(
             name="advise",
             module="benchmarks.advise",
@@ -125,6 +131,12 @@ CAPACITY = Topic(
                 ),
             ),
         ),
+    ),
+)
+
+SHAPES = Topic(
+    heading="Changing shapes",
+    benchmarks=(
         Benchmark(
             name="dynamic",
             module="benchmarks.dynamic",

@@ -211,8 +211,8 @@ def ranks(frame: Frame) -> str:
     exact = int(frame.equal.astype(bool).sum())
     rest = "" if equal == len(frame) else f", none more than {frame.error_percent.abs().max():.2g} % off"
     return (
-        f"{of(equal, len(frame))} plans equal to the byte on the worst rank{rest}; {above or 'none'} above the budget; losses and gradients of "
-        f"{exact} bit for bit those of the unplanned run"
+        f"{of(equal, len(frame))} plans equal to the byte on the worst rank{rest}; {above or 'none'} above the "
+        f"budget; losses and gradients of {exact} bit for bit those of the unplanned run"
     )
 
 
