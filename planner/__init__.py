@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from profiler.public_names import lazy_names
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from planner.capacity.advice import Advice as Advice, advise as advise
