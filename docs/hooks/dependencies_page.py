@@ -53,14 +53,14 @@ def dependencies_page() -> str:
 def licence_of(found: Distribution) -> str:
     """By its expression, its classifiers, or the first line of its licence field."""
     meta = found.metadata
-    if expression := meta.get("License-Expression"):
-        return expression
+    if expressions := meta.get_all("License-Expression"):
+        return expressions[0]
     classifiers = [
         text.split(" :: ")[-1] for text in meta.get_all("Classifier") or () if text.startswith("License :: ")
     ]
     if named := [text for text in classifiers if text != "OSI Approved"]:
         return ", ".join(named)
-    return (meta.get("License") or "not said").strip().splitlines()[0][:60]
+    return (meta.get_all("License") or ["not said"])[0].strip().splitlines()[0][:60]
 
 
 def in_turn(requirements: Iterable[Requirement]) -> Iterator[tuple[Requirement, str]]:
