@@ -9,6 +9,7 @@ from pathlib import Path
 from benchmarks.evidence.benchmark_list import BENCHMARKS, TOPICS
 from benchmarks.evidence.fingerprints import ROOT
 from benchmarks.evidence.listing import Benchmark, Table
+from benchmarks.evidence.peers_page import peers_page
 from benchmarks.evidence.states import RESULTS, ResultFile, result_of, state_of
 
 DOCS = ROOT / "docs"
@@ -88,4 +89,4 @@ def _wrapped(text: str) -> str:
 
 
 # Pages of docs/ that are written from result files.
-PAGES: dict[str, Callable[[], str]] = {"results.md": results_page}
+PAGES: dict[str, Callable[[], str]] = {"results.md": results_page, "peers.md": peers_page}

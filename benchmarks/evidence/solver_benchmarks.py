@@ -96,6 +96,7 @@ GRAPHS = Topic(
 
 PEERS = Topic(
     heading="Beside torch's own ways",
+    intro="One page has every row, what each way can do, and what is missing: [Peers](peers.md).",
     benchmarks=(
         Benchmark(
             name="peers",
@@ -114,6 +115,23 @@ PEERS = Topic(
             ),
         ),
         Benchmark(
+            name="peers-models",
+            module="benchmarks.peers",
+            full="--models gpt2 bert llama resnet50 unet --rounds 7",
+            quick=None,  # as peers
+            minutes=90,
+            tables=(
+                Table(
+                    name="peers-models",
+                    written_as="peers",
+                    what="the same with transformers' gradient checkpointing, torch_remat and a fifth solver: gpt2, "
+                    "bert, "
+                    "llama, resnet50, unet",
+                    says=says.torch_ways,
+                ),
+            ),
+        ),
+        Benchmark(
             name="graph-partitions",
             module="benchmarks.graph_partitions",
             full="--models gpt2 bert unet --rounds 9 --seconds 5",
@@ -125,6 +143,21 @@ PEERS = Topic(
                     what="plans of single ops against `activation_memory_budget` with five solvers at three settings, "
                     "at "
                     "equal measured peak, the ops run as they are on both sides: gpt2, bert, unet",
+                    says=says.partitions,
+                ),
+            ),
+        ),
+        Benchmark(
+            name="graph-partitions-more",
+            module="benchmarks.graph_partitions",
+            full="--models llama resnet50 --rounds 9 --seconds 5",
+            quick=None,  # as graph-partitions
+            minutes=30,
+            tables=(
+                Table(
+                    name="graph-partitions-more",
+                    written_as="graph-partitions",
+                    what="the same: llama, resnet50",
                     says=says.partitions,
                 ),
             ),
