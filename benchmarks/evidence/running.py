@@ -30,12 +30,14 @@ def run_all(
     work: Path = WORK,
     results: Path = RESULTS,
     again: bool = False,
+    limit_seconds: float | None = None,
     say: Callable[[str], None] = print,
 ) -> list[str]:
     """Run them; returns the names of those that failed.
 
     One that was done before with the same arguments on the same code is not run again. Results of the full form are
-    put into ``results`` once all tables of a benchmark are there; those of the quick form stay in ``work``.
+    put into ``results`` once all tables of a benchmark are there; those of the quick form stay in ``work``. One that
+    takes more than ``limit_seconds`` is ended, and failed.
     """
     failed = []
     chosen = [each for each in benchmarks if form == "full" or each.quick is not None]
@@ -50,7 +52,8 @@ def run_all(
             continue
         say(f"{head}: {shlex.join(['python', *arguments])}")
         begin = time.perf_counter()
-        why = _run(each, arguments, folder, QUICK_SECONDS if form == "quick" else None)
+        limit = limit_seconds or (QUICK_SECONDS if form == "quick" else None)
+        why = _run(each, arguments, folder, limit)
         seconds = time.perf_counter() - begin
         if not why and form == "full":
             why = _put(each, folder, results)
