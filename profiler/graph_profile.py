@@ -39,6 +39,7 @@ class GraphProfile:
         step_seconds: each plain step that was timed.
         evaluations: how often a step runs forward and backward.
         link: to host memory; None where the device has none.
+        allocator_bytes: as of a Profile.
     """
 
     kind: ClassVar[str] = GRAPH_KIND
@@ -64,6 +65,7 @@ class GraphProfile:
     step_seconds: tuple[Seconds, ...]
     evaluations: int = 1
     link: LinkRecord | None = None
+    allocator_bytes: Bytes = 0
 
     def __repr__(self) -> str:
         return (

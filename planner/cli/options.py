@@ -43,7 +43,11 @@ SolverName = Annotated[
 NoMenus = Annotated[bool, typer.Option("--no-menus", help="Keep or recompute stages as a whole.")]
 HeadroomText = Annotated[
     str | None,
-    typer.Option("--headroom", metavar="B", help="Left free for what an allocator wastes: bytes, or 5% of the budget."),
+    typer.Option(
+        "--headroom",
+        metavar="B",
+        help="Left free for what an allocator wastes: bytes, 5% of the budget, or auto: as profiled.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")]
 RulesFile = Annotated[
