@@ -1,37 +1,99 @@
-"""The GPU run: the tests marked ``gpu`` and the fidelity, overhead, nesting and headline tables, in one command."""
+"""Everything on a CUDA device, in parts that each end within nine minutes, need no network, and are not done twice.
+
+Each part writes tables of its own into the folder of results. The same command goes on where it was stopped.
+"""
 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from benchmarks.evidence.listing import Benchmark, Table
+from benchmarks.evidence.running import run_all
+from benchmarks.fidelity import MODELS
+
 ROOT = Path(__file__).parent.parent
+PART_SECONDS = 540.0
+GRAPH_MODELS = ("gpt2", "bert", "llama", "unet")
+PEER_MODELS = ("gpt2", "bert", "llama", "resnet50", "unet")
+TINY_SOLVERS = "--solvers dp --budgets 0.5 --rounds 1"
 
 
-def main() -> int:
-    """Run everything on the CUDA device; without one say so and succeed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the result files")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("benchmarks.gpu: no CUDA device here; nothing was run")
+def parts() -> Iterator[Benchmark]:
+    """All parts, cheap ones first; the quick form of each is tiny, on the CPU."""
+    for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
+        name = f"tests-{path.stem.removeprefix('test_')}"
+        arguments = f"{path.relative_to(ROOT).as_posix()} --name {name}"
+        yield _part(name, "benchmarks.gpu_tests", arguments, arguments, name)
+    for model in MODELS:
+        full = f"--models {model} --device cuda"
+        yield _part(f"fidelity-{model}", "benchmarks.fidelity", full, f"--models {model} --rounds 1", "fidelity-cuda")
+    yield _part("overhead", "benchmarks.overhead", "--device cuda", "--rounds 1", "overhead-cuda")
+    yield _part("nested", "benchmarks.nested", "--device cuda", "", "nested-cuda")
+    for model in ("gpt2", "resnet50"):
+        name, full = f"offload-overlap-{model}", f"--models {model}"
+        tiny = f"{full} --device cpu --tiny --rounds 1"
+        yield _part(name, "benchmarks.gpu_offload", full, tiny, "offload-overlap-cuda")
+    for backend in ("eager", "inductor"):
+        table = "graph-fidelity-cuda" if backend == "eager" else "graph-fidelity-inductor-cuda"
+        for model in GRAPH_MODELS:
+            full = f"--models {model} --backend {backend} --device cuda --seconds 5"
+            tiny = f"--models branches --backend {backend} --seconds 1"
+            yield _part(f"graph-{backend}-{model}", "benchmarks.graph_fidelity", full, tiny, table)
+    for attention in ("eager", "sdpa"):
+        tiny = f"--attention {attention} --device cpu --tiny --memory 3MB"
+        full = f"--attention {attention} --memory 32GB"
+        yield _part(f"bert-large-{attention}", "benchmarks.gpu_bert", full, tiny, f"bert-large-{attention}-cuda")
+    for memory, batch in (("80GB", 8), ("140GB", 16)):
+        full = f"--memory {memory} --batch {batch}"
+        tiny = "--memory 250kB --batch 2 --device cpu --tiny"
+        yield _part(f"llama-7b-{memory}", "benchmarks.gpu_llama", full, tiny, f"llama-7b-{memory}-cuda")
+    for model in PEER_MODELS:
+        full = f"--models {model} --device cuda --budgets 0.1 0.5 0.9"
+        yield _part(f"peers-{model}", "benchmarks.peers", full, f"--models {model} {TINY_SOLVERS}", "peers-cuda")
+
+
+def _part(name: str, module: str, full: str, tiny: str, table: str) -> Benchmark:
+    """A part whose table is kept under the part's name."""
+    kept = Table(name=f"{name}-cuda" if not name.startswith("tests-") else name, written_as=table, what=name, says=str)
+    return Benchmark(name=name, module=module, full=full, quick=tiny, minutes=9, tables=(kept,))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts on the CUDA device; without one say so and succeed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    known = {part.name: part for part in parts()}
+    parser.add_argument("--out", type=Path, default=ROOT / "results-gpu", help="folder of tables and logs")
+    parser.add_argument("--parts", nargs="+", metavar="NAME", help="these, by their names or how the names begin")
+    parser.add_argument("--list", action="store_true", help="the parts and their commands")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only with --tiny")
+    parser.add_argument("--tiny", action="store_true", help="small settings on the CPU, to see that the parts work")
+    options = parser.parse_args(arguments)
+    chosen = [part for name, part in known.items() if not options.parts or name.startswith(tuple(options.parts))]
+    if not chosen:
+        parser.error(f"--parts: expected names of --list, got {' '.join(options.parts)}")
+    if options.tiny != (options.device == "cpu"):
+        parser.error("--tiny: expected together with --device cpu, got one of them; give both, or neither")
+    if options.list:
+        for part in chosen:
+            print(f"{part.name}: {part.command}")
         return 0
-    options.out.mkdir(parents=True, exist_ok=True)
-    out = str(options.out.resolve())
-    commands = [
-        ["-m", "pytest", "-m", "gpu", "-q", "tests", f"--junitxml={out}/gpu-tests.xml"],
-        ["-m", "benchmarks.fidelity", "--device", "cuda", "--out", out],
-        ["-m", "benchmarks.overhead", "--device", "cuda", "--out", out],
-        ["-m", "benchmarks.nested", "--device", "cuda", "--out", out],
-        ["-m", "benchmarks.headline", "--full", "--out", out],
-    ]
-    failed = [command for command in commands if subprocess.run([sys.executable, *command], cwd=ROOT).returncode]
-    for command in failed:
-        print("failed:", " ".join(command))
+    if not options.tiny and not torch.cuda.is_available():
+        print("benchmarks.gpu: no CUDA device here; nothing was run (--device cpu --tiny tries the parts)")
+        return 0
+    form = "quick" if options.tiny else "full"
+    out = options.out.resolve()
+    try:
+        failed = run_all(chosen, form, work=out / "work", results=out, limit_seconds=PART_SECONDS)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    if failed:
+        print(f"failed: {', '.join(failed)}; the same command tries these again")
     return 1 if failed else 0
 
 

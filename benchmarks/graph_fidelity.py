@@ -14,7 +14,7 @@ import torch
 
 import planner
 from benchmarks.branching_models import BUILDERS
-from benchmarks.reporting import RESULTS, write_result
+from benchmarks.reporting import RESULTS, result_name, write_result
 from planner.compiled.applying import Backend
 from planner.zoo import build
 from profiler.workload.snapshot import preserved
@@ -24,15 +24,15 @@ MODELS = ("gpt2", "bert", "vit", "llama", "t5", "resnet50", "unet", "densenet", 
 BUDGETS = 6
 
 
-def workload_of(name: str) -> planner.Workload:
-    """Of the zoo, or one of ``branching_models``."""
+def workload_of(name: str, device: str = "cpu") -> planner.Workload:
+    """Of the zoo, or one of ``branching_models``, which are built on the CPU alone."""
     torch.manual_seed(0)
-    return BUILDERS[name]() if name in BUILDERS else build(name)
+    return BUILDERS[name]() if name in BUILDERS else build(name, device=device)
 
 
-def rows_of(name: str, backend: Backend, seconds: float) -> Iterator[dict[str, Any]]:
+def rows_of(name: str, backend: Backend, seconds: float, device: str = "cpu") -> Iterator[dict[str, Any]]:
     """One row per budget, from the unplanned peak down to the smallest known to be feasible."""
-    workload = workload_of(name)
+    workload = workload_of(name, device)
     expected = values_of(workload)
     profile = planner.profile(workload, graph=True)
     for budget in budgets_of(profile, seconds):
@@ -92,16 +92,17 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--backend", choices=get_args(Backend), default="eager")
     parser.add_argument("--seconds", type=float, default=10.0, help="for the search, of each budget")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name in options.models:
-        for row in rows_of(name, options.backend, options.seconds):
+        for row in rows_of(name, options.backend, options.seconds, options.device):
             print(row, file=sys.stderr, flush=True)
             rows.append(row)
     name = "graph-fidelity" if options.backend == "eager" else f"graph-fidelity-{options.backend}"
     title = "Plans of single ops: predicted against measured"
-    write_result(options.out, name, title, pd.DataFrame(rows), summary(rows))
+    write_result(options.out, result_name(name, options.device), title, pd.DataFrame(rows), summary(rows))
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:

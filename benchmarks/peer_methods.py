@@ -41,12 +41,16 @@ SAVED_OPS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """One way and one setting of it; ``installed`` has it on a fresh workload's model, which is used up by it."""
+    """One way and one setting of it; ``installed`` has it on a fresh workload's model, which is used up by it.
+
+    ``unfit`` says why it does not work on a workload, nothing where it does.
+    """
 
     name: str
     backend: str
     setting: str
     installed: Callable[[Workload], AbstractContextManager[None]]
+    unfit: Callable[[Workload], str] = lambda workload: ""
 
 
 def eager_peers() -> Iterator[Peer]:
@@ -116,13 +120,16 @@ def _saving_contexts() -> Any:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The model's blocks: what its outermost lists of modules hold.
+    """The model's blocks: what its outermost lists of modules hold, or its children that have parts of their own.
 
     Raises:
-        ValueError: it has no such list.
+        ValueError: it has neither.
     """
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     outer = [m for name, m in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
-    if not outer:
+    if outer:
+        return [block for each in outer for block in each]
+    parts = [child for child in model.children() if any(True for _ in child.children())]
+    if not parts:
         raise ValueError(f"peers: expected a model with a ModuleList, got {type(model).__name__}; take another model")
-    return [block for each in outer for block in each]
+    return parts

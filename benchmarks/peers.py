@@ -12,12 +12,14 @@ import pandas as pd
 
 import planner
 from benchmarks.peer_methods import AOT_EAGER, INDUCTOR, SOLVERS, Peer, compiled_peers, eager_peers, missing
+from benchmarks.peer_packages import package_peers
 from benchmarks.peer_turns import in_turns, timed_step
 from benchmarks.reporting import MIB, RESULTS, result_name, write_result
 from planner.zoo import build
 from profiler.workload.snapshot import preserved
 
 LAYERS = 12
+LAYERED = ("gpt2", "bert", "llama", "vit")  # of the zoo's models those with layers to set
 BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)
 # Inductor compiles a model of 12 layers for about a minute: its default solver at three budgets.
 INDUCTOR_SOLVERS = ("dp",)
@@ -61,6 +63,9 @@ def against(
         "plan_over_peer": math.nan if plan is None else times.ratio("plan", "peer"),
         "peer_slowdown": times.ratio("peer", "plain"),
         "plan_slowdown": math.nan if plan is None else times.ratio("plan", "plain"),
+        "plan_predicted_slowdown": math.nan if plan is None else plan.slowdown,
+        "plan_gap": math.nan if plan is None else plan.gap,
+        "plan_recomputed_ops": 0 if plan is None else plan.recomputed_ops,
     }
 
 
@@ -72,10 +77,18 @@ def planned_peak(workload: planner.Workload, plan: planner.Plan) -> int:
 
 def settings_of(name: str, device: str) -> dict[str, Any]:
     """The device, and twelve layers where the zoo's model has layers."""
-    return {"device": device, **({} if name == "mindspore_blocks" else {"layers": LAYERS})}
+    return {"device": device, **({"layers": LAYERS} if name in LAYERED else {})}
 
 
-def summary(rows: list[dict[str, Any]], solvers: Iterable[str]) -> list[str]:
+def fitting(name: str, peers: Iterable[Peer], settings: dict[str, Any]) -> tuple[list[Peer], list[str]]:
+    """The peers that work on a model, and why the others do not."""
+    workload = build(name, **settings)
+    reasons = {peer: peer.unfit(workload) for peer in peers}
+    notes = [f"{name}: {peer.name} not run: {why}" for peer, why in reasons.items() if why]
+    return [peer for peer, why in reasons.items() if not why], list(dict.fromkeys(notes))
+
+
+def summary(rows: list[dict[str, Any]], solvers: Iterable[str], left_out: Iterable[str] = ()) -> list[str]:
     """What the table says, and what is not in it."""
     known = [row for row in rows if not math.isnan(row["plan_over_peer"])]
     above = sum(row["plan_peak_MiB"] > row["peer_peak_MiB"] for row in known)
@@ -85,6 +98,7 @@ def summary(rows: list[dict[str, Any]], solvers: Iterable[str]) -> list[str]:
         "peer and plan steps in turn, below 1 where ours is faster; slowdowns: over the plain eager step",
         f"rows: {len(rows)}; plans above their peer's peak: {above}; no plan fits (nan): {len(rows) - len(known)}; "
         f"ours faster or as fast: {faster} of {len(known)}",
+        *left_out,
         *[f"solver {name}: not run, {package} is not installed" for name, package in missing(solvers).items()],
     ]
 
@@ -103,15 +117,23 @@ def main() -> None:
     solvers = options.solvers if options.solvers is not None else INDUCTOR_SOLVERS if options.inductor else SOLVERS
     budgets = options.budgets if options.budgets is not None else INDUCTOR_BUDGETS if options.inductor else BUDGETS
     rows: list[dict[str, Any]] = []
+    left_out: list[str] = []
     for name in options.models:
         compiled = compiled_peers(INDUCTOR if options.inductor else AOT_EAGER, solvers, budgets)
-        peers = compiled if options.inductor else [*eager_peers(), *compiled]
-        rows.extend(rows_of(name, peers, options.rounds, settings_of(name, options.device)))
+        peers = compiled if options.inductor else [*eager_peers(), *package_peers(), *compiled]
+        settings = settings_of(name, options.device)
+        fit, others = fitting(name, peers, settings)
+        left_out += others
+        rows.extend(rows_of(name, fit, options.rounds, settings))
     title = "Our plans against Inductor's" if options.inductor else "Our plans against torch's own ways"
     notes = ["Inductor fuses ops into its own kernels; our plan runs eager"] if options.inductor else []
     base = "peers-inductor" if options.inductor else "peers"
     write_result(
-        options.out, result_name(base, options.device), title, pd.DataFrame(rows), [*notes, *summary(rows, solvers)]
+        options.out,
+        result_name(base, options.device),
+        title,
+        pd.DataFrame(rows),
+        [*notes, *summary(rows, solvers, left_out)],
     )
 
 

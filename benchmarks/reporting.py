@@ -7,13 +7,16 @@ import os
 import platform
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import numpy
 import pandas as pd
+import psutil
 import pulp
 import torch
 
+from benchmarks.evidence.fingerprints import fingerprint
 from profiler.json_files import write_whole
 
 RESULTS = Path(__file__).parent / "results"
@@ -56,14 +59,15 @@ def result_name(base: str, device: str) -> str:
 def write_result(folder: Path, name: str, title: str, frame: pd.DataFrame, notes: list[str]) -> None:
     """Write ``name.csv`` and ``name.md`` and print the latter."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = "python -m " + shlex.join([_module(), *sys.argv[1:]])
+    command = "python -m " + shlex.join([_module(), *_settings(sys.argv[1:])])
     head = [
         f"# {title}",
         "",
         f"- command: `{command}`",
         f"- hardware: {machine()}; torch threads: {torch.get_num_threads()}",
         f"- versions: {versions()}",
-        f"- date: {datetime.date.today().isoformat()}",
+        f"- date: {datetime.date.today().isoformat()}; this command had taken {time.time() - _started():.0f} s",
+        *_code(),
         *[f"- {note}" for note in notes],
         "",
     ]
@@ -76,6 +80,26 @@ def write_result(folder: Path, name: str, title: str, frame: pd.DataFrame, notes
 def _module() -> str:
     spec = sys.modules["__main__"].__spec__
     return spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).name
+
+
+def _settings(arguments: list[str]) -> list[str]:
+    """The arguments without the folder of the files: it changes nothing in them.
+
+    >>> _settings(["--rounds", "9", "--out", "build"])
+    ['--rounds', '9']
+    """
+    places = {k for k, each in enumerate(arguments) if "--out" in (each, arguments[max(k - 1, 0)])}
+    return [each for k, each in enumerate(arguments) if k not in places and not each.startswith("--out=")]
+
+
+def _started() -> float:
+    return psutil.Process().create_time()
+
+
+def _code() -> list[str]:
+    """What the code is that was measured; nothing where the table is not a benchmark's."""
+    module = _module()
+    return [f"- code: {fingerprint(module)}"] if module.startswith("benchmarks.") else []
 
 
 def _markdown(frame: pd.DataFrame) -> str:

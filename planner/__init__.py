@@ -13,7 +13,7 @@ refuse_hidden_packages()
 
 from profiler.public_names import lazy_names  # noqa: E402
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from planner.capacity.advice import Advice as Advice, advise as advise

@@ -41,6 +41,7 @@ class GraphProfile:
         evaluations: how often a step runs forward and backward.
         link: to host memory; None where the device has none.
         target: what the command line built it from; None for a workload that Python made.
+        allocator_bytes: as of a Profile.
     """
 
     kind: ClassVar[str] = GRAPH_KIND
@@ -67,6 +68,7 @@ class GraphProfile:
     evaluations: int = 1
     link: LinkRecord | None = None
     target: TargetRecord | None = None
+    allocator_bytes: Bytes = 0
 
     def __repr__(self) -> str:
         return (

@@ -298,6 +298,8 @@ class Profile:
         evaluations: how often a step runs forward and backward.
         frugal: whether it was measured where a step that keeps everything does not fit, a few stages kept at a time:
             unplanned peak and seconds are put together from these, and were never measured as a whole.
+        allocator_bytes: that the device's allocator handed out beside what the tensors of a plain step asked for,
+            at the step's peak: blocks are larger. 0 on the CPU, and where no plain step was run.
         collective_bytes: of the largest tensor that a collective makes; on the CPU a thread may hold it a while longer.
         beside: of a pipeline's stage, profiled with one micro-batch: pairs (other micro-batches there, other bytes).
         unplanned_peak_bytes: most bytes alive at once in the whole step.
@@ -336,6 +338,7 @@ class Profile:
     evaluations: int = 1
     frugal: bool = False
     collective_bytes: Bytes = 0
+    allocator_bytes: Bytes = 0
     beside: tuple[tuple[int, Bytes], ...] = ()
     target: TargetRecord | None = None
 

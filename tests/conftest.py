@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 from pathlib import Path
 
@@ -32,6 +33,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if SLOW_FOLDERS & set(item.path.relative_to(config.rootpath).parts):
             item.add_marker(pytest.mark.slow)
+    if not os.environ.get("RELEASE_CHECK"):
+        left_out = pytest.mark.skip(reason="make release-check runs it")
+        for item in items:
+            if item.get_closest_marker("release"):
+                item.add_marker(left_out)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False here")

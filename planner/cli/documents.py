@@ -101,6 +101,7 @@ def training_document(run: TrainingRun, allocator_advice: str = "") -> dict[str,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "measured_peak_bytes": run.measured_peak_bytes,
         "ranks": [{"measured_peak_bytes": peak} for peak in run.rank_peak_bytes or (run.measured_peak_bytes,)],
+        "allocated_bytes": run.allocated_bytes,
         "reserved_bytes": run.reserved_bytes,
         "faulted_bytes": run.faulted_bytes,
         "predicted_seconds": plan.predicted_seconds,
@@ -119,7 +120,9 @@ def training_document(run: TrainingRun, allocator_advice: str = "") -> dict[str,
 def lost_training_document(plan: Plan | GraphPlan, failure: OutOfMemory) -> dict[str, Any]:
     """What ``train --json`` says where memory ran out for good; ``plan`` is the first one."""
     last = failure.reports[-1]
-    unknown = dict.fromkeys(("measured_peak_bytes", "reserved_bytes", "faulted_bytes", "measured_seconds"))
+    unknown = dict.fromkeys(
+        ("measured_peak_bytes", "allocated_bytes", "reserved_bytes", "faulted_bytes", "measured_seconds")
+    )
     return {
         "status": "out_of_memory",
         "model_class": plan.model_class,

@@ -89,7 +89,7 @@ HeadroomText = Annotated[
         "--headroom",
         metavar="B",
         callback=_checked("--headroom", _check_headroom),
-        help="Left free for what an allocator wastes: bytes, or 5% of the budget.",
+        help="Left free for what an allocator wastes: bytes, 5% of the budget, or auto: as profiled.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")]

@@ -369,7 +369,9 @@ def _reserved(run: TrainingRun) -> list[tuple[str, str]]:
     above_bytes = run.reserved_bytes - run.measured_peak_bytes
     share = _share(above_bytes, run.reserved_bytes)
     size = exact_bytes(run.reserved_bytes)
-    return [("reserved", f"{size}: {share} of it no tensors; --headroom {above_bytes} covers it")]
+    rounding = exact_bytes((run.allocated_bytes or run.measured_peak_bytes) - run.measured_peak_bytes)
+    said = f"{size}: {share} of it no tensors ({rounding} in their blocks); --headroom {above_bytes} covers it"
+    return [("reserved", said)]
 
 
 def _retries(run: TrainingRun) -> list[tuple[str, str]]:

@@ -23,6 +23,7 @@ from profiler.capture.graph_profiling import measured_graph
 from profiler.capture.joint_graph import JointGraph
 from profiler.capture.programs import StepOrder
 from profiler.capture.random_ops import device_of
+from profiler.measurement.device_memory import requested_bytes
 from profiler.step_graph import StepGraph
 from profiler.step_replay import runs_once
 
@@ -205,7 +206,7 @@ def _measured(joint: JointGraph) -> StepGraph:
 
 def _surroundings(step: StepGraph, reserved_bytes: int, device: torch.device) -> StepSurroundings:
     """The bytes around a graph's programs as far as they can be known as it is compiled."""
-    there_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    there_bytes = requested_bytes(device).now if device.type == "cuda" else 0
     resident_bytes = max(step.resident_bytes, there_bytes) + reserved_bytes
     returned_bytes = sum(storage.size_bytes for storage in step.storages if storage.returned)
     gradient_bytes = sum(storage.size_bytes for storage in step.storages if storage.gradient)

@@ -6,11 +6,13 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Protocol
 
 from planner.units import parse_bytes_or_zero
 
 _SHARE = re.compile(r"(0*[0-9]{1,2}(?:\.[0-9]{1,30})?)\s*%")  # two digits: below 100
-_EXPECTED = "expected bytes (512MiB, 1234567, 0) or a share of the budget below 100 % (5%)"
+_EXPECTED = "expected bytes (512MiB, 1234567, 0), a share of the budget below 100 % (5%), or auto with a profile"
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +57,33 @@ class Headroom:
         return budget_bytes + 1 if budget_bytes - self.of(budget_bytes) < planned_bytes else budget_bytes
 
 
-def headroom_from(text: str | int) -> Headroom:
+class Profiled(Protocol):
+    """What a profile, of either kind, says of the device's allocator."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def allocator_bytes(self) -> int: ...
+
+
+def headroom_from(text: str | int, profile: Profiled | None = None) -> Headroom:
     """Read a headroom.
 
+    Args:
+        text: bytes, a share of the budget, or ``auto``: what the allocator took beside the tensors as it was profiled.
+        profile: that ``auto`` refers to.
+
     Raises:
-        ValueError: neither bytes nor a share below 100 %.
+        ValueError: neither bytes nor a share below 100 %; or ``auto``, and what the allocator takes was not measured.
     """
+    if text == AUTO and profile is not None:
+        if profile.device != "cpu" and not profile.allocator_bytes:
+            raise ValueError(
+                "headroom: expected a profile in which a plain step showed what the allocator takes, got one without; "
+                "profile again where a plain step fits, or give bytes or a share"
+            )
+        return Headroom(fixed_bytes=profile.allocator_bytes)
     if isinstance(text, str) and (match := _SHARE.fullmatch(text.strip())):
         return Headroom(share=Fraction(match[1]) / 100)
     try:

@@ -90,10 +90,12 @@ def solve(
             link=link,
             rerun=offload_request.mode != "only",
         )
-        plan = plan_with_headroom(budget_bytes, headroom_from(headroom), within)
+        plan = plan_with_headroom(budget_bytes, headroom_from(headroom, profile), within)
         return replace(plan, no_offload=why)
     ways = [()] if reshard == "profiled" else _ways_to_gather(profile)
-    return _solved(profile, budget_bytes, solver, time_limit_seconds, offload_request, headroom_from(headroom), ways)
+    return _solved(
+        profile, budget_bytes, solver, time_limit_seconds, offload_request, headroom_from(headroom, profile), ways
+    )
 
 
 def _solved(

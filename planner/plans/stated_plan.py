@@ -93,7 +93,7 @@ def state(
             budget=budget,
             solver=solver,
             time_limit_seconds=time_limit_seconds,
-            headroom=headroom_from(headroom),
+            headroom=headroom_from(headroom, profile),
         )
     outside = {op.module for op in profile.op_records if op.place == "outside"}
     resolved = resolve_rules(rules_from(rules), _named_stages(profile), outside)
@@ -110,7 +110,7 @@ def state(
         problem = Problem(chain=chain, budget_bytes=planned_bytes)
         return _partly_stated(profile, spans, problem, solver, time_limit_seconds)
 
-    left_free = headroom_from(headroom)
+    left_free = headroom_from(headroom, profile)
     if budget is None:
         plan = plan_within(None)
         whole_bytes = left_free.budget_above(plan.budget_bytes)

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from planner.plans.plan import Plan
 from planner.runtime.plan_checks import say_once
 from planner.units import format_bytes
+from profiler.measurement.device_memory import requested_bytes
 from profiler.measurement.meter import Mark, Meter, memory_meter
 from profiler.tensors.storages import allocated_bytes, distinct_bytes, has_storage, storage_key, storage_of
 from profiler.tensors.tensor_trees import tensors_in
@@ -189,13 +190,13 @@ class _CudaPeak:
 
     def __init__(self, device: torch.device, plan: Plan) -> None:
         self._device = device
-        if torch.cuda.max_memory_allocated(device) > plan.budget_bytes:  # An unplanned step ran before.
+        if requested_bytes(device).peak > plan.budget_bytes:  # An unplanned step ran before.
             torch.cuda.reset_peak_memory_stats(device)
-        self._before_bytes = torch.cuda.max_memory_allocated(device)
+        self._before_bytes = requested_bytes(device).peak
 
     def begin(self, resident_bytes: int) -> int | None:
         """Most bytes at once in the step before; None where it was no new peak."""
-        peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        peak_bytes = requested_bytes(self._device).peak
         return peak_bytes if peak_bytes > self._before_bytes else None
 
     def stop(self) -> None:

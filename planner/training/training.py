@@ -35,7 +35,8 @@ class TrainingRun:
         measured_peak_bytes: most bytes alive at once in a whole step.
         rank_peak_bytes: where several ranks train together, of each; ``measured_peak_bytes`` is the highest.
         measured_seconds: median seconds of a step, by the same meter as the profile's.
-        reserved_bytes: most bytes that the allocator held for that; None on the CPU.
+        allocated_bytes, reserved_bytes: most bytes that the allocator handed out for that, and that it held of the
+            device; None on the CPU.
         faulted_bytes: that a step gets from the system anew, since the allocator gave them back; None but on the CPU.
         failures: each time that memory ran out and a smaller plan was tried.
     """
@@ -46,6 +47,7 @@ class TrainingRun:
     measured_peak_bytes: int
     measured_seconds: float
     rank_peak_bytes: tuple[int, ...] = ()
+    allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     faulted_bytes: int | None = None
     failures: tuple[FailureReport, ...] = ()
@@ -130,6 +132,7 @@ def train_planned(
         measured_peak_bytes=training.measured.peak_bytes,
         rank_peak_bytes=training.measured.rank_peak_bytes,
         measured_seconds=training.measured.seconds,
+        allocated_bytes=training.measured.allocated_bytes,
         reserved_bytes=training.measured.reserved_bytes,
         faulted_bytes=training.measured.faulted_bytes,
         failures=tuple(failures),

@@ -65,6 +65,7 @@ def profile_graph(workload: Workload, progress: Progress | None = None) -> Graph
             precision=precision_of(workload.model, workload.autocast),
             unplanned_peak_bytes=plain.peak_bytes,
             link=measure_link(workload.device),
+            allocator_bytes=(plain.allocated_bytes or plain.peak_bytes) - plain.peak_bytes,
             **_as_a_graph(workload, report),
         )
 

@@ -96,17 +96,45 @@ def is_short(needed_bytes: int) -> bool:
     return is_limited() or _WITH_FREED * needed_bytes > available_host_bytes()
 
 
-def reserved_for(device: torch.device, peak_bytes: int) -> int | None:
-    """Most bytes held at once since the peak was last reset, other tensors than the step's left out; None on the CPU.
+class RequestedBytes(NamedTuple):
+    """What tensors on a CUDA device asked for: now, and at the most since the peaks were last reset."""
+
+    now: int
+    peak: int
+
+
+def requested_bytes(device: torch.device) -> RequestedBytes:
+    """Bytes that tensors on a CUDA device asked for.
+
+    The allocator hands out whole blocks, up to a MiB larger: their bytes depend on what was allocated before, those
+    asked for on the step alone. An allocator that does not count them is taken at its blocks.
+    """
+    counts = torch.cuda.memory_stats(device)
+    kind = "requested_bytes" if counts.get("requested_bytes.all.allocated") else "allocated_bytes"
+    return RequestedBytes(counts.get(f"{kind}.all.current", 0), counts.get(f"{kind}.all.peak", 0))
+
+
+class HeldBytes(NamedTuple):
+    """What the allocator had for a step's peak: blocks of tensors, and all that it took of the device."""
+
+    allocated: int
+    reserved: int
+
+
+def held_for(device: torch.device, peak_bytes: int) -> HeldBytes | None:
+    """Most bytes held at once since the peaks were last reset, other tensors than the step's left out; None on the CPU.
 
     Args:
         device: of the step.
-        peak_bytes: of the step, in the same stretch of time.
+        peak_bytes: that the step's tensors asked for, in the same stretch of time.
     """
     if device.type != "cuda":
         return None
-    wasted = torch.cuda.max_memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return peak_bytes + wasted
+    asked_bytes = requested_bytes(device).peak
+    return HeldBytes(
+        allocated=peak_bytes + torch.cuda.max_memory_allocated(device) - asked_bytes,
+        reserved=peak_bytes + torch.cuda.max_memory_reserved(device) - asked_bytes,
+    )
 
 
 def faulted_bytes(device: torch.device) -> int | None:

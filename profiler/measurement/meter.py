@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from profiler.measurement.device_memory import MEMORY, AllocatorEvent, AllocatorEvents
+from profiler.measurement.device_memory import MEMORY, AllocatorEvent, AllocatorEvents, requested_bytes
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS, geometry_of, tensor_over
 from profiler.records import Phase
 from profiler.tensors.storages import has_storage, storage_key
@@ -190,6 +190,8 @@ def _cumulated(events: list[AllocatorEvent], marks: list[Mark], resident_bytes: 
 
 
 class _CudaMemoryMeter:
+    """Bytes that tensors ask for; what the allocator takes beside them is no part of a phase (``held_for``)."""
+
     def __init__(self, device: torch.device, resident_bytes: int) -> None:
         self._device = device
         self._resident_bytes = resident_bytes
@@ -201,19 +203,20 @@ class _CudaMemoryMeter:
     def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
         torch.cuda.synchronize(self._device)
         # Tensors of others on the device are no part of the step.
-        self._shift_bytes = self._resident_bytes - torch.cuda.memory_allocated(self._device)
+        self._shift_bytes = self._resident_bytes - requested_bytes(self._device).now
         self._begin(mark)
 
     def _begin(self, mark: Mark) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
         self._mark = mark
-        self._start_bytes = torch.cuda.memory_allocated(self._device) + self._shift_bytes
+        self._start_bytes = requested_bytes(self._device).now + self._shift_bytes
 
     def _end(self) -> None:
+        found = requested_bytes(self._device)
         phase = Phase(
             start_bytes=self._start_bytes,
-            peak_bytes=torch.cuda.max_memory_allocated(self._device) + self._shift_bytes,
-            end_bytes=torch.cuda.memory_allocated(self._device) + self._shift_bytes,
+            peak_bytes=found.peak + self._shift_bytes,
+            end_bytes=found.now + self._shift_bytes,
         )
         self._phases.append((self._mark, phase))
 

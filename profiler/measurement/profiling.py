@@ -26,6 +26,7 @@ from profiler.measurement.measuring import Measuring, Progress, ProgressReporter
 from profiler.measurement.meter import Mark, memory_meter, metered_step
 from profiler.measurement.shortage import MIB, where_raised
 from profiler.measurement.stage_options import ProposeChoices
+from profiler.measurement.step_measurement import allocator_bytes_of
 from profiler.op_graph import ChoiceError
 from profiler.records import Profile
 from profiler.tensors.tensor_trees import tensors_in
@@ -160,6 +161,8 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
                 f"{type(error).__name__}: {error}; leave what fails out of the workload"
             ) from error
         profile = replace(assemble(workload, measured, resident), frugal=limit_bytes is not None)
+        if limit_bytes is None:
+            profile = replace(profile, allocator_bytes=allocator_bytes_of(workload))
         # A step that runs forward several times would send as often as that over the link.
         return replace(profile, link=measure_link(workload.device) if profile.evaluations == 1 else None)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from profiler.measurement.device_memory import faulted_bytes, release_cache, reserved_for
+import torch
+
+from profiler.measurement.device_memory import faulted_bytes, held_for, release_cache
 from profiler.measurement.meter import Meter, memory_meter, metered, time_meter
 from profiler.records import Phase
 from profiler.workload.snapshot import RandomState, preserved
@@ -18,11 +20,13 @@ class Measurement:
     """What a step took.
 
     Attributes:
-        peak_bytes: most bytes alive on the device at once in the whole step.
+        peak_bytes: most bytes alive on the device at once in the whole step, as its tensors asked for.
         seconds: median over ``step_seconds``.
         loss: of the first step.
-        reserved_bytes: most bytes that the device's allocator held at once for that peak; what is above
-            ``peak_bytes`` is fragmentation and rounding. None on the CPU, which has no such allocator.
+        allocated_bytes: most bytes of blocks that the device's allocator handed out for that; what is above
+            ``peak_bytes`` is rounding. None on the CPU, which has no such allocator.
+        reserved_bytes: most bytes that it held of the device at once; what is above ``allocated_bytes`` is
+            fragmentation. None on the CPU.
         faulted_bytes: that the system had to hand over, cleared, in one step, since the C library's allocator had given
             them back: the fewest of the steps. None on other devices.
         rank_peak_bytes: where several ranks measured together, the peak of each; ``peak_bytes`` is the highest.
@@ -32,9 +36,25 @@ class Measurement:
     seconds: float
     step_seconds: tuple[float, ...]
     loss: float
+    allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     faulted_bytes: int | None = None
     rank_peak_bytes: tuple[int, ...] = ()
+
+
+def allocator_bytes_of(workload: Workload) -> int:
+    """What CUDA's allocator hands out beside what the tensors of a step ask for, at the peak; 0 on the CPU.
+
+    Runs a step, for good. Tensors of others on the device count, too.
+    """
+    if workload.device.type != "cuda":
+        return 0
+    release_cache(workload.device)
+    torch.cuda.reset_peak_memory_stats(workload.device)
+    workload.zero_grad()
+    until_stepped(workload, workload.step)
+    held = held_for(workload.device, 0)
+    return held.allocated if held else 0
 
 
 def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
@@ -62,11 +82,12 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
             return step
 
         peak_bytes = until_stepped(workload, lambda: again(memory_meter(device, resident_bytes, state))).peak_bytes
-        reserved_bytes = reserved_for(device, peak_bytes)
+        held = held_for(device, peak_bytes)
         times = [until_stepped(workload, lambda: again(time_meter(device))).seconds for _ in range(repeats)]
     return Measurement(
         peak_bytes=peak_bytes,
-        reserved_bytes=reserved_bytes,
+        allocated_bytes=held.allocated if held else None,
+        reserved_bytes=held.reserved if held else None,
         seconds=statistics.median(times),
         step_seconds=tuple(times),
         loss=losses[0],

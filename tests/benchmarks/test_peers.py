@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
-from benchmarks import op_level, peer_methods, peers
+from benchmarks import op_level, peer_methods, peer_packages, peers
 from benchmarks.peer_methods import AOT_EAGER, Peer, blocks_of, compiled_peers, eager_peers, missing
+from benchmarks.peer_packages import package_peers
 from benchmarks.peer_turns import Turns, in_turns
 from planner.zoo import build
 
@@ -177,3 +178,39 @@ def test_the_tutorials_plans_meet_its_reduction():
     assert not any(row["over_budget"] for row in rows.values())
     smallest = rows["op-level at its smallest peak"]["dynamic_MiB"]
     assert smallest == min(row["dynamic_MiB"] for row in rows.values())
+
+
+class TestPackagePeers:
+    """Of torch_remat and ckptplan what is installed is run; what is not is said."""
+
+    def test_checkpointing_of_transformers_computes_the_same_in_less(self):
+        (peer,) = (peer for peer in package_peers() if peer.name == "transformers")
+        plain, theirs = build("llama", **SMALL), build("llama", **SMALL)
+        most = planner.measure(plain, repeats=1).peak_bytes
+        with peer.installed(theirs):
+            assert planner.measure(theirs, repeats=1).peak_bytes < most
+            theirs.step()
+        plain.step()
+        pairs = zip(plain.model.parameters(), theirs.model.parameters(), strict=True)
+        assert all(torch.equal(one.grad, two.grad) for one, two in pairs)  # type: ignore[arg-type]
+
+    def test_what_does_not_work_is_left_out_with_its_reason(self, monkeypatch):
+        monkeypatch.setattr(peer_packages.importlib.util, "find_spec", lambda name: name == "ckptplan" or None)
+        fit, notes = peers.fitting("unet", package_peers(), {"hidden": 4, "image": 16, "batch": 1})
+        assert fit == []
+        assert notes == [
+            "unet: transformers not run: the model is none of transformers, or does not support it",
+            "unet: torch_remat not run: torch_remat is not installed",
+            "unet: ckptplan not run: it plans on CUDA alone",
+        ]
+
+    def test_random_numbers_of_a_second_run_are_those_of_the_first(self):
+        state = peer_packages._RandomState()
+        taken = state.snapshot()
+        first = torch.rand(4)
+        state.restore(taken)
+        assert torch.equal(torch.rand(4), first)
+
+    def test_blocks_of_a_model_without_lists_are_its_parts(self):
+        names = [type(block).__name__ for block in blocks_of(build("unet", hidden=4, image=16, batch=1).model)]
+        assert len(names) >= 9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -25,6 +26,22 @@ def test_it_is_bytes_or_a_share_of_the_budget(text, held):
 def test_anything_else_is_refused(text):
     with pytest.raises(ValueError, match="headroom: expected bytes"):
         headroom_from(text)
+
+
+def test_auto_is_what_the_allocator_took_as_it_was_profiled(blocks):
+    on_device = replace(blocks, device="cuda:0", allocator_bytes=4096)
+    assert headroom_from("auto", on_device).of(10**6) == 4096
+    assert headroom_from("auto", blocks).of(10**6) == 0
+    plan = planner.solve(on_device, on_device.unplanned_peak_bytes, headroom="auto", offload="never")
+    assert plan.headroom_bytes == 4096
+    assert plan.predicted_peak_bytes <= on_device.unplanned_peak_bytes - 4096
+
+
+def test_auto_is_refused_where_nothing_showed_it(blocks):
+    with pytest.raises(ValueError, match="expected a profile in which a plain step showed what the allocator takes"):
+        headroom_from("auto", replace(blocks, device="cuda:0"))
+    with pytest.raises(ValueError, match="or auto with a profile, got 'auto'"):
+        headroom_from("auto")
 
 
 @pytest.mark.parametrize("text", ["0", "7", "10%", "33.3%", "99.9%"])

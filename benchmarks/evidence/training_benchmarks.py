@@ -1,0 +1,279 @@
+"""The list of benchmarks of training steps, as docs/results.md has them."""
+
+from __future__ import annotations
+
+from benchmarks.evidence import training_tables as says
+from benchmarks.evidence.listing import Benchmark, Table, Topic
+from benchmarks.evidence.wording import predicted_peaks
+
+PREDICTED = Topic(
+    heading="Predicted and measured",
+    benchmarks=(
+        Benchmark(
+            name="fidelity",
+            module="benchmarks.fidelity",
+            full="",
+            quick="--models gpt2 --rounds 1",
+            minutes=10,
+            tables=(
+                Table(
+                    name="fidelity",
+                    what="peaks of plans: gpt2, bert, vit, llama, resnet50, unet at 7 budgets each",
+                    says=predicted_peaks,
+                ),
+            ),
+        ),
+        Benchmark(
+            name="fidelity-amp-bf16",
+            module="benchmarks.fidelity",
+            full="--precision amp-bf16 --rounds 1",
+            quick="--precision amp-bf16 --rounds 1 --models unet",
+            minutes=10,
+            tables=(
+                Table(
+                    name="fidelity-amp-bf16",
+                    what="the same under bfloat16 autocast, with options inside stages",
+                    says=predicted_peaks,
+                ),
+            ),
+        ),
+        Benchmark(
+            name="model-states",
+            module="benchmarks.model_states",
+            full="",
+            quick="--models gpt2",
+            minutes=5,
+            tables=(
+                Table(
+                    name="model-states",
+                    what="model states by formula: gpt2, bert, vit, resnet50, unet with 7 optimizers in 4 precisions",
+                    says=says.model_states,
+                ),
+            ),
+        ),
+        Benchmark(
+            name="overhead",
+            module="benchmarks.overhead",
+            full="--rounds 9",
+            quick="--rounds 1",
+            minutes=3,
+            tables=(
+                Table(name="overhead", what="a plan that keeps everything, against the plain step", says=says.overhead),
+            ),
+        ),
+        Benchmark(
+            name="extra-seconds",
+            module="benchmarks.extra_seconds",
+            full="",
+            quick="--models vit --rounds 1",
+            minutes=30,
+            tables=(
+                Table(
+                    name="extra-seconds",
+                    what="seconds that a plan adds to a step: ten models at 75, 60 and 45 % of their peak, one thread",
+                    says=says.extra_seconds,
+                ),
+            ),
+        ),
+        Benchmark(
+            name="selective",
+            module="benchmarks.selective",
+            full="--rounds 11",
+            quick="--rounds 1",
+            minutes=5,
+            tables=(
+                Table(
+                    name="selective",
+                    what="what single ops that run again add to a step beside their own seconds, one thread",
+                    says=says.selective,
+                ),
+            ),
+        ),
+        Benchmark(
+            name="recording",
+            module="benchmarks.recording",
+            full="",
+            quick="--rounds 1",
+            minutes=2,
+            tables=(
+                Table(
+                    name="recording",
+                    what="remembering what a second run sees, in a step of ten recomputed 2-ms blocks",
+                    says=says.recording,
+                ),
+            ),
+        ),
+        Benchmark(
+            name="fuzz",
+            module="benchmarks.fuzz",
+            full="--count 10000 --seed 14 --jobs 2",
+            quick="--count 40 --seed 14",
+            minutes=40,
+            tables=(Table(name="fuzz", what="generated models, habits of training and budgets", says=says.fuzz),),
+        ),
+        Benchmark(
+            name="loops",
+            module="benchmarks.loops",
+            full="",
+            quick="--models gpt2",
+            minutes=5,
+            tables=(
+                Table(
+                    name="loops",
+                    what="loops as people write them, at the smallest budget: gpt2, vit, resnet50, unet",
+                    says=says.loops,
+                ),
+            ),
+        ),
+        Benchmark(
+            name="trainers",
+            module="benchmarks.trainers",
+            full="",
+            quick="--loops Trainer Lightning",
+            minutes=10,
+            tables=(
+                Table(
+                    name="trainers",
+                    what="loops of Trainer, SFTTrainer, DPOTrainer, accelerate and Lightning, full and LoRA, with "
+                    "accumulation and bfloat16, at two budgets each",
+                    says=says.trainers,
+                ),
+            ),
+        ),
+        Benchmark(
+            name="catalogue",
+            module="benchmarks.catalogue",
+            full="--no-menus",
+            quick="--no-menus --families AlbertForMaskedLM",
+            minutes=40,
+            tables=(
+                Table(
+                    name="catalogue",
+                    what="families of transformers at three budgets each",
+                    says=says.catalogue,
+                ),
+            ),
+        ),
+    ),
+)
+
+HEADLINE = Topic(
+    heading="Ten times the batch in the same memory",
+    intro="PaddlePaddle Fleet documents for BERT-Large on a V100 with 32 GB 10 times the batch at 0.744 of the speed "
+    "with recomputation, 14.3 times at 0.646 with offload. The small BERT has as many layers, an eighth of the width "
+    "and "
+    "half of the length; its cap is the peak of an unplanned step on 4 sequences. On a CPU offload is a prediction, "
+    "and "
+    "recomputing costs more: torch draws dropout's random numbers on one core, and large steps leave the caches. "
+    "BERT-Large itself has not been run: it needs a GPU (`python -m benchmarks.gpu`). `python -m benchmarks.headline` "
+    "preloads tcmalloc where that is installed, for all ways of training alike.",
+    benchmarks=(
+        Benchmark(
+            name="headline",
+            module="benchmarks.headline",
+            full="--scaled",
+            quick="--rounds 1",
+            quick_module="benchmarks.headline_resnet",
+            minutes=50,
+            tables=(
+                Table(
+                    name="headline",
+                    what="a small BERT on two cores within 575 MiB: batch and speed",
+                    says=says.headline,
+                ),
+                Table(
+                    name="headline-resnet50",
+                    what="ResNet-50: the 16 residual sums of Paddle's example as checkpoints by hand, and solved",
+                    says=says.headline_resnet,
+                ),
+            ),
+        ),
+        Benchmark(
+            name="nested",
+            module="benchmarks.nested",
+            full="",
+            quick="",
+            minutes=2,
+            tables=(
+                Table(
+                    name="nested",
+                    what="12-layer GPT, bytes beyond parameters, optimizer states and gradients",
+                    says=says.nested,
+                ),
+            ),
+        ),
+    ),
+)
+
+OP_LEVEL = Topic(
+    heading="Plans with choices inside stages",
+    benchmarks=(
+        Benchmark(
+            name="op-level-wide",
+            module="benchmarks.op_level",
+            full="--size wide --rounds 5 --models gpt2 bert vit llama",
+            quick=None,  # as op-level, on a model nine times as large
+            minutes=30,
+            tables=(
+                Table(
+                    name="op-level-wide",
+                    what="op-level plans of 12-layer gpt2, bert, vit, llama at width 384, 5 budgets each",
+                    says=says.op_level,
+                ),
+            ),
+        ),
+        Benchmark(
+            name="op-level",
+            module="benchmarks.op_level",
+            full="--rounds 7",
+            quick="--rounds 1 --models gpt2 mindspore_blocks",
+            minutes=15,
+            tables=(
+                Table(
+                    name="op-level",
+                    what="the same at width 128, where blocks take 2 to 4 ms and recording ops in Python weighs much",
+                    says=says.op_level,
+                ),
+                Table(
+                    name="op-level-tutorial",
+                    what="the blocks of MindSpore's recomputation tutorial, dynamic memory less 59 %",
+                    says=says.op_level_tutorial,
+                ),
+            ),
+        ),
+    ),
+)
+
+OFFLOAD = Topic(
+    heading="Offload",
+    benchmarks=(
+        Benchmark(
+            name="offload",
+            module="benchmarks.offload",
+            full="--rounds 3",
+            quick="--rounds 1 --models vit",
+            minutes=15,
+            tables=(
+                Table(
+                    name="offload",
+                    what="offload in gpt2, vit, resnet50 over artificial links of 0.02 to 25 GB/s, 3 budgets each",
+                    says=says.offload,
+                ),
+            ),
+        ),
+        Benchmark(
+            name="offload-simulated",
+            module="benchmarks.offload",
+            full="--simulated",
+            quick="--simulated",
+            minutes=3,
+            tables=(
+                Table(
+                    name="offload-simulated",
+                    what="BERT-Large on a simulated V100 with a 25 GB/s link at half the unplanned peak",
+                    says=says.offload_simulated,
+                ),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,228 @@
+"""What the tables say that were measured on training steps: peaks, seconds, states, loops."""
+
+from __future__ import annotations
+
+from benchmarks.evidence.wording import Frame, against_plain, of, percent, span
+
+
+def model_states(frame: Frame) -> str:
+    """Formulas against measured states."""
+    worst = frame.largest_difference_percent.max()
+    equal = int((frame.largest_difference_percent == 0).sum())
+    return f"{of(equal, len(frame))} rows equal to the byte in all parts; every part within {worst:.2g} %"
+
+
+def overhead(frame: Frame) -> str:
+    """A plan that keeps everything; profiling in plain steps."""
+    return (
+        f"{against_plain(frame.planned_over_plain)}; profiling takes {span(frame.profile_in_plain_steps, '.0f')} plain "
+        f"steps, with options inside stages {span(frame.with_menus_in_plain_steps, '.0f')}"
+    )
+
+
+def rank_overhead(frame: Frame) -> str:
+    """The same on two ranks, by engine."""
+    parts = [f"{engine}: {against_plain(rows.planned_over_plain)}" for engine, rows in frame.groupby("engine")]
+    return "; ".join(parts)
+
+
+def extra_seconds(frame: Frame) -> str:
+    """Predicted against measured extra seconds."""
+    off = (frame.predicted_over_measured - 1).abs()
+    verified = (frame.verified_predicted_over_measured - 1).abs()
+    missed = (frame.predicted_extra - frame.measured_extra).abs().median()
+    return (
+        f"off by {percent(off.median())} (median), {percent(off.max())} (most): {missed:.2g} of a step (median), where "
+        f"two sets of plain steps differ by {frame.noise.median():.2g}; after the plan was held against its own run "
+        f"{percent(verified.median())} (median); profiling takes {span(frame.profile_in_plain_steps, '.0f')} plain "
+        f"steps"
+    )
+
+
+def selective(frame: Frame) -> str:
+    """Single ops that run again."""
+    small = frame[frame.block_milliseconds < 32]
+    return (
+        f"{span(small.added_more_microseconds_per_op / 1000, '.1g')} ms an op in blocks of 2 and 8 ms, "
+        f"{span(small.added_over_ops, '.2g')} times the seconds of the ops; blocks of 32 ms are within the noise"
+    )
+
+
+def recording(frame: Frame) -> str:
+    """Remembering what a second run sees."""
+    return (
+        f"{span(100 * frame.recording_share)} % of the step; putting it in place and back "
+        f"{span(100 * frame.reinstating_share)} %"
+    )
+
+
+def fuzz(frame: Frame) -> str:
+    """Generated models."""
+    row = frame.iloc[0]
+    ran = row.exact + row.said + row.refused
+    return (
+        f"{row.wrong} silently wrong, {row.crash} crashed, {row.over} above the budget without having said so, of "
+        f"{row.cases:,}; {row.refused} refused, in words ({percent(row.refused / ran)} of those that ran with a plan)"
+    )
+
+
+def graph_fuzz(frame: Frame) -> str:
+    """Generated programs, planned op by op."""
+    row = frame.iloc[0]
+    return (
+        f"{of(row.passed, row.programs)} passed, {row.refused} refused in words; {row.wrong} wrong, {row.over} above "
+        f"the budget; {of(row['bytes equal'], row.plans)} plans equal to the byte, {row['bytes below']} below"
+    )
+
+
+def trainers(frame: Frame) -> str:
+    """Loops of frameworks."""
+    return (
+        f"{of(int(frame.losses_equal.sum()), len(frame))} runs: losses equal bit for bit to those without a plan; "
+        f"{int((frame.above_budget > 0).sum()) or 'none'} above the budget; {int((frame.off == 0).sum())} peaks equal "
+        f"to "
+        f"the predicted byte, none more than {percent(frame.off.abs().max())} off"
+    )
+
+
+def loops(frame: Frame) -> str:
+    """Loops as people write them."""
+    above = frame[frame.above_budget > 0]
+    silent, most = int(above.said.isna().sum()), above.above_budget.max() if len(above) else 0
+    equal = int((frame.off == 0).sum())
+    return (
+        f"{of(len(frame) - len(above), len(frame))} loops within their budget; {equal} equal to the "
+        f"predicted byte; the others at most {most} bytes above the budget, {silent or 'none'} without having said so"
+    )
+
+
+def catalogue(frame: Frame) -> str:
+    """Families of transformers."""
+    silent = frame[(frame.measured_peak_bytes > frame.budget_bytes) & frame.said.isna()]
+    equal = int((frame.predicted_peak_bytes == frame.measured_peak_bytes).sum())
+    return (
+        f"{of(int(frame.differs.isna().sum()), len(frame))} plans of {frame.model.nunique()} classes exact; "
+        f"{len(silent) or 'none'} above the budget without having said so; {equal} measured as predicted to the byte"
+    )
+
+
+def headline(frame: Frame) -> str:
+    """Ten times the batch."""
+    ours = frame[~frame.form.str.startswith("reference") & (frame.way == "recompute")]
+    ten = ours[ours.times_unplanned == 10].iloc[0]
+    largest = ours[ours.relative_speed != "-"].iloc[-1]
+    return (
+        f"at {ten.times_unplanned:g} times the batch {ten.relative_speed} of the speed ({ten.predicted_relative_speed} "
+        f"predicted), where a V100 is documented at 0.744; the largest batch is {largest.times_unplanned:g} times, at "
+        f"{largest.relative_speed}"
+    )
+
+
+def headline_resnet(frame: Frame) -> str:
+    """Checkpoints by hand against solved ones."""
+    rows = frame.set_index("way")
+    plain = rows.measured_peak_MiB["no plan"]
+
+    def of_way(way: str) -> str:
+        less = 1 - rows.measured_peak_MiB[way] / plain
+        return f"{percent(rows.measured_slowdown[way] - 1)} extra time for {percent(less)} less memory"
+
+    return (
+        f"by hand {of_way('by hand')}; solved for the same memory {of_way('solver, same budget')}; solved for the same "
+        f"predicted time {of_way('solver, same seconds')}"
+    )
+
+
+def nested(frame: Frame) -> str:
+    """Nested segments of a GPT."""
+    peaks = frame.set_index("plan").peak_beyond_resident_MiB
+    return (
+        f"{peaks['keep_all']:.1f} MiB unplanned, {peaks['recompute_all']:.1f} MiB with every block checkpointed, "
+        f"{peaks['rotor at its smallest budget']:.1f} MiB with nested segments"
+    )
+
+
+def op_level(frame: Frame) -> str:
+    """Plans with choices inside stages against plans of whole stages."""
+    known = frame[frame.measured_extra_ratio.notna()]
+    equal = int((frame.largest_error_percent == 0).sum())
+    return (
+        f"{of(equal, len(frame))} peaks equal to the byte; extra time {known.measured_extra_ratio.median():.2f} of the "
+        f"stage-level plan's (median; {known.predicted_extra_ratio.median():.2f} predicted), slower in "
+        f"{of(int((known.measured_extra_ratio > 1).sum()), len(known))}"
+    )
+
+
+def op_level_tutorial(frame: Frame) -> str:
+    """The network of MindSpore's tutorial."""
+    rows = frame.set_index("plan")
+    ours, every = rows.loc["op-level at the tutorial's reduction"], rows.loc["every block recomputed"]
+    return (
+        f"{ours.reduction_percent:.0f} % less for {ours.measured_extra_percent:.0f} % extra time "
+        f"({ours.predicted_extra_percent:.0f} % predicted), against {every.measured_extra_percent:.0f} % with every "
+        f"block "
+        f"recomputed; {frame.reduction_percent.max():.0f} % less is the most"
+    )
+
+
+def offload(frame: Frame) -> str:
+    """Offload over artificial links."""
+    equal = int((frame.error_percent == 0).sum())
+    over = int(frame.over_budget.sum())
+    return f"{of(equal, len(frame))} peaks equal to the byte; {over or 'none'} above the budget"
+
+
+def offload_simulated(frame: Frame) -> str:
+    """BERT-Large on a simulated V100: what copies remove of recomputation's extra time."""
+    fast = frame[(frame.budget_percent == 50) & (frame.link_GBps == 25)].set_index("level")
+    removed = fast["removed_percent_of_recompute_s_extra"]
+    return "; ".join(f"{level}: {removed[level]:.0f} % of its extra time removed" for level in removed.index)
+
+
+def max_batch(frame: Frame) -> str:
+    """Predicted limits against those found by trying."""
+    return (
+        f"{of(int((frame.steps_off.abs() <= 1).sum()), len(frame))} within one sample, "
+        f"{int((frame.steps_off == 0).sum())} equal"
+    )
+
+
+def advice(frame: Frame) -> str:
+    """What advise predicts, built for real."""
+    equal = int((frame.predicted_peak_bytes == frame.measured_peak_bytes).sum())
+    return f"{of(equal, len(frame))} peaks equal to the byte; {int(frame.over_budget.sum()) or 'none'} above the budget"
+
+
+def dynamic(frame: Frame) -> str:
+    """Batches of changing lengths."""
+    within = int((frame[["first_peak_MiB", "peak_MiB"]].max(axis=1) <= frame.budget_MiB).sum())
+    plain = frame.plain_ms.sum()
+    own, single = ((frame.plain_ms * frame[name]).sum() / plain for name in ("slowdown", "slowdown_single"))
+    return (
+        f"within the budget at {of(within, len(frame))} lengths; {own:.2f} times the unplanned seconds (medians), "
+        f"against {single:.2f} with every batch under the longest one's plan"
+    )
+
+
+def ranks(frame: Frame) -> str:
+    """Plans on several ranks."""
+    equal = int((frame.error_percent == 0).sum())
+    above = int((~frame.within.astype(bool)).sum())
+    exact = int(frame.equal.astype(bool).sum())
+    rest = "" if equal == len(frame) else f", none more than {frame.error_percent.abs().max():.2g} % off"
+    return (
+        f"{of(equal, len(frame))} plans equal to the byte on the worst rank{rest}; {above or 'none'} above the "
+        f"budget; losses and gradients of {exact} bit for bit those of the unplanned run"
+    )
+
+
+def simulated_ranks(frame: Frame) -> str:
+    """One simulated rank against the worst of real ones."""
+    parts = []
+    for engine, rows in frame.groupby("engine"):
+        equal, over = (rows.difference_percent == 0).sum(), (rows.planned_measured_bytes > rows.budget_bytes).sum()
+        parts.append(
+            f"{engine}: {of(int(equal), len(rows))} unplanned peaks equal to the byte, the others within "
+            f"{rows.difference_percent.abs().max():.2g} %, {over or 'no'} plan above its budget"
+        )
+    return "; ".join(parts)
