@@ -1,4 +1,4 @@
-"""The command line: profile, solve, pareto, train, compare, max-batch, advise, show and demo.
+"""The command line: profile, solve, pareto, train, compare, max-batch, advise, show, report and demo.
 
 What a command needs is imported when it runs: help is there at once, and work on files loads no torch.
 """
@@ -33,6 +33,7 @@ from planner.cli.options import (
     TargetArgument,
     offload_options,
 )
+from planner.cli.report import report_command
 from planner.cli.several_ranks import ShardOption, engine_named, on_ranks, settings_of_rank
 from planner.cli.shell import ManyValues, PlannerGroup, check_folder, note, say_written, show, show_json, working
 from planner.cli.solve import solve_command
@@ -355,6 +356,7 @@ def show_command(
     run_show(file, ShowRequest(ops=ops, timeline=timeline, csv=csv, peak_csv=peak_csv, workload=build))
 
 
+app.command("report", cls=ManyValues)(report_command)
 app.command("advise", cls=ManyValues)(advise_command)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import planner
 import planner.zoo
-from planner.plans.plan_curve import POINTS, plans_of_curve
+from planner.report.plan_curve import POINTS, plans_of_curve
 from profiler.step_replay import runs_once
 from tests.support.step_profiles import chain_step, profile_of
 
