@@ -28,12 +28,13 @@ from planner.cli.options import (
     NoOffload,
     OffloadOnly,
     Out,
+    ReportFile,
     RulesFile,
     Settings,
     TargetArgument,
     offload_options,
 )
-from planner.cli.report import report_command
+from planner.cli.report import check_report, report_command, write_result
 from planner.cli.several_ranks import ShardOption, engine_named, on_ranks, settings_of_rank
 from planner.cli.shell import ManyValues, PlannerGroup, check_folder, note, say_written, show, show_json, working
 from planner.cli.solve import solve_command
@@ -213,6 +214,7 @@ def train_command(
         typer.Option(metavar="FILE", help="Write the plan that training ended with: after a retry another."),
     ] = None,
     shard: ShardOption = None,
+    report: ReportFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Train under a plan and hold what it predicts against what is measured.
@@ -230,6 +232,7 @@ def train_command(
             retries=retry,
             as_json=as_json,
             save_plan=save_plan,
+            report=report,
             shard=engine,
         )
 
@@ -242,6 +245,7 @@ def compare_command(
     device: Device = None,
     time_limit: Annotated[float, typer.Option(help="Seconds for ilp and auto.")] = COMPARE_SECONDS,
     graph: Annotated[bool, typer.Option("--graph", help="Also a plan of single ops.")] = False,
+    report: ReportFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Apply every solver's plan for one budget in turn: predicted and measured peaks and times side by side."""
@@ -249,9 +253,11 @@ def compare_command(
     from planner.cli.tables import comparison_report
     from planner.distributed.collective import profile
     from planner.plans.refusals import Infeasible
+    from planner.report.command_results import section_of_comparison
     from planner.training.solver_comparison import compare_solvers
 
     check_size(budget)  # refused before anything is measured
+    check_report(report)
     with working() as progress:
         workload = _workload(target, settings, device)
         measured = profile(workload, progress=progress)
@@ -264,6 +270,8 @@ def compare_command(
         show_json(documents.comparison_document(measured, budget_bytes, rows))
     else:
         show(comparison_report(rows, budget_bytes))
+    title = f"Solvers for {measured.model_class}"
+    write_result(report, title, lambda: section_of_comparison(rows, budget_bytes))
     least = documents.least_demanding(rows)
     if least is not None:
         raise Infeasible(
@@ -289,6 +297,7 @@ def max_batch_command(
     host_memory: HostMemoryOption = None,
     headroom: HeadroomText = None,
     shard: ShardOption = None,
+    report: ReportFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the largest batch that fits without a plan, with recompute, and with offload, and how fast each is.
@@ -301,8 +310,10 @@ def max_batch_command(
     from planner.capacity.batch_report import batch_document, limits_report, no_batch_document
     from planner.capacity.batch_search import max_batch
     from planner.plans.offload_request import Offload
+    from planner.report.command_results import section_of_limits
     from planner.targets import parse_settings
 
+    check_report(report)
     offload_request = offload_options(no_offload, link_gbps, devices_per_link, host_memory) or Offload()
     try:
         with on_ranks(engine), working() as progress:
@@ -327,6 +338,7 @@ def max_batch_command(
         show_json(batch_document(limits))
     else:
         show(limits_report(limits))
+    write_result(report, f"Largest {vary} of {target}", lambda: section_of_limits(limits), limits.best.plan)
 
 
 @app.command("show", cls=ManyValues)

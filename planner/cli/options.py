@@ -61,6 +61,9 @@ DevicesPerLink = Annotated[
 HostMemoryOption = Annotated[
     str | None, typer.Option(metavar="B", help="The most that this device may hold in host memory, as 64GiB.")
 ]
+ReportFile = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE", help="Write a page that explains the result, too: .html.")
+]
 Out = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
 
 

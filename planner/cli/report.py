@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from planner.cli.options import Device, Settings
-from planner.cli.shell import check_folder, note, say_written, working
+from planner.cli.shell import check_folder, given_command, is_first, note, say_written, working
 
 if TYPE_CHECKING:
     from planner.plans.graph_plan import GraphPlan
     from planner.plans.plan import Plan
     from planner.report.plan_report import MeasuredRun
+    from planner.report.results import ResultSection
 
 
 def report_command(
@@ -52,6 +54,36 @@ def report_command(
     note("writing the report")
     write_report(plan, page, measured=measured, commands=commands, time_limit_seconds=time_limit)
     say_written(page)
+
+
+def check_report(path: Path | None) -> None:
+    """Refuse a page that could not be written, before anything is measured; raises ValueError."""
+    if path is not None:
+        from planner.report.page import check_page
+
+        check_folder(path)
+        check_page(path)
+
+
+def write_result(
+    path: Path | None,
+    title: str,
+    section: Callable[[], ResultSection],
+    plan: Plan | GraphPlan | None = None,
+) -> None:
+    """Write a command's result as a page, with the plan that came out of it; nothing without a path.
+
+    Of several ranks the first one writes.
+    """
+    if path is None or not is_first():
+        return
+    from planner.report.page import Page, write_page
+    from planner.report.plan_report import report_of_plan
+
+    note("writing the report")
+    explained = None if plan is None else report_of_plan(plan)
+    write_page(Page(title=title, plan=explained, results=(section(),), commands=(given_command(),)), path)
+    say_written(path)
 
 
 def target_in_words(target: str, settings: list[str] | None, device: str | None) -> str:

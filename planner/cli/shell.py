@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,8 @@ LINE_SECONDS = 2.0  # between lines of progress there: a log says what goes on w
 
 Report = Callable[[str, int, int], None]
 
+_command = ""  # that runs
+
 _rank = 0  # of several ranks the first one prints
 
 
@@ -36,6 +39,11 @@ def speak_as(rank: int) -> None:
 def is_first() -> bool:
     """Whether this is the rank that prints and writes; the only one where there are not several."""
     return _rank == 0
+
+
+def given_command() -> str:
+    """The command that runs, as it was given."""
+    return _command
 
 
 class PlannerGroup(TyperGroup):
@@ -56,6 +64,8 @@ class ManyValues(TyperCommand):
     """A command whose ``--set`` and ``--stages`` take several values after one option, and ``--retry`` one or none."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        global _command
+        _command = shlex.join(["planner", str(ctx.info_name), *args])
         return super().parse_args(ctx, with_number(spread(args), "--retry", RETRIES))
 
 

@@ -9,8 +9,19 @@ from pathlib import Path
 import typer
 
 from planner.cli import documents, tables
+from planner.cli.report import check_report
 from planner.cli.several_ranks import check_joined
-from planner.cli.shell import NO_PLAN, check_folder, is_first, note, say_written, show, show_json, working
+from planner.cli.shell import (
+    NO_PLAN,
+    check_folder,
+    given_command,
+    is_first,
+    note,
+    say_written,
+    show,
+    show_json,
+    working,
+)
 from planner.distributed.collective import profile
 from planner.distributed.rank_failures import RankError
 from planner.distributed.rank_workloads import sharded_together
@@ -19,6 +30,8 @@ from planner.distributed.solving import solve
 from planner.plans.given_sources import plan_from_file
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
+from planner.report.command_results import measured_of_training
+from planner.report.page import write_report
 from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
 from planner.training.oom_report import FailureReport, failure_text
 from planner.training.training import OutOfMemory, TrainingRun, train_planned
@@ -72,9 +85,10 @@ def run_train(
     retries: int,
     as_json: bool,
     save_plan: Path | None = None,
+    report: Path | None = None,
     shard: Engine | None = None,
 ) -> None:
-    """Train and print; write the plan that training ended with to ``save_plan``.
+    """Train and print; write the plan that training ended with to ``save_plan``, and a page on it to ``report``.
 
     With ``shard``, on a rank of the default process group, whose other ranks do the same.
 
@@ -84,6 +98,7 @@ def run_train(
         ValueError: as ``PlanRequest.read`` and ``train_planned``.
     """
     check_folder(save_plan)
+    check_report(report)
     plan = wanted.read()
     with working() as progress:
         workload = build()
@@ -116,6 +131,10 @@ def run_train(
     else:
         show(tables.training_report(run, advice))
     say_written(save_plan)
+    if report is not None and is_first():
+        measured = measured_of_training(run)
+        write_report(run.plan, report, measured=measured, commands=[given_command()])
+        say_written(report)
 
 
 def _say(failure: FailureReport) -> None:
