@@ -31,6 +31,7 @@ from planner.cli.options import (
     ReportFile,
     RulesFile,
     Settings,
+    SnapshotFile,
     TargetArgument,
     offload_options,
 )
@@ -215,6 +216,7 @@ def train_command(
     ] = None,
     shard: ShardOption = None,
     report: ReportFile = None,
+    snapshot: SnapshotFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Train under a plan and hold what it predicts against what is measured.
@@ -233,6 +235,7 @@ def train_command(
             as_json=as_json,
             save_plan=save_plan,
             report=report,
+            snapshot=snapshot,
             shard=engine,
         )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli.options import Device, Settings
+from planner.cli.options import Device, Settings, SnapshotFile
 from planner.cli.shell import check_folder, given_command, is_first, note, say_written, working
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def report_command(
     time_limit: Annotated[
         float | None, typer.Option(help="Seconds for the other budgets of a plan of single ops; 15 if unset.")
     ] = None,
+    snapshot: SnapshotFile = None,
 ) -> None:
     """Explain a plan in one HTML file, to read in a browser, that needs neither a network nor the model.
 
@@ -40,6 +41,7 @@ def report_command(
     """
     from planner.plans.given_sources import plan_from_file
     from planner.report.page import check_page, commands_of, write_report
+    from planner.report.snapshot import write_snapshot
     from solvers.problem.number_checks import check_time_limit
 
     if measure is None and (settings or device):
@@ -47,13 +49,16 @@ def report_command(
     page = file.with_suffix(".html") if output is None else output
     check_folder(page)
     check_page(page)
+    check_folder(snapshot)
     check_time_limit(time_limit)
     plan = plan_from_file(file)
     measured = None if measure is None else _measured(plan, str(file), measure, settings, device)
     commands = commands_of(plan, target_in_words(measure, settings, device)) if measure is not None else ()
     note("writing the report")
     write_report(plan, page, measured=measured, commands=commands, time_limit_seconds=time_limit)
-    say_written(page)
+    if snapshot is not None:
+        write_snapshot(plan, snapshot)
+    say_written(page, snapshot)
 
 
 def check_report(path: Path | None) -> None:

@@ -32,6 +32,7 @@ from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.report.command_results import measured_of_training
 from planner.report.page import write_report
+from planner.report.snapshot import write_snapshot
 from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
 from planner.training.oom_report import FailureReport, failure_text
 from planner.training.training import OutOfMemory, TrainingRun, train_planned
@@ -86,9 +87,11 @@ def run_train(
     as_json: bool,
     save_plan: Path | None = None,
     report: Path | None = None,
+    snapshot: Path | None = None,
     shard: Engine | None = None,
 ) -> None:
-    """Train and print; write the plan that training ended with to ``save_plan``, and a page on it to ``report``.
+    """Train and print; write the plan that training ended with to ``save_plan``, a page on it to ``report``, and
+    its predicted step to ``snapshot``.
 
     With ``shard``, on a rank of the default process group, whose other ranks do the same.
 
@@ -99,6 +102,7 @@ def run_train(
     """
     check_folder(save_plan)
     check_report(report)
+    check_folder(snapshot)
     plan = wanted.read()
     with working() as progress:
         workload = build()
@@ -135,6 +139,9 @@ def run_train(
         measured = measured_of_training(run)
         write_report(run.plan, report, measured=measured, commands=[given_command()])
         say_written(report)
+    if snapshot is not None and is_first():
+        write_snapshot(run.plan, snapshot)
+        say_written(snapshot)
 
 
 def _say(failure: FailureReport) -> None:
