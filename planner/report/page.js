@@ -10,12 +10,13 @@
   function colours() {
     const style = getComputedStyle(document.documentElement);
     const of = (name) => style.getPropertyValue(name).trim();
-    return { text: of("--text"), line: of("--line"), card: of("--card"), paper: of("--paper") };
+    return { text: of("--text"), soft: of("--soft"), line: of("--line"), card: of("--card"), paper: of("--paper") };
   }
 
   function themed() {
-    const { text, line, card } = colours();
+    const { text, soft, line, card } = colours();
     const look = { "font.color": text, "hoverlabel.bgcolor": card, "hoverlabel.font.color": text, "hoverlabel.bordercolor": line };
+    Object.assign(look, { "modebar.bgcolor": "rgba(0,0,0,0)", "modebar.color": soft, "modebar.activecolor": text });
     for (const axis of ["xaxis", "yaxis", "yaxis2"]) {
       look[`${axis}.gridcolor`] = line;
       look[`${axis}.linecolor`] = line;
@@ -61,7 +62,11 @@
   for (const element of document.querySelectorAll("[data-figure]")) {
     const figure = data.figures[element.dataset.figure];
     const layout = figure.layout;
-    if (touch.matches) layout.dragmode = false;
+    if (touch.matches) { // Fingers scroll; the buttons that zoom have the top for themselves.
+      layout.dragmode = false;
+      layout.margin.t = 44;
+      layout.legend = { ...layout.legend, y: element.dataset.figure === "peaks" ? -0.8 : -0.22, yanchor: "top" };
+    }
     if (narrow()) {
       layout.font = { ...(layout.font || {}), size: 11 };
       layout.legend = { ...(layout.legend || {}), font: { size: 10 } };
