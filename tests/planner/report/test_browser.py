@@ -9,7 +9,6 @@ from planner.report.page import write_report
 from tests.support.browser import headless_browser
 
 pytestmark = pytest.mark.slow
-PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 PLACE = """([chart, trace, point]) => {
   const gd = document.getElementById(chart), layout = gd._fullLayout, data = gd.data[trace];
   gd.scrollIntoView({block: "center"});
@@ -53,6 +52,12 @@ def opened(files, browser, tmp_path_factory):
 def page(opened):
     """On a desk."""
     return opened()
+
+
+@pytest.fixture(scope="module")
+def phone(opened):
+    """In the dark."""
+    return opened(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True, color_scheme="dark")
 
 
 def at(page, chart, trace, point):
@@ -114,34 +119,31 @@ def test_dragging_zooms_and_a_double_click_shows_all(page):
     page.wait_for_function(f"{width} === {whole}")
 
 
-def test_on_a_phone_nothing_scrolls_sideways_and_a_tap_shows_a_moment(opened):
-    page = opened(**PHONE)
-    for summary in page.locator("summary").all():
+def test_on_a_phone_nothing_scrolls_sideways_and_a_tap_shows_a_moment(phone):
+    for summary in phone.locator("summary").all():
         summary.evaluate("element => { element.parentElement.open = true; }")
-    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert phone.evaluate("document.documentElement.scrollWidth") == 390
     wide = "[...document.querySelectorAll('main *')].filter((e) => !e.closest('.scroller, pre, .chart'))"
-    assert page.evaluate(f"{wide}.every((e) => e.getBoundingClientRect().right <= 390)")
-    page.touchscreen.tap(*at(page, "chart-timeline", 2, 3 * 4 + 1))
-    page.wait_for_function("document.getElementById('alive-title').textContent.includes('(5 of ')")
+    assert phone.evaluate(f"{wide}.every((e) => e.getBoundingClientRect().right <= 390)")
+    phone.touchscreen.tap(*at(phone, "chart-timeline", 2, 3 * 4 + 1))
+    phone.wait_for_function("document.getElementById('alive-title').textContent.includes('(5 of ')")
 
 
-def test_paper_and_charts_follow_the_colours_of_the_screen(opened):
-    page = opened(color_scheme="dark")
-
+def test_paper_and_charts_follow_the_colours_of_the_screen(phone):
     def is_light(colour):
         return sum(colour) > 3 * 128
 
     def paper():
-        return page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)")
+        return phone.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)")
 
     def words():
-        colour = page.evaluate("document.getElementById('chart-timeline')._fullLayout.font.color")
+        colour = phone.evaluate("document.getElementById('chart-timeline')._fullLayout.font.color")
         return [int(colour[k : k + 2], 16) for k in (1, 3, 5)]
 
     dark = words()
     assert is_light(dark) and not is_light(paper())
-    page.emulate_media(color_scheme="light")
-    page.wait_for_function(f"document.getElementById('chart-timeline')._fullLayout.font.color !== '{hexed(dark)}'")
+    phone.emulate_media(color_scheme="light")
+    phone.wait_for_function(f"document.getElementById('chart-timeline')._fullLayout.font.color !== '{hexed(dark)}'")
     assert is_light(paper()) and not is_light(words())
 
 
