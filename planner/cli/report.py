@@ -40,7 +40,8 @@ def report_command(
     frees and costs, where the bytes of the peak come from, what else would help, and the commands to get it again.
     """
     from planner.plans.given_sources import plan_from_file
-    from planner.report.page import check_page, commands_of, write_report
+    from planner.report.commands import commands_of
+    from planner.report.page import check_page, write_report
     from planner.report.snapshot import write_snapshot
     from solvers.problem.number_checks import check_time_limit
 

@@ -9,6 +9,7 @@ from planner.plans.graph_plan import GraphPlan
 from planner.plans.left_out import obstacle_in_words, remedy_in_words
 from planner.plans.plan import Plan
 from planner.plans.plan_claims import PlanClaims
+from planner.report.commands import solve_command
 from planner.units import format_bytes, format_seconds
 
 SHARES = (0.9, 0.75, 0.5)  # of the plan's budget
@@ -35,22 +36,22 @@ def _budgets(plan: PlanClaims, curve: Sequence[PlanClaims]) -> Iterator[LeverRow
         return
     free = next((each for each in curve if each.slowdown <= _LITTLE), None)
     if free is not None and plan.slowdown > _LITTLE:
-        yield _at(free, f"A budget of {format_bytes(free.predicted_peak_bytes)}")
+        yield _at(plan, free, f"A budget of {format_bytes(free.predicted_peak_bytes)}")
     for share in SHARES:
         budget_bytes = int(share * plan.budget_bytes)
         within = [each for each in curve if each.predicted_peak_bytes <= budget_bytes]
         if within:
-            yield _at(within[-1], f"{share:.0%} of this budget, {format_bytes(budget_bytes)}", budget_bytes)
+            yield _at(plan, within[-1], f"{share:.0%} of this budget, {format_bytes(budget_bytes)}", budget_bytes)
     smallest = curve[0]
     if smallest.predicted_peak_bytes < plan.predicted_peak_bytes:
-        yield _at(smallest, f"The smallest budget found, {format_bytes(smallest.predicted_peak_bytes)}")
+        yield _at(plan, smallest, f"The smallest budget found, {format_bytes(smallest.predicted_peak_bytes)}")
 
 
-def _at(point: PlanClaims, change: str, budget_bytes: int | None = None) -> LeverRow:
+def _at(plan: PlanClaims, point: PlanClaims, change: str, budget_bytes: int | None = None) -> LeverRow:
     return LeverRow(
         change=change,
         effect=f"{format_seconds(point.predicted_seconds)} a step, {point.slowdown:.2f} times the unplanned step",
-        command=f"planner solve profile.json --budget {budget_bytes or point.predicted_peak_bytes} -o plan.json",
+        command=solve_command(plan, budget_bytes or point.predicted_peak_bytes),
     )
 
 
@@ -87,7 +88,7 @@ def _blocks(plan: Plan | GraphPlan) -> Iterator[LeverRow]:
 
 
 def _kind(plan: Plan | GraphPlan) -> Iterator[LeverRow]:
-    if isinstance(plan, Plan) and plan.slowdown > _LITTLE and plan.precision:
+    if isinstance(plan, Plan) and plan.slowdown > _LITTLE:
         yield LeverRow(
             change="A plan of single ops",
             effect="chooses among all ops of forward and backward at once, where the model can be traced as one graph",

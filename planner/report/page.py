@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
+from planner.report.commands import commands_of, solve_command
 from planner.report.plan_report import CurvePoint, MeasuredRun, PlanReport, report_of_plan
 from planner.report.results import ResultSection
 from planner.units import format_bytes, format_seconds
@@ -74,19 +75,6 @@ def write_report(
     write_page(page, path)
 
 
-def commands_of(plan: Plan | GraphPlan, target: str = "TARGET") -> tuple[str, ...]:
-    """The commands that make a plan, use it and report it; ``target`` is the model's, with its settings."""
-    graph = isinstance(plan, GraphPlan)
-    link = f" --link-gbps {plan.link.to_host_bytes_per_second / 1e9:g}" if plan.link is not None else ""
-    only = " --offload-only" if plan.offload_only else ""
-    return (
-        f"planner profile {target}{' --graph' if graph else ''} -o profile.json",
-        f"planner solve profile.json --budget {plan.budget_bytes}{link}{only} -o plan.json",
-        f"planner train {target} --plan plan.json",
-        "planner report plan.json -o report.html",
-    )
-
-
 def write_page(page: Page, path: str | Path) -> None:
     """Write a page whole or not at all."""
     write_whole(path, page_html(page))
@@ -109,7 +97,7 @@ def page_html(page: Page) -> str:
     data = {
         "figures": {name: json.loads(str(figure.to_json())) for name, figure in figures.items()},
         "steps": [] if page.plan is None else _steps(page.plan),
-        "curve": [] if page.plan is None else [_point(point) for point in page.plan.curve],
+        "curve": [] if page.plan is None else [_point(point, page.plan.plan) for point in page.plan.curve],
         "start": 0 if page.plan is None else _nearest(page.plan),
     }
     environment = _environment()
@@ -169,11 +157,11 @@ def _steps(report: PlanReport) -> list[dict[str, Any]]:
     ]
 
 
-def _point(point: CurvePoint) -> dict[str, Any]:
+def _point(point: CurvePoint, plan: Plan | GraphPlan) -> dict[str, Any]:
     return {
         "text": f"{format_bytes(point.peak_bytes)}: {format_seconds(point.seconds)} a step, "
         f"{point.slowdown:.2f} times the unplanned step ({point.status})",
-        "command": f"planner solve profile.json --budget {point.peak_bytes} -o plan.json",
+        "command": solve_command(plan, point.peak_bytes),
         "rows": [
             [
                 row.where,

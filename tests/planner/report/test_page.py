@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import tomllib
+from fnmatch import fnmatch
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 import planner
 from planner.report import charts
+from planner.report.commands import commands_of, solve_command
 from planner.report.page import Page, page_html, write_report
 from planner.report.plan_report import report_of_plan
 from planner.report.results import BarChart, ResultSection, ResultTable
+from solvers import Link
 from tests.support.command_line import SMALL, done, refused
 
 
@@ -94,6 +99,30 @@ def test_results_stand_above_the_plan():
     assert '<p class="answer" id="answer">It fits.</p>' in text
     assert re.search(r'<td>&lt;rotor&gt;</td>\s*<td class="number">2 KiB</td>', text)
     assert set(Parsed(text).data["figures"]) == {"result-0"}
+
+
+def test_a_plan_without_a_curve_says_why(plan):
+    text = page_html(Page(title="Plan", plan=dataclasses.replace(report_of_plan(plan), curve=())))
+    assert "there is no curve" in text
+    assert set(Parsed(text).data["figures"]) == {"timeline", "peaks"}
+
+
+def test_the_page_s_files_are_part_of_the_package():
+    root = Path(planner.__file__).parent.parent
+    data = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    files = [path.name for path in (root / "planner/report").iterdir() if path.is_file() and path.suffix != ".py"]
+    assert len(files) == 3
+    assert all(any(fnmatch(name, pattern) for pattern in data["planner.report"]) for name in files)
+
+
+def test_commands_say_how_the_plan_was_solved(plan):
+    link = Link(to_host_bytes_per_second=25e9, to_device_bytes_per_second=25e9)
+    given = dataclasses.replace(plan, budget_bytes=900, headroom_bytes=100, link=link, offload_only=True)
+    command = "planner solve profile.json --budget 900 --headroom 100 --link-gbps 25 --offload-only -o plan.json"
+    assert command in commands_of(given, "zoo:mlp --set layers=2")
+    assert commands_of(given, "zoo:mlp --set layers=2")[0] == "planner profile zoo:mlp --set layers=2 -o profile.json"
+    measured = dataclasses.replace(given, link=dataclasses.replace(link, to_device_bytes_per_second=24e9))
+    assert solve_command(measured, 500) == "planner solve profile.json --budget 500 --offload-only -o plan.json"
 
 
 def test_a_page_without_charts_has_no_plotly():
