@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from planner.plans.refusals import Infeasible as Infeasible, NothingFound as NothingFound
     from planner.plans.rules import Rule as Rule, Rules as Rules
     from planner.plans.stated_plan import state as state
+    from planner.report.page import write_report as write_report
+    from planner.report.snapshot import write_snapshot as write_snapshot
     from planner.runtime.applier import Handle as Handle, handle_of as handle_of
     from planner.runtime.model_match import PlanMismatch as PlanMismatch
     from planner.training.checkpointing import auto_checkpoint as auto_checkpoint
@@ -78,6 +80,8 @@ _NAMES = {
     "planner.plans.rules": "Rule Rules",
     "planner.plans.refusals": "Infeasible NothingFound",
     "planner.plans.stated_plan": "state",
+    "planner.report.page": "write_report",
+    "planner.report.snapshot": "write_snapshot",
     "planner.runtime.applier": "Handle handle_of",
     "planner.runtime.model_match": "PlanMismatch",
     "planner.training.checkpointing": "auto_checkpoint",

@@ -7,6 +7,7 @@ be let go of.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -194,26 +195,44 @@ def alive_during(
         place: of the run among those of its side.
         after: what is alive as the next one begins instead.
     """
+    turns = alive_during_each(step, runs, side, held=held, copies=copies, after=after)
+    return next(itertools.islice(turns, place, None))
+
+
+def alive_during_each(
+    step: StepGraph,
+    runs: StepRuns,
+    side: Side,
+    *,
+    held: bool,
+    copies: Sequence[StepCopy] = (),
+    after: bool = False,
+) -> Iterator[list[AliveStorage]]:
+    """The same of every run of a side in turn, by one replay."""
     sides = _sides(step, runs, copies, held)
     of_side = sides.forward if side == "forward" else sides.backward
     alive: dict[int, tuple[bool, bool]] = dict.fromkeys(of_side.taken, (True, False))
     ran = set[int]() if side == "forward" else set(runs.forward)
-    dying = _dying(*of_side)
-    passed = -1
+    dying, sizes = _dying(*of_side), _sizes(step)
+    begun = False
+
+    def on_device() -> list[AliveStorage]:
+        numbers = [each for each in alive if each < len(step.storages) + len(step.ops)]
+        return [AliveStorage(storage, sizes[storage], *alive[storage]) for storage in numbers]
+
     for number, run in enumerate(of_side.runs):
-        if passed == place and run.ordinal is not None:
-            break
+        if after and begun and run.ordinal is not None:
+            yield on_device()
         alive.update((storage, (False, run.ordinal in ran)) for storage in run.makes)
         if run.ordinal is not None:
             ran.add(run.ordinal)
-            passed += 1
-            if passed == place and not after:
-                break
+            begun = True
+            if not after:
+                yield on_device()
         for storage in dying[number]:
             alive.pop(storage, None)
-    sizes = _sizes(step)
-    on_device = [each for each in alive if each < len(step.storages) + len(step.ops)]
-    return [AliveStorage(storage, sizes[storage], *alive[storage]) for storage in on_device]
+    if after and begun:
+        yield on_device()
 
 
 class _Run(NamedTuple):

@@ -16,10 +16,12 @@ from planner.cli.options import (
     LinkGbps,
     NoMenus,
     NoOffload,
+    ReportFile,
     Settings,
     TargetArgument,
     offload_options,
 )
+from planner.cli.report import check_report, write_result
 from planner.cli.shell import NO_PLAN, check_folder, complain, say_written, show, show_json, working
 from planner.units import format_bytes
 
@@ -47,6 +49,7 @@ def advise_command(
         str | None, typer.Option(metavar="ENGINE", help="How the ranks share the model: ddp or fsdp2.")
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Picture: .png, .svg or .pdf.")] = None,
+    report: ReportFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where the memory of a training step goes, and what would fit it into a budget at which cost.
@@ -60,6 +63,7 @@ def advise_command(
     from planner.targets import parse_settings
 
     check_folder(output)
+    check_report(report)
     asked: dict[str, Any] = {
         "settings": parse_settings(settings or []),
         "device": device,
@@ -67,6 +71,8 @@ def advise_command(
         "menus": not no_menus,
     }
     if world_size is not None or shard is not None:
+        if report is not None:
+            raise ValueError(f"--report: expected no page of simulated ranks, got {str(report)!r}; leave it out")
         _advise_rank(target, budget, world_size, shard, output, asked, as_json=as_json)
         return
     if budget is None:
@@ -78,7 +84,7 @@ def advise_command(
         check_picture(output)
     with working() as progress:
         advice = advise(target, budget, batch_key=batch_key, progress=progress, **asked)
-    _tell(advice, output, as_json=as_json)
+    _tell(advice, output, report, as_json=as_json)
 
 
 def _advise_rank(
@@ -114,9 +120,10 @@ def _advise_rank(
         raise typer.Exit(NO_PLAN)
 
 
-def _tell(advice: Advice, output: Path | None, *, as_json: bool) -> None:
+def _tell(advice: Advice, output: Path | None, report: Path | None, *, as_json: bool) -> None:
     """Draw and print; ends with exit code 3 where nothing fits."""
     from planner.capacity.advice_report import document_of, report_of
+    from planner.report.command_results import section_of_advice
 
     if output is not None:
         from planner.capacity.advice_plot import draw_advice
@@ -127,6 +134,13 @@ def _tell(advice: Advice, output: Path | None, *, as_json: bool) -> None:
     else:
         show(report_of(advice))
     say_written(output)
+    best = advice.exact or advice.cheapest
+    write_result(
+        report,
+        f"Advice on {advice.model_class}",
+        lambda: section_of_advice(advice),
+        None if best is None else best.plan,
+    )
     if not advice.fits:
         short = format_bytes(advice.nearest.short_bytes)
         complain(f"infeasible: no combination fits; {advice.nearest.title} comes nearest, {short} above the budget")

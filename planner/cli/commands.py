@@ -1,4 +1,4 @@
-"""The command line: profile, solve, pareto, train, fit, compare, max-batch, advise, show and demo.
+"""The command line: profile, solve, pareto, train, fit, compare, max-batch, advise, show, report and demo.
 
 What a command needs is imported when it runs: help is there at once, and work on files loads no torch.
 """
@@ -9,7 +9,7 @@ import contextlib
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -30,13 +30,16 @@ from planner.cli.options import (
     NoOffload,
     OffloadOnly,
     OptionalTarget,
+    ReportFile,
     Settings,
+    SnapshotFile,
     TargetArgument,
     budget_callback,
     offload_options,
     time_limit_callback,
 )
 from planner.cli.profiling import profile_command
+from planner.cli.report import check_report, report_command, write_result
 from planner.cli.several_ranks import ShardOption, engine_named, on_ranks, settings_of_rank, workload_of
 from planner.cli.shell import (
     ManyValues,
@@ -53,9 +56,6 @@ from planner.cli.shell import (
 from planner.cli.solve import solve_command
 from planner.units import parse_bytes
 from profiler.target_record import TargetRecord
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(
     cls=PlannerGroup,
@@ -172,6 +172,8 @@ def train_command(
         typer.Option(metavar="FILE", help="Write the plan that training ended with: after a retry another."),
     ] = None,
     shard: ShardOption = None,
+    report: ReportFile = None,
+    snapshot: SnapshotFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Train under a plan and hold what it predicts against what is measured.
@@ -190,6 +192,8 @@ def train_command(
             retries=retry,
             as_json=as_json,
             save_plan=save_plan,
+            report=report,
+            snapshot=snapshot,
             shard=engine,
         )
 
@@ -207,6 +211,7 @@ def compare_command(
         float, typer.Option(callback=time_limit_callback, help="Seconds for ilp and auto.")
     ] = COMPARE_SECONDS,
     graph: Annotated[bool, typer.Option("--graph", help="Also a plan of single ops.")] = False,
+    report: ReportFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Apply every solver's plan for one budget in turn: predicted and measured peaks and times side by side."""
@@ -214,8 +219,10 @@ def compare_command(
     from planner.cli.tables import comparison_report
     from planner.distributed.collective import profile
     from planner.plans.refusals import Infeasible
+    from planner.report.command_results import section_of_comparison
     from planner.training.solver_comparison import compare_solvers
 
+    check_report(report)
     with working() as progress:
         workload = workload_of(TargetRecord.given(target, settings, device))
         measured = profile(workload, progress=progress)
@@ -228,6 +235,8 @@ def compare_command(
         show_json(documents.comparison_document(measured, budget_bytes, rows))
     else:
         show(comparison_report(rows, budget_bytes))
+    title = f"Solvers for {measured.model_class}"
+    write_result(report, title, lambda: section_of_comparison(rows, budget_bytes))
     least = documents.least_demanding(rows)
     if least is not None:
         raise Infeasible(
@@ -262,6 +271,7 @@ def max_batch_command(
         Path | None, typer.Option("-o", "--output", help="Write the plan of the largest batch, for train --plan.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture of the limits: .png, .svg or .pdf.")] = None,
+    report: ReportFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the largest batch that fits without a plan, with recompute, and with offload, and how fast each is.
@@ -275,12 +285,14 @@ def max_batch_command(
     from planner.capacity.batch_search import max_batch
     from planner.explain.figures import check_picture
     from planner.plans.offload_request import Offload
+    from planner.report.command_results import section_of_limits
     from planner.targets import parse_settings
 
     check_folder(output)
     check_folder(plot)
     if plot is not None:
         check_picture(plot)
+    check_report(report)
     offload_request = offload_options(no_offload, link_gbps, devices_per_link, host_memory) or Offload()
     try:
         with on_ranks(engine), working() as progress:
@@ -316,6 +328,7 @@ def max_batch_command(
     if output is not None and plan is None:
         note(f"not written: {output}: {vary}={size} is the largest, and it needs no plan")
     say_written(output if plan is not None else None, plot)
+    write_result(report, f"Largest {vary} of {target}", lambda: section_of_limits(limits), limits.best.plan)
 
 
 @app.command("show", cls=ManyValues)
@@ -346,6 +359,7 @@ def show_command(
     run_show(file, ShowRequest(ops=ops, timeline=timeline, csv=csv, peak_csv=peak_csv, workload=build, as_json=as_json))
 
 
+app.command("report", cls=ManyValues)(report_command)
 app.command("advise", cls=ManyValues)(advise_command)
 
 

@@ -113,6 +113,13 @@ HostMemoryOption = Annotated[
         help="The most that this device may hold in host memory, as 64GiB.",
     ),
 ]
+ReportFile = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE", help="Write a page that explains the result, too: .html.")
+]
+SnapshotFile = Annotated[
+    Path | None,
+    typer.Option("--snapshot", metavar="FILE", help="Write the predicted step for pytorch.org/memory_viz: .pickle."),
+]
 Out = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
 
 

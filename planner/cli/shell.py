@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import sys
 import time
 import traceback
@@ -28,6 +29,8 @@ PLAIN_WIDTH = 100  # columns where the output is no terminal
 LINE_SECONDS = 2.0  # between lines of progress there: a log says what goes on without a line for every stage
 
 Report = Callable[[str, int, int], None]
+
+_command = ""  # that runs
 
 _rank = 0  # of several ranks the first one prints
 
@@ -69,6 +72,11 @@ _GLOBAL_OPTIONS = ("-q", "--quiet", "-v", "--verbose", "--traceback")
 def say_so_much(*, quiet: bool, verbose: bool, traceback: bool) -> None:
     """What the options that stand before or after any command ask for."""
     _talk.quiet, _talk.verbose, _talk.traceback = quiet, verbose, traceback
+
+
+def given_command() -> str:
+    """The command that runs, as it was given."""
+    return _command
 
 
 class PlannerGroup(TyperGroup):
@@ -124,6 +132,8 @@ class ManyValues(TyperCommand):
     """A command whose ``--set`` and ``--stages`` take several values after one option, and ``--retry`` one or none."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        global _command
+        _command = shlex.join(["planner", str(ctx.info_name), *args])
         return super().parse_args(ctx, with_number(spread(args), "--retry", RETRIES))
 
 

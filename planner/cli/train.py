@@ -10,8 +10,19 @@ from typing import Any
 import typer
 
 from planner.cli import documents, tables
+from planner.cli.report import check_report
 from planner.cli.several_ranks import check_joined
-from planner.cli.shell import NO_PLAN, check_folder, complain, is_first, say_written, show, show_json, working
+from planner.cli.shell import (
+    NO_PLAN,
+    check_folder,
+    complain,
+    given_command,
+    is_first,
+    say_written,
+    show,
+    show_json,
+    working,
+)
 from planner.distributed.collective import profile
 from planner.distributed.rank_failures import RankError
 from planner.distributed.rank_workloads import sharded_together
@@ -20,6 +31,9 @@ from planner.distributed.solving import solve
 from planner.plans.given_sources import plan_from_file
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
+from planner.report.command_results import measured_of_training
+from planner.report.page import write_report
+from planner.report.snapshot import write_snapshot
 from planner.runtime.model_match import PlanMismatch
 from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
 from planner.training.oom_report import FailureReport, failure_text
@@ -100,10 +114,13 @@ def run_train(
     retries: int,
     as_json: bool,
     save_plan: Path | None = None,
+    report: Path | None = None,
+    snapshot: Path | None = None,
     shard: Engine | None = None,
     beside: Mapping[str, Any] | None = None,
 ) -> TrainingRun:
-    """Train and print; write the plan that training ended with to ``save_plan``.
+    """Train and print; write the plan that training ended with to ``save_plan``, a page on it to ``report``, and
+    its predicted step to ``snapshot``.
 
     The JSON document has ``beside``, too.
 
@@ -115,6 +132,8 @@ def run_train(
         ValueError: as ``PlanRequest.read`` and ``train_planned``.
     """
     check_folder(save_plan)
+    check_report(report)
+    check_folder(snapshot)
     plan = wanted.read()
     chosen = target.chosen(plan, wanted.file)
     with working() as progress:
@@ -153,6 +172,13 @@ def run_train(
     else:
         show(tables.training_report(run, advice))
     say_written(save_plan)
+    if report is not None and is_first():
+        measured = measured_of_training(run)
+        write_report(run.plan, report, measured=measured, commands=[given_command()])
+        say_written(report)
+    if snapshot is not None and is_first():
+        write_snapshot(run.plan, snapshot)
+        say_written(snapshot)
     return run
 
 

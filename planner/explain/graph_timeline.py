@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from planner.explain.peak import KEPT, MADE_AGAIN, Peak, PeakPart
 from planner.explain.timeline import PhaseName, Span, SpanKind, Timeline
 from planner.plans.graph_plan import GraphPlan
 from profiler.step_graph import Side, StepOp
-from profiler.step_replay import AliveStorage, SideReplay, StepCopy, StepRuns, alive_during, replay_step, runs_once
+from profiler.step_replay import (
+    AliveStorage,
+    SideReplay,
+    StepCopy,
+    StepRuns,
+    alive_during,
+    alive_during_each,
+    replay_step,
+    runs_once,
+)
 
 MADE = "made in this phase"
 RETURNED = "outputs of the model"
@@ -91,17 +100,30 @@ def graph_peak(plan: GraphPlan, timeline: Timeline) -> Peak:
         timeline: the plan's, of ``graph_timelines``.
     """
     span = timeline.peak
-    op, parts = None, []
-    if span.action == "loss":
-        parts = _between(plan)
-    elif span.action != "optimizer":
-        side: Side = "forward" if span.phase == "forward" else "backward"
-        runs = [each for each in timeline.spans if each.stage and each.phase == side]
-        op = next(op for op in plan.graph.ops if op.name == span.stage)
-        alive = alive_during(
-            plan.graph, plan.runs, side, runs.index(span), held=plan.around.held_bytes > 0, copies=plan.copies
-        )
-        parts = [*_parts(plan, alive), _transient(op, again=span.action == "recompute")]
+    return next(
+        moment for each, moment in zip(timeline.spans, graph_moments(plan, timeline), strict=True) if each is span
+    )
+
+
+def graph_moments(plan: GraphPlan, timeline: Timeline) -> Iterator[Peak]:
+    """Explain the highest moment of every run of a planned step in turn; arguments as for ``graph_peak``."""
+    ops, held = {op.name: op for op in plan.graph.ops}, plan.around.held_bytes > 0
+    alive_in: dict[str, Iterator[Sequence[AliveStorage]]] = {
+        side: alive_during_each(plan.graph, plan.runs, side, held=held, copies=plan.copies)
+        for side in ("forward", "backward")
+    }
+    parts_of = _PartsOf(plan)
+    for span in timeline.spans:
+        op, parts = ops.get(span.stage), []
+        if span.action == "loss":
+            parts = parts_of.alive(_between(plan))
+        elif op is not None:
+            transient = _transient(op, again=span.action == "recompute")
+            parts = [*parts_of.alive(next(alive_in[span.phase])), transient]
+        yield _explained(plan, timeline, span, op, parts)
+
+
+def _explained(plan: GraphPlan, timeline: Timeline, span: Span, op: StepOp | None, parts: list[PeakPart]) -> Peak:
     left = span.peak_bytes - sum(part.size_bytes for part in parts)
     resident_bytes = min(plan.resident_bytes, left)
     parts.append(PeakPart(what=RESIDENT, size_bytes=resident_bytes))
@@ -118,28 +140,30 @@ def graph_peak(plan: GraphPlan, timeline: Timeline) -> Peak:
     )
 
 
-def _between(plan: GraphPlan) -> list[PeakPart]:
+def _between(plan: GraphPlan) -> list[AliveStorage]:
     """What forward hands over and returns."""
     held, storages = plan.around.held_bytes > 0, plan.graph.storages
     handed = replay_step(plan.graph, plan.runs, held=held, copies=plan.copies).handed
     last = len(plan.runs.forward) - 1
     after = alive_during(plan.graph, plan.runs, "forward", last, held=held, copies=plan.copies, after=True)
-    there = [s for s in after if s.number in handed or (s.number < len(storages) and storages[s.number].returned)]
-    return _parts(plan, there)
+    return [s for s in after if s.number in handed or (s.number < len(storages) and storages[s.number].returned)]
 
 
-def _parts(plan: GraphPlan, alive: Sequence[AliveStorage]) -> list[PeakPart]:
-    """Storages with what they are there for, and what made them."""
-    graph = plan.graph
-    makers = {storage: op for op in graph.ops for storage in op.makes}
-    parts: list[PeakPart] = []
-    for each in alive:
-        if each.number >= len(graph.storages):
-            what, op = STATES, graph.ops[each.number - len(graph.storages)]
-        else:
-            what, op = _what(plan, each), makers.get(each.number)
-        parts.append(_part(what, each.size_bytes, op))
-    return parts
+class _PartsOf:
+    """Storages of a plan with what they are there for, and what made them."""
+
+    def __init__(self, plan: GraphPlan) -> None:
+        self._plan = plan
+        self._makers = {storage: op for op in plan.graph.ops for storage in op.makes}
+
+    def alive(self, storages: Iterable[AliveStorage]) -> list[PeakPart]:
+        return [self._part(each) for each in storages]
+
+    def _part(self, alive: AliveStorage) -> PeakPart:
+        graph = self._plan.graph
+        if alive.number >= len(graph.storages):
+            return _part(STATES, alive.size_bytes, graph.ops[alive.number - len(graph.storages)])
+        return _part(_what(self._plan, alive), alive.size_bytes, self._makers.get(alive.number))
 
 
 def _what(plan: GraphPlan, alive: AliveStorage) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.explain.op_decisions import makers, storages_kept_by
@@ -13,7 +13,7 @@ from profiler.op_graph import StageOps
 from profiler.records import MenuRecord, ResidentBytes
 from solvers import Chain, Schedule
 from solvers.problem.chain_schedule import RUNS
-from solvers.problem.chain_simulator import alive_before
+from solvers.problem.chain_simulator import LiveSet, alive_before, alive_before_each
 
 KEPT = "kept from forward"
 MADE_AGAIN = "made again"
@@ -85,13 +85,39 @@ def predicted_peak(
     """
     span = timeline.peak
     if span.action == "optimizer":
-        parts = [*_resident(chain, plan), *_all_gradients(chain)]
-        parts.append(_left(span, parts, "made by the optimizer's step"))
-    else:
-        position = timeline.spans.index(span)
-        parts = _Explained(chain, schedule, position, plan).parts()
-        assert sum(part.size_bytes for part in parts) == span.before_bytes
-        parts.append(_left(span, parts, _meanwhile(span)))
+        return _explained(span, _in_optimizer(chain, span, plan))
+    position = timeline.spans.index(span)
+    runs = Counter(a.stage for a in schedule.actions[:position] if a.kind in RUNS)
+    alive = alive_before(chain, schedule, position)
+    return _explained(span, _during(chain, span, alive, runs, plan))
+
+
+def predicted_moments(
+    chain: Chain, schedule: Schedule, timeline: Timeline, *, plan: Plan | None = None
+) -> Iterator[Peak]:
+    """Explain the highest moment of every action of a step in turn; arguments as for ``predicted_peak``."""
+    runs: Counter[int] = Counter()
+    actions = zip(schedule.actions, alive_before_each(chain, schedule), strict=True)
+    for span, (action, alive) in zip(timeline.spans, actions, strict=False):
+        yield _explained(span, _during(chain, span, alive, runs, plan))
+        runs[action.stage] += action.kind in RUNS
+    for span in timeline.spans[len(schedule.actions) :]:
+        yield _explained(span, _in_optimizer(chain, span, plan))
+
+
+def _during(chain: Chain, span: Span, alive: LiveSet, runs: Counter[int], plan: Plan | None) -> list[PeakPart]:
+    """What is alive during an action; ``runs`` of stages came before it."""
+    parts = _Explained(chain, alive, {k for k, count in runs.items() if count > 1}, plan).parts()
+    assert sum(part.size_bytes for part in parts) == span.before_bytes
+    return [*parts, _left(span, parts, _meanwhile(span))]
+
+
+def _in_optimizer(chain: Chain, span: Span, plan: Plan | None) -> list[PeakPart]:
+    parts = [*_resident(chain, plan), *_all_gradients(chain)]
+    return [*parts, _left(span, parts, "made by the optimizer's step")]
+
+
+def _explained(span: Span, parts: Sequence[PeakPart]) -> Peak:
     return Peak(
         source="predicted",
         peak_bytes=span.peak_bytes,
@@ -103,7 +129,7 @@ def predicted_peak(
     )
 
 
-def _left(span: Span, parts: list[PeakPart], what: str) -> PeakPart:
+def _left(span: Span, parts: Sequence[PeakPart], what: str) -> PeakPart:
     left = span.peak_bytes - sum(part.size_bytes for part in parts)
     return PeakPart(what=what, size_bytes=left, stage=span.stage, phase=span.phase)
 
@@ -147,15 +173,14 @@ def _gradients(chain: Chain, k: int) -> PeakPart:
 
 
 class _Explained:
-    """What is alive as an action begins, thing by thing."""
+    """What is alive as an action begins, thing by thing; stages ``again`` have run more than once before."""
 
-    def __init__(self, chain: Chain, schedule: Schedule, position: int, plan: Plan | None) -> None:
+    def __init__(self, chain: Chain, alive: LiveSet, again: set[int], plan: Plan | None) -> None:
         self._stages = chain.stages
         self._chain = chain
         self._plan = plan
-        self._alive = alive_before(chain, schedule, position)
-        runs = Counter(a.stage for a in schedule.actions[:position] if a.kind in RUNS)
-        self._again = {k for k, count in runs.items() if count > 1}
+        self._alive = alive
+        self._again = again
         self._outputs = {k: chain.stages[k].boundary_bytes for k in self._alive.boundaries}
         self._away: Counter[int] = Counter()  # bytes of kept stages that are in host memory
         self._gone: dict[int, set[int]] = {}  # their storages

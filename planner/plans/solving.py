@@ -210,7 +210,7 @@ def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_se
         problem, solution = feasible_beside_others(problem, plan.beside, method, time_limit_seconds)
     else:
         solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
-    fields = _schedule_fields(problem, solution, plan.stages, plan.menus, seconds_outside_chain)
+    fields = schedule_fields(problem, solution, plan.stages, plan.menus, seconds_outside_chain)
     return replace(plan, budget_bytes=budget_bytes + plan.headroom_bytes, chain=problem.chain, **fields)
 
 
@@ -231,7 +231,7 @@ def following(plan: Plan, chain: Chain, *, lower_bound_seconds: float = 0.0) -> 
         lower_bound_seconds=max(0.0, lower_bound_seconds - seconds_outside_chain),
         solve_seconds=plan.solve_seconds,
     )
-    fields = _schedule_fields(problem, solution, plan.stages, plan.menus, seconds_outside_chain)
+    fields = schedule_fields(problem, solution, plan.stages, plan.menus, seconds_outside_chain)
     return replace(plan, chain=chain, **fields)
 
 
@@ -348,11 +348,11 @@ def plan_of(
         saved_gather_seconds=saved_seconds,
         beside=profile.beside,
         forward_nodes=profile.forward_nodes,
-        **_schedule_fields(problem, solution, stages, profile.menus, seconds_outside_chain),
+        **schedule_fields(problem, solution, stages, profile.menus, seconds_outside_chain),
     )
 
 
-def _schedule_fields(
+def schedule_fields(
     problem: Problem,
     solution: Solution[Schedule],
     stages: Sequence[PlannedStage],

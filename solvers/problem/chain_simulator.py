@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -120,6 +121,14 @@ def alive_before(chain: Chain, schedule: Schedule, position: int) -> LiveSet:
     for k, action in enumerate(schedule.actions[:position]):
         state.run(k, action)
     return state.alive(schedule.actions[position])
+
+
+def alive_before_each(chain: Chain, schedule: Schedule) -> Iterator[LiveSet]:
+    """The same of every action in turn, by one replay."""
+    state = _ReplayState(chain, _ANY_LINK)
+    for position, action in enumerate(schedule.actions):
+        yield state.alive(action)
+        state.run(position, action)
 
 
 _ANY_LINK = Link(to_host_bytes_per_second=math.inf, to_device_bytes_per_second=math.inf)  # bytes depend on none

@@ -24,9 +24,10 @@ from planner.cli import main
 try:
     main()
 except SystemExit as end:
-    print(end.code, *sorted({"torch", "pandas", "matplotlib", "solvers"} & set(sys.modules)), file=sys.stderr)
+    slow = {"torch", "pandas", "matplotlib", "solvers", "plotly", "jinja2"}
+    print(end.code, *sorted(slow & set(sys.modules)), file=sys.stderr)
 """
-COMMANDS = ("profile", "solve", "pareto", "train", "fit", "compare", "max-batch", "advise", "show", "demo")
+COMMANDS = ("profile", "solve", "pareto", "train", "fit", "compare", "max-batch", "advise", "show", "report", "demo")
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,11 @@ def test_without_a_command_there_is_help_or_the_version(args, words):
 )
 def test_planning_from_files_and_showing_them_loads_none_either(args, problems):
     assert ended(*args, folder=problems) == (0, ["solvers"])
+
+
+@pytest.mark.slow
+def test_a_report_loads_no_torch(problems):
+    assert ended("report", "plan.json", folder=problems) == (0, ["jinja2", "plotly", "solvers"])
 
 
 @pytest.mark.slow

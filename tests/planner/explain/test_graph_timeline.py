@@ -8,7 +8,7 @@ import pytest
 
 import planner
 import planner.zoo
-from planner.explain.graph_timeline import RESIDENT, graph_peak, graph_timelines
+from planner.explain.graph_timeline import RESIDENT, graph_moments, graph_peak, graph_timelines
 from planner.explain.peak import KEPT, MADE_AGAIN
 from planner.plans.graph_plan import GraphPlan
 from profiler.records import LinkRecord
@@ -64,6 +64,14 @@ def test_what_waits_in_host_memory_is_not_alive_meanwhile() -> None:
         during = alive_during(step, plan.runs, "backward", place, held=held, copies=copies)
         beside = step.ops[plan.runs.backward[place]].transient_bytes
         assert sum(each.size_bytes for each in during) + beside == peak_bytes
+
+
+def test_every_run_of_a_step_is_explained(plan: GraphPlan) -> None:
+    planned = graph_timelines(plan)[1]
+    moments = [*graph_moments(plan, planned)]
+    assert [moment.peak_bytes for moment in moments] == [span.peak_bytes for span in planned.spans]
+    assert all(sum(part.size_bytes for part in moment.parts) == moment.peak_bytes for moment in moments)
+    assert {moment.action for moment in moments} >= {"forward", "recompute", "backward", "loss", "optimizer"}
 
 
 def test_the_peak_names_its_op_and_what_is_alive(plan: GraphPlan) -> None:

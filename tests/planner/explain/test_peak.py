@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import planner
-from planner.explain.peak import Peak, predicted_peak
+from planner.explain.peak import Peak, predicted_moments, predicted_peak
 from planner.explain.peak_report import COLUMNS, peak_rows, peak_table
 from planner.explain.timeline import predicted_timelines
 from planner.plans.plan import Plan, chain_in
@@ -73,6 +73,19 @@ def test_the_parts_add_up_to_the_peak_on_odd_chains(seed: int) -> None:
             peak = peak_of(chain, schedule)
             assert sum(part.size_bytes for part in peak.parts) == peak.peak_bytes
             assert all(part.size_bytes >= 0 for part in peak.parts if part.what == "outputs of stages")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_action_of_a_step_is_explained(seed: int) -> None:
+    chain = replace(random_chain(seed, odd=seed % 2 == 0, shared=True), optimizer_peak_bytes=30)
+    schedule = solve_chain(Problem(chain=chain, budget_bytes=10**6), solver="rotor").schedule
+    assert schedule is not None
+    _, planned = predicted_timelines(chain, schedule)
+    moments = [*predicted_moments(chain, schedule, planned)]
+    assert [sum(part.size_bytes for part in moment.parts) for moment in moments] == [
+        s.peak_bytes for s in planned.spans
+    ]
+    assert moments[planned.spans.index(planned.peak)] == predicted_peak(chain, schedule, planned)
 
 
 @pytest.mark.parametrize("budget", ["100%", "85%", "70%"])

@@ -1,0 +1,125 @@
+"""The report command: a plan explained in one HTML file, with measurements where a model is given."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from planner.cli.options import Device, Settings, SnapshotFile
+from planner.cli.shell import check_folder, given_command, is_first, note, say_written, working
+
+if TYPE_CHECKING:
+    from planner.plans.graph_plan import GraphPlan
+    from planner.plans.plan import Plan
+    from planner.report.plan_report import MeasuredRun
+    from planner.report.results import ResultSection
+
+
+def report_command(
+    file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that solve wrote, of stages or of single ops.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The page, an .html file; named after the plan if unset.")
+    ] = None,
+    measure: Annotated[
+        str | None, typer.Option(metavar="TARGET", help="Run this model's steps too and show what is measured.")
+    ] = None,
+    settings: Settings = None,
+    device: Device = None,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds for the other budgets of a plan of single ops; 15 if unset.")
+    ] = None,
+    snapshot: SnapshotFile = None,
+) -> None:
+    """Explain a plan in one HTML file, to read in a browser, that needs neither a network nor the model.
+
+    The answer, the memory over the step and what is alive in each moment, plans for other budgets, what each decision
+    frees and costs, where the bytes of the peak come from, what else would help, and the commands to get it again.
+    """
+    from planner.plans.given_sources import plan_from_file
+    from planner.report.commands import commands_of
+    from planner.report.page import check_page, write_report
+    from planner.report.snapshot import write_snapshot
+    from solvers.problem.number_checks import check_time_limit
+
+    if measure is None and (settings or device):
+        raise ValueError("--set, --device: expected them beside --measure TARGET, got no TARGET; name the model")
+    page = file.with_suffix(".html") if output is None else output
+    check_folder(page)
+    check_page(page)
+    check_folder(snapshot)
+    check_time_limit(time_limit)
+    plan = plan_from_file(file)
+    measured = None if measure is None else _measured(plan, str(file), measure, settings, device)
+    commands = commands_of(plan, target_in_words(measure, settings, device)) if measure is not None else ()
+    note("writing the report")
+    write_report(plan, page, measured=measured, commands=commands, time_limit_seconds=time_limit)
+    if snapshot is not None:
+        write_snapshot(plan, snapshot)
+    say_written(page, snapshot)
+
+
+def check_report(path: Path | None) -> None:
+    """Refuse a page that could not be written, before anything is measured; raises ValueError."""
+    if path is not None:
+        from planner.report.page import check_page
+
+        check_folder(path)
+        check_page(path)
+
+
+def write_result(
+    path: Path | None,
+    title: str,
+    section: Callable[[], ResultSection],
+    plan: Plan | GraphPlan | None = None,
+) -> None:
+    """Write a command's result as a page, with the plan that came out of it; nothing without a path.
+
+    Of several ranks the first one writes.
+    """
+    if path is None or not is_first():
+        return
+    from planner.report.page import Page, write_page
+    from planner.report.plan_report import report_of_plan
+
+    note("writing the report")
+    explained = None if plan is None else report_of_plan(plan)
+    write_page(Page(title=title, plan=explained, results=(section(),), commands=(given_command(),)), path)
+    say_written(path)
+
+
+def target_in_words(target: str, settings: list[str] | None, device: str | None) -> str:
+    """A target with its options, as it was written at the command line."""
+    words = [target, *(["--set", *settings] if settings else []), *(["--device", device] if device else [])]
+    return shlex.join(words)
+
+
+def _measured(
+    plan: Plan | GraphPlan, where: str, target: str, settings: list[str] | None, device: str | None
+) -> MeasuredRun:
+    from planner.explain.measured_step import view_step
+    from planner.plans.graph_plan import GraphPlan
+    from planner.report.plan_report import MeasuredRun
+    from planner.targets import build_target, parse_settings
+
+    if isinstance(plan, GraphPlan):
+        raise ValueError(
+            f"{where}: expected a plan of stages for --measure, got one of single ops; "
+            "planner train --report shows its measured peak"
+        )
+    with working() as progress:
+        workload = build_target(target, parse_settings(settings or []), device)
+        progress("measure steps", 0, 1)
+        step = view_step(workload, plan)
+    return MeasuredRun(
+        peak_bytes=step.planned.peak.peak_bytes,
+        seconds=step.planned.seconds,
+        unplanned_peak_bytes=step.unplanned.peak.peak_bytes,
+        unplanned_seconds=step.unplanned.seconds,
+        timelines=(step.unplanned, step.planned),
+        peak=step.peak,
+    )

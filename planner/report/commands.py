@@ -1,0 +1,32 @@
+"""The commands that make a plan again, and others like it."""
+
+from __future__ import annotations
+
+from planner.plans.graph_plan import GraphPlan
+from planner.plans.plan import Plan
+from planner.plans.plan_claims import PlanClaims
+
+
+def commands_of(plan: Plan | GraphPlan, target: str = "TARGET") -> tuple[str, ...]:
+    """The commands that make a plan, use it and report it; ``target`` is the model's, with its settings."""
+    return (
+        f"planner profile {target}{' --graph' if isinstance(plan, GraphPlan) else ''} -o profile.json",
+        solve_command(plan, plan.budget_bytes),
+        f"planner train {target} --plan plan.json",
+        "planner report plan.json -o report.html",
+    )
+
+
+def solve_command(plan: PlanClaims, budget_bytes: int) -> str:
+    """The command that solves for a budget as a plan was solved."""
+    headroom = f" --headroom {plan.headroom_bytes}" if plan.headroom_bytes and budget_bytes == plan.budget_bytes else ""
+    only = " --offload-only" if plan.offload_only else ""
+    return f"planner solve profile.json --budget {budget_bytes}{headroom}{_link(plan)}{only} -o plan.json"
+
+
+def _link(plan: PlanClaims) -> str:
+    """A link that was given has one rate in both directions; one that was measured is in the profile."""
+    link = plan.link
+    if link is None or link.to_host_bytes_per_second != link.to_device_bytes_per_second:
+        return ""
+    return f" --link-gbps {link.to_host_bytes_per_second / 1e9:g}"

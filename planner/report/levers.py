@@ -1,0 +1,96 @@
+"""What else would help, as far as the plan and its own curve tell: other budgets, and what no plan can change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from planner.plans.graph_plan import GraphPlan
+from planner.plans.left_out import obstacle_in_words, remedy_in_words
+from planner.plans.plan import Plan
+from planner.plans.plan_claims import PlanClaims
+from planner.report.commands import solve_command
+from planner.units import format_bytes, format_seconds
+
+SHARES = (0.9, 0.75, 0.5)  # of the plan's budget
+_LITTLE = 1.01  # times the unplanned step: no slowdown to speak of
+_NOTABLE_SHARE = 0.25  # of the budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeverRow:
+    """Something to change, what it gives, and the command that does it; empty where there is none."""
+
+    change: str
+    effect: str
+    command: str = ""
+
+
+def lever_rows(plan: Plan | GraphPlan, curve: Sequence[PlanClaims]) -> tuple[LeverRow, ...]:
+    """The levers of a plan; ``curve`` has the plans at other budgets, by rising peak."""
+    return (*_budgets(plan, curve), *_offload(plan), *_states(plan), *_blocks(plan), *_kind(plan))
+
+
+def _budgets(plan: PlanClaims, curve: Sequence[PlanClaims]) -> Iterator[LeverRow]:
+    if not curve:
+        return
+    free = next((each for each in curve if each.slowdown <= _LITTLE), None)
+    if free is not None and plan.slowdown > _LITTLE:
+        yield _at(plan, free, f"A budget of {format_bytes(free.predicted_peak_bytes)}")
+    for share in SHARES:
+        budget_bytes = int(share * plan.budget_bytes)
+        within = [each for each in curve if each.predicted_peak_bytes <= budget_bytes]
+        if within:
+            yield _at(plan, within[-1], f"{share:.0%} of this budget, {format_bytes(budget_bytes)}", budget_bytes)
+    smallest = curve[0]
+    if smallest.predicted_peak_bytes < plan.predicted_peak_bytes:
+        yield _at(plan, smallest, f"The smallest budget found, {format_bytes(smallest.predicted_peak_bytes)}")
+
+
+def _at(plan: PlanClaims, point: PlanClaims, change: str, budget_bytes: int | None = None) -> LeverRow:
+    return LeverRow(
+        change=change,
+        effect=f"{format_seconds(point.predicted_seconds)} a step, {point.slowdown:.2f} times the unplanned step",
+        command=solve_command(plan, budget_bytes or point.predicted_peak_bytes),
+    )
+
+
+def _offload(plan: PlanClaims) -> Iterator[LeverRow]:
+    if plan.link is not None or plan.slowdown <= _LITTLE:
+        return
+    why = plan.no_offload or "no link to host memory is in this plan"
+    yield LeverRow(
+        change="Offload to host memory",
+        effect=f"not weighed here: {why}. Over a link of known speed tensors may wait there instead",
+        command=f"planner solve profile.json --budget {plan.budget_bytes} --link-gbps 12 -o plan.json",
+    )
+
+
+def _states(plan: PlanClaims) -> Iterator[LeverRow]:
+    share = plan.resident_bytes / plan.budget_bytes
+    if share >= _NOTABLE_SHARE:
+        yield LeverRow(
+            change="Another optimizer, precision or micro-batches",
+            effect=f"{format_bytes(plan.resident_bytes)} ({share:.0%} of the budget) are there all the time: "
+            "parameters, optimizer states, batch. No plan changes that; advise compares what does",
+            command=f"planner advise TARGET --budget {plan.budget_bytes}",
+        )
+    yield LeverRow(
+        change="A larger batch",
+        effect="how large it may get within the budget, without a plan and with one",
+        command=f"planner max-batch TARGET --budget {plan.budget_bytes}",
+    )
+
+
+def _blocks(plan: Plan | GraphPlan) -> Iterator[LeverRow]:
+    if isinstance(plan, Plan) and plan.left_out:
+        yield LeverRow(change=remedy_in_words(plan.left_out) or "Blocks", effect=obstacle_in_words(plan.left_out))
+
+
+def _kind(plan: Plan | GraphPlan) -> Iterator[LeverRow]:
+    if isinstance(plan, Plan) and plan.slowdown > _LITTLE:
+        yield LeverRow(
+            change="A plan of single ops",
+            effect="chooses among all ops of forward and backward at once, where the model can be traced as one graph",
+            command="planner profile TARGET --graph -o graph.json",
+        )

@@ -1,0 +1,240 @@
+"""What the report of a plan says, gathered from the plan alone, and from a measurement where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from planner.explain.graph_timeline import graph_moments, graph_timelines
+from planner.explain.peak import Peak, predicted_moments
+from planner.explain.peak_report import PeakRow, peak_rows, peak_title
+from planner.explain.timeline import Timeline, predicted_timelines, seconds_outside_chain_of
+from planner.plans.graph_plan import GraphPlan
+from planner.plans.plan import Plan, chain_in
+from planner.report.alive_history import AliveHistory, history_of
+from planner.report.decisions import DecisionRow, OpTable, decision_rows, op_tables
+from planner.report.levers import LeverRow, lever_rows
+from planner.report.plan_curve import plans_of_curve
+from planner.units import counted, exact_bytes, format_bytes, format_seconds
+from profiler.step_replay import runs_once
+from solvers.chain import baselines
+
+_LITTLE = 0.005  # of the unplanned step: said as no time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRun:
+    """What was measured of a plan; None for what was not.
+
+    Attributes:
+        peak_bytes, seconds: of the planned step.
+        unplanned_peak_bytes, unplanned_seconds: of the step without it.
+        losses: of training steps.
+        timelines: of both steps.
+        peak: of the planned step, explained.
+    """
+
+    peak_bytes: int
+    seconds: float
+    unplanned_peak_bytes: int | None = None
+    unplanned_seconds: float | None = None
+    losses: tuple[float, ...] = ()
+    timelines: tuple[Timeline, ...] = ()
+    peak: Peak | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """A plan at another budget: what it takes, and what it decides."""
+
+    peak_bytes: int
+    seconds: float
+    slowdown: float
+    lower_bound_seconds: float
+    status: str
+    decisions: tuple[DecisionRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedStep:
+    """A predicted step over time, with what is alive in each of its actions."""
+
+    timeline: Timeline
+    history: AliveHistory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakTable:
+    """Where the bytes of a peak come from; ``name`` says which one it is, ``title`` at which moment."""
+
+    name: str
+    title: str
+    peak_bytes: int
+    rows: tuple[PeakRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """Everything that the report of a plan says.
+
+    Attributes:
+        sentence: the answer.
+        facts: names and what is said of each.
+        steps: without the plan and with it.
+        curve: by rising peak; empty where the plan has none.
+        decisions, ops: what the plan does.
+        peaks: of the planned step, of the unplanned one, and as measured where that is known.
+        levers: what else would help.
+    """
+
+    plan: Plan | GraphPlan
+    sentence: str
+    facts: tuple[tuple[str, str], ...]
+    steps: tuple[ExplainedStep, ...]
+    curve: tuple[CurvePoint, ...]
+    decisions: tuple[DecisionRow, ...]
+    ops: tuple[OpTable, ...]
+    peaks: tuple[PeakTable, ...]
+    levers: tuple[LeverRow, ...]
+    measured: MeasuredRun | None = None
+
+
+def report_of_plan(
+    plan: Plan | GraphPlan, *, measured: MeasuredRun | None = None, time_limit_seconds: float | None = None
+) -> PlanReport:
+    """Gather the report of a plan.
+
+    Args:
+        plan: of stages with its chain, or of single ops.
+        measured: what was measured of it.
+        time_limit_seconds: for the curve of a plan of single ops; 15 where None.
+
+    Raises:
+        ValueError: the plan is of an older release, without its chain.
+    """
+    steps, peaks = _graph_steps(plan) if isinstance(plan, GraphPlan) else _chain_steps(plan)
+    if measured is not None and measured.peak is not None:
+        peaks = [*peaks, measured.peak]
+    plans = with_plan(plan, plans_of_curve(plan, time_limit_seconds=time_limit_seconds))
+    return PlanReport(
+        plan=plan,
+        sentence=sentence_of(plan),
+        facts=tuple(facts_of(plan, measured)),
+        steps=tuple(steps),
+        curve=tuple(_point(each) for each in plans),
+        decisions=decision_rows(plan),
+        ops=op_tables(plan),
+        peaks=tuple(_peak_table(peak, plan, name) for name, peak in zip(_peak_names(plan), peaks, strict=False)),
+        levers=lever_rows(plan, plans),
+        measured=measured,
+    )
+
+
+def predicted_steps(plan: Plan | GraphPlan) -> list[ExplainedStep]:
+    """The step without a plan and the planned one, explained action by action."""
+    return (_graph_steps(plan) if isinstance(plan, GraphPlan) else _chain_steps(plan))[0]
+
+
+def _chain_steps(plan: Plan) -> tuple[list[ExplainedStep], list[Peak]]:
+    """Both steps, and the peaks of the planned one and the other."""
+    chain = chain_in(plan)
+    timelines = predicted_timelines(
+        chain, plan.schedule, link=plan.link, seconds_outside_chain=seconds_outside_chain_of(plan, chain)
+    )
+    schedules = (baselines.keep_all(chain)[0], plan.schedule)
+    moments = [
+        [*predicted_moments(chain, schedule, timeline, plan=plan)]
+        for schedule, timeline in zip(schedules, timelines, strict=True)
+    ]
+    return _explained(timelines, moments)
+
+
+def _graph_steps(plan: GraphPlan) -> tuple[list[ExplainedStep], list[Peak]]:
+    timelines = graph_timelines(plan)
+    once = replace(plan, runs=runs_once(plan.graph), copies=())
+    moments = [[*graph_moments(each, timeline)] for each, timeline in zip((once, plan), timelines, strict=True)]
+    return _explained(timelines, moments)
+
+
+def _explained(
+    timelines: Sequence[Timeline], moments: Sequence[Sequence[Peak]]
+) -> tuple[list[ExplainedStep], list[Peak]]:
+    steps = [
+        ExplainedStep(timeline=timeline, history=history_of(of_step))
+        for timeline, of_step in zip(timelines, moments, strict=True)
+    ]
+    peaks = [max(of_step, key=lambda moment: moment.peak_bytes) for of_step in moments]
+    return steps, peaks[::-1]
+
+
+def with_plan(plan: Plan | GraphPlan, plans: Sequence[Plan | GraphPlan]) -> list[Plan | GraphPlan]:
+    """The plans of a curve and the plan itself, without those that it beats; none where there is no curve."""
+    others = [
+        each
+        for each in plans
+        if each.predicted_peak_bytes < plan.predicted_peak_bytes or each.predicted_seconds < plan.predicted_seconds
+    ]
+    return sorted([*others, plan], key=lambda each: each.predicted_peak_bytes) if plans else []
+
+
+def _point(plan: Plan | GraphPlan) -> CurvePoint:
+    return CurvePoint(
+        peak_bytes=plan.predicted_peak_bytes,
+        seconds=plan.predicted_seconds,
+        slowdown=plan.slowdown,
+        lower_bound_seconds=plan.lower_bound_seconds,
+        status=plan.status,
+        decisions=decision_rows(plan),
+    )
+
+
+def _peak_names(plan: Plan | GraphPlan) -> tuple[str, str, str]:
+    once = "every op once" if isinstance(plan, GraphPlan) else "without the plan"
+    return "with the plan", once, "measured with the plan"
+
+
+def _peak_table(peak: Peak, plan: Plan | GraphPlan, name: str) -> PeakTable:
+    rows = peak_rows(peak, plan if isinstance(plan, Plan) else None)
+    return PeakTable(name=name, title=peak_title(peak), peak_bytes=peak.peak_bytes, rows=tuple(rows))
+
+
+def sentence_of(plan: Plan | GraphPlan) -> str:
+    """The answer in one sentence."""
+    share = plan.predicted_peak_bytes / plan.unplanned_peak_bytes
+    extra = plan.slowdown - 1
+    cost = "no extra time" if extra < _LITTLE else f"{extra:.0%} more time"
+    done = [f"{counted(plan.recomputed_ops, 'op')} run again in backward"] if plan.recomputed_ops else []
+    done += [f"up to {format_bytes(plan.host_bytes)} wait in host memory"] if plan.host_bytes else []
+    how = f": {' and '.join(done)}" if done else ": everything is kept"
+    return (
+        f"A training step of {plan.model_class} peaks at {format_bytes(plan.predicted_peak_bytes)} instead of "
+        f"{format_bytes(plan.unplanned_peak_bytes)} ({share:.0%}), for {cost}{how}."
+    )
+
+
+def facts_of(plan: Plan | GraphPlan, measured: MeasuredRun | None) -> list[tuple[str, str]]:
+    """What a plan claims, what was measured of it, and how good it is."""
+    spare_bytes = plan.budget_bytes - plan.predicted_peak_bytes
+    proven = f"no such plan is faster than {format_seconds(plan.lower_bound_seconds)}"
+    good = "optimal: none is faster" if plan.status == "optimal" else f"at most {plan.gap:.1%} could be saved; {proven}"
+    size = ", ".join("x".join(map(str, shape)) for shape in plan.input_shapes) or "any"
+    return [
+        ("Predicted peak", exact_bytes(plan.predicted_peak_bytes)),
+        ("Budget", f"{format_bytes(plan.budget_bytes)}, {format_bytes(spare_bytes)} to spare"),
+        ("Without the plan", f"{format_bytes(plan.unplanned_peak_bytes)}, {format_seconds(plan.unplanned_seconds)}"),
+        ("Predicted time", f"{format_seconds(plan.predicted_seconds)}, {plan.slowdown:.2f} times that"),
+        *(_measured_facts(measured) if measured is not None else []),
+        ("How good", f"{plan.solver}: {good}"),
+        ("Model", f"{plan.model_class}, {plan.precision} on {plan.device}, inputs {size}"),
+        *(("Stated by hand", line) for line in plan.stated),
+    ]
+
+
+def _measured_facts(measured: MeasuredRun) -> list[tuple[str, str]]:
+    rows = [("Measured peak", exact_bytes(measured.peak_bytes)), ("Measured time", format_seconds(measured.seconds))]
+    if measured.unplanned_peak_bytes is not None and measured.unplanned_seconds is not None:
+        without = f"{format_bytes(measured.unplanned_peak_bytes)}, {format_seconds(measured.unplanned_seconds)}"
+        rows.append(("Measured without", without))
+    if measured.losses:
+        rows.append(("Losses", ", ".join(f"{loss:.4g}" for loss in measured.losses)))
+    return rows
