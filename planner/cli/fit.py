@@ -39,13 +39,17 @@ def fit_command(
     headroom: HeadroomText = None,
     folder: Annotated[
         Path,
-        typer.Option("-o", "--output", metavar="FOLDER", help="Where profile and plan go.", show_default="this folder"),
+        typer.Option(
+            "-o", "--output", metavar="FOLDER", help="Where profile, plan and page go.", show_default="this folder"
+        ),
     ] = Path(),
+    no_report: Annotated[bool, typer.Option("--no-report", help="Write no page.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Profile a training step, solve for a budget, train under the plan, and say what was predicted and measured.
 
-    Writes the profile and the plan, named after the target, and overwrites only those of the same.
+    Writes the profile, the plan and a page that explains it (.html), named after the target, and overwrites only those
+    of the same.
     """
     from planner.cli.train import PlanRequest, TargetRequest, run_train
     from planner.plans.plan_claims import FORMAT as PLAN_FORMAT
@@ -58,6 +62,7 @@ def fit_command(
     ending = "graph.plan.json" if graph else "plan.json"
     plan_path = default_file(given, ending, folder, format=PLAN_FORMAT, budget_bytes=plan.budget_bytes)
     plan.save(plan_path)
+    page = None if no_report else plan_path.with_suffix(".html")
     if not as_json:
         show(_unplanned(plan))
     run = run_train(
@@ -67,6 +72,7 @@ def fit_command(
         steps=steps,
         retries=0,
         as_json=as_json,
+        report=page,
         beside={"profile": str(profile_path), "plan": str(plan_path), "plan_status": plan.status},
     )
     if not as_json:

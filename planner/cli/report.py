@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli.options import Device, Settings, SnapshotFile
-from planner.cli.shell import check_folder, given_command, is_first, note, say_written, working
+from planner.cli.options import AsJson, Device, Settings, SnapshotFile
+from planner.cli.shell import check_folder, given_command, is_first, note, say_written, show_json, working
+from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
     from planner.plans.graph_plan import GraphPlan
@@ -33,6 +33,7 @@ def report_command(
         float | None, typer.Option(help="Seconds for the other budgets of a plan of single ops; 15 if unset.")
     ] = None,
     snapshot: SnapshotFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Explain a plan in one HTML file, to read in a browser, that needs neither a network nor the model.
 
@@ -54,12 +55,14 @@ def report_command(
     check_time_limit(time_limit)
     plan = plan_from_file(file)
     measured = None if measure is None else _measured(plan, str(file), measure, settings, device)
-    commands = commands_of(plan, target_in_words(measure, settings, device)) if measure is not None else ()
+    commands = () if measure is None else commands_of(plan, TargetRecord.given(measure, settings, device).arguments)
     note("writing the report")
     write_report(plan, page, measured=measured, commands=commands, time_limit_seconds=time_limit)
     if snapshot is not None:
         write_snapshot(plan, snapshot)
     say_written(page, snapshot)
+    if as_json:
+        show_json({"status": "written", "file": str(page), "snapshot": None if snapshot is None else str(snapshot)})
 
 
 def check_report(path: Path | None) -> None:
@@ -90,12 +93,6 @@ def write_result(
     explained = None if plan is None else report_of_plan(plan)
     write_page(Page(title=title, plan=explained, results=(section(),), commands=(given_command(),)), path)
     say_written(path)
-
-
-def target_in_words(target: str, settings: list[str] | None, device: str | None) -> str:
-    """A target with its options, as it was written at the command line."""
-    words = [target, *(["--set", *settings] if settings else []), *(["--device", device] if device else [])]
-    return shlex.join(words)
 
 
 def _measured(

@@ -7,12 +7,19 @@ from planner.plans.plan import Plan
 from planner.plans.plan_claims import PlanClaims
 
 
-def commands_of(plan: Plan | GraphPlan, target: str = "TARGET") -> tuple[str, ...]:
-    """The commands that make a plan, use it and report it; ``target`` is the model's, with its settings."""
+def target_of(plan: PlanClaims) -> str:
+    """What the command line built the model of a plan from, with its settings; ``TARGET`` where Python made it."""
+    return "TARGET" if plan.target is None else plan.target.arguments
+
+
+def commands_of(plan: Plan | GraphPlan, target: str | None = None) -> tuple[str, ...]:
+    """The commands that make a plan, use it and report it; ``target``: another than the plan's."""
+    given = "" if target is None and plan.target is not None else f"{target or target_of(plan)} "
+    graph = " --graph" if isinstance(plan, GraphPlan) else ""
     return (
-        f"planner profile {target}{' --graph' if isinstance(plan, GraphPlan) else ''} -o profile.json",
+        f"planner profile {target or target_of(plan)}{graph} -o profile.json",
         solve_command(plan, plan.budget_bytes),
-        f"planner train {target} --plan plan.json",
+        f"planner train {given}--plan plan.json",
         "planner report plan.json -o report.html",
     )
 

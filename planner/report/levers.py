@@ -9,7 +9,7 @@ from planner.plans.graph_plan import GraphPlan
 from planner.plans.left_out import obstacle_in_words, remedy_in_words
 from planner.plans.plan import Plan
 from planner.plans.plan_claims import PlanClaims
-from planner.report.commands import solve_command
+from planner.report.commands import solve_command, target_of
 from planner.units import format_bytes, format_seconds
 
 SHARES = (0.9, 0.75, 0.5)  # of the plan's budget
@@ -73,12 +73,12 @@ def _states(plan: PlanClaims) -> Iterator[LeverRow]:
             change="Another optimizer, precision or micro-batches",
             effect=f"{format_bytes(plan.resident_bytes)} ({share:.0%} of the budget) are there all the time: "
             "parameters, optimizer states, batch. No plan changes that; advise compares what does",
-            command=f"planner advise TARGET --budget {plan.budget_bytes}",
+            command=f"planner advise {target_of(plan)} --budget {plan.budget_bytes}",
         )
     yield LeverRow(
         change="A larger batch",
         effect="how large it may get within the budget, without a plan and with one",
-        command=f"planner max-batch TARGET --budget {plan.budget_bytes}",
+        command=f"planner max-batch {target_of(plan)} --budget {plan.budget_bytes}",
     )
 
 
@@ -92,5 +92,5 @@ def _kind(plan: Plan | GraphPlan) -> Iterator[LeverRow]:
         yield LeverRow(
             change="A plan of single ops",
             effect="chooses among all ops of forward and backward at once, where the model can be traced as one graph",
-            command="planner profile TARGET --graph -o graph.json",
+            command=f"planner profile {target_of(plan)} --graph -o graph.json",
         )
