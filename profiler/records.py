@@ -128,6 +128,7 @@ class OptionRecord:
         name: what runs again, in words.
         kept: storages of the menu's dataflow that are kept, besides those that are held anyway.
         rerun: ordinals of the ops that run again in backward.
+        packed: those of ``rerun`` that do not really run: their results are held as bits and unpacked instead.
         forward_seconds, backward_seconds: of a stage run so; backward with what runs again in it.
             To be compared with the menu's seconds of keeping everything, timed in the same steps.
         freed_bytes: how much less is alive after the forward than when everything is kept.
@@ -142,6 +143,12 @@ class OptionRecord:
     freed_bytes: int
     forward_peak_bytes: Bytes
     backward_peak_bytes: Bytes
+    packed: tuple[int, ...] = ()
+
+    @property
+    def again(self) -> tuple[frozenset[int], frozenset[int]]:
+        """As that of the ``Choice`` that was measured."""
+        return frozenset(self.rerun), frozenset(self.packed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +174,7 @@ class MenuRecord:
         As measured, but nothing gets faster by keeping less, and what runs again takes at least its share of the
         forward: where less was measured, that was noise, of which a solver would choose the luckiest.
         """
-        least = self.keep_forward_seconds * self.ops.share_of(option.rerun)
+        least = self.keep_forward_seconds * self.ops.share_of(set(option.rerun) - set(option.packed))
         forward = option.forward_seconds - self.keep_forward_seconds
         return max(0.0, forward), max(least, option.backward_seconds - self.keep_backward_seconds)
 

@@ -21,6 +21,7 @@ SLOW_FOLDERS = {
     "system",
     "benchmarks",
 }  # of real models; elsewhere slow tests are marked one by one
+MANY_OBJECTS = 50_000
 THREADS = 2  # the same on every machine: reductions split over threads, so the last bits of a sum depend on it
 
 
@@ -45,10 +46,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is imported by now stays: profiling and measuring collect garbage first, and need not look through it."""
-    gc.collect()
-    gc.freeze()
+@pytest.fixture(autouse=True)
+def short_collections() -> None:
+    """What is imported by now stays: profiling and measuring collect garbage first, and need not look through it.
+
+    A quarter of a second each, with all that transformers and Dynamo import at first use.
+    """
+    if len(gc.get_objects(generation=2)) > MANY_OBJECTS:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

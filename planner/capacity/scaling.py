@@ -233,7 +233,7 @@ def _common(menus: Sequence[MenuRecord | None]) -> list[MenuRecord]:
     known = [menu for menu in menus if menu is not None]
     if len(known) < len(menus) or len({flow_of(menu.ops) for menu in known}) > 1:
         return []
-    by_rerun: list[dict[tuple[int, ...], OptionRecord]] = [{o.rerun: o for o in menu.options} for menu in known]
+    by_rerun: list[dict[object, OptionRecord]] = [{o.again: o for o in menu.options} for menu in known]
     shared = [rerun for rerun in by_rerun[-1] if all(rerun in options for options in by_rerun)]
     shared = [rerun for rerun in shared if len({options[rerun].kept for options in by_rerun}) == 1]
     # What an option is called follows the order of its ops' bytes or seconds, which may differ: one name for all.

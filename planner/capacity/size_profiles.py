@@ -66,11 +66,12 @@ class SameChoices:
     """Proposes for a stage what was measured of the stages that run the same ops; none of it is left out as beaten."""
 
     def __init__(self, menus: Sequence[MenuRecord]) -> None:
-        self._choices: dict[object, dict[tuple[int, ...], Choice]] = {}
+        self._choices: dict[object, dict[object, Choice]] = {}
         for menu in menus:
             choices = self._choices.setdefault(flow_of(menu.ops), {})
             for option in menu.options:
-                choices[option.rerun] = Choice(option.name, option.kept, frozenset(option.rerun), stated=True)
+                rerun, packed = option.again
+                choices[option.again] = Choice(option.name, option.kept, rerun, stated=True, packed=packed)
 
     def __call__(self, ops: StageOps) -> list[Choice]:
         return list(self._choices.get(flow_of(ops), {}).values())

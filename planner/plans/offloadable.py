@@ -55,7 +55,7 @@ def _indistinguishable(ops: StageOps, option: OptionRecord | None, wanted: set[i
     What autograd saves is known by its place among what it saves; what only ops that run again hold, by them.
     """
     alike: dict[tuple[frozenset[int], int], set[int]] = {}
-    for number, readers in (ops.held_for(option.rerun) if option is not None else {}).items():
+    for number, readers in (ops.held_for(*option.again) if option is not None else {}).items():
         if number not in ops.saves:
             alike.setdefault((readers, ops.storages[number].size_bytes), set()).add(number)
     return {number for numbers in alike.values() if not numbers <= wanted for number in numbers}
@@ -71,7 +71,7 @@ def _held(ops: StageOps, option: OptionRecord) -> set[int]:
     All that an op to run again makes is made again, kept or not: the statistics of a norm beside its output.
     """
     remade = {number for ordinal in option.rerun for number in (*ops.ops[ordinal].allocates, *ops.ops[ordinal].writes)}
-    return set(option.kept) & (_saved(ops) | set(ops.held_for(option.rerun))) - remade
+    return set(option.kept) & (_saved(ops) | set(ops.held_for(*option.again))) - remade
 
 
 def kept_offload_unit_bytes(profile: Profile, k: int, option: OptionRecord | None) -> tuple[int, ...]:

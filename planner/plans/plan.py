@@ -140,7 +140,9 @@ class Plan(PlanClaims):
         if not action.option or action.kind in TRANSFERS:
             return action.option
         menu = self.menus[self.stages[action.stage].menu]
-        return [[ordinal, menu.ops.ops[ordinal].op] for ordinal in menu.options[action.option - 1].rerun]
+        option = menu.options[action.option - 1]
+        runs = [[ordinal, menu.ops.ops[ordinal].op] for ordinal in option.rerun]
+        return [[*run, "as bits"] if run[0] in option.packed else run for run in runs]
 
     def to_document(self) -> dict[str, Any]:
         """Plain data, as it stands in the file."""

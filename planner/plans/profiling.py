@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, overload
 
@@ -86,7 +87,7 @@ def _choices(rules: Rules, named: Sequence[NamedStage], outside: Sequence[str], 
 # calling it in backward). It keeps swarms of tiny ops out of the choices; what is planned with is measured.
 OP_SECONDS = 15e-6
 FRONTIER_CHOICES = 6
-MOST_CHOICES = 11  # with keeping everything, a menu of twelve
+MOST_CHOICES = 11  # with keeping everything, a menu of twelve; as many more where results are worth packing as bits
 # Ops that practitioners recompute by hand because they are cheap for their bytes; by kind of op.
 _CHEAP_KINDS = ("norm", "gelu", "relu", "silu", "tanh", "sigmoid", "softmax", "dropout", "bernoulli", "mul", "add")
 _CHEAP_KINDS += ("div", "sub", "pow", "rsqrt", "mean", "where", "masked_fill", "clone", "copy", "cat", "exp", "sqrt")
@@ -99,16 +100,30 @@ def choices_for(ops: StageOps) -> list[Choice]:
         ops: the dataflow of one stage.
 
     Returns:
-        At most ``MOST_CHOICES``, none that keeps everything; equal ones are given once.
+        At most ``MOST_CHOICES``, none that keeps everything, and as many in which results are held as bits; equal ones
+        are given once.
     """
-    choices: dict[frozenset[int], Choice] = {}
-    for choice in (*_frontier(ops), *_common_by_hand(ops)):
-        if choice.rerun:
-            choices.setdefault(choice.rerun, choice)
-    return list(choices.values())[:MOST_CHOICES]
+    packable = ops.packable()
+    found: list[Choice] = []
+    for packed in (frozenset(), packable) if packable else (packable,):
+        choices = {choice.again: choice for choice in (*_frontier(ops, packed), *_common_by_hand(ops, packed))}
+        found += [choice for choice in choices.values() if choice.rerun and bool(choice.packed) == bool(packed)][
+            :MOST_CHOICES
+        ]
+    return found
 
 
-def _frontier(ops: StageOps) -> Iterator[Choice]:
+def _packing(ops: StageOps, packed: frozenset[int]) -> StageOps:
+    """The ops, with those that are unpacked in place of running again."""
+
+    def as_bits(k: int, op: StageOp) -> StageOp:
+        seconds, reads = ops.packing_seconds(k), op.reads_again(True)
+        return replace(op, seconds=seconds, reads=reads, random=False, not_rerunnable_reason="")
+
+    return replace(ops, ops=tuple(as_bits(k, op) if k in packed else op for k, op in enumerate(ops.ops)))
+
+
+def _frontier(ops: StageOps, packed: frozenset[int]) -> Iterator[Choice]:
     problem = SavedSetProblem(
         steps=tuple(
             RerunCandidate(
@@ -118,7 +133,7 @@ def _frontier(ops: StageOps) -> Iterator[Choice]:
                 writes=op.writes,
                 must_run_once=bool(op.not_rerunnable_reason),
             )
-            for op in ops.ops
+            for op in _packing(ops, packed).ops
         ),
         storages=tuple(
             HeldTensor(size_bytes=0 if s.always_live else s.size_bytes, saved=s.saved, outside=s.op < 0)
@@ -126,18 +141,22 @@ def _frontier(ops: StageOps) -> Iterator[Choice]:
         ),
     )
     for solution in frontier(problem, FRONTIER_CHOICES):
-        yield Choice.of(ops, solution.kept)
+        yield Choice.of(ops, solution.kept, packable=packed)
 
 
-def _common_by_hand(ops: StageOps) -> Iterator[Choice]:
+def _common_by_hand(ops: StageOps, packed: frozenset[int]) -> Iterator[Choice]:
     """What practitioners choose: one child module recomputed, the cheap kinds of ops recomputed."""
     for child in sorted({op.module.partition(".")[0] for op in ops.ops if op.module}):
-        yield from _dropping(ops, lambda op, c=child: op.module == c or op.module.startswith(c + "."), child)
-    yield from _dropping(ops, lambda op: any(kind in op.kind for kind in _CHEAP_KINDS), "norms and activations")
+        yield from _dropping(ops, lambda op, c=child: op.module == c or op.module.startswith(c + "."), child, packed)
+    if packed:  # Without bits that is no choice, but the stage recomputed.
+        yield Choice.of(ops, (k for k, storage in enumerate(ops.storages) if storage.op < 0), packable=packed)
+    cheap = "norms and activations"
+    yield from _dropping(ops, lambda op: any(kind in op.kind for kind in _CHEAP_KINDS), cheap, packed)
 
 
-def _dropping(ops: StageOps, which: Callable[[StageOp], bool], name: str) -> Iterator[Choice]:
+def _dropping(ops: StageOps, which: Callable[[StageOp], bool], name: str, packed: frozenset[int]) -> Iterator[Choice]:
+    named = f"{name}, with bits" if packed else name
     try:
-        yield Choice.dropping(ops, (k for k, op in enumerate(ops.ops) if which(op)), name)
+        yield Choice.dropping(ops, (k for k, op in enumerate(ops.ops) if which(op)), named, packable=packed)
     except ValueError:
         return  # One of them must not run again: that choice is none.

@@ -102,7 +102,7 @@ def with_decisions(
             chosen = menus[stage.menu].options[option - 1]
             options = chain.stages[k].options
             extra_seconds[k] += options[option].backward_seconds - options[0].backward_seconds
-            extra_ops[k] += len(chosen.rerun)
+            extra_ops[k] += len(chosen.rerun) - len(chosen.packed)
         decided.append(
             replace(
                 stage,

@@ -216,7 +216,7 @@ def _option(profile: Profile, record: StageRecord, directive: StageDirective) ->
     assert directive.choice is not None
     menu = profile.menus[record.menu]
     for number, option in enumerate(menu.options, start=1):
-        if frozenset(option.rerun) == directive.choice.rerun:
+        if option.again == directive.choice.again:
             return number
     if menu.reason:
         raise ValueError(

@@ -345,7 +345,7 @@ def selections_of(plan: Plan) -> dict[tuple[int, int], Selection]:
 
     @functools.cache  # stages of one kind share theirs
     def selection(menu: int, option: int, all_saves: bool) -> Selection:
-        return Selection.of(plan.menus[menu].ops, plan.menus[menu].options[option - 1].rerun, all_saves=all_saves)
+        return Selection.of(plan.menus[menu].ops, *plan.menus[menu].options[option - 1].again, all_saves=all_saves)
 
     return {
         (action.stage, action.option): selection(plan.stages[action.stage].menu, action.option, action.stage in sending)

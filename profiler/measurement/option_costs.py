@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from profiler.measurement.meter import Mark, Place
+from profiler.measurement.stage_marks import OpRun
 from profiler.measurement.stage_options import (
     KEEP,
     Assignment,
@@ -32,7 +33,7 @@ class Costs:
         self._groups = groups
         self._bytes = [[ChoiceCost() for _ in group.choices] for group in groups]
         self._samples: list[Sample] = []
-        self._reran: dict[tuple[int, int], frozenset[int]] = {}
+        self._reran: dict[tuple[int, int], frozenset[OpRun]] = {}
         self._steps = 0
 
     def add_memory(self, assignment: Assignment, step: Mapping[Mark, list[Phase]]) -> None:
@@ -48,14 +49,14 @@ class Costs:
         self,
         assignment: Assignment,
         step: Mapping[Mark, list[Phase]],
-        reran: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        reran: Mapping[int, Sequence[OpRun]] = MappingProxyType({}),
     ) -> None:
         """Take the seconds of a step under the time meter.
 
         Args:
             assignment: what the stages did; groups are families.
             step: its intervals.
-            reran: by stage, the ops that ran again, one for each interval ``again``.
+            reran: by stage, the ops that ran again or were packed or unpacked, one for each interval ``again``.
         """
         for k, (group, choice) in assignment.items():
             ops = reran.get(k, ())
@@ -75,7 +76,7 @@ class Costs:
         """The costs by group and choice; the last of each group is that of keeping everything."""
         families = families_of(self._groups)
         numbers = {family.family: number for number, family in enumerate(families)}
-        choices = [{choice.rerun: place for place, choice in enumerate(family.choices)} for family in families]
+        choices = [{choice.again: place for place, choice in enumerate(family.choices)} for family in families]
         seconds = steady_seconds(self._samples)
         per_op = _carrying_out(families, seconds)
         costs_of = [[*costs, ChoiceCost()] for costs in self._bytes]
@@ -84,10 +85,14 @@ class Costs:
             forward_seconds, backward_seconds = (seconds.get((phase, number, KEEP), 0.0) for phase in _PHASES)
             costs[KEEP].forward_seconds, costs[KEEP].backward_seconds = forward_seconds, backward_seconds
             for choice, cost in zip(group.choices, costs[:KEEP], strict=True):
-                place = choices[number][choice.rerun]
-                again = sum(seconds.get(("again", number, op), 0.0) for op in self._reran.get((number, place), ()))
+                place = choices[number][choice.again]
+                reran = self._reran.get((number, place), ())
+                packing, again = (
+                    sum(seconds.get(("again", number, run), 0.0) for run in reran if (run.how == "packs") is packs)
+                    for packs in (True, False)
+                )
                 weight = _carried_out(group.ops, choice)
-                cost.forward_seconds = forward_seconds + weight * per_op[0]
+                cost.forward_seconds = forward_seconds + weight * per_op[0] + packing
                 cost.backward_seconds = backward_seconds + weight * per_op[1] + again
         return costs_of
 
@@ -117,7 +122,7 @@ _OPS_OF_A_CALL = 8  # what it takes to begin and end a call under a selection, i
 
 def _carried_out(ops: StageOps, choice: Choice) -> int:
     """How many ops are looked at in forward, and once more how many are recorded."""
-    return _OPS_OF_A_CALL + len(Selection.of(ops, choice.rerun).ops) + len(choice.rerun)
+    return _OPS_OF_A_CALL + len(Selection.of(ops, *choice.again).ops) + len(choice.rerun)
 
 
 class Sample(NamedTuple):

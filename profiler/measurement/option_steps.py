@@ -95,11 +95,14 @@ class OptionSteps:
         """
         families = {family.members[0]: family for family in families_of(groups) if unforced(family)}
         reruns = {k: frozenset().union(*(c.rerun for c in unforced(family))) for k, family in families.items()}
+        really = {
+            k: frozenset().union(*(c.rerun - c.packed for c in unforced(family))) for k, family in families.items()
+        }
         if not families:
             return {}
         self._report("check, options")
         self._randomness.restore()
-        selected = {k: Selection.of(families[k].ops, rerun) for k, rerun in reruns.items()}
+        selected = {k: Selection.of(families[k].ops, rerun, rerun - really[k]) for k, rerun in reruns.items()}
         wrong_ops: dict[int, set[int]] = {}
         raised: RuntimeError | None = None
         try:
@@ -195,7 +198,8 @@ def _menu(group: OptionGroup, costs: Sequence[ChoiceCost], reason: str) -> MenuR
 
 
 def _option(choice: Choice, cost: ChoiceCost) -> OptionRecord:
-    return OptionRecord(name=choice.name, kept=choice.kept, rerun=tuple(sorted(choice.rerun)), **asdict(cost))
+    rerun, packed = (tuple(sorted(ops)) for ops in choice.again)
+    return OptionRecord(name=choice.name, kept=choice.kept, rerun=rerun, packed=packed, **asdict(cost))
 
 
 def _rank(option: OptionRecord, menu: MenuRecord) -> tuple[float, int, int, int]:

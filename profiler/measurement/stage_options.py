@@ -54,8 +54,8 @@ class OptionGroup:
     def take(self, proposed: Sequence[Choice]) -> None:
         """Measure what a person asked for, and of what else is proposed a choice that there is room for."""
         stated = [choice for choice in self.choices if choice.stated]
-        asked = {choice.rerun for choice in stated}
-        others = [choice for choice in proposed if choice.rerun not in asked]
+        asked = {choice.again for choice in stated}
+        others = [choice for choice in proposed if choice.again not in asked]
         self.choices = [*stated, *spread_out(others, self.ops, self.most)]
 
 
@@ -110,7 +110,7 @@ def grouped(
     all_bytes = sum(group.ops.saved_bytes * len(group.members) for group in groups.values())
     for group in groups.values():
         group.ops = pooled([flows[k] for k in group.members])
-        group.choices = list({stated[k].rerun: stated[k] for k in group.members if k in stated}.values())
+        group.choices = list({stated[k].again: stated[k] for k in group.members if k in stated}.values())
         if any(stages[k].call.distributed for k in group.members):
             group.reason = DISTRIBUTED
             _refuse_stated(group, stages[group.members[0]].name)
@@ -150,11 +150,11 @@ def spread_out(choices: Sequence[Choice], ops: StageOps, most: int) -> list[Choi
     """
     if len(choices) <= most:
         return list(choices)
-    cost = {choice.rerun: (_seconds_of(choice, ops), -_freed_bytes(choice, ops)) for choice in choices}
-    ordered = sorted(choices, key=lambda choice: (cost[choice.rerun][1], cost[choice.rerun][0]))
+    cost = {choice.again: (_seconds_of(choice, ops), -_freed_bytes(choice, ops)) for choice in choices}
+    ordered = sorted(choices, key=lambda choice: (cost[choice.again][1], cost[choice.again][0]))
     useful: list[Choice] = []
     for choice in ordered:  # Each frees less than those before: it has to be faster than all of them.
-        if all(cost[choice.rerun][0] < cost[other.rerun][0] for other in useful):
+        if all(cost[choice.again][0] < cost[other.again][0] for other in useful):
             useful.append(choice)
     others = [choice for choice in ordered if choice not in useful]
     if len(useful) <= most:
@@ -165,7 +165,8 @@ def spread_out(choices: Sequence[Choice], ops: StageOps, most: int) -> list[Choi
 
 
 def _seconds_of(choice: Choice, ops: StageOps) -> float:
-    return sum(ops.ops[ordinal].seconds for ordinal in choice.rerun)
+    rerun_seconds = sum(ops.ops[ordinal].seconds for ordinal in choice.rerun - choice.packed)
+    return rerun_seconds + sum(ops.packing_seconds(ordinal) for ordinal in choice.packed)
 
 
 def _freed_bytes(choice: Choice, ops: StageOps) -> int:
@@ -217,7 +218,7 @@ def unforced(group: OptionGroup) -> list[Choice]:
     return [
         choice
         for choice in group.choices
-        if not any(group.ops.ops[ordinal].not_rerunnable_reason for ordinal in choice.rerun)
+        if not any(group.ops.ops[ordinal].not_rerunnable_reason for ordinal in choice.rerun - choice.packed)
     ]
 
 
@@ -248,8 +249,8 @@ def families_of(groups: Sequence[OptionGroup]) -> list[OptionGroup]:
     for group in groups:
         family = families.setdefault(group.family, OptionGroup(group.ops, [], [], group.family))
         family.members = sorted([*family.members, *group.members])
-        known = {choice.rerun for choice in family.choices}
-        family.choices += [choice for choice in group.choices if choice.rerun not in known]
+        known = {choice.again for choice in family.choices}
+        family.choices += [choice for choice in group.choices if choice.again not in known]
     return list(families.values())
 
 
@@ -309,7 +310,8 @@ def _neighbours_interfere(groups: Sequence[OptionGroup]) -> bool:
 
 def selections(groups: Sequence[OptionGroup], assignment: Assignment) -> dict[int, Selection]:
     """The selection under which each stage of one step runs; none for those that keep everything."""
-    return {k: Selection.of(groups[g].ops, groups[g].choices[c].rerun) for k, (g, c) in assignment.items() if c != KEEP}
+    chosen = {k: (groups[g].ops, groups[g].choices[c]) for k, (g, c) in assignment.items() if c != KEEP}
+    return {k: Selection.of(ops, *choice.again) for k, (ops, choice) in chosen.items()}
 
 
 def rounds_for(steps: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place
-from profiler.measurement.stage_marks import AnyStep, MarkedStep, StageTensor, StepProbe
+from profiler.measurement.stage_marks import AnyStep, MarkedStep, OpRun, StageTensor, StepProbe
 from profiler.recomputation.module_rerun import CallState, detached
 from profiler.recomputation.op_tape import Watch
 from profiler.recomputation.recompute_checks import CheckedCall
@@ -215,7 +215,7 @@ class SelectiveStep(MarkedStep):
 
     Attributes:
         diverged_stages: those that ran other ops than their selection expects.
-        reran: by stage, the ordinals of the ops that ran again, one for each of its marks ``again``.
+        reran: by stage, the ops that ran again, one for each of its marks ``again``.
         wrong_ops: of stages that were checked, ordinals of the ops that did not give the same again.
     """
 
@@ -230,7 +230,7 @@ class SelectiveStep(MarkedStep):
     ) -> None:
         super().__init__(probe, meter)
         self.diverged_stages: set[int] = set()
-        self.reran: dict[int, list[int]] = {}
+        self.reran: dict[int, list[OpRun]] = {}
         self._marks_ops = marks_ops
         self.wrong_ops: dict[int, set[int]] = {}
         self._stages = probe.stages
@@ -252,15 +252,15 @@ class SelectiveStep(MarkedStep):
         if isinstance(call, CheckedCall):
             self._checked[position] = call
         if self._marks_ops:
-            call.watch_reruns(self._marking(position, selection.ordinals))
+            call.watch_reruns(self._marking(position, selection))
         output = call.run(forward, args, kwargs)
         if call.diverged is not None:
             self.diverged_stages.add(position)
         return output
 
-    def _marking(self, position: int, ordinals: Sequence[int]) -> Watch:
+    def _marking(self, position: int, selection: Selection) -> Watch:
         """What marks the ops of a stage that run again, and afterwards what ran before."""
-        before = self._now
+        before, packed = self._now, set(selection.packed)
 
         def mark(op: int | None) -> None:
             nonlocal before
@@ -270,7 +270,7 @@ class SelectiveStep(MarkedStep):
             again = Mark("again", Place("stage", position))
             if self._now != again:
                 before = self._now
-            self.reran.setdefault(position, []).append(ordinals[op])
+            self.reran.setdefault(position, []).append(OpRun.of(selection, op, packed))
             self.mark(again)
 
         return mark

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from profiler.recomputation.module_rerun import running_again
 from profiler.recomputation.op_schema import OpTraits, traits_of
+from profiler.recomputation.packed_bits import PackedBits, is_packable
 from profiler.recomputation.recomputed_tensors import RecomputedStorage, RecomputedTensor
 from profiler.recomputation.rng_state import drawing_from, random_state_of
 from profiler.recomputation.saved_tensors import (
@@ -29,10 +30,20 @@ from profiler.recomputation.saved_tensors import (
     view_of,
     without_graph,
 )
-from profiler.recomputation.tape_program import ArgumentForm, Instruction, Prepared, Read, Slot, Step, TapeProgram
+from profiler.recomputation.tape_program import (
+    ArgumentForm,
+    Instruction,
+    Prepared,
+    Read,
+    Slot,
+    Step,
+    TapeProgram,
+    unpacking,
+)
 from profiler.workload.torch_flags import flags_now, with_flags
 
-Watch = Callable[["int | None"], None]  # is told of each op before it runs again, by its ordinal; of the end by None
+# Is told of each op before it runs again, or its result is packed, by its ordinal; of the end of these by None.
+Watch = Callable[["int | None"], None]
 Held = tuple[list[Any], Any]  # arguments without what is made again, and the random generator's state
 
 
@@ -148,6 +159,41 @@ class OpTape:
             instruction = self.prepared.instructions[ordinal] = replace(instruction, makes=makes)
         self._instructions[ordinal] = instruction
         self._held[ordinal] = held, random_state
+        return result
+
+    def run_packing(self, ordinal: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op whose result is zeros and ones, and record that it is held as bits.
+
+        Where it cannot be, it is kept as it is.
+        """
+        written = traits_of(op).writes(args, kwargs)
+        changed = [self.recomputed_storage_of(tensor) for tensor in written]
+        if any(storage is None for storage in changed) or not all(map(is_packable, written)):
+            self.keep_written(op, args, kwargs)
+            return op(*args, **kwargs)
+        reads = [Read(0, s.slot, s.version, geometry_of(t)) for s, t in zip(changed, written, strict=True) if s]
+        result = op(*args, **kwargs)
+        if not is_packable(result):
+            return result
+        if self.watch is not None:
+            self.watch(ordinal)
+        with below_autograd():
+            bits = PackedBits(result)
+        if self.watch is not None:
+            self.watch(None)
+        writes = []
+        for storage in changed:
+            assert storage is not None
+            storage.writers.append(ordinal)
+            writes.append((storage.slot, storage.version))
+        makes = () if written else self._register(ordinal, result, [])
+        instruction = unpacking(ordinal, tuple(reads), makes, tuple(writes))
+        known = self.prepared.instructions.get(ordinal)
+        if known is not None and known.unpacks_as(instruction):
+            instruction = known
+        self.prepared.instructions[ordinal] = instruction
+        self._instructions[ordinal] = instruction
+        self._held[ordinal] = ([None, bits] if reads else [bits]), None
         return result
 
     def _arguments_by(

@@ -35,7 +35,7 @@ class RecordingMode(TorchDispatchMode):
         super().__init__()
         self._tape = tape
         self._expected, self._writing = _overloads(selection.ops)
-        self._rerun = selection.rerun
+        self._rerun, self._packed = selection.rerun, selection.packed
         self._switches = _switches_in(module, selection)
         self._ordinal = 0
         self._diverged: int | None = None
@@ -70,7 +70,8 @@ class RecordingMode(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         self._ordinal = ordinal + 1
         if ordinal in self._rerun:
-            return self._tape.run(ordinal, func, args, kwargs or {})
+            run = self._tape.run_packing if ordinal in self._packed else self._tape.run
+            return run(ordinal, func, args, kwargs or {})
         if ordinal in self._writing:
             self._tape.keep_written(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))

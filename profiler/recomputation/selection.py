@@ -29,15 +29,19 @@ class Selection:
         switches: modules (empty: the stage itself) at which something changes: whether ops are recorded, in it and
             below until the next switch, or whether tensors that autograd saves are packed, from there on downwards.
         ordinals: which of the stage's ops ``ops`` are.
+        packed: those of ``rerun`` whose results are held as bits, and unpacked instead.
     """
 
     ops: tuple[str, ...]
     rerun: frozenset[int]
     switches: tuple[ModuleSwitch, ...] = (ModuleSwitch("", True, True),)
     ordinals: tuple[int, ...] = ()
+    packed: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, ops: StageOps, rerun: Collection[int], *, all_saves: bool = False) -> Selection:
+    def of(
+        cls, ops: StageOps, rerun: Collection[int], packed: Collection[int] = (), *, all_saves: bool = False
+    ) -> Selection:
         """The selection by which ``rerun`` ops run again.
 
         Only modules that have such ops, or that change in place what such ops make, are recorded. Tensors that
@@ -53,6 +57,7 @@ class Selection:
                 {op.module for op in ops.ops}, recorded, _savers(ops, rerun) | ({""} if all_saves else set())
             ),
             ordinals=tuple(counted),
+            packed=frozenset(position for position, ordinal in enumerate(counted) if ordinal in packed),
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from profiler.recomputation.op_schema import OpTraits
+from profiler.recomputation.packed_bits import PackedBits
 from profiler.recomputation.saved_tensors import Geometry
 
 _NOT_PLAIN = (Tensor, list, tuple)
@@ -112,6 +113,23 @@ class Instruction:
     shape_only: bool
     makes: tuple[int, ...] = ()
     writes: tuple[tuple[Slot, int], ...] = ()
+
+    def unpacks_as(self, other: Instruction) -> bool:
+        """Whether it is the same as another one of ``unpacking``."""
+        return (self.op, self.reads, self.makes, self.writes) == (other.op, other.reads, other.makes, other.writes)
+
+
+def unpacking(
+    ordinal: int, reads: tuple[Read, ...], makes: tuple[int, ...], writes: tuple[tuple[Slot, int], ...]
+) -> Instruction:
+    """Unpack bits in place of running an op: into what it filled (arguments: that and the bits), or a new tensor."""
+    op, types = (_unpack_into, (Tensor, PackedBits)) if writes else (PackedBits.unpacked, (PackedBits,))
+    form = ArgumentForm(len(types), (), (), ())
+    return Instruction(ordinal, op, OpTraits(), False, form, types, reads, (), False, makes, writes)
+
+
+def _unpack_into(filled: Tensor, bits: PackedBits) -> Tensor:
+    return bits.unpack_into(filled)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

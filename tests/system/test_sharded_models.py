@@ -15,12 +15,11 @@ import planner
 from benchmarks.outside_meter import OutsideMeter
 from benchmarks.rank_processes import values_of_ranks
 from profiler.tensors.local_tensors import local_part
+from tests.support.late_release import late_bytes
 from tests.support.parallel_models import Block, Transformer, next_words, words
 
 STEPS = 3
-# Each of gloo's two threads lets go of what it has communicated when it comes to run again: late where cores are busy.
-# At most that is a unit's parameters, gathered, and this rank's half of them. The largest unit here is two blocks.
-LATE_BYTES = 2 * 2 * 3 * sum(p.nbytes for p in Block().parameters()) // 2
+LATE_BYTES = late_bytes(nn.Sequential(Block(), Block()))  # The largest unit here is two blocks.
 
 
 def _each_block(model: Transformer, **settings: Any) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from torch import nn
 
 from planner.cli.several_ranks import ENGINES, check_joined, settings_of_rank
 from planner.distributed import sharding
 from tests.support.command_line import SMALL, refused
+from tests.support.late_release import late_bytes
 from tests.support.torchrun import output_of_ranks
 
 TRAIN = ["train", "zoo:mlp", "--set", "layers=6", "hidden=32", "batch=256", "--budget", "85%", "--steps", "2", "--json"]
@@ -22,7 +24,8 @@ def test_the_first_rank_prints_what_all_have_measured(engine: str) -> None:
     assert document["status"] == "trained" and len(document["losses"]) == 2
     peaks = [rank["measured_peak_bytes"] for rank in document["ranks"]]
     assert len(peaks) == 2 and max(peaks) == document["measured_peak_bytes"]
-    assert 0 < max(peaks) <= document["budget_bytes"]
+    late = late_bytes(nn.Linear(32, 32)) if engine == "fsdp2" else 0
+    assert 0 < max(peaks) <= document["budget_bytes"] + late
 
 
 def test_it_is_refused_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

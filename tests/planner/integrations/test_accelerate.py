@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 
 import planner
 from benchmarks.rank_processes import values_of_ranks
+from tests.support.late_release import late_bytes
 from tests.support.lightning_fits import WIDTH, blocks
 
 
@@ -105,4 +106,5 @@ def test_on_ranks_all_have_one_plan_and_losses_are_those_without_it() -> None:
         assert losses != others, name  # Each rank has its own batches.
         (fingerprint, budget_bytes, peaks), (other_fingerprint, _, _) = facts, other_facts
         assert fingerprint == other_fingerprint, name
-        assert max(peaks) <= budget_bytes, name
+        late = late_bytes(blocks(1)) if name == "FSDP2" else 0
+        assert max(peaks) <= budget_bytes + late, name

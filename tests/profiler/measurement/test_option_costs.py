@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from profiler.measurement.meter import Mark, Place
 from profiler.measurement.option_costs import Costs, Sample, steady_seconds
+from profiler.measurement.stage_marks import OpRun
 from profiler.measurement.stage_options import KEEP, ChoiceCost, OptionGroup, families_of
 from profiler.op_graph import Choice
 from profiler.records import Phase
@@ -63,7 +65,7 @@ def test_a_family_times_the_choices_of_all_its_groups_each_once() -> None:
     costs = Costs([first, second], {})
     for place, choice in enumerate(family.choices):
         step = {Mark("again", Place("stage", 1)): [Phase(seconds=1.0 + place)]}
-        costs.add_seconds({1: (0, place)}, step, {1: [*choice.rerun]})
+        costs.add_seconds({1: (0, place)}, step, {1: [OpRun(op, "runs") for op in choice.rerun]})
     found = [[cost.backward_seconds for cost in costs_of] for costs_of in costs.finish()]
     assert found == [[1.0, 0.0], [2.0, 1.0, 3.0, 0.0]]
 
@@ -96,7 +98,7 @@ def test_seconds_are_those_of_keeping_everything_with_the_ops_that_ran_again() -
     groups = [group([0], 1), group([1], 1), group([2], 0, family=1)]
     costs = Costs(groups, {})
     step = {**seconds_of(5.2, 8.6, 0, [0.25]), **seconds_of(4.0, 8.0, 1)}
-    costs.add_seconds({0: (0, 0), 1: (0, KEEP)}, step, {0: [0]})
+    costs.add_seconds({0: (0, 0), 1: (0, KEEP)}, step, {0: [OpRun(0, "runs")]})
     chosen, kept, other = costs.finish()[0] + costs.finish()[2]
     assert (kept, other) == (ChoiceCost(forward_seconds=4.0, backward_seconds=8.0), ChoiceCost())
     assert (chosen.forward_seconds, chosen.backward_seconds) == pytest.approx((5.2, 8.6 + 0.25))
@@ -109,9 +111,29 @@ def test_an_op_takes_the_same_in_every_choice_and_carrying_out_as_much_as_it_typ
     costs = Costs(groups, {})
     seen = (((0, 1), (3.0, 1.0), 0.013), ((1,), (5.0,), 9.0), ((2,), (0.5,), 0.0))
     for place, (ops, seconds, more) in enumerate(seen):
-        costs.add_seconds({0: (0, place)}, seconds_of(1.0 + more, 2.0, 0, seconds), {0: ops})
+        costs.add_seconds(
+            {0: (0, place)}, seconds_of(1.0 + more, 2.0, 0, seconds), {0: [OpRun(op, "runs") for op in ops]}
+        )
     costs.add_seconds({0: (0, KEEP)}, seconds_of(1.0, 2.0, 0))
     found = costs.finish()[0]
     # Op 1 was seen at 1 and 5 seconds; the lower quartile counts. Of 0.001, 9 / 12 and 0 each, 0.001 is typical.
     assert [cost.backward_seconds for cost in found] == pytest.approx([2.0 + 4.0, 2.0 + 1.0, 2.0 + 0.5, 2.0])
     assert [cost.forward_seconds for cost in found] == pytest.approx([1.0 + 0.013, 1.0 + 0.012, 1.0 + 0.012, 1.0])
+
+
+def test_packing_is_a_part_of_the_forward_and_unpacking_of_the_backward() -> None:
+    """An op that is packed in one choice and runs again in another is timed in each by itself."""
+    family = group([0], 2)
+    first, second = family.choices
+    family.choices = [
+        replace(first, rerun=frozenset({1}), packed=frozenset({1})),
+        replace(second, rerun=frozenset({1})),
+    ]
+    costs = Costs([family], {})
+    bits = [OpRun(1, "packs"), OpRun(1, "unpacks")]
+    costs.add_seconds({0: (0, 0)}, seconds_of(1.0, 2.0, 0, [0.25, 0.5]), {0: bits})
+    costs.add_seconds({0: (0, 1)}, seconds_of(1.0, 2.0, 0, [4.0]), {0: [OpRun(1, "runs")]})
+    costs.add_seconds({0: (0, KEEP)}, seconds_of(1.0, 2.0, 0))
+    packed, again, _ = costs.finish()[0]
+    assert (packed.forward_seconds, packed.backward_seconds) == pytest.approx((1.25, 2.5))
+    assert (again.forward_seconds, again.backward_seconds) == pytest.approx((1.0, 6.0))

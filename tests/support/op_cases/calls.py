@@ -18,18 +18,19 @@ from tests.support.op_cases.runs import differences, flow_of, inner, run, total
 ONE = ROWS * WIDTH * 4
 
 
-def selected(made: Case, kinds: Collection[str]) -> Selection:
-    """That by which all ops of these kinds run again."""
+def selected(made: Case, kinds: Collection[str], packed: Collection[str] = ()) -> Selection:
+    """That by which all ops of these kinds run again; of ``packed`` ones the results are held as bits instead."""
     flow = flow_of(made)
-    return Selection.of(flow, {k for k, op in enumerate(flow.ops) if op.kind in kinds})
+    rerun, as_bits = ({k for k, op in enumerate(flow.ops) if op.kind in some} for some in ({*kinds, *packed}, packed))
+    return Selection.of(flow, rerun, as_bits)
 
 
 class Call:
     """One forward with ops of some kinds to run again, and a look at what its backward does."""
 
-    def __init__(self, body: Body, kinds: Collection[str]) -> None:
+    def __init__(self, body: Body, kinds: Collection[str], packed: Collection[str] = ()) -> None:
         made = of_pair(body)
-        selection = selected(made, kinds)
+        selection = selected(made, kinds, packed)
         self.stage, inputs = made.make()
         given = inner(inputs)
         self.input = inputs[0]
@@ -51,10 +52,10 @@ class Call:
         return sum(size * count for size, count in self.observer.alive().items())
 
 
-def assert_exact(body: Body, kinds: Collection[str]) -> None:
+def assert_exact(body: Body, kinds: Collection[str], packed: Collection[str] = ()) -> None:
     """The step is that of the plain stage, bit for bit."""
     made = of_pair(body)
     plain, _ = run(made, None)
-    found, call = run(made, selected(made, kinds))
+    found, call = run(made, selected(made, kinds, packed))
     assert differences(plain, found) == []
     assert call is not None and call.diverged is None
