@@ -298,12 +298,11 @@ class Profile:
         evaluations: how often a step runs forward and backward.
         frugal: whether it was measured where a step that keeps everything does not fit, a few stages kept at a time:
             unplanned peak and seconds are put together from these, and were never measured as a whole.
-        allocator_bytes: that the device's allocator handed out beside what the tensors of a plain step asked for,
-            at the step's peak: blocks are larger. 0 on the CPU, and where no plain step was run.
+        allocator_bytes: of CUDA's blocks beyond what the tensors of a plain step asked for, at its peak; else 0.
         collective_bytes: of the largest tensor that a collective makes; on the CPU a thread may hold it a while longer.
         beside: of a pipeline's stage, profiled with one micro-batch: pairs (other micro-batches there, other bytes).
         unplanned_peak_bytes: most bytes alive at once in the whole step.
-        unplanned_seconds, step_seconds: the median of the plain steps that were timed, and each of them.
+        unplanned_seconds, step_seconds: median seconds of a plain step, and of each that was timed.
         op_records: every aten op of one step.
         menus: per kind of stage, its ops and its options inside the stage.
         link: that to host memory; None where the device has none.
@@ -389,8 +388,8 @@ class Profile:
                 f"{where}: expected a profile of stages, got one of a {document['kind']}; profile without graph=True "
                 "(--graph)"
             )
-        beside = {"format", "version", "kind", "fingerprint"}
-        data = {key: value for key, value in document.items() if key not in beside}
+        header = ("format", "version", "kind", "fingerprint")
+        data = {key: value for key, value in document.items() if key not in header}
         try:
             profile = from_plain(cls, data, KEYS)
         except ValueError as error:
