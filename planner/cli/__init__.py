@@ -3,6 +3,9 @@
 
 def main() -> None:
     """The entry point of ``planner`` and of ``python -m planner``."""
-    from planner.cli.commands import app
+    from planner.cli.interrupts import ending_by_ctrl_c
 
-    app(prog_name="planner")
+    with ending_by_ctrl_c():
+        from planner.cli.commands import app
+
+        app(prog_name="planner")

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console, RenderableType
 from typer.core import TyperCommand, TyperGroup
 
+from planner.cli.interrupts import INTERRUPTED, say_interrupted
 from planner.units import format_bytes
 
 WRONG_INPUT = 2
@@ -39,7 +40,7 @@ def is_first() -> bool:
 
 
 class PlannerGroup(TyperGroup):
-    """The commands, ending as the contract says: 2 for wrong input, 3 where no plan comes out."""
+    """The commands, ending as the contract says: 2 for wrong input, 3 where no plan comes out, 130 by Ctrl-C."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -50,6 +51,9 @@ class PlannerGroup(TyperGroup):
             refused = isinstance(error, NoPlan)
             note(f"{error.status if refused else 'error'}: {error}")  # On every rank: torchrun ends all with the first.
             raise typer.Exit(NO_PLAN if refused else WRONG_INPUT) from error
+        except KeyboardInterrupt as error:
+            say_interrupted()
+            raise typer.Exit(INTERRUPTED) from error
 
 
 class ManyValues(TyperCommand):

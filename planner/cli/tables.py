@@ -176,13 +176,14 @@ def _unplanned(frugal: bool | None) -> str:
 
 def _status(summary: SolutionSummary) -> str:
     """How good it is, and among what."""
+    interrupted = "interrupted: the best until then; " if summary.interrupted else ""
     what = "plan that does what is stated" if summary.restricted else "plan of these stages"
     if summary.part == "node":
         what = "schedule of this graph"
     bound = f"no {what} within the budget takes less than {format_seconds(summary.lower_bound_seconds)}"
     if summary.status == "optimal":
-        return f"optimal: no {what} within the budget is faster"
-    return f"{summary.status}: at most {_percent(summary.gap)} of the time could be saved; {bound}"
+        return f"{interrupted}optimal: no {what} within the budget is faster"
+    return f"{interrupted}{summary.status}: at most {_percent(summary.gap)} of the time could be saved; {bound}"
 
 
 def profile_report(profile: Profile) -> RenderableType:
@@ -340,15 +341,13 @@ def _comparison_cells(row: ComparisonRow, plain_seconds: float | None) -> list[s
 def training_report(run: TrainingRun, allocator_advice: str = "") -> RenderableType:
     """Losses of a planned training run, predicted beside measured, and what to do about the device's allocator."""
     plan = run.plan
-    losses = [f"{loss:.6g}" if math.isfinite(loss) else "not finite" for loss in run.losses]
-    shown = losses if len(losses) <= 8 else [*losses[:7], "...", losses[-1]]
     within = run.measured_peak_bytes <= plan.budget_bytes
     verdict = "within the budget" if within else "[red]above the budget[/red]"
     slowdown = run.measured_seconds / plan.unplanned_seconds if plan.unplanned_seconds else 1.0
     measured = f"{format_seconds(run.measured_seconds)} a step, {slowdown:.2f} x the profile's unplanned step"
     return facts(
         [
-            ("losses", ", ".join(shown)),
+            ("losses", losses_in_short(run.losses)),
             ("budget", exact_bytes(plan.budget_bytes)),
             ("predicted peak", exact_bytes(plan.predicted_peak_bytes)),
             ("measured peak", f"{exact_bytes(run.measured_peak_bytes)}: {verdict}"),
@@ -360,6 +359,12 @@ def training_report(run: TrainingRun, allocator_advice: str = "") -> RenderableT
             ("measured time", measured),
         ]
     )
+
+
+def losses_in_short(losses: Sequence[float]) -> str:
+    """All of a few losses, the first ones and the last of many."""
+    texts = [f"{loss:.6g}" if math.isfinite(loss) else "not finite" for loss in losses]
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:7], "...", texts[-1]]) or "none yet"
 
 
 def _reserved(run: TrainingRun) -> list[tuple[str, str]]:

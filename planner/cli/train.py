@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from planner.cli import documents, tables
+from planner.cli.interrupts import INTERRUPTED, say_interrupted
 from planner.cli.several_ranks import check_joined
 from planner.cli.shell import NO_PLAN, check_folder, is_first, note, say_written, show, show_json, working
 from planner.distributed.collective import profile
@@ -21,7 +22,8 @@ from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
 from planner.training.oom_report import FailureReport, failure_text
-from planner.training.training import OutOfMemory, TrainingRun, train_planned
+from planner.training.training import OutOfMemory, TrainingInterrupted, TrainingRun, train_planned
+from planner.units import counted
 from profiler.measurement.device_memory import has_expandable_segments, ran_out
 from profiler.measurement.measuring import Progress
 from profiler.workload.workload import Workload
@@ -96,6 +98,13 @@ def run_train(
         with working() as progress:
             progress(f"train {steps} steps", 0, 1)
             run = train_planned(workload, plan, steps=steps, retries=retries, on_failure=_say)
+    except TrainingInterrupted as interrupt:
+        if as_json:
+            show_json(documents.interrupted_training_document(interrupt))
+        else:
+            show(tables.facts([("losses", tables.losses_in_short(interrupt.losses))]))
+        say_interrupted(f"interrupted after {len(interrupt.losses)} of {counted(steps, 'step')}")
+        raise typer.Exit(INTERRUPTED) from interrupt
     except OutOfMemory as failure:
         if as_json:
             show_json(documents.lost_training_document(plan, failure))
