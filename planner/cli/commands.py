@@ -163,8 +163,8 @@ def pareto_command(
     host_memory: HostMemoryOption = None,
 ) -> None:
     """Draw every solver's memory/time curve, the unplanned point and the lower bound."""
+    from planner.cli.comparison_tables import frontier_report
     from planner.cli.problem_solving import title_of
-    from planner.cli.tables import frontier_report
     from planner.explain.figures import check_picture
     from planner.plans import problem_files
     from planner.plans.pareto_curves import pareto
@@ -245,7 +245,7 @@ def compare_command(
 ) -> None:
     """Apply every solver's plan for one budget in turn: predicted and measured peaks and times side by side."""
     from planner.cli import documents
-    from planner.cli.tables import comparison_report
+    from planner.cli.comparison_tables import comparison_report
     from planner.distributed.collective import profile
     from planner.plans.refusals import Infeasible
     from planner.training.solver_comparison import compare_solvers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -113,12 +114,20 @@ def check_folder(path: Path | None) -> None:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print results for a person: to a terminal in its width, elsewhere plain and 100 columns wide."""
+    """Print results for a person: to a terminal in its width, elsewhere plain, 100 columns wide or as COLUMNS says."""
     if not is_first():
         return
-    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
-    for part in parts:
-        console.print(part)
+    if sys.stdout.isatty():
+        console = Console(highlight=False)
+        for part in parts:
+            console.print(part)
+        return
+    columns = os.environ.get("COLUMNS", "")
+    console = Console(width=int(columns) if columns.isdecimal() and int(columns) else PLAIN_WIDTH, highlight=False)
+    with console.capture() as printed:
+        for part in parts:
+            console.print(part)
+    typer.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
 def show_json(document: dict[str, Any]) -> None:
