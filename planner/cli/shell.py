@@ -155,20 +155,20 @@ def working() -> Iterator[Report]:
     Both move only when they are told to: no thread redraws them while a step is being timed.
 
     Yields:
-        ``report(what, done, total)``.
+        ``report(what, done, total)``; a total of 0 is one that is not known.
     """
-    total = 0
+    last = 0
     with _progress() as tell:
 
         def report(what: str, done: int, of: int) -> None:
-            nonlocal total
-            total = of
+            nonlocal last
+            last = of or done + 1
             tell(what, done, of)
 
         with contextlib.redirect_stdout(sys.stderr):
             yield report
-        if total:
-            tell("done", total, total)
+        if last:
+            tell("done", last, last)
 
 
 def _progress() -> contextlib.AbstractContextManager[Report]:
@@ -181,13 +181,31 @@ def _progress() -> contextlib.AbstractContextManager[Report]:
 def _bar() -> Iterator[Report]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    began = time.monotonic()
     columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (*columns, TextColumn("{task.fields[left]}"))
     console = Console(stderr=True)
     with Progress(*columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as bar:
-        task = bar.add_task("", total=None, visible=False)
-        yield lambda what, done, total: bar.update(
-            task, description=what, completed=done, total=total, visible=True, refresh=True
-        )
+        task = bar.add_task("", total=None, visible=False, left="")
+
+        def report(what: str, done: int, total: int) -> None:
+            left = time_left(time.monotonic() - began, done, total)
+            known = {"description": what, "completed": done, "total": total or None, "left": left}
+            bar.update(task, visible=True, refresh=True, **known)
+
+        yield report
+
+
+def time_left(spent_seconds: float, done: int, total: int) -> str:
+    """An estimate by what is done until now; empty where there is nothing to tell it from.
+
+    >>> time_left(30.0, 10, 40), time_left(300.0, 1, 2), time_left(1.0, 0, 5), time_left(1.0, 3, 0)
+    ('about 90 s left', 'about 5 min left', '', '')
+    """
+    if not 0 < done < total:
+        return ""
+    seconds = spent_seconds / done * (total - done)
+    return f"about {seconds:.0f} s left" if seconds < 120 else f"about {seconds / 60:.0f} min left"
 
 
 def _lines() -> Report:
@@ -199,6 +217,8 @@ def _lines() -> Report:
         now = time.monotonic()
         if now - said >= LINE_SECONDS or done == total:
             said = now
-            note(f"{now - began:5.0f} s  {what}  {done}/{total}")
+            left = time_left(now - began, done, total)
+            count = f"{done}/{total}" if total else f"{done} done"
+            note(f"{now - began:5.0f} s  {what}  {count}{f', {left}' if left else ''}")
 
     return report

@@ -28,6 +28,8 @@ from profiler.measurement.device_memory import has_expandable_segments, ran_out
 from profiler.measurement.measuring import Progress
 from profiler.workload.workload import Workload
 
+LOSSES_SAID = 20  # lines of a long training
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
@@ -96,8 +98,10 @@ def run_train(
         plan = wanted.made_for(workload, progress) if plan is None else plan
     try:
         with working() as progress:
-            progress(f"train {steps} steps", 0, 1)
-            run = train_planned(workload, plan, steps=steps, retries=retries, on_failure=_say)
+            progress("measure a step", 0, 1)
+            run = train_planned(
+                workload, plan, steps=steps, retries=retries, on_failure=_say, on_step=_loss_told(steps)
+            )
     except TrainingInterrupted as interrupt:
         if as_json:
             show_json(documents.interrupted_training_document(interrupt))
@@ -125,6 +129,17 @@ def run_train(
     else:
         show(tables.training_report(run, advice))
     say_written(save_plan)
+
+
+def _loss_told(steps: int) -> Callable[[int, float], None]:
+    """Says a step's loss, of many steps that of every k-th."""
+    every = max(1, steps // LOSSES_SAID)
+
+    def told(step: int, loss: float) -> None:
+        if is_first() and (step % every == 0 or step in (1, steps)):
+            note(f"step {step} of {steps}: loss {loss:.6g}")
+
+    return told
 
 
 def _say(failure: FailureReport) -> None:

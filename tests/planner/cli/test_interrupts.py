@@ -211,5 +211,5 @@ def test_a_signal_from_outside_ends_training_in_its_step(tmp_path):
         training.send_signal(signal.SIGINT)
         said, printed = training.stderr.read(), training.stdout.read()
     assert training.returncode == 130, (lines, said)
-    assert said.startswith("interrupted after") and said.count("\n") == 1
+    assert said.splitlines()[-1].startswith("interrupted after") and "Traceback" not in said
     assert printed.startswith("losses")
