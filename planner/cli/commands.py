@@ -1,4 +1,4 @@
-"""The command line: profile, solve, pareto, train, compare, max-batch, advise, show and demo.
+"""The command line: profile, solve, pareto, train, compare, max-batch, advise, show, explain and demo.
 
 What a command needs is imported when it runs: help is there at once, and work on files loads no torch.
 """
@@ -356,6 +356,17 @@ def show_command(
 
 
 app.command("advise", cls=ManyValues)(advise_command)
+
+
+@app.command("explain")
+def explain_command(
+    word: Annotated[str, typer.Argument(metavar="[WORD]", help="Of what tables and messages say, as gap.")] = "",
+) -> None:
+    """Say what a word means that tables, pictures and messages use; without a word: list them."""
+    from planner.explain.glossary import explanation, glossary
+    from planner.explain.tables import facts
+
+    show(facts([explanation(word)]) if word else ", ".join(glossary()))
 
 
 @app.command("demo")
