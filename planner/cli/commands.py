@@ -363,10 +363,10 @@ def explain_command(
     word: Annotated[str, typer.Argument(metavar="[WORD]", help="Of what tables and messages say, as gap.")] = "",
 ) -> None:
     """Say what a word means that tables, pictures and messages use; without a word: list them."""
-    from planner.explain.glossary import explanation, glossary
+    from planner.explain.glossary import explanation, glossary_words
     from planner.explain.tables import facts
 
-    show(facts([explanation(word)]) if word else ", ".join(glossary()))
+    show(facts([explanation(word)]) if word else ", ".join(glossary_words()))
 
 
 @app.command("demo")

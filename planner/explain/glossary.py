@@ -10,7 +10,7 @@ _PAGE = Path(__file__).with_name("glossary.md")  # a link to the page of the doc
 
 
 @cache
-def glossary() -> dict[str, str]:
+def glossary_words() -> dict[str, str]:
     """Every word with what it means, in one line each."""
     _, *entries = _PAGE.read_text(encoding="utf-8").split("\n## ")
     pairs = (entry.split("\n", 1) for entry in entries)
@@ -23,7 +23,7 @@ def explanation(word: str) -> tuple[str, str]:
     Raises:
         ValueError: the glossary has no such word; names the nearest ones.
     """
-    words = glossary()
+    words = glossary_words()
     for spelled in (asked := _plain(word), asked.removesuffix("s"), asked.removesuffix("d"), asked.removesuffix("ed")):
         for known, text in words.items():
             if _plain(known) == spelled:

@@ -99,12 +99,16 @@ def alive_report(peak: Peak, plan: Plan | None = None, *, limit: int = ROWS_SHOW
 
 def peak_title(peak: Peak) -> str:
     """One line: how much, where in the step, and at which op."""
+    at = f", at {peak.op}" if peak.op else ""
+    return f"Peak, {peak.source}: {exact_bytes(peak.peak_bytes)} {moment_in_words(peak)}{at}"
+
+
+def moment_in_words(peak: Peak) -> str:
+    """Where in the step a peak is."""
     apart = {"optimizer": "in the optimizer's step", "loss": "between forward and backward, at the loss"}
     stage = peak.stage.removeprefix("outside, ")  # as files of older releases have it
     outside = stage.startswith(("before ", "between ", "after "))
-    where = apart.get(peak.action, f"in the {peak.action} of {'what runs ' if outside else ''}{stage}")
-    at = f", at {peak.op}" if peak.op else ""
-    return f"Peak, {peak.source}: {exact_bytes(peak.peak_bytes)} {where}{at}"
+    return apart.get(peak.action, f"in the {peak.action} of {'what runs ' if outside else ''}{stage}")
 
 
 def peak_table(peaks: Iterable[Peak]) -> pd.DataFrame:

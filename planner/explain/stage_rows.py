@@ -19,14 +19,14 @@ class _Named(Protocol):
     def kind(self) -> str | None: ...
 
 
-NamedStage = TypeVar("NamedStage", bound=_Named)
+AnyStage = TypeVar("AnyStage", bound=_Named)
 
 
 def rows_of_stages(
-    stages: Sequence[NamedStage],
-    key: Callable[[NamedStage], Hashable],
-    seconds: Callable[[NamedStage], Sequence[float]],
-) -> list[tuple[str, list[NamedStage]]]:
+    stages: Sequence[AnyStage],
+    key: Callable[[AnyStage], Hashable],
+    seconds: Callable[[AnyStage], Sequence[float]],
+) -> list[tuple[str, list[AnyStage]]]:
     """The rows, in the order of their first stages: a name in short, and the stages.
 
     Args:
@@ -35,7 +35,7 @@ def rows_of_stages(
         seconds: what is about equal.
     """
     path = path_of(stages)
-    rows: list[list[NamedStage]] = []
+    rows: list[list[AnyStage]] = []
     for stage in stages:
         row = next((row for row in rows if _belongs(stage, row[0], key, seconds)), None)
         if row is None:
@@ -70,10 +70,10 @@ def note_on_rows(path: str, several: bool) -> list[tuple[str, str]]:
 
 
 def _belongs(
-    stage: NamedStage,
-    first: NamedStage,
-    key: Callable[[NamedStage], Hashable],
-    seconds: Callable[[NamedStage], Sequence[float]],
+    stage: AnyStage,
+    first: AnyStage,
+    key: Callable[[AnyStage], Hashable],
+    seconds: Callable[[AnyStage], Sequence[float]],
 ) -> bool:
     names = [stage.name, first.name]
     if not (stage.kind == first.kind == "stage" and len(set(names)) > 1 and in_one_series(names)):

@@ -30,8 +30,8 @@ from solvers.problem.solution import AnySchedule
 if TYPE_CHECKING:
     import pandas as pd
 
-CHAIN_SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor")
-LINK_SOLVERS = ("offload_only", "auto")  # beside these, where there is a link
+CHAIN_SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor", "auto")
+LINK_SOLVERS = ("offload_only", "auto")  # that weigh a link, where there is one
 GRAPH_SOLVERS = ("auto", "lower_sets", "hierarchy", "demand", "moments")  # by rank; those of them that there are
 GRAPH_SECONDS = 45.0  # for all methods of a graph together: the whole command then takes about a minute
 _SHARES = {"auto": 4, "moments": 2}  # of the time; the others mostly need less than one share
@@ -101,7 +101,7 @@ def pareto(
     link, why = usable_link(offload_request, chain, record)
     rows = [unplanned]
     chain_solvers = () if offload_request.mode == "only" else CHAIN_SOLVERS
-    for name in solvers or (*chain_solvers, *(LINK_SOLVERS if link else ())):
+    for name in solvers or dict.fromkeys((*chain_solvers, *(LINK_SOLVERS if link else ()))):
         solutions = solver_frontier(chain, name, time_limit_seconds, link if name in LINK_SOLVERS else None)
         rows += [_row(solution, seconds_outside_chain, name) for solution in _complete(solutions)]
     peaks = [row.budget_bytes for row in rows]

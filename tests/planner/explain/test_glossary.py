@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from planner.explain.glossary import explanation, glossary
+from planner.explain.glossary import explanation, glossary_words
 from planner.plans.plan import StageDecision
 from tests.support.command_line import done, refused
 
@@ -18,7 +18,7 @@ WORDS = (
 
 @pytest.mark.parametrize("word", [*WORDS, *get_args(StageDecision), "lower bound", "graph plan", "interrupted"])
 def test_every_word_is_there_and_short(word: str) -> None:
-    assert 20 < len(glossary()[word]) < 400
+    assert 20 < len(glossary_words()[word]) < 400
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,6 @@ def test_other_spellings_and_forms_are_found(asked: str, word: str) -> None:
 def test_the_command_says_one_word_lists_all_and_asks_what_was_meant() -> None:
     assert done("explain", "gap").stdout.startswith("gap  How far")
     listed = " ".join(done("explain").stdout.split()).split(", ")
-    assert listed == list(glossary())
+    assert listed == list(glossary_words())
     assert "did you mean headroom" in refused("explain", "hedroom")
     assert "planner explain lists them" in refused("explain", "xyzzy")
