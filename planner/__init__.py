@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from planner.plans.offload_request import Offload as Offload
     from planner.plans.pareto_curves import pareto as pareto
     from planner.plans.plan import Plan as Plan, PlannedStage as PlannedStage
+    from planner.plans.plan_claims import Interrupted as Interrupted
     from planner.plans.refusals import Infeasible as Infeasible, NothingFound as NothingFound
     from planner.plans.rules import Rule as Rule, Rules as Rules
     from planner.plans.stated_plan import state as state
@@ -77,6 +78,7 @@ _NAMES = {
     "planner.plans.offload_request": "Offload",
     "planner.plans.pareto_curves": "pareto",
     "planner.plans.plan": "Plan PlannedStage",
+    "planner.plans.plan_claims": "Interrupted",
     "planner.plans.rules": "Rule Rules",
     "planner.plans.refusals": "Infeasible NothingFound",
     "planner.plans.stated_plan": "state",

@@ -393,9 +393,8 @@ class Profile:
         try:
             profile = from_plain(cls, data, KEYS)
         except ValueError as error:
-            raise ValueError(
-                f"{where}: expected the fields of a profile, got a mismatch: {error}; profile again"
-            ) from error
+            what = f"expected the fields of a profile, got a mismatch: {error}; profile again"
+            raise ValueError(f"{where}: {what}") from error
         if document.get("fingerprint") != profile.fingerprint:
             raise ValueError(f"{where}: expected its fingerprint to match its contents, it does not; profile again")
         return profile

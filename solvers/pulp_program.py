@@ -27,10 +27,12 @@ class PulpAnswer(NamedTuple):
     Attributes:
         found: whether it knows a solution.
         bound_seconds: no solution takes fewer; infinite where there is none.
+        interrupted: Ctrl-C ended the search.
     """
 
     found: bool
     bound_seconds: float
+    interrupted: bool = False
 
 
 class PulpProgram:
@@ -108,7 +110,8 @@ class PulpProgram:
             return PulpAnswer(False, math.inf)
         highs: Any = self.problem.solverModel
         info = highs.getInfo()  # PuLP's own status says "feasible" at any time limit
-        return PulpAnswer(info.primal_solution_status == _FEASIBLE, info.mip_dual_bound / self._second)
+        found = info.primal_solution_status == _FEASIBLE
+        return PulpAnswer(found, info.mip_dual_bound / self._second, solver.interrupted)
 
 
 def times(variables: Iterable[pulp.LpVariable], factor: float) -> Terms:
@@ -129,12 +132,14 @@ def chosen(variable: pulp.LpVariable | None) -> bool:
 class _InterruptibleHiGHS(pulp.HiGHS):
     """PuLP's HiGHS; Ctrl-C ends it like its time limit does, so that the best solution until then is read."""
 
+    interrupted = False
+
     def callSolver(self, lp: pulp.LpProblem) -> None:
         """Solve the program that PuLP has built."""
         try:
             run(lp.solverModel)  # type: ignore[attr-defined]  # set by PuLP
         except KeyboardInterrupt:
-            return
+            self.interrupted = True
 
 
 def _merged(terms: Iterable[Term]) -> tuple[dict[pulp.LpVariable, float], float]:

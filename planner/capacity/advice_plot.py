@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -59,7 +61,8 @@ def advice_figure(advice: Advice) -> Figure:
     _draw_parts(
         middle.add_subplot(1, 2, 2), breakdown.activations_by_op(), "activations by the op that made them", units
     )
-    _draw_levers(below.add_subplot(), advice, units)
+    peaks, times = below.subplots(1, 2, sharey=True, width_ratios=(1.6, 1))
+    _draw_levers(peaks, times, advice, units)
     figure.suptitle(
         f"{advice.model_class} on {advice.device} ({advice.precision}, {advice.optimizer}), "
         f"{advice.samples} samples a step, budget {format_bytes(advice.budget_bytes)}",
@@ -94,9 +97,17 @@ def _draw_moment(axes: Axes, place: int, breakdown: MemoryBreakdown, units: Axis
         axes.barh(place, width, left=left, color=colour, edgecolor="white", height=0.7, label=name)
         if size >= _SMALL * widest_bytes:
             shade = "white" if colour in _DARK else "black"
-            axes.text(left + width / 2, place, format_bytes(size), ha="center", va="center", fontsize=8, color=shade)
+            on = {**_PLAIN, "facecolor": colour}  # The budget's line does not strike the number through.
+            text = format_bytes(size)
+            axes.text(left + width / 2, place, text, ha="center", va="center", fontsize=8, color=shade, bbox=on)
         left += width
-    axes.text(left, place, f" {format_bytes(breakdown.peak_bytes)}", va="center", fontsize=9, fontweight="bold")
+    _say_beside(axes, left, place, format_bytes(breakdown.peak_bytes), fontsize=9, fontweight="bold")
+
+
+def _say_beside(axes: Axes, end: float, place: int, text: str, **style: Any) -> None:
+    """Words behind the end of a bar, over the budget's line."""
+    place_of = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+    axes.annotate(text, (end, place), bbox=_PLAIN, **place_of, **style)
 
 
 def _mark_budget(axes: Axes, advice: Advice, units: AxisUnits) -> None:
@@ -131,8 +142,8 @@ def _wrapped(name: str) -> str:
     return name if len(name) <= 26 else name.replace(" (", "\n(", 1)
 
 
-def _draw_levers(axes: Axes, advice: Advice, units: AxisUnits) -> None:
-    """A bar for each lever alone, and for the first of those together: peaks against the budget, seconds beside."""
+def _draw_levers(axes: Axes, times: Axes, advice: Advice, units: AxisUnits) -> None:
+    """Two bars for each lever alone, and for the first of those together: peak against the budget, and time beside."""
     alone = list(advice.alone())
     rows: list[Combination] = [*alone, *foremost(advice, _LEVERS - len(alone))]
     places = range(len(rows))
@@ -141,22 +152,34 @@ def _draw_levers(axes: Axes, advice: Advice, units: AxisUnits) -> None:
     axes.barh(places, [row.peak_bytes / units.bytes_each for row in rows], color=colours)
     best = {id(advice.cheapest): " \u2190 fastest", id(advice.exact or advice.cheapest): " \u2190 advice"}
     for place, row in zip(places, rows, strict=True):
-        text = f"{format_bytes(row.peak_bytes)}{_seconds(row, advice)}{best.get(id(row), '')}"
-        axes.text(row.peak_bytes / units.bytes_each + 0.005 * right, place, text, va="center", fontsize=8, bbox=_PLAIN)
+        text = f"{format_bytes(row.peak_bytes)}{best.get(id(row), '')}"
+        _say_beside(axes, row.peak_bytes / units.bytes_each, place, text, fontsize=8)
     if len(alone) < len(rows):
-        axes.axhline(len(alone) - 0.5, color="#666666", linewidth=0.8)
+        for each in (axes, times):
+            each.axhline(len(alone) - 0.5, color="#666666", linewidth=0.8)
     _mark_budget(axes, advice, units)
     axes.set_yticks(places, [row.title for row in rows], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, right)
     axes.set_xlabel(f"predicted peak [{units.bytes_name}]")
-    title = f"levers alone, and together: predicted peak and time of {advice.samples} samples; green fits the budget"
-    axes.set_title(title, fontsize="medium")
+    axes.set_title("levers alone, and together: predicted peak; green fits the budget", fontsize="medium")
     axes.legend(loc="lower right", fontsize="small")
+    _draw_times(times, rows, colours, advice)
 
 
-def _seconds(row: Combination, advice: Advice) -> str:
-    if row.seconds is None:
-        return ""
-    ratio = f" ({row.seconds / advice.unplanned.seconds:.2f} x)" if advice.unplanned.seconds else ""
-    return f", {format_seconds(row.seconds)}{ratio}"
+def _draw_times(axes: Axes, rows: Sequence[Combination], colours: Sequence[str], advice: Advice) -> None:
+    """A bar for each row, as long as its step takes; the unplanned step's time is a line."""
+    unplanned_seconds = advice.unplanned.seconds
+    longest = max([row.seconds or 0.0 for row in rows] + [unplanned_seconds or 0.0]) or 1.0
+    each, name = (1.0, "s") if longest >= 10 else (1e-3, "ms")
+    axes.barh(range(len(rows)), [(row.seconds or 0.0) / each for row in rows], color=colours)
+    if unplanned_seconds:
+        axes.axvline(unplanned_seconds / each, color="#222222", linestyle="--", linewidth=1, zorder=1)
+    for place, row in enumerate(rows):
+        if row.seconds is not None:
+            ratio = f" ({row.seconds / unplanned_seconds:.2f} x)" if unplanned_seconds else ""
+            _say_beside(axes, row.seconds / each, place, f"{format_seconds(row.seconds)}{ratio}", fontsize=8)
+    axes.set_xlim(0, 1.4 * longest / each)
+    axes.tick_params(labelleft=False)
+    axes.set_xlabel(f"time [{name}]")
+    axes.set_title(f"predicted time of {advice.samples} samples; dashed: unplanned", fontsize="medium")

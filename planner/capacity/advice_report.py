@@ -8,12 +8,11 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 
 from planner.capacity.advice import Advice
 from planner.capacity.levers import Combination, Lever
 from planner.explain.memory_breakdown import GROUPS, MemoryBreakdown
-from planner.explain.tables import facts, plain_table
+from planner.explain.tables import Facts, PlainTable, facts, plain_table
 from planner.units import exact_bytes, format_bytes, format_seconds
 
 ROWS = 8  # of kinds of stages, of kinds of ops and of combinations
@@ -72,7 +71,7 @@ def report_of(advice: Advice) -> RenderableType:
     )
 
 
-def memory_table(title: str, moments: Sequence[MemoryBreakdown]) -> Table:
+def memory_table(title: str, moments: Sequence[MemoryBreakdown]) -> PlainTable:
     """A row for each part of each group, a column for each moment, the highest first."""
     table = plain_table(title, ["bytes"], [f"in {breakdown.moment}" for breakdown in moments])
     for group in GROUPS:
@@ -108,7 +107,7 @@ def activation_tables(moments: Sequence[MemoryBreakdown]) -> list[RenderableType
     ]
 
 
-def _share_table(title: str, what: str, sizes: dict[str, int], whole: int) -> Table:
+def _share_table(title: str, what: str, sizes: dict[str, int], whole: int) -> PlainTable:
     table = plain_table(title, [what], ["size", "share"])
     held = {name: size for name, size in sizes.items() if size}
     for name, size in shortened(held, ROWS).items():
@@ -128,7 +127,7 @@ def shortened(sizes: dict[str, int], rows: int) -> dict[str, int]:
     return {**kept, f"{len(sizes) - len(kept)} others": sum(sizes.values()) - sum(kept.values())}
 
 
-def _lever_table(advice: Advice) -> Table:
+def _lever_table(advice: Advice) -> PlainTable:
     title = f"Levers alone, against {exact_bytes(advice.budget_bytes)}"
     table = _combinations_table(title, advice.alone(), advice)
     for lever in _idle(advice):
@@ -159,9 +158,8 @@ def foremost(advice: Advice, count: int) -> list[Combination]:
     return [each for each in advice.together() if id(each) in chosen]
 
 
-def _combinations_table(title: str, rows: Iterable[Combination], advice: Advice) -> Table:
-    table = plain_table(title, ["with"], ["peak", "to spare", "time", "of unplanned"])
-    table.add_column("same result")
+def _combinations_table(title: str, rows: Iterable[Combination], advice: Advice) -> PlainTable:
+    table = plain_table(title, ["with", "same result"], ["peak", "to spare", "time", "of unplanned"])
     for combination in rows:
         table.add_row(*_cells(combination, advice.unplanned), style=None if combination.fits else "dim")
     return table
@@ -175,13 +173,13 @@ def _cells(combination: Combination, unplanned: Combination) -> list[str]:
     if combination.seconds is not None:
         seconds = f"{format_seconds(combination.seconds)} {_MARKS[combination.seconds_basis]}"
         ratio = f"{combination.seconds / unplanned.seconds:.2f} x" if unplanned.seconds else _NOTHING
-    return [escape(combination.title), peak, room, seconds, ratio, _RESULTS[combination.result]]
+    return [escape(combination.title), _RESULTS[combination.result], peak, room, seconds, ratio]
 
 
 _MARKS = {"measured": "m", "computed": "c", "solved": "s"}
 
 
-def _outcome(advice: Advice) -> Table:
+def _outcome(advice: Advice) -> Facts:
     rows = [
         (
             "numbers",

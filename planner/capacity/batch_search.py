@@ -146,7 +146,7 @@ class _CountedReport:
     def __call__(self, what: str) -> None:
         self._done += 1
         if self._progress is not None:
-            self._progress(what, self._done, self._done + 1)
+            self._progress(what, self._done, 0)  # How many parts there will be is not known.
 
     def at(self, size: int) -> Progress:
         """For a profile at a size."""

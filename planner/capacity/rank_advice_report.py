@@ -7,11 +7,10 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 
 from planner.capacity.advice_report import activation_tables, breakdown_document, memory_table
 from planner.capacity.rank_advice import NOTES, RankAdvice
-from planner.explain.tables import facts, plain_table
+from planner.explain.tables import Facts, PlainTable, facts, plain_table
 from planner.plans.plan import Plan
 from planner.units import counted, exact_bytes, format_bytes, format_seconds
 
@@ -70,7 +69,7 @@ def rank_report_of(advice: RankAdvice) -> RenderableType:
     )
 
 
-def _held_table(advice: RankAdvice) -> Table:
+def _held_table(advice: RankAdvice) -> PlainTable:
     wrapped = f"in {_WRAPPED[advice.engine]} on {advice.world_size} ranks"
     resident = advice.profile.resident
     sharded = ", its part" if advice.engine == "fsdp2" else ""
@@ -91,7 +90,7 @@ def _held_table(advice: RankAdvice) -> Table:
     return table
 
 
-def _peaks_table(advice: RankAdvice) -> Table:
+def _peaks_table(advice: RankAdvice) -> PlainTable:
     profile = advice.profile
     rows = [("unplanned", profile.unplanned_peak_bytes, profile.unplanned_seconds)]
     plans = {"planned for the budget": advice.plan, "smallest that recomputes": advice.smallest}
@@ -103,7 +102,7 @@ def _peaks_table(advice: RankAdvice) -> Table:
     return table
 
 
-def _facts(advice: RankAdvice) -> Table:
+def _facts(advice: RankAdvice) -> Facts:
     budget_bytes = advice.budget_bytes
     rows = [
         *([] if budget_bytes is None else [("budget", f"{exact_bytes(budget_bytes)} on each rank")]),

@@ -118,7 +118,7 @@ class WorkloadVariants:
         """Tell whoever wants to know what comes next; how much there will be is not known before."""
         self._done += 1
         if self._progress is not None:
-            self._progress(what, self._done, self._done + 1)
+            self._progress(what, self._done, 0)  # How many parts there will be is not known.
 
     def profile(self, precision: str, micro_batches: int) -> Profile:
         """The profile of one of some micro-batches, with gradients of earlier ones where there are.

@@ -1,4 +1,4 @@
-"""The command line: profile, solve, pareto, train, fit, compare, max-batch, advise, show, report and demo.
+"""The command line: profile, solve, pareto, train, fit, compare, max-batch, advise, show, report, explain and demo.
 
 What a command needs is imported when it runs: help is there at once, and work on files loads no torch.
 """
@@ -115,8 +115,8 @@ def pareto_command(
 ) -> None:
     """Draw every solver's memory/time curve, the unplanned point and the lower bound."""
     from planner.cli import documents
+    from planner.cli.comparison_tables import frontier_report
     from planner.cli.problem_solving import title_of
-    from planner.cli.tables import frontier_report
     from planner.explain.figures import check_picture
     from planner.plans import problem_files
     from planner.plans.pareto_curves import pareto
@@ -216,7 +216,7 @@ def compare_command(
 ) -> None:
     """Apply every solver's plan for one budget in turn: predicted and measured peaks and times side by side."""
     from planner.cli import documents
-    from planner.cli.tables import comparison_report
+    from planner.cli.comparison_tables import comparison_report
     from planner.distributed.collective import profile
     from planner.plans.refusals import Infeasible
     from planner.report.command_results import section_of_comparison
@@ -361,6 +361,17 @@ def show_command(
 
 app.command("report", cls=ManyValues)(report_command)
 app.command("advise", cls=ManyValues)(advise_command)
+
+
+@app.command("explain")
+def explain_command(
+    word: Annotated[str, typer.Argument(metavar="[WORD]", help="Of what tables and messages say, as gap.")] = "",
+) -> None:
+    """Say what a word means that tables, pictures and messages use; without a word: list them."""
+    from planner.explain.glossary import explanation, glossary_words
+    from planner.explain.tables import facts
+
+    show(facts([explanation(word)]) if word else ", ".join(glossary_words()))
 
 
 @app.command("demo")

@@ -12,10 +12,11 @@ import torch
 from rich.console import RenderableType
 
 from planner import Plan, Profile, Workload, zoo
+from planner.cli.comparison_tables import frontier_report
 from planner.cli.demo_both_kinds import densenet, run_both_kinds
 from planner.cli.shell import show, working
 from planner.cli.solution_summary import summary_of_plan
-from planner.cli.tables import frontier_report, solution_report
+from planner.cli.tables import solution_report
 from planner.explain.pareto_plot import draw_pareto
 from planner.explain.tables import facts
 from planner.plans.pareto_curves import pareto

@@ -127,7 +127,7 @@ def _table(
         return f"{format_seconds(seconds)} ({seconds / plain.seconds:+.0%})"
 
     row("smallest budget", lambda name: format_bytes(least[name]))
-    table.add_section()
+    table.add_row("", "", "")
     row("budget", lambda name: format_bytes(budget_bytes))
     row("predicted peak", lambda name: f"{plans[name].predicted_peak_bytes:,} bytes")
     row("measured peak", lambda name: f"{ran[name].peak_bytes:,} bytes")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from planner.training.solver_comparison import ComparisonRow
-    from planner.training.training import OutOfMemory, TrainingRun
+    from planner.training.training import OutOfMemory, TrainingInterrupted, TrainingRun
 
 _OF_STAGES = ("fingerprint", "frugal", "unsteady", "left_out")
 _UNKNOWN_WITHOUT_PLAN = ("predicted_peak_bytes", "predicted_seconds", "gap", "recomputed_seconds")
@@ -87,6 +87,19 @@ def frontier_document(frame: pd.DataFrame, title: str) -> dict[str, Any]:
     return {"status": "drawn", "title": title, "rows": known.to_dict("records")}
 
 
+def nothing_yet_document(solver: str, **unplanned: float) -> dict[str, Any]:
+    """What ``solve --json`` says where Ctrl-C came before there was any schedule; ``unplanned`` is what is known."""
+    unknown = (*_UNKNOWN_WITHOUT_PLAN, "budget_bytes", "lower_bound_seconds", "solve_seconds")
+    return {
+        "solver": solver,
+        "status": "interrupted",
+        "interrupted": True,
+        **unplanned,
+        **dict.fromkeys(unknown),
+        "stages": [],
+    }
+
+
 def training_document(run: TrainingRun, allocator_advice: str = "") -> dict[str, Any]:
     """What ``train --json`` says: predictions beside measurements, the losses, and what to do about the allocator."""
     plan = run.plan
@@ -109,12 +122,38 @@ def training_document(run: TrainingRun, allocator_advice: str = "") -> dict[str,
         "unplanned_peak_bytes": plan.unplanned_peak_bytes,
         "unplanned_seconds": plan.unplanned_seconds,
         "frugal": plan.frugal,
-        "losses": [loss if math.isfinite(loss) else None for loss in run.losses],  # JSON knows no NaN
+        "losses": _finite(run.losses),
         "step_seconds": list(run.step_seconds),
         "retries": len(run.failures),
         "out_of_memory": [failure_document(report) for report in run.failures],
         "allocator_advice": allocator_advice,
     }
+
+
+def interrupted_training_document(interrupt: TrainingInterrupted) -> dict[str, Any]:
+    """What ``train --json`` says where Ctrl-C ended it."""
+    plan = interrupt.plan
+    unknown = dict.fromkeys(("measured_peak_bytes", "reserved_bytes", "faulted_bytes", "measured_seconds"))
+    return {
+        "status": "interrupted",
+        "interrupted": True,
+        "model_class": plan.model_class,
+        "device": plan.device,
+        "budget_bytes": plan.budget_bytes,
+        "headroom_bytes": plan.headroom_bytes,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "predicted_seconds": plan.predicted_seconds,
+        "unplanned_peak_bytes": plan.unplanned_peak_bytes,
+        "unplanned_seconds": plan.unplanned_seconds,
+        "frugal": plan.frugal,
+        **unknown,
+        "losses": _finite(interrupt.losses),
+        "step_seconds": list(interrupt.step_seconds),
+    }
+
+
+def _finite(losses: Sequence[float]) -> list[float | None]:
+    return [loss if math.isfinite(loss) else None for loss in losses]  # JSON knows no NaN
 
 
 def lost_training_document(plan: Plan | GraphPlan, failure: OutOfMemory) -> dict[str, Any]:
@@ -134,7 +173,7 @@ def lost_training_document(plan: Plan | GraphPlan, failure: OutOfMemory) -> dict
         "unplanned_seconds": plan.unplanned_seconds,
         "frugal": plan.frugal,
         **unknown,
-        "losses": [loss if math.isfinite(loss) else None for loss in failure.losses],
+        "losses": _finite(failure.losses),
         "retries": len(failure.reports) - 1,
         "out_of_memory": [failure_document(report) for report in failure.reports],
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from planner.cli.solution_summary import SolutionSummary, StageSummary, summary_of_solution
@@ -55,7 +54,7 @@ def solve_graph_problem(
         resident_bytes=graph.resident_bytes,
         stages=nodes,
     )
-    return replace(summary, interrupted=solution.interrupted), schedule
+    return summary, schedule
 
 
 def solution_file(summary: SolutionSummary, graph: Graph, schedule: GraphSchedule) -> dict[str, Any]:

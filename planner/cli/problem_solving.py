@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from planner.cli import chain_solutions, graph_solutions
-from planner.cli.documents import refusal_document
+from planner.cli.documents import nothing_yet_document, refusal_document
 from planner.cli.solution_summary import SolutionSummary, summary_of_graph_plan, summary_of_plan
+from planner.plans.graph_plan import GraphPlan
 from planner.plans.offload_request import Offload
+from planner.plans.plan import Plan
+from planner.plans.plan_claims import Interrupted
 from planner.plans.problem_files import Source
 from planner.plans.refusals import NoPlan
 from planner.plans.rules import Rules
@@ -18,6 +21,7 @@ from profiler.graph_profile import GraphProfile
 from profiler.records import Profile
 from solvers.chain.baselines import keep_all_replay
 from solvers.graph.liveness import unplanned_replay
+from solvers.problem.chain import Chain
 from solvers.problem.graph import Graph
 
 
@@ -61,50 +65,39 @@ def solve_source(
         offload: whether and over what activations may go to host memory; None where nothing was said of it.
         headroom: of the budget, left to the device's allocator; None where nothing was said of it.
 
+    After Ctrl-C the best that was found until then, marked ``interrupted``.
+
     Raises:
         NoPlan: no schedule came out.
+        KeyboardInterrupt: Ctrl-C was pressed before there was any.
         ValueError: a solver or an option that this kind of problem does not have, or a budget that does not parse.
     """
     _check_options(source, gap=gap, rules=rules, offload=offload, headroom=headroom)
-    if isinstance(source, GraphProfile) and rules is not None:
-        plan = state(
-            source, rules, budget=budget, solver=solver, time_limit_seconds=time_limit_seconds, headroom=headroom or 0
-        )
-        return summary_of_graph_plan(plan), plan.to_document()
-    if isinstance(source, GraphProfile):
-        plan = solve(
-            source,
-            _given(budget),
-            solver=solver,
-            time_limit_seconds=time_limit_seconds,
-            offload=offload or Offload(),
-            headroom=headroom or 0,
-            gap=gap,
-        )
-        return summary_of_graph_plan(plan), plan.to_document()
     if isinstance(source, Graph):
         summary, actions = graph_solutions.solve_graph_problem(
             source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, gap=gap
         )
         return summary, graph_solutions.solution_file(summary, source, actions)
-    if not isinstance(source, Profile):
+    if isinstance(source, Chain):
         summary, schedule = chain_solutions.solve_chain_problem(
             source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, offload=offload or Offload()
         )
         return summary, chain_solutions.solution_file(summary, source, schedule)
-    if rules is not None:
-        plan = state(
-            source, rules, budget=budget, solver=solver, time_limit_seconds=time_limit_seconds, headroom=headroom or 0
-        )
-    else:
-        plan = solve(
-            source,
-            _given(budget),
-            solver=solver,
-            time_limit_seconds=time_limit_seconds,
-            offload=offload or Offload(),
-            headroom=headroom or 0,
-        )
+    search: dict[str, Any] = {
+        "solver": solver, "time_limit_seconds": time_limit_seconds, "headroom": headroom or 0
+    }  # fmt: skip
+    try:
+        if rules is not None:
+            plan = state(source, rules, budget=budget, **search)
+        elif isinstance(source, GraphProfile):
+            plan = solve(source, _given(budget), offload=offload or Offload(), gap=gap, **search)
+        else:
+            plan = solve(source, _given(budget), offload=offload or Offload(), **search)
+    except Interrupted as stop:
+        plan = stop.plan
+    if isinstance(plan, GraphPlan):
+        return summary_of_graph_plan(plan), plan.to_document()
+    assert isinstance(plan, Plan)
     return summary_of_plan(plan), plan.to_document()
 
 
@@ -138,20 +131,22 @@ def _given(budget: str | None) -> str:
 
 def refusal_of(refusal: NoPlan, source: Source) -> dict[str, Any]:
     """What ``solve --json`` says where no schedule came out."""
+    return refusal_document(refusal, **_unplanned(source))
+
+
+def interrupted_document(source: Source, solver: str) -> dict[str, Any]:
+    """What ``solve --json`` says where Ctrl-C came before there was any schedule."""
+    return nothing_yet_document(solver, **_unplanned(source))
+
+
+def _unplanned(source: Source) -> dict[str, Any]:
     if isinstance(source, Profile | GraphProfile):
-        return refusal_document(
-            refusal,
-            unplanned_peak_bytes=source.unplanned_peak_bytes,
-            unplanned_seconds=source.unplanned_seconds,
-            resident_bytes=source.resident.total,
-        )
-    unplanned = unplanned_replay(source) if isinstance(source, Graph) else keep_all_replay(source)
-    return refusal_document(
-        refusal,
-        unplanned_peak_bytes=unplanned.peak_bytes,
-        unplanned_seconds=unplanned.seconds,
-        resident_bytes=source.resident_bytes,
-    )
+        peak_bytes, seconds = source.unplanned_peak_bytes, source.unplanned_seconds
+        resident_bytes = source.resident.total
+    else:
+        unplanned = unplanned_replay(source) if isinstance(source, Graph) else keep_all_replay(source)
+        peak_bytes, seconds, resident_bytes = unplanned.peak_bytes, unplanned.seconds, source.resident_bytes
+    return {"unplanned_peak_bytes": peak_bytes, "unplanned_seconds": seconds, "resident_bytes": resident_bytes}
 
 
 def title_of(source: Source, path: Path) -> str:

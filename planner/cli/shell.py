@@ -20,6 +20,7 @@ from rich.console import Console, RenderableType
 from typer.core import TyperCommand, TyperGroup
 
 from planner.cli.errors import UsageError, naming_option, option_in, own_line, usage_in_words
+from planner.cli.interrupts import INTERRUPTED, say_interrupted
 from planner.units import format_bytes
 
 WRONG_INPUT = 2
@@ -80,7 +81,7 @@ def given_command() -> str:
 
 
 class PlannerGroup(TyperGroup):
-    """The commands, ending as the contract says: 2 for wrong input, 3 where no plan comes out."""
+    """The commands, ending as the contract says: 2 for wrong input, 3 where no plan comes out, 130 by Ctrl-C."""
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
         _talk.as_json, _talk.answered = "--json" in args, False
@@ -116,6 +117,9 @@ class PlannerGroup(TyperGroup):
                 raise typer.Exit(NO_PLAN) from error
             _refuse(message, where="" if _talk.traceback else own_line(error))
             raise typer.Exit(WRONG_INPUT) from error
+        except KeyboardInterrupt as error:
+            say_interrupted()
+            raise typer.Exit(INTERRUPTED) from error
 
 
 def _refuse(message: str, status: str = "error", known: Mapping[str, Any] | None = None, where: str = "") -> None:
@@ -204,12 +208,20 @@ def check_folder(path: Path | None) -> None:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print results for a person: to a terminal in its width, elsewhere plain and 100 columns wide."""
+    """Print results for a person: to a terminal in its width, elsewhere plain, 100 columns wide or as COLUMNS says."""
     if not is_first():
         return
-    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
-    for part in parts:
-        console.print(part)
+    if sys.stdout.isatty():
+        console = Console(highlight=False)
+        for part in parts:
+            console.print(part)
+        return
+    columns = os.environ.get("COLUMNS", "")
+    console = Console(width=int(columns) if columns.isdecimal() and int(columns) else PLAIN_WIDTH, highlight=False)
+    with console.capture() as printed:
+        for part in parts:
+            console.print(part)
+    typer.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
 def show_json(document: dict[str, Any]) -> None:
@@ -244,20 +256,20 @@ def working() -> Iterator[Report]:
     Both move only when they are told to: no thread redraws them while a step is being timed.
 
     Yields:
-        ``report(what, done, total)``.
+        ``report(what, done, total)``; a total of 0 is one that is not known.
     """
-    total = 0
+    last = 0
     with _progress() as tell:
 
         def report(what: str, done: int, of: int) -> None:
-            nonlocal total
-            total = of
+            nonlocal last
+            last = of or done + 1
             tell(what, done, of)
 
         with _stdout_elsewhere():
             yield report
-        if total:
-            tell("done", total, total)
+        if last:
+            tell("done", last, last)
 
 
 @contextlib.contextmanager
@@ -279,13 +291,31 @@ def _progress() -> contextlib.AbstractContextManager[Report]:
 def _bar() -> Iterator[Report]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    began = time.monotonic()
     columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (*columns, TextColumn("{task.fields[left]}"))
     console = Console(stderr=True)
     with Progress(*columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as bar:
-        task = bar.add_task("", total=None, visible=False)
-        yield lambda what, done, total: bar.update(
-            task, description=what, completed=done, total=total, visible=True, refresh=True
-        )
+        task = bar.add_task("", total=None, visible=False, left="")
+
+        def report(what: str, done: int, total: int) -> None:
+            left = time_left(time.monotonic() - began, done, total)
+            known = {"description": what, "completed": done, "total": total or None, "left": left}
+            bar.update(task, visible=True, refresh=True, **known)
+
+        yield report
+
+
+def time_left(spent_seconds: float, done: int, total: int) -> str:
+    """An estimate by what is done until now; empty where there is nothing to tell it from.
+
+    >>> time_left(30.0, 10, 40), time_left(300.0, 1, 2), time_left(1.0, 0, 5), time_left(1.0, 3, 0)
+    ('about 90 s left', 'about 5 min left', '', '')
+    """
+    if not 0 < done < total:
+        return ""
+    seconds = spent_seconds / done * (total - done)
+    return f"about {seconds:.0f} s left" if seconds < 120 else f"about {seconds / 60:.0f} min left"
 
 
 def _lines() -> Report:
@@ -297,6 +327,8 @@ def _lines() -> Report:
         now = time.monotonic()
         if now - said >= LINE_SECONDS or done == total or _talk.verbose:
             said = now
-            note(f"{now - began:5.0f} s  {what}  {done}/{total}")
+            left = time_left(now - began, done, total)
+            count = f"{done}/{total}" if total else f"{done} done"
+            note(f"{now - began:5.0f} s  {what}  {count}{f', {left}' if left else ''}")
 
     return report

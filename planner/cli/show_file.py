@@ -160,7 +160,7 @@ def _show_graph_plan(plan: GraphPlan, where: str, request: ShowRequest) -> list[
     )
     _write(step, request)
     again = reruns_report(plan, every_kind=request.ops)
-    return [tables.claims_report(summary_of_graph_plan(plan)), *again, "", *_peaks(step)]
+    return [tables.promises_report(summary_of_graph_plan(plan)), *again, "", *_peaks(step)]
 
 
 def _show_chain(document: dict[str, Any], where: str, request: ShowRequest) -> list[RenderableType]:
@@ -190,8 +190,9 @@ def _show_chain(document: dict[str, Any], where: str, request: ShowRequest) -> l
 def _show_plan(plan: Plan | GraphPlan, where: str, request: ShowRequest) -> list[RenderableType]:
     if isinstance(plan, GraphPlan):
         return _show_graph_plan(plan, where, request)
-    parts: list[RenderableType] = [tables.solution_report(summary_of_plan(plan))]
-    if plan.menus:
+    summary = summary_of_plan(plan)
+    parts: list[RenderableType] = [tables.promises_report(summary), "", tables.stages_report(summary)]
+    if plan.menus and (request.ops or any(stage.decision == "selective" for stage in plan.stages)):
         parts += ["", plan_ops_report(plan, every_op=request.ops)]
     if plan.chain is None and not request.step:
         note(f"{where} carries no chain (it is of an older release): its peak is not explained; solve again for that")

@@ -59,7 +59,7 @@ class SolutionSummary:
     Fields that are None are those that this kind of problem does not have; JSON leaves them out. Of a plan alone are
     ``model_class`` to ``precision``, ``headroom_bytes``, ``recomputed_ops`` and, where something was stated by hand,
     ``stated`` and ``restricted``, where blocks cannot run again ``left_out``, and where what is unplanned was computed
-    ``frugal``; of a graph problem alone ``interrupted``, which has no ``host_bytes`` to ``link``.
+    ``frugal``; a graph problem has no ``host_bytes`` to ``link``.
     """
 
     model_class: str | None = None
@@ -68,7 +68,7 @@ class SolutionSummary:
     precision: str | None = None
     solver: str
     status: Literal["optimal", "feasible"]
-    interrupted: bool | None = None
+    interrupted: bool = False
     budget_bytes: int
     headroom_bytes: int | None = None
     predicted_peak_bytes: int
@@ -168,6 +168,7 @@ def summary_of_solution(
         lower_bound_seconds=solution.lower_bound_seconds,
         gap=solution.gap,
         solve_seconds=solution.solve_seconds,
+        interrupted=solution.interrupted,
         recomputed_seconds=sum(stage.extra_seconds for stage in stages),
         slowdown=replayed.seconds / unplanned.seconds if unplanned.seconds > 0 else 1.0,
         stages=stages,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.cli.interrupts import INTERRUPTED, is_pressed, say_interrupted
 from planner.cli.options import (
     GRAPH_GAP,
     GRAPH_SECONDS,
@@ -67,6 +69,9 @@ def solve_command(
         ),
     ] = None,
     settings: Settings = None,
+    keep_best: Annotated[
+        bool, typer.Option("--keep-best", help="After Ctrl-C, write the best plan until then to -o all the same.")
+    ] = False,
     output: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -81,7 +86,7 @@ def solve_command(
     seconds are off by more than a tenth are corrected, and it is solved again. Of three plans at most the fastest is
     written.
 
-    Ctrl-C ends the search of a graph with the best plan so far.
+    Ctrl-C ends the search: the best plan so far is printed, and written only with --keep-best; exit code 130.
     """
     from planner.cli import problem_solving
     from planner.cli.solution_summary import summary_of_plan
@@ -116,12 +121,19 @@ def solve_command(
         if as_json:
             show_json(problem_solving.refusal_of(refusal, source))
         raise
+    except KeyboardInterrupt:
+        if as_json:
+            show_json(problem_solving.interrupted_document(source, solver))
+        raise
+    if is_pressed() and not summary.interrupted:  # A method of graphs that ended by it, and returned.
+        summary, document = replace(summary, interrupted=True), {**document, "interrupted": True}
     if summary.no_offload:
         note(f"without offload: {summary.no_offload}")
     if summary.interrupted:
-        complain("interrupted: best plan so far")
+        _say_interrupted(output, keep_best)
+        output = output if keep_best else None
     verified = None
-    if verify is not None:
+    if verify is not None and not summary.interrupted:
         verified = _verified(document, verify, settings, solver=solver, time_limit_seconds=time_limit)
         summary, document = summary_of_plan(verified.plan), verified.plan.to_document()
     if output is not None:
@@ -137,8 +149,16 @@ def solve_command(
 
             show("", verification_report(verified))
     say_written(output)
-    if output is None and not as_json:
+    if output is None and not as_json and not summary.interrupted:
         note("not written anywhere: -o FILE writes it")
+    if summary.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _say_interrupted(output: Path | None, keep_best: bool) -> None:
+    say_interrupted("interrupted: best plan so far")
+    if output is not None and not keep_best:
+        complain(f"not written: {output}; --keep-best writes the best plan so far")
 
 
 def _check_verify(verify: str | None, rules: Path | None, settings: list[str] | None) -> None:

@@ -1,25 +1,22 @@
-"""The tables that a person reads: plans, profiles, op records, frontiers and comparisons, at 100 columns."""
+"""The tables that a person reads: plans, profiles, op records and training runs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 
-from planner.cli.solution_summary import SolutionSummary
-from planner.explain.tables import facts, plain_table
+from planner.cli.solution_summary import SolutionSummary, StageSummary
+from planner.explain.stage_rows import note_on_rows, path_of, rows_of_stages
+from planner.explain.tables import PlainTable, facts, plain_table
 from planner.plans.left_out import blocks_in_words
 from planner.units import counted, exact_bytes, format_bytes, format_seconds
 from profiler.records import LeftOutRecord, OpRecord, Profile, StageRecord
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from planner.training.solver_comparison import ComparisonRow
     from planner.training.training import TrainingRun
 
 _COLOURS = {"keep": "green", "selective": "cyan", "offload": "blue", "recompute": "yellow", "segment": "magenta"}
@@ -39,15 +36,27 @@ def solution_report(summary: SolutionSummary) -> RenderableType:
     return _plan_report(summary) if summary.part == "stage" else _graph_report(summary)
 
 
-def claims_report(summary: SolutionSummary) -> RenderableType:
-    """What a solution promises, alone."""
-    return facts(_claims(summary))
+def promises_report(summary: SolutionSummary) -> RenderableType:
+    """What is promised of peak and time, and what holds that is not seen from the stages."""
+    left_out = ("recomputed", "solver", "resident")
+    return facts([*(row for row in _claims(summary) if row[0] not in left_out), *_left_out(summary.left_out or ())])
 
 
 def _plan_report(summary: SolutionSummary) -> RenderableType:
+    return Group(stages_report(summary), "", facts([*_claims(summary), *_left_out(summary.left_out or ())]))
+
+
+def stages_report(summary: SolutionSummary) -> RenderableType:
+    """What happens to each stage, equal ones in one row, and what that means."""
     used = [decision for decision in _MEANINGS if any(stage.decision == decision for stage in summary.stages)]
-    legend = facts([("", _MEANINGS[decision]) for decision in used])
-    return Group(_plan_table(summary), legend, "", facts([*_claims(summary), *_left_out(summary.left_out or ())]))
+    legend = [("", _MEANINGS[decision]) for decision in used]
+    rows = rows_of_stages(
+        summary.stages,
+        lambda stage: (stage.decision, stage.kept_bytes, stage.runs, stage.offloaded_bytes, stage.extra_ops),
+        lambda stage: [stage.extra_seconds],
+    )
+    notes = note_on_rows(path_of(summary.stages), any(len(stages) > 1 for _, stages in rows))
+    return Group(_plan_table(summary, rows), facts([*legend, *notes]))
 
 
 def _graph_report(summary: SolutionSummary) -> RenderableType:
@@ -62,26 +71,27 @@ def _graph_report(summary: SolutionSummary) -> RenderableType:
     table = plain_table(title, ["op", "module"] if of_model else ["node"], ["runs", "extra time"])
     for node in shown:
         module = [escape(node.module or _NOTHING)] if of_model else []
-        table.add_row(escape(node.name), *module, str(node.runs), _ms(node.extra_seconds))
+        table.add_row(escape(node.name), *module, str(node.runs), milliseconds(node.extra_seconds))
     return Group(claims, "", table)
 
 
-def _plan_table(summary: SolutionSummary) -> Table:
+def _plan_table(summary: SolutionSummary, rows: Sequence[tuple[str, Sequence[StageSummary]]]) -> PlainTable:
     title = "Solution of a chain"
     if summary.model_class:
         title = f"Plan of {summary.model_class} on {summary.device} ({summary.precision})"
     offloads = any(stage.offloaded_bytes for stage in summary.stages)
     sent = ["sent to\nthe host"] if offloads else []
     table = plain_table(title, ["stage", "decision"], ["kept", *sent, "runs", "extra time"])
-    for stage in summary.stages:
-        colour = _COLOURS[stage.decision]
+    for name, stages in rows:
+        stage, colour = stages[0], _COLOURS[stages[0].decision]
+        extra_seconds = sum(each.extra_seconds for each in stages) / len(stages)
         table.add_row(
-            escape(stage.name),
+            escape(name),
             f"[{colour}]{stage.decision}[/{colour}]",
             _size(stage.kept_bytes),
             *([_size(stage.offloaded_bytes)] if offloads else []),
             str(stage.runs),
-            _ms(stage.extra_seconds) if stage.extra_seconds else _NOTHING,
+            milliseconds(extra_seconds) if extra_seconds else _NOTHING,
             style="dim" if stage.kind == "outside" else None,
         )
     return table
@@ -176,13 +186,14 @@ def _unplanned(frugal: bool | None) -> str:
 
 def _status(summary: SolutionSummary) -> str:
     """How good it is, and among what."""
+    interrupted = "interrupted: the best until then; " if summary.interrupted else ""
     what = "plan that does what is stated" if summary.restricted else "plan of these stages"
     if summary.part == "node":
         what = "schedule of this graph"
     bound = f"no {what} within the budget takes less than {format_seconds(summary.lower_bound_seconds)}"
     if summary.status == "optimal":
-        return f"optimal: no {what} within the budget is faster"
-    return f"{summary.status}: at most {_percent(summary.gap)} of the time could be saved; {bound}"
+        return f"{interrupted}optimal: no {what} within the budget is faster"
+    return f"{interrupted}{summary.status}: at most {_percent(summary.gap)} of the time could be saved; {bound}"
 
 
 def profile_report(profile: Profile) -> RenderableType:
@@ -191,12 +202,18 @@ def profile_report(profile: Profile) -> RenderableType:
     columns = ["forward\nms", "backward\nms", "kept", "boundary", "rerun\nms", "rerun\nops"]
     table = plain_table(title, ["stage"], columns)
     reasons: dict[tuple[str, str], int] = {}
-    for record in profile.stages:
-        table.add_row(*_stage_cells(record, reasons), style="dim" if record.kind == "outside" else None)
+    rows = rows_of_stages(
+        profile.stages,
+        lambda r: (r.kept_bytes, r.boundary_bytes, r.recompute_ops, r.recomputable, r.reason, r.remedy),
+        lambda r: [r.forward.seconds, r.backward.seconds, r.recompute_seconds],
+    )
+    for name, records in rows:
+        table.add_row(*_stage_cells(name, records, reasons), style="dim" if records[0].kind == "outside" else None)
     notes = [
         (f"({number})", f"never runs again: {escape(reason)}{f'; remedy: {escape(remedy)}' if remedy else ''}")
         for (reason, remedy), number in reasons.items()
     ]
+    notes += note_on_rows(path_of(profile.stages), any(len(records) > 1 for _, records in rows))
     below = facts([*_step(profile), *_left_out(profile.left_out)])
     return Group(table, *([facts(notes), ""] if notes else []), below)
 
@@ -210,17 +227,25 @@ def _left_out(records: Sequence[LeftOutRecord]) -> list[tuple[str, str]]:
     return lines
 
 
-def _stage_cells(record: StageRecord, reasons: dict[tuple[str, str], int]) -> list[str]:
-    times = [f"{phase.seconds * 1e3:.2f}" for phase in (record.forward, record.backward)]
-    if record.kind == "outside":
-        return [escape(record.name), *times, *[_NOTHING] * 4]
-    if record.recomputable:
-        again = [f"{record.recompute_seconds * 1e3:.2f}", str(record.recompute_ops)]
+def _stage_cells(name: str, records: Sequence[StageRecord], reasons: dict[tuple[str, str], int]) -> list[str]:
+    """Cells of equal stages, with what one of them takes on average."""
+    first = records[0]
+    times = [
+        _mean_ms([r.forward.seconds for r in records]),
+        _mean_ms([r.backward.seconds for r in records]),
+    ]
+    if first.kind == "outside":
+        return [escape(name), *times, *[_NOTHING] * 4]
+    if first.recomputable:
+        again = [_mean_ms([r.recompute_seconds for r in records]), str(first.recompute_ops)]
     else:
-        reason = record.reason or "it does not repeat its result"
-        again = [f"never ({reasons.setdefault((reason, record.remedy), len(reasons) + 1)})", _NOTHING]
-    sizes = [format_bytes(record.kept_bytes), format_bytes(record.boundary_bytes)]
-    return [escape(record.name), *times, *sizes, *again]
+        reason = first.reason or "it does not repeat its result"
+        again = [f"never ({reasons.setdefault((reason, first.remedy), len(reasons) + 1)})", _NOTHING]
+    return [escape(name), *times, format_bytes(first.kept_bytes), format_bytes(first.boundary_bytes), *again]
+
+
+def _mean_ms(seconds: Sequence[float]) -> str:
+    return f"{sum(seconds) / len(seconds) * 1e3:.2f}"
 
 
 def _step(profile: Profile) -> list[tuple[str, str]]:
@@ -257,7 +282,14 @@ def ops_report(records: Sequence[OpRecord], *, limit: int) -> RenderableType:
 def _op_cells(record: OpRecord) -> list[str]:
     size = format_bytes(record.output_bytes) if record.output_bytes else _NOTHING
     kept = "kept" if record.kept else ""
-    return [record.side, escape(record.module or record.place), escape(record.op), size, _ms(record.seconds), kept]
+    return [
+        record.side,
+        escape(record.module or record.place),
+        escape(record.op),
+        size,
+        milliseconds(record.seconds),
+        kept,
+    ]
 
 
 def _op_totals(records: Sequence[OpRecord]) -> list[tuple[str, str]]:
@@ -270,85 +302,16 @@ def _op_totals(records: Sequence[OpRecord]) -> list[tuple[str, str]]:
     return totals
 
 
-def frontier_report(frame: pd.DataFrame, title: str) -> RenderableType:
-    """The two ends of every solver's curve: its smallest peak and its fastest plan."""
-    table = plain_table(title, ["solver"], ["points", "smallest peak", "its time", "fastest", "its peak", "solved in"])
-    curves: dict[str, list[dict[str, Any]]] = {}
-    for values in frame.itertuples(index=False, name=None):
-        row = dict(zip(frame.columns, values, strict=True))
-        if row["solver"] != "lower_bound":
-            curves.setdefault(row["solver"], []).append(row)
-    for solver, rows in curves.items():
-        small, fast = min(rows, key=lambda row: row["peak_bytes"]), min(rows, key=lambda row: row["seconds"])
-        table.add_row(
-            solver,
-            str(len(rows)),
-            format_bytes(int(small["peak_bytes"])),
-            _ms(small["seconds"]),
-            _ms(fast["seconds"]),
-            format_bytes(int(fast["peak_bytes"])),
-            _ms(sum(row["solve_seconds"] for row in rows)),
-        )
-    return table
-
-
-def comparison_report(rows: Sequence[ComparisonRow], budget_bytes: int) -> RenderableType:
-    """Every solver's plan for one budget, predicted beside measured; what was reserved where an allocator says so."""
-    title = f"Budget {exact_bytes(budget_bytes)}"
-    table = plain_table(
-        title, ["solver", "status"], ["predicted peak", "measured", "off by", "predicted time", "measured", "slowdown"]
-    )
-    plain = next((row.measured_seconds for row in rows if row.solver == "none"), None)
-    for row in rows:
-        table.add_row(*_comparison_cells(row, plain))
-    below = [(row.solver, text) for row in rows if (text := _below_comparison(row))]
-    return Group(table, facts(below)) if below else table
-
-
-def _below_comparison(row: ComparisonRow) -> str:
-    """What it would need, or what the allocator held for it; the table has no room for these within 100 columns."""
-    if row.minimum_budget_bytes is not None:
-        return f"{escape(row.reason or '')} ({format_bytes(row.minimum_budget_bytes)})"
-    return "" if row.reserved_bytes is None else f"reserved {exact_bytes(row.reserved_bytes)} of the device"
-
-
-def _comparison_cells(row: ComparisonRow, plain_seconds: float | None) -> list[str]:
-    if row.predicted_peak_bytes is None:
-        return [row.solver, f"[red]{row.status}[/red]", *[_NOTHING] * 6]
-    if row.measured_peak_bytes is None:
-        predicted = (
-            format_bytes(row.predicted_peak_bytes),
-            _NOTHING,
-            _NOTHING,
-            format_seconds(row.predicted_seconds or 0),
-        )
-        return [row.solver, row.status, *predicted, _NOTHING, _NOTHING]
-    assert row.predicted_seconds is not None and row.measured_seconds is not None
-    off = (row.predicted_peak_bytes - row.measured_peak_bytes) / row.measured_peak_bytes
-    return [
-        row.solver,
-        row.status,
-        format_bytes(row.predicted_peak_bytes),
-        format_bytes(row.measured_peak_bytes),
-        f"{off:+.2%}" if off else "0",
-        _ms(row.predicted_seconds),
-        _ms(row.measured_seconds),
-        f"{row.measured_seconds / plain_seconds:.2f} x" if plain_seconds else _NOTHING,
-    ]
-
-
 def training_report(run: TrainingRun, allocator_advice: str = "") -> RenderableType:
     """Losses of a planned training run, predicted beside measured, and what to do about the device's allocator."""
     plan = run.plan
-    losses = [f"{loss:.6g}" if math.isfinite(loss) else "not finite" for loss in run.losses]
-    shown = losses if len(losses) <= 8 else [*losses[:7], "...", losses[-1]]
     within = run.measured_peak_bytes <= plan.budget_bytes
     verdict = "within the budget" if within else "[red]above the budget[/red]"
     slowdown = run.measured_seconds / plan.unplanned_seconds if plan.unplanned_seconds else 1.0
     measured = f"{format_seconds(run.measured_seconds)} a step, {slowdown:.2f} x the profile's unplanned step"
     return facts(
         [
-            ("losses", ", ".join(shown)),
+            ("losses", losses_in_short(run.losses)),
             ("budget", exact_bytes(plan.budget_bytes)),
             ("predicted peak", exact_bytes(plan.predicted_peak_bytes)),
             ("measured peak", f"{exact_bytes(run.measured_peak_bytes)}: {verdict}"),
@@ -360,6 +323,12 @@ def training_report(run: TrainingRun, allocator_advice: str = "") -> RenderableT
             ("measured time", measured),
         ]
     )
+
+
+def losses_in_short(losses: Sequence[float]) -> str:
+    """All of a few losses, the first ones and the last of many."""
+    texts = [f"{loss:.6g}" if math.isfinite(loss) else "not finite" for loss in losses]
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:7], "...", texts[-1]]) or "none yet"
 
 
 def _reserved(run: TrainingRun) -> list[tuple[str, str]]:
@@ -384,7 +353,8 @@ def _retries(run: TrainingRun) -> list[tuple[str, str]]:
     ]
 
 
-def _ms(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """Seconds as a table has them: with two digits behind the point where they are few."""
     return f"{seconds * 1e3:.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
 
 

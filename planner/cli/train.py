@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from planner.cli import documents, tables
+from planner.cli.interrupts import INTERRUPTED, say_interrupted
 from planner.cli.report import check_report
 from planner.cli.several_ranks import check_joined
 from planner.cli.shell import (
@@ -18,6 +19,7 @@ from planner.cli.shell import (
     complain,
     given_command,
     is_first,
+    note,
     say_written,
     show,
     show_json,
@@ -37,11 +39,14 @@ from planner.report.snapshot import write_snapshot
 from planner.runtime.model_match import PlanMismatch
 from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
 from planner.training.oom_report import FailureReport, failure_text
-from planner.training.training import OutOfMemory, TrainingRun, train_planned
+from planner.training.training import OutOfMemory, TrainingInterrupted, TrainingRun, train_planned
+from planner.units import counted
 from profiler.measurement.device_memory import has_expandable_segments, ran_out
 from profiler.measurement.measuring import Progress
 from profiler.target_record import TargetRecord
 from profiler.workload.workload import Workload
+
+LOSSES_SAID = 20  # lines of a long training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +150,17 @@ def run_train(
         plan = wanted.made_for(workload, chosen, progress) if plan is None else plan
     try:
         with working() as progress:
-            progress(f"train {steps} steps", 0, 1)
-            run = train_planned(workload, plan, steps=steps, retries=retries, on_failure=_say)
+            progress("measure a step", 0, 1)
+            run = train_planned(
+                workload, plan, steps=steps, retries=retries, on_failure=_say, on_step=_loss_told(steps)
+            )
+    except TrainingInterrupted as interrupt:
+        if as_json:
+            show_json(documents.interrupted_training_document(interrupt))
+        else:
+            show(tables.facts([("losses", tables.losses_in_short(interrupt.losses))]))
+        say_interrupted(f"interrupted after {len(interrupt.losses)} of {counted(steps, 'step')}")
+        raise typer.Exit(INTERRUPTED) from interrupt
     except OutOfMemory as failure:
         if as_json:
             show_json({**documents.lost_training_document(plan, failure), **(beside or {})})
@@ -180,6 +194,17 @@ def run_train(
         write_snapshot(run.plan, snapshot)
         say_written(snapshot)
     return run
+
+
+def _loss_told(steps: int) -> Callable[[int, float], None]:
+    """Says a step's loss, of many steps that of every k-th."""
+    every = max(1, steps // LOSSES_SAID)
+
+    def told(step: int, loss: float) -> None:
+        if is_first() and (step % every == 0 or step in (1, steps)):
+            note(f"step {step} of {steps}: loss {loss:.6g}")
+
+    return told
 
 
 def _say(failure: FailureReport) -> None:

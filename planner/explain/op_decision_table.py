@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 
 from planner.explain.op_decisions import OpDecision, OpOutcome, always_live_tensors, decisions_of_ops, grouped_decisions
 from planner.explain.stage_groups import StageGroup, groups_of_stages
+from planner.explain.tables import PlainTable, plain_table
 from planner.plans.plan import Plan
+from planner.plans.short_names import common_path
 from planner.units import counted, format_bytes, format_seconds
 
 ROWS_SHOWN = 5  # each of what is recomputed and of what is kept
@@ -30,10 +30,10 @@ def plan_ops_report(plan: Plan, *, every_op: bool = False) -> RenderableType:
 
     Args:
         plan: with the menus of its profile; of stages without one only the decision is said.
-        every_op: all ops of all groups one by one; else, for groups in which
+        every_op: all ops of all groups one by one; else of groups in which
             some ops run again, the largest ones, alike ones together.
     """
-    groups = groups_of_stages(plan)
+    groups = [group for group in groups_of_stages(plan) if every_op or group.decision == "selective"]
     ranked = sorted(groups, key=lambda group: -(group.chosen.freed_bytes * len(group.members) if group.chosen else 0))
     with_table = {group.members for group in ranked[:TABLES_SHOWN]}
     parts: list[RenderableType] = ["[bold]Ops, per kind of stage[/bold]"]
@@ -43,7 +43,9 @@ def plan_ops_report(plan: Plan, *, every_op: bool = False) -> RenderableType:
 
 
 def _group_report(plan: Plan, group: StageGroup, every_op: bool, *, table: bool) -> Iterator[RenderableType]:
-    yield f"\n[bold]{escape(group.title)}[/bold], {group.decision}: {escape(_stage_decision(plan, group))}"
+    path = common_path([stage.name for stage in plan.stages if stage.kind == "stage"])
+    title = group.title.replace(path, "") if path else group.title
+    yield f"\n[bold]{escape(title)}[/bold], {group.decision}: {escape(_stage_decision(plan, group))}"
     if group.menu is None:
         return
     if every_op:
@@ -111,16 +113,11 @@ def _together(decisions: Sequence[OpDecision], outcome: str) -> str:
     return f"{count} {outcome} ({f'{format_bytes(size_bytes)}, ' if size_bytes else ''}{format_seconds(seconds)})"
 
 
-def _table(rows: Sequence[tuple[str, OpDecision]], first: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first, justify="right", no_wrap=True)
-    for name in ("op", "module", "decision"):
-        table.add_column(name, overflow="fold")
-    for name in ("bytes", "time"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("why", overflow="fold")
+def _table(rows: Sequence[tuple[str, OpDecision]], first: str) -> PlainTable:
+    table = plain_table("", [first, "op", "module", "decision", "why"], ["bytes", "time"])
     for number, ops in rows:
         size = format_bytes(ops.size_bytes) if ops.size_bytes else "-"
         decision = f"[{_COLOURS[ops.outcome]}]{ops.outcome}[/]"
-        table.add_row(number, escape(ops.op), escape(ops.module), decision, size, format_seconds(ops.seconds), ops.why)
+        cells = (number, escape(ops.op), escape(ops.module), decision, escape(ops.why))
+        table.add_row(*cells, size, format_seconds(ops.seconds))
     return table

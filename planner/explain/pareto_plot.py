@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from planner.explain.figures import AxisUnits, check_picture, units_up_to, write_picture
+from planner.units import format_bytes
 
 
 class _CurveStyle(NamedTuple):
@@ -24,7 +25,7 @@ class _CurveStyle(NamedTuple):
 _STYLES = {
     "rotor": _CurveStyle("#0072B2", ".", 5, True),
     "ilp": _CurveStyle("#D55E00", "v", 8, True),
-    "auto": _CurveStyle("#0072B2", "x", 8, True),
+    "auto": _CurveStyle("#009E73", "x", 8, True),
     "offload_only": _CurveStyle("#D55E00", "D", 6, False),
     "exhaustive": _CurveStyle("#F0E442", "P", 8, True),
     "keep_all": _CurveStyle("#009E73", "s", 11, False),
@@ -38,7 +39,10 @@ _STYLES = {
     "moments": _CurveStyle("#D55E00", "o", 6, False),
 }
 _OTHER = _CurveStyle("#444444", "+", 8, True)
+_WIDE = ("auto",)  # drawn wide and pale: what lies on it is seen
+_RULES = ("recompute_all", "chen_sqrt", "chen_greedy", "revolve")  # to compare with
 
+_TALLEST_RULE = 1.6  # the same of rules, which only those who compare look at
 _TALLEST = 3.0  # times the fastest plan; the few slower ones at the smallest budgets would flatten all else
 
 
@@ -76,11 +80,11 @@ def pareto_figure(frame: pd.DataFrame, *, title: str = "", budget_bytes: int | N
     figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    _set_limits(axes, [*curves.values(), *([unplanned] if unplanned else [])], bound)
+    _set_limits(axes, curves, unplanned, bound)
     _draw_infeasible(axes, curves, bound)
     if bound is not None:
         _draw_bound(axes, bound)
-    for solver, curve in curves.items():
+    for solver, curve in sorted(curves.items(), key=lambda pair: pair[0] not in _WIDE):  # wide ones lie below
         _draw_solver(axes, solver, curve)
         _mark_beyond(axes, solver, curve, units.seconds_name)
     if unplanned is not None:
@@ -89,7 +93,8 @@ def pareto_figure(frame: pd.DataFrame, *, title: str = "", budget_bytes: int | N
         axes.plot(*unplanned, linestyle="", marker="*", markersize=10, color="black", label=label, zorder=5)
         _add_ratios(axes, *unplanned)
     if budget_bytes is not None:
-        axes.axvline(budget_bytes / units.bytes_each, color="#222222", linestyle=":", linewidth=1.3, label="budget")
+        label = f"budget {format_bytes(budget_bytes)}"
+        axes.axvline(budget_bytes / units.bytes_each, color="#222222", linestyle=":", linewidth=1.3, label=label)
     _label(axes, title, units)
     figure.legend(loc="outside lower center", ncols=5, fontsize="small")  # beside the axes it hides no curve
     return figure
@@ -106,11 +111,20 @@ def _curves(frame: pd.DataFrame, units: AxisUnits) -> dict[str, _SolverCurve]:
     return {solver: _SolverCurve(*map(list, coordinates)) for solver, coordinates in ordered.items()}
 
 
-def _set_limits(axes: Axes, curves: list[_SolverCurve], bound: _SolverCurve | None) -> None:
+def _set_limits(
+    axes: Axes, solvers: dict[str, _SolverCurve], unplanned: _SolverCurve | None, bound: _SolverCurve | None
+) -> None:
+    """Around what people choose from: simple rules that take more than the unplanned step do not widen the axes."""
+    curves = [*solvers.values(), *([unplanned] if unplanned else [])]
     memory = [x for curve in [*curves, *([bound] if bound else [])] for x in curve.memory]
-    time = [y for curve in curves for y in curve.time]
     left, right = min(memory), max(memory)
-    high = max(seconds for seconds in time if seconds <= _TALLEST * min(time))
+    if unplanned is not None:
+        right = max([unplanned.memory[0], *(x for name, c in solvers.items() if name not in _RULES for x in c.memory)])
+    fastest = min(y for curve in curves for y in curve.time)
+    tallest = {name: _TALLEST_RULE if name in _RULES else _TALLEST for name in solvers}
+    time = [y for name, curve in solvers.items() for y in curve.time if y <= tallest[name] * fastest]
+    time += unplanned.time if unplanned is not None else []
+    high = max(time, default=fastest)
     low = min(time + (bound.time if bound else []))
     width, height = (right - left) or 0.2 * right or 1.0, (high - low) or 0.2 * high or 1.0
     axes.set_xlim(max(0.0, left - 0.14 * width), right + 0.06 * width)
@@ -151,7 +165,8 @@ def _draw_solver(axes: Axes, solver: str, curve: _SolverCurve) -> None:
         time,
         linestyle="-" if len(marked) > 1 else "",
         drawstyle="steps-post",
-        linewidth=1.6,
+        linewidth=4.5 if solver in _WIDE else 1.6,
+        alpha=0.45 if solver in _WIDE else 1.0,
         marker=style.marker,
         markevery=marked,
         markersize=style.size,
@@ -168,6 +183,8 @@ def _mark_beyond(axes: Axes, solver: str, curve: _SolverCurve, unit: str) -> Non
     if max(curve.time) <= axes.get_ylim()[1]:
         return
     slowest, place = max(zip(curve.time, curve.memory, strict=True))
+    if place > axes.get_xlim()[1]:
+        return
     axes.annotate(
         f"\u2191 {slowest:,.0f} {unit}",
         xy=(place, 1),

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 
 from planner.explain.peak import Peak, PeakPart
+from planner.explain.tables import plain_table
 from planner.plans.plan import Plan
 from planner.plans.short_names import common_path, in_one_series, names_in_short
 from planner.units import exact_bytes, format_bytes
@@ -83,12 +82,8 @@ def alive_report(peak: Peak, plan: Plan | None = None, *, limit: int = ROWS_SHOW
     """What is alive at the peak, largest first; ``limit`` rows, or all for 0."""
     rows = peak_rows(peak, plan)
     shown = rows[: limit or None]
-    table = Table(title=escape(peak_title(peak)), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    table.pad_edge = False
-    for name in ("alive", "made by", "in"):
-        table.add_column(name, overflow="fold")
-    for name in ("tensors", "size", "share"):
-        table.add_column(name, justify="right", no_wrap=True)
+    title = peak_title(peak).replace(path_of(plan), "") if path_of(plan) else peak_title(peak)
+    table = plain_table(title, ["alive", "made by", "in"], ["tensors", "size", "share"])
     for row in shown:
         tensors = str(row.tensors) if row.tensors else "-"
         share = f"{row.size_bytes / peak.peak_bytes:.0%}" if peak.peak_bytes else "-"
@@ -104,10 +99,16 @@ def alive_report(peak: Peak, plan: Plan | None = None, *, limit: int = ROWS_SHOW
 
 def peak_title(peak: Peak) -> str:
     """One line: how much, where in the step, and at which op."""
-    apart = {"optimizer": "in the optimizer's step", "loss": "between forward and backward, at the loss"}
-    where = apart.get(peak.action, f"in the {peak.action} of {peak.stage}")
     at = f", at {peak.op}" if peak.op else ""
-    return f"Peak, {peak.source}: {exact_bytes(peak.peak_bytes)} {where}{at}"
+    return f"Peak, {peak.source}: {exact_bytes(peak.peak_bytes)} {moment_in_words(peak)}{at}"
+
+
+def moment_in_words(peak: Peak) -> str:
+    """Where in the step a peak is."""
+    apart = {"optimizer": "in the optimizer's step", "loss": "between forward and backward, at the loss"}
+    stage = peak.stage.removeprefix("outside, ")  # as files of older releases have it
+    outside = stage.startswith(("before ", "between ", "after "))
+    return apart.get(peak.action, f"in the {peak.action} of {'what runs ' if outside else ''}{stage}")
 
 
 def peak_table(peaks: Iterable[Peak]) -> pd.DataFrame:

@@ -181,8 +181,7 @@ _NOTHING = "-"
 def states_report(states: ModelStates) -> RenderableType:
     """What each part takes, measured and by formula; what they come to together; the first step and later ones."""
     title = f"Model states of {states.model_class} ({states.precision}, {states.optimizer})"
-    table = plain_table(title, ["part"], ["measured", "by formula"])
-    table.add_column("how")
+    table = plain_table(title, ["part", "how"], ["measured", "by formula"])
     for row in states.rows:
         table.add_row(*_cells(row), style=None if row.held else "dim")
     return Group(table, facts(_sums(states)))
@@ -190,7 +189,7 @@ def states_report(states: ModelStates) -> RenderableType:
 
 def _cells(row: StateRow) -> list[str]:
     size = _NOTHING if row.formula_bytes is None else format_bytes(row.formula_bytes)
-    return [escape(row.part), format_bytes(row.measured_bytes), size, escape(row.how)]
+    return [escape(row.part), escape(row.how), format_bytes(row.measured_bytes), size]
 
 
 def _sums(states: ModelStates) -> list[tuple[str, str]]:

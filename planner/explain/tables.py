@@ -1,29 +1,143 @@
-"""Tables and lists of facts as every report of the planner prints them."""
+"""Tables and lists of facts as every report of the planner prints them: no line breaks inside a word or a number."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
-from rich.box import SIMPLE_HEAD
-from rich.markup import escape
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
 
-
-def plain_table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
-    """A table without lines, its columns of text before those of numbers."""
-    table = Table(title=escape(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for name in texts:
-        table.add_column(name, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", overflow="fold")
-    return table
+# Behind a space, and between the parts of a name: "encoder.layers.0", "native_batch_norm"; never inside "2.57".
+_BREAKS = re.compile(r"(?<= )(?=\S)|(?<=[A-Za-z][._/])(?=\w)|(?<=\w[._/])(?=[A-Za-z])")
+_GAP, _NARROW_GAP = 3, 2  # characters between two columns of a table, the second where it is too wide
+_LEAST = 20  # characters of a line that a fact has
 
 
-def facts(rows: Sequence[tuple[str, str]]) -> Table:
-    """Names in bold with what is said of each, one a line."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, text in rows:
-        grid.add_row(name, text)
-    return grid
+class PlainTable:
+    """A table with one line, below its head; its columns of text stand before those of numbers.
+
+    Where it is too wide, texts and the heads of numbers go over several lines; where even that does not do, texts stand
+    in lines of their own above the numbers.
+    """
+
+    def __init__(self, title: str, texts: Sequence[str], numbers: Sequence[str]) -> None:
+        self._title = title
+        self._heads = [Text(name, style="bold") for name in (*texts, *numbers)]
+        self._texts = len(texts)
+        self._rows: list[list[Text]] = []
+
+    def add_row(self, *cells: str, style: str | None = None) -> None:
+        """Add a row, its cells as console markup."""
+        assert len(cells) == len(self._heads)
+        self._rows.append([Text.from_markup(cell, style=style or "") for cell in cells])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """What Rich prints, line by line."""
+        gap, widths, stacked = self._layout(options.max_width)
+        if self._title:
+            yield from map(_line, wrapped(Text(self._title, style="bold"), options.max_width))
+            yield _line(Text())
+        numbers, shown = (widths[self._texts :], self._texts) if stacked else (widths, 0)
+        for row in (self._heads, *self._rows):
+            if stacked:
+                texts = Text("  ").join(cell for cell in row[: self._texts] if cell.plain)
+                yield from (_line(Text(" ") + part) for part in wrapped(texts, options.max_width - 1))
+            yield from self._row(row[shown:], numbers, gap, self._texts - shown, last=row is self._heads)
+            if row is self._heads:
+                yield _line(Text(" " + "─" * (sum(numbers) + gap * (len(numbers) - 1))))
+        yield _line(Text())
+
+    def _layout(self, room: int) -> tuple[int, list[int], bool]:
+        """The gap between columns, their widths, and whether texts stand in lines of their own above the numbers."""
+        columns = list(zip(self._heads, *self._rows, strict=True))
+        widths = [max(_widest(str(cell).split("\n")) for cell in column) for column in columns]
+        if 1 + sum(widths) + _GAP * (len(widths) - 1) <= room:
+            return _GAP, widths, False
+        room -= 1 + _NARROW_GAP * (len(widths) - 1)
+        for k in range(self._texts, len(widths)):
+            head, *values = columns[k]
+            widths[k] = max(_widest(_words(str(head))), *(_widest(str(cell).split("\n")) for cell in values), 0)
+        least = [max(_widest(_words(str(cell))) for cell in column) for column in columns[: self._texts]]
+        if sum(least) + sum(widths[self._texts :]) > room:
+            return _NARROW_GAP, widths, True
+        while sum(widths) > room:
+            most = max(range(self._texts), key=lambda k: (widths[k] > least[k], widths[k]))
+            widths[most] -= 1
+        return _NARROW_GAP, widths, False
+
+    def _row(self, cells: Sequence[Text], widths: Sequence[int], gap: int, texts: int, *, last: bool) -> Iterator[Text]:
+        """The lines of a row; with ``last`` its cells end in the last one of them."""
+        lines = [wrapped(cell, width) for cell, width in zip(cells, widths, strict=True)]
+        height = max(map(len, lines))
+        if last:
+            lines = [[*[Text()] * (height - len(column)), *column] for column in lines]
+        for number in range(height):
+            line = Text(" ")
+            for k, (column, width) in enumerate(zip(lines, widths, strict=True)):
+                part = column[number].copy() if number < len(column) else Text()
+                part.align("left" if k < texts else "right", width)
+                line += part if k == 0 else Text(" " * gap) + part
+            yield _line(line)
+
+
+class Facts:
+    """Names in bold with what is said of each, beside each other."""
+
+    def __init__(self, rows: Sequence[tuple[str, str]]) -> None:
+        self._rows = [(Text.from_markup(name, style="bold"), Text.from_markup(text)) for name, text in rows]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """What Rich prints, line by line."""
+        indent = max((len(name) for name, _ in self._rows), default=0) + 2
+        for name, text in self._rows:
+            for number, part in enumerate(wrapped(text, max(_LEAST, options.max_width - indent))):
+                head = Text() if number else name.copy()
+                head.align("left", indent)
+                yield _line(head + part)
+
+
+def plain_table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> PlainTable:
+    """A table without rows, its columns of text before those of numbers."""
+    return PlainTable(title, texts, numbers)
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> Facts:
+    """Names in bold with what is said of each, one a line, as console markup."""
+    return Facts(rows)
+
+
+def wrapped(text: Text, width: int) -> list[Text]:
+    """The lines of a text in so many columns, broken behind spaces and between the parts of names.
+
+    >>> [str(line) for line in wrapped(Text("encoder.layers.10 to 12, 2.57 MiB"), 10)]
+    ['encoder.', 'layers.10', 'to 12,', '2.57 MiB']
+    """
+    lines: list[Text] = []
+    for paragraph in text.split("\n", allow_blank=True):
+        plain, begin = str(paragraph), 0
+        ends = [*(match.start() for match in _BREAKS.finditer(plain)), len(plain)]
+        while True:
+            fitting = [end for end in ends if end > begin and len(plain[begin:end].rstrip()) <= width]
+            end = max(fitting, default=min(begin + width, len(plain)))
+            line = paragraph[begin:end]
+            line.rstrip()
+            lines.append(line)
+            begin = end
+            if begin >= len(plain):
+                break
+    return lines
+
+
+def _words(plain: str) -> list[str]:
+    return [word.rstrip() for part in plain.split("\n") for word in _BREAKS.split(part)]
+
+
+def _widest(lines: Sequence[str]) -> int:
+    return max(map(len, lines), default=0)
+
+
+def _line(text: Text) -> Text:
+    text.no_wrap, text.overflow = True, "ignore"
+    text.rstrip()
+    return text

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -15,8 +16,9 @@ from matplotlib.patches import Patch
 
 from planner.explain.figures import AxisUnits, check_picture, units_up_to, write_picture
 from planner.explain.peak import Peak
-from planner.explain.peak_report import PeakRow
+from planner.explain.peak_report import PeakRow, moment_in_words
 from planner.explain.timeline import PhaseName, Span, Timeline
+from planner.plans.short_names import common_path, names_in_short
 from planner.units import format_bytes
 from profiler.op_graph import kind_of
 
@@ -25,6 +27,9 @@ _TEXT_WIDTH = 40  # characters of the column beside the curves
 # Colours after Okabe and Ito: told apart with colour-blind eyes too.
 _LINES = {"predicted": "#0072B2", "measured": "#D55E00"}
 _PHASES: dict[PhaseName, str] = {"forward": "#56B4E9", "backward": "#E69F00", "optimizer": "#009E73"}
+_RECOMPUTE, _FLOOR = "#CC79A7", "#999999"
+_NAMED_BUMPS = 10  # of recomputation, the longest ones
+_LEAST_BUMP = 0.012  # of the axes' width: a shorter one has no room for a name
 _STRIP = 0.025  # of the axes' height
 _HEADROOM = 1.16  # times the highest point: the peak's own words stand above it
 
@@ -79,9 +84,10 @@ def timeline_figure(
     grid = figure.add_gridspec(3, 2, width_ratios=(3.3, 1), height_ratios=(1, 1, 0.4 if copying else 1e-3))
     above = figure.add_subplot(grid[0, 0])
     below = figure.add_subplot(grid[1, 0], sharex=above, sharey=above)
-    _draw_step(above, [t for t in timelines if not t.planned], units, "without the plan")
+    longest = max(timeline.seconds for timeline in timelines)
+    _draw_step(above, [t for t in timelines if not t.planned], units, "without the plan", longest)
     _draw_outline(below, [t for t in timelines if not t.planned], units)
-    _draw_step(below, [t for t in timelines if t.planned], units, "with the plan")
+    _draw_step(below, [t for t in timelines if t.planned], units, "with the plan", longest)
     for axes in (above, below):
         label = f"budget {format_bytes(budget_bytes)}"
         axes.axhline(budget_bytes / units.bytes_each, color="#B00020", linestyle=":", linewidth=1.5, label=label)
@@ -94,7 +100,7 @@ def timeline_figure(
     lowest.set_xlabel(f"time since the step began [{units.seconds_name}]")
     _set_limits(below, timelines, budget_bytes, units)
     _list_parts(figure.add_subplot(grid[:, 1]), peaks)
-    _add_legend(figure, below, timelines)
+    _add_legend(figure, [below, lowest] if copying else [below], timelines)
     if title:
         figure.suptitle(title, fontsize="medium")
     return figure
@@ -107,16 +113,23 @@ def _units(timelines: Sequence[Timeline], budget_bytes: int) -> AxisUnits:
 
 
 def _curve(timeline: Timeline, units: AxisUnits) -> _TimelineCurve:
+    return _curve_of(timeline.spans, units)
+
+
+def _curve_of(spans: Iterable[Span], units: AxisUnits) -> _TimelineCurve:
     times, sizes = [], []
-    for span in timeline.spans:
+    for span in spans:
         times += [span.start_seconds, (span.start_seconds + span.end_seconds) / 2, span.end_seconds]
         sizes += [span.before_bytes, span.peak_bytes, span.after_bytes]
     return _TimelineCurve([time / units.seconds_each for time in times], [size / units.bytes_each for size in sizes])
 
 
-def _draw_step(axes: Axes, timelines: Sequence[Timeline], units: AxisUnits, name: str) -> None:
-    """One step, predicted and perhaps measured: the curves, the phases behind them, and the peak."""
+def _draw_step(axes: Axes, timelines: Sequence[Timeline], units: AxisUnits, name: str, longest: float) -> None:
+    """One step, predicted and perhaps measured: the curves, the phases behind them, the peak, and what runs again."""
     for timeline in timelines:
+        if timeline.source == "predicted":
+            _draw_floor(axes, timeline, units)
+            _draw_recomputation(axes, timeline, units, longest)
         curve, colour = _curve(timeline, units), _LINES[timeline.source]
         axes.plot(*curve, color=colour, linewidth=1.2, label=timeline.source, zorder=3)
         if timeline.source == "predicted":
@@ -125,6 +138,47 @@ def _draw_step(axes: Axes, timelines: Sequence[Timeline], units: AxisUnits, name
     _mark_peaks(axes, timelines, units)
     axes.set_ylabel(f"alive {name} [{units.bytes_name}]")
     axes.grid(alpha=0.25)
+
+
+def _draw_floor(axes: Axes, timeline: Timeline, units: AxisUnits) -> None:
+    """What is there when the step begins, and stays: model states and the batch."""
+    size = timeline.spans[0].before_bytes / units.bytes_each
+    times = [0.0, timeline.seconds / units.seconds_each]
+    axes.fill_between(times, size, color=_FLOOR, alpha=0.45, linewidth=0, label="model states and batch", zorder=2)
+
+
+def _draw_recomputation(axes: Axes, timeline: Timeline, units: AxisUnits, longest_seconds: float) -> None:
+    """Runs of stages but their first in a colour of their own, the longest ones with the names of the stages."""
+    bumps = recomputations(timeline)
+    path = common_path([span.stage for bump in bumps for span in bump]) if bumps else ""
+    for number, bump in enumerate(bumps):
+        curve = _curve_of(bump, units)
+        label = "recomputation" if number == 0 else None
+        axes.fill_between(*curve, color=_RECOMPUTE, alpha=0.6, linewidth=0, label=label, zorder=2)
+    room = [bump for bump in bumps if bump[-1].end_seconds - bump[0].start_seconds >= _LEAST_BUMP * longest_seconds]
+    for bump in sorted(room, key=lambda bump: bump[0].start_seconds - bump[-1].end_seconds)[:_NAMED_BUMPS]:
+        stages = [span.stage.replace(path, "") if path else span.stage for span in bump]
+        middle = (bump[0].start_seconds + bump[-1].end_seconds) / 2 / units.seconds_each
+        axes.annotate(
+            f"recompute {names_in_short(list(dict.fromkeys(stages)), '')}",
+            xy=(middle, 0),
+            xytext=(0, 3),
+            textcoords="offset points",
+            rotation=90,
+            horizontalalignment="center",
+            verticalalignment="bottom",
+            fontsize="x-small",
+            zorder=6,
+        )
+
+
+def recomputations(timeline: Timeline) -> list[list[Span]]:
+    """Runs of stages but their first, those without a backward between them together, in the order of time."""
+    grouped = itertools.groupby(
+        (span for span in timeline.spans if span.action in ("recompute", "backward")),
+        key=lambda span: span.action,
+    )
+    return [list(spans) for action, spans in grouped if action == "recompute"]
 
 
 def _shade_phases(axes: Axes, timeline: Timeline, units: AxisUnits) -> None:
@@ -187,10 +241,10 @@ def _list_parts(axes: Axes, peaks: Sequence[ExplainedPeak]) -> None:
 
 def _words(explained: ExplainedPeak) -> list[str]:
     peak, rows = explained.peak, explained.rows
-    apart = {"optimizer": "the optimizer's step", "loss": "the loss"}
-    action = apart.get(peak.action, f"the {peak.action} of {peak.stage}")
     lines = [f"Alive at the planned peak, {peak.source}:"]
-    lines += _wrapped(f"{format_bytes(peak.peak_bytes)} in {action}{f', at {kind_of(peak.op)}' if peak.op else ''}")
+    lines += _wrapped(
+        f"{format_bytes(peak.peak_bytes)} {moment_in_words(peak)}{f', at {kind_of(peak.op)}' if peak.op else ''}"
+    )
     for row in rows[:TOP_PARTS]:
         text = f"{format_bytes(row.size_bytes)}  {row.what}"
         text += f": {row.op}" if row.op else ""
@@ -212,10 +266,12 @@ def _wrapped(text: str, first: str = "", others: str = "") -> list[str]:
     )
 
 
-def _add_legend(figure: Figure, axes: Axes, timelines: Sequence[Timeline]) -> None:
-    """Beside the axes it hides no curve."""
-    handles, labels = axes.get_legend_handles_labels()
-    entries = dict(zip(labels, handles, strict=True))
+def _add_legend(figure: Figure, all_axes: Sequence[Axes], timelines: Sequence[Timeline]) -> None:
+    """One for all axes; beside them it hides no curve."""
+    entries: dict[str, Any] = {}
+    for axes in all_axes:
+        handles, labels = axes.get_legend_handles_labels()
+        entries |= {label: handle for label, handle in zip(labels, handles, strict=True) if label not in _PHASES}
     used = {span.phase for timeline in timelines for span in timeline.spans}
     phases = [Patch(facecolor=colour, alpha=0.35, label=phase) for phase, colour in _PHASES.items() if phase in used]
     figure.legend(
@@ -228,8 +284,8 @@ def _add_legend(figure: Figure, axes: Axes, timelines: Sequence[Timeline]) -> No
 
 
 _ROWS = {"compute": 2, "to host": 1, "to device": 0}
-_COMPUTE = {"forward": "#56B4E9", "recompute": "#CC79A7", "backward": "#E69F00", "optimizer": "#009E73"}
-_COPY, _STALL = "#0072B2", "#B00020"
+_COMPUTE = {**_PHASES, "recompute": _RECOMPUTE}
+_COPIES, _STALL = {"to host": "#0072B2", "to device": "#8B4513"}, "#B00020"
 _HEIGHT = 0.8
 
 
@@ -244,15 +300,15 @@ def draw_engines(axes: Axes, timeline: Timeline, seconds_each: float) -> None:
     for action, colour in _COMPUTE.items():
         spans = [span for span in timeline.spans if span.action == action]
         busy = [(span.start_seconds + span.stall_seconds, span.end_seconds) for span in spans]
-        _bars(axes, "compute", busy, colour, action if spans else "", seconds_each)
+        _bars(axes, "compute", busy, colour, "", seconds_each)
     _bars(axes, "compute", _stalls(timeline.spans), _STALL, "waits for a copy", seconds_each)
     for direction, row in (("to_host", "to host"), ("to_device", "to device")):
         copies = [copy for copy in timeline.copies if copy.direction == direction]
-        _bars(axes, row, [(copy.begin_seconds, copy.end_seconds) for copy in copies], _COPY, "", seconds_each)
+        times = [(copy.begin_seconds, copy.end_seconds) for copy in copies]
+        _bars(axes, row, times, _COPIES[row], f"copies {row}", seconds_each)
     axes.set_yticks(list(_ROWS.values()), list(_ROWS))
     axes.set_ylim(-0.5, len(_ROWS) - 0.5)
     axes.tick_params(left=False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", frameon=False)
 
 
 def _stalls(spans: Iterable[Span]) -> list[tuple[float, float]]:

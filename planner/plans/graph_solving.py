@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from planner.plans.graph_plan import GraphPlan
@@ -61,11 +62,12 @@ def solve_graph_profile(
             plans.append(solving.plan(sent))
         except NoPlan as refusal:
             refusals.append(refusal)
-        if plans and plans[-1].predicted_seconds <= profile.once_seconds * (1 + gap):
+        if plans and (plans[-1].interrupted or plans[-1].predicted_seconds <= profile.once_seconds * (1 + gap)):
             break
     if not plans:
         raise min(refusals, key=lambda refusal: refusal.minimum_budget_bytes)
-    return min(plans, key=lambda plan: plan.predicted_seconds)
+    best = min(plans, key=lambda plan: plan.predicted_seconds)
+    return replace(best, interrupted=plans[-1].interrupted)
 
 
 def smallest_sendable(profile: GraphProfile) -> int | None:
@@ -121,7 +123,7 @@ def order_within(
     least_bytes, room_bytes = 0, budget_bytes
     for _ in range(ROUNDS):
         solution = solve_graph(GraphProblem(graph=problem.graph, budget_bytes=room_bytes), *search)
-        if solution.schedule is None and least_bytes:
+        if solution.schedule is None and least_bytes and not solution.interrupted:
             break
         solution = require_schedule(solution, budget_bytes, search.solver)
         runs = runs_of(problem, solution)
@@ -129,6 +131,8 @@ def order_within(
         peak_bytes = around.peak_bytes(step, runs, copies)
         if peak_bytes <= budget_bytes:
             return FoundOrder(solution, runs, copies, peak_bytes)
+        if solution.interrupted:
+            raise KeyboardInterrupt
         least_bytes = min(least_bytes or peak_bytes, peak_bytes)
         room_bytes -= peak_bytes - budget_bytes
     raise NothingFound(
@@ -214,6 +218,7 @@ class _Solving:
             lower_bound_seconds=bound,
             gap=(seconds - bound) / seconds if seconds > 0 else 0.0,
             solve_seconds=solution.solve_seconds,
+            interrupted=solution.interrupted,
             unused_outputs=profile.unused_outputs,
             graph=profile.graph,
             around=self._around,

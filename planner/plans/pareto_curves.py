@@ -25,12 +25,13 @@ from solvers.graph.liveness import IndexedGraph, unplanned_replay
 from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
 from solvers.graph.registry import GraphSolution, graph_frontier, graph_solver_names
 from solvers.problem.graph import Graph
+from solvers.problem.solution import AnySchedule
 
 if TYPE_CHECKING:
     import pandas as pd
 
-CHAIN_SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor")
-LINK_SOLVERS = ("offload_only", "auto")  # beside these, where there is a link
+CHAIN_SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor", "auto")
+LINK_SOLVERS = ("offload_only", "auto")  # that weigh a link, where there is one
 GRAPH_SOLVERS = ("auto", "lower_sets", "hierarchy", "demand", "moments")  # by rank; those of them that there are
 GRAPH_SECONDS = 45.0  # for all methods of a graph together: the whole command then takes about a minute
 _SHARES = {"auto": 4, "moments": 2}  # of the time; the others mostly need less than one share
@@ -75,7 +76,10 @@ def pareto(
         ``lower_bound`` have no peak: no plan of these stages (no schedule of a graph) within that
         budget is faster; none at all fits below a graph's first one. The row ``none`` is the unplanned
         model, its status ``computed`` where it was never run as a whole. ``attrs["left_out"]`` names methods of a
-        graph that came to no turn, by Ctrl-C or for want of time.
+        graph that came to no turn for want of time.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed, also where a method has an answer until then.
     """
     if isinstance(problem, str | Path):
         source = read_source(problem)
@@ -97,9 +101,9 @@ def pareto(
     link, why = usable_link(offload_request, chain, record)
     rows = [unplanned]
     chain_solvers = () if offload_request.mode == "only" else CHAIN_SOLVERS
-    for name in solvers or (*chain_solvers, *(LINK_SOLVERS if link else ())):
+    for name in solvers or dict.fromkeys((*chain_solvers, *(LINK_SOLVERS if link else ()))):
         solutions = solver_frontier(chain, name, time_limit_seconds, link if name in LINK_SOLVERS else None)
-        rows += [_row(solution, seconds_outside_chain, name) for solution in solutions]
+        rows += [_row(solution, seconds_outside_chain, name) for solution in _complete(solutions)]
     peaks = [row.budget_bytes for row in rows]
     budgets = _evenly_spaced(min(peaks), max(peaks))
     rows += _bound_rows(budgets, lambda budget: bound_seconds(chain, budget, link) + seconds_outside_chain)
@@ -159,11 +163,18 @@ def _graph_solutions(
     solutions: list[tuple[str, GraphSolution]] = []
     for k, name in enumerate(names):
         seconds_left = deadline - time.perf_counter()
-        if seconds_left <= 0 or any(solution.interrupted for _, solution in solutions):
+        if seconds_left <= 0:
             return solutions, names[k:]
         share = _SHARES.get(name, 1) / sum(_SHARES.get(other, 1) for other in names[k:])
-        solutions += [(name, solution) for solution in graph_frontier(graph, name, seconds_left * share)]
+        solutions += [(name, solution) for solution in _complete(graph_frontier(graph, name, seconds_left * share))]
     return solutions, []
+
+
+def _complete(solutions: list[Solution[AnySchedule]]) -> list[Solution[AnySchedule]]:
+    """A method's solutions, where Ctrl-C did not end it."""
+    if any(solution.interrupted for solution in solutions):
+        raise KeyboardInterrupt
+    return solutions
 
 
 def _graph_bound_rows(graph: Graph, rows: list[CurveRow], outside_seconds: float) -> list[CurveRow]:

@@ -19,6 +19,18 @@ VERSION = 1
 FINGERPRINT_DIGITS = 16  # as of profiles
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C ended a search for a plan.
+
+    Attributes:
+        plan: the best one until then; a ``Plan`` or a ``GraphPlan``.
+    """
+
+    def __init__(self, plan: PlanClaims) -> None:
+        self.plan = plan
+        super().__init__(f"the search for a plan: {plan!r} is the best until then")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PlanClaims:
     """What a plan was made from and for, and what it predicts. Bytes and seconds are of one whole training step.
@@ -46,6 +58,7 @@ class PlanClaims:
         stated: what was stated by hand and what it came to, one line each; empty for a plan that was solved for.
         restricted: status and bound hold among the plans that do what was stated.
         target: as in the profile.
+        interrupted: Ctrl-C ended the search; this is the best plan until then.
     """
 
     model_class: str
@@ -74,6 +87,7 @@ class PlanClaims:
     stated: tuple[str, ...] = ()
     restricted: bool = False
     target: TargetRecord | None = None
+    interrupted: bool = False
 
     @property
     def slowdown(self) -> float:
@@ -101,7 +115,8 @@ class PlanClaims:
         """Some lines on what the plan does, what it predicts and how good that is; ``planner show`` says more."""
         size = ", ".join("x".join(map(str, shape)) for shape in self.input_shapes)
         where = f"inputs {size or 'as any'}; {self.precision} on {self.device}"
-        found = f"{self.status}, by {self.solver} in {format_seconds(self.solve_seconds)}"
+        interrupted = "interrupted, " if self.interrupted else ""
+        found = f"{interrupted}{self.status}, by {self.solver} in {format_seconds(self.solve_seconds)}"
         bound = f"no such plan is faster than {self.lower_bound_seconds / self.unplanned_seconds:.3g} times it"
         unplanned = f"unplanned {format_bytes(self.unplanned_peak_bytes)}, {format_seconds(self.unplanned_seconds)}"
         lines = [f"{type(self).__name__} of {self.model_class} ({where})", *self._claims(), unplanned]

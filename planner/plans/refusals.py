@@ -102,9 +102,16 @@ class NothingFound(NoPlan):
 def require_schedule(
     solution: Solution[AnySchedule], budget_bytes: int, solver: str, seconds_outside_chain: float = 0.0
 ) -> Solution[AnySchedule]:
-    """The solution itself; raises Infeasible or NothingFound where it has no schedule."""
+    """The solution itself, where it has a schedule.
+
+    Raises:
+        Infeasible, NothingFound: it has none.
+        KeyboardInterrupt: by Ctrl-C.
+    """
     if solution.schedule is not None:
         return solution
+    if solution.interrupted:
+        raise KeyboardInterrupt
     assert solution.shortage is not None
     bound = solution.lower_bound_seconds + seconds_outside_chain
     raise (Infeasible if solution.status == "infeasible" else NothingFound)(

@@ -12,8 +12,8 @@ _NAMED = 3  # ranges of numbers; of more the first ones and the last
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")  # what stands before and behind the last number
 
 
-def names_in_short(names: Sequence[str], what: str = "stage") -> str:
-    """Numbered names as ranges, and how many there are of ``what``, where that is said.
+def names_in_short(names: Sequence[str], what: str = "stage", *, ranges: int = _NAMED) -> str:
+    """Numbered names as ranges, at most ``ranges`` of them, and how many there are of ``what``, where that is said.
 
     >>> names_in_short(["transformer.h.0"])
     'transformer.h.0'
@@ -30,7 +30,7 @@ def names_in_short(names: Sequence[str], what: str = "stage") -> str:
         shown = f"{names[0]}{', ' if len(names) == 2 else ' ... '}{names[-1].removeprefix(common_path(names))}"
     else:
         runs = _ranges(names)
-        shown = ", ".join(runs if len(runs) <= _NAMED else [*runs[: _NAMED - 1], f"... {runs[-1]}"])
+        shown = ", ".join(runs if len(runs) <= ranges else [*runs[: ranges - 1], f"... {runs[-1]}"])
     return f"{shown} ({counted(len(names), what)})" if what else shown
 
 
@@ -64,7 +64,7 @@ def common_path(names: Sequence[str]) -> str:
 def _number_cut_out(name: str) -> tuple[str, str]:
     """What stands before and behind the last number in a name."""
     match = _NUMBERED.fullmatch(name)
-    return (name, "") if match is None else (match[1], match[3])
+    return (name, name) if match is None else (match[1], match[3])
 
 
 def _ranges(names: Sequence[str]) -> list[str]:
@@ -74,6 +74,5 @@ def _ranges(names: Sequence[str]) -> list[str]:
     ranges: list[str] = []
     for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         values = [value for _, value in run]
-        text = f"{values[0]}{behind}" if len(values) == 1 else f"{values[0]} to {values[-1]}{behind}"
-        ranges.append(text if ranges else before + text)
-    return ranges
+        ranges += [f"{values[0]} to {values[-1]}"] if len(values) > 2 else [str(value) for value in values]
+    return [f"{'' if k else before}{text}{behind}" for k, text in enumerate(ranges)]

@@ -16,6 +16,7 @@ from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.left_out import never_rerun, obstacle_in_words, remedy_in_words
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link, usable_link_for
 from planner.plans.plan import Plan, PlannedStage, chain_in
+from planner.plans.plan_claims import Interrupted
 from planner.plans.refusals import NoPlan, require_schedule
 from planner.plans.stage_decisions import undecided_stage, units_that_may_stay, with_decisions, with_units_gathered
 from planner.units import format_bytes, parse_bytes
@@ -91,11 +92,10 @@ def solve(
             rerun=offload_request.mode != "only",
         )
         plan = plan_with_headroom(budget_bytes, headroom_from(headroom, profile), within)
-        return replace(plan, no_offload=why)
+        return complete(replace(plan, no_offload=why))
     ways = [()] if reshard == "profiled" else _ways_to_gather(profile)
-    return _solved(
-        profile, budget_bytes, solver, time_limit_seconds, offload_request, headroom_from(headroom, profile), ways
-    )
+    left_free = headroom_from(headroom, profile)
+    return complete(_solved(profile, budget_bytes, solver, time_limit_seconds, offload_request, left_free, ways))
 
 
 def _solved(
@@ -127,11 +127,8 @@ def _solved(
 
     def plan_within(planned_bytes: int) -> Plan:
         plan = plan_gathering(ways[0], planned_bytes)
-        return (
-            plan
-            if len(ways) == 1
-            else _fastest(plan, profile, [partial(plan_gathering, w, planned_bytes) for w in ways[1:]])
-        )
+        others = [partial(plan_gathering, way, planned_bytes) for way in ways[1:]]
+        return _fastest(plan, profile, others) if others and not plan.interrupted else plan
 
     return plan_with_headroom(budget_bytes, headroom, plan_within)
 
@@ -154,11 +151,14 @@ def _fastest(plan: Plan, profile: Profile, others: Sequence[Callable[[], Plan]])
             plans.append(make())
         except NoPlan:  # The more stays, the more it needs.
             break
+        if plans[-1].interrupted:
+            break
     best = min(plans, key=lambda each: each.predicted_seconds)
     gathers_seconds = sum(profile.stages[k].gather_seconds for k in units_that_may_stay(profile))
     bound = min(best.predicted_seconds, max(0.0, plan.lower_bound_seconds - gathers_seconds))
     gap = (best.predicted_seconds - bound) / best.predicted_seconds if best.predicted_seconds > 0 else 0.0
-    return replace(best, status="feasible", lower_bound_seconds=bound, gap=gap)
+    interrupted = plans[-1].interrupted
+    return replace(best, status="feasible", lower_bound_seconds=bound, gap=gap, interrupted=interrupted)
 
 
 def explained(refusal: NoPlan, profile: Profile) -> NoPlan:
@@ -194,6 +194,7 @@ def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_se
 
     Raises:
         Infeasible: nothing fits; carries the smallest budget that would, without headroom.
+        Interrupted: by Ctrl-C; carries the best plan until then.
         ValueError: a plan without its chain, or one stated by hand.
     """
     if plan.stated:
@@ -211,7 +212,14 @@ def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_se
     else:
         solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
     fields = schedule_fields(problem, solution, plan.stages, plan.menus, seconds_outside_chain)
-    return replace(plan, budget_bytes=budget_bytes + plan.headroom_bytes, chain=problem.chain, **fields)
+    return complete(replace(plan, budget_bytes=budget_bytes + plan.headroom_bytes, chain=problem.chain, **fields))
+
+
+def complete(plan: AnyPlan) -> AnyPlan:
+    """The plan itself, where its search went to its end; raises Interrupted with it where Ctrl-C ended that."""
+    if plan.interrupted:
+        raise Interrupted(plan)
+    return plan
 
 
 def following(plan: Plan, chain: Chain, *, lower_bound_seconds: float = 0.0) -> Plan:
@@ -375,6 +383,7 @@ def schedule_fields(
         "lower_bound_seconds": bound,
         "gap": max(0.0, (seconds - bound) / seconds) if seconds > 0 else 0.0,
         "solve_seconds": solution.solve_seconds,
+        "interrupted": solution.interrupted,
         "stages": stages,
         "schedule": solution.schedule,
         "host_bytes": replayed.host_peak_bytes,

@@ -16,7 +16,7 @@ from planner.plans.plan import Plan
 from planner.plans.refusals import Infeasible, require_schedule
 from planner.plans.rule_resolution import ResolvedRules, StageDirective, resolve_rules
 from planner.plans.rules import Rule, Rules, rules_from
-from planner.plans.solving import plan_of, plan_with_headroom
+from planner.plans.solving import complete, plan_of, plan_with_headroom
 from planner.plans.stated_graph_plan import SOLVER, state_ops
 from planner.units import parse_bytes
 from profiler.graph_profile import GraphProfile
@@ -118,7 +118,7 @@ def state(
     else:
         budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
         plan = plan_with_headroom(budget_bytes, left_free, plan_within)
-    return replace(plan, stated=resolved.lines, solve_seconds=time.perf_counter() - start)
+    return complete(replace(plan, stated=resolved.lines, solve_seconds=time.perf_counter() - start))
 
 
 def _fully_stated(

@@ -19,6 +19,7 @@ from planner.runtime.plan_checks import check_device, check_inputs
 from planner.training.oom_diagnosis import report_of, stop_of
 from planner.training.oom_recovery import StepRollback, smaller_plan, wanted_bytes
 from planner.training.oom_report import FailureReport, Stop, failure_text
+from planner.units import counted
 from profiler.measurement.device_memory import give_back_freed_memory, is_short, ran_out
 from profiler.measurement.step_measurement import Measurement
 from profiler.workload.workload import Workload
@@ -67,6 +68,20 @@ class OutOfMemory(torch.OutOfMemoryError):
         super().__init__(failure_text(self.reports[-1]))
 
 
+class TrainingInterrupted(KeyboardInterrupt):
+    """Ctrl-C ended training.
+
+    Attributes:
+        losses: of the steps until then.
+        step_seconds: wall-clock seconds of each.
+        plan: that the last one ran under.
+    """
+
+    def __init__(self, losses: Sequence[float], step_seconds: Sequence[float], plan: Plan | GraphPlan) -> None:
+        self.losses, self.step_seconds, self.plan = tuple(losses), tuple(step_seconds), plan
+        super().__init__(f"training: interrupted after {counted(len(self.losses), 'step')}")
+
+
 def train_planned(
     workload: Workload,
     plan: Plan | GraphPlan,
@@ -74,6 +89,7 @@ def train_planned(
     steps: int,
     retries: int = 0,
     on_failure: Callable[[FailureReport], None] | None = None,
+    on_step: Callable[[int, float], None] | None = None,
 ) -> TrainingRun:
     """Apply ``plan``, measure a step, train ``steps`` steps, and take the plan off again.
 
@@ -89,8 +105,10 @@ def train_planned(
             optimizer states are copied to host memory, so that an optimizer's step that fails half way can be undone,
             too.
         on_failure: is told each failure that is followed by a retry.
+        on_step: is told the number of each step, from 1, and its loss.
 
     Raises:
+        TrainingInterrupted: by Ctrl-C; carries the losses until then.
         OutOfMemory: and no retry is left, or no smaller plan; carries the reports.
         PlanMismatch: a plan for another model or another precision.
         RankError: memory ran out on this one of several ranks; the others wait for it in vain.
@@ -114,7 +132,19 @@ def train_planned(
     if is_short(plan.predicted_peak_bytes):
         give_back_freed_memory(workload.device)
     check_precision(workload.model, plan.precision, workload.autocast)
-    training = _Training(workload, steps, copies=retries > 0)
+    training = _Training(workload, steps, copies=retries > 0, on_step=on_step)
+    try:
+        return _train(training, plan, retries, on_failure)
+    except KeyboardInterrupt as interrupt:
+        raise TrainingInterrupted(training.losses, training.seconds, training.plan or plan) from interrupt
+
+
+def _train(
+    training: _Training,
+    plan: Plan | GraphPlan,
+    retries: int,
+    on_failure: Callable[[FailureReport], None] | None,
+) -> TrainingRun:
     failures: list[FailureReport] = []
     while (stop := training.attempt(plan)) is not None:
         report, smaller = training.recover(plan, stop, retry=len(failures) < retries)
@@ -142,7 +172,11 @@ def train_planned(
 class _Training:
     """The steps that are trained, over all attempts."""
 
-    def __init__(self, workload: Workload, steps: int, *, copies: bool) -> None:
+    def __init__(
+        self, workload: Workload, steps: int, *, copies: bool, on_step: Callable[[int, float], None] | None
+    ) -> None:
+        self._on_step = on_step
+        self.plan: Plan | GraphPlan | None = None
         self._workload = workload
         self._steps = steps
         self._guard = StepRollback(workload, copies=copies)
@@ -152,7 +186,7 @@ class _Training:
 
     def attempt(self, plan: Plan | GraphPlan) -> Stop | None:
         """Measure, and train what is left of the steps; where memory ran out, if it did."""
-        self.measured = None
+        self.measured, self.plan = None, plan
         try:
             with apply(self._workload.model, plan):
                 check_inputs(self._workload, plan)
@@ -174,6 +208,8 @@ class _Training:
         self.losses.append(_checked(step + 1, lambda: self._guard.run(step)))
         _wait_for(self._workload.device)
         self.seconds.append(time.perf_counter() - begin)
+        if self._on_step is not None:
+            self._on_step(step + 1, self.losses[-1])
 
     def recover(self, plan: Plan | GraphPlan, stop: Stop, *, retry: bool) -> tuple[FailureReport, Plan | None]:
         """Undo the failed step; its report, and the plan to go on with where that is wanted and there is one."""

@@ -30,7 +30,7 @@ from profiler.tensors.local_tensors import COLLECTIVES
 from profiler.tensors.storages import distinct_bytes
 from profiler.trace.obstacles import remedy_for, why_not_recomputable
 from profiler.trace.partition import ChosenStage
-from profiler.trace.stage_names import parents_of
+from profiler.trace.stage_names import name_outside, parents_of
 from profiler.trace.step_record import Call, Op, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
 from profiler.workload.precision import precision_of
@@ -259,8 +259,7 @@ class _Assembly:
             self._records[-1] = _with_behind(self._records[-1], forward, dropped)
             return
         stages = self._measured.stages
-        before = f"after {stages[k - 1].name}" if k == len(stages) and k > 0 else ""
-        name = f"outside, {before or f'before {stages[k].name}'}" if stages else "the whole model"
+        name = name_outside([stage.name for stage in stages], k)
         self._records.append(
             StageRecord(name=name, kind="outside", forward=forward, backward=backward, dropped=dropped)
         )

@@ -35,6 +35,19 @@ def names_outside(trace: Trace, stages: Sequence[ChosenStage]) -> tuple[str, ...
     return tuple(dict.fromkeys(outside))
 
 
+def name_outside(stages: Sequence[str], k: int) -> str:
+    """What runs outside of stages directly before the one of this number is called, after all where there is none.
+
+    >>> [name_outside(["embed", "h.0"], k) for k in range(3)]
+    ['before embed', 'between embed and h.0', 'after h.0']
+    """
+    if not stages:
+        return "the whole model"
+    if k == 0:
+        return f"before {stages[0]}"
+    return f"after {stages[-1]}" if k == len(stages) else f"between {stages[k - 1]} and {stages[k]}"
+
+
 def names_unseen(model: nn.Module, trace: Trace, stages: Sequence[ChosenStage]) -> tuple[str, ...]:
     """Names of modules that the step did not call, of the same class and with parameters like those of a stage."""
     kinds = {_kind(stage.call.module) for stage in stages}

@@ -58,14 +58,17 @@ def solve(problem: Problem, time_limit_seconds: float = 60.0) -> Candidate:
     deadline = time.monotonic() + time_limit_seconds
     loose = ChainModel(problem, sweep=False).solve(time_limit_seconds / 2)
     schedule, bound_seconds = loose.schedule, loose.lower_bound_seconds
-    if bound_seconds < math.inf and not _fits(problem, schedule):
-        schedule = ChainModel(problem, sweep=True).solve(max(0.1, deadline - time.monotonic())).schedule
+    interrupted = loose.interrupted
+    if not interrupted and bound_seconds < math.inf and not _fits(problem, schedule):
+        exact = ChainModel(problem, sweep=True).solve(max(0.1, deadline - time.monotonic()))
+        schedule, interrupted = exact.schedule, exact.interrupted
     result = None if schedule is None else replay(problem.chain, schedule)
     if result is None or result.peak_bytes > problem.budget_bytes:
-        return Candidate(schedule=None, lower_bound_seconds=bound_seconds)
+        return Candidate(schedule=None, lower_bound_seconds=bound_seconds, interrupted=interrupted)
     seconds = result.seconds
+    proven = bound_seconds >= seconds * (1 - _TOLERANCE)
     return Candidate(
-        schedule=schedule, lower_bound_seconds=seconds if bound_seconds >= seconds * (1 - _TOLERANCE) else bound_seconds
+        schedule=schedule, lower_bound_seconds=seconds if proven else bound_seconds, interrupted=interrupted
     )
 
 
@@ -93,6 +96,7 @@ class ChainModel:
         return Candidate(
             schedule=self._variables.schedule() if answer.found else None,
             lower_bound_seconds=max(0.0, answer.bound_seconds + first_runs),
+            interrupted=answer.interrupted,
         )
 
     def _seconds(self) -> Terms:

@@ -86,6 +86,8 @@ def solve_beside_others(
         limited = _limited(with_others(alone, beside, kept_bytes), budget_bytes, kept_bytes)
         if limited is not None:
             found.append(solve_chain(Problem(chain=limited, budget_bytes=budget_bytes), solver, time_limit_seconds))
+            if found[-1].interrupted:
+                break
     replayed = []
     for solution in found:
         if solution.schedule is not None:
@@ -103,6 +105,8 @@ def solve_beside_others(
             stage=chain.stages[moment.stage].name,
             moment="optimizer" if optimizer else moment.kind,
         )
+        if found[-1].interrupted:
+            raise KeyboardInterrupt
         none = replace(solution, schedule=None, status="infeasible", shortage=shortage, solve_seconds=spent_seconds)
         finite = bound_seconds(with_others(alone, beside, 0), least.peak_bytes)
         return replace(problem, chain=chain), replace(none, lower_bound_seconds=finite)
@@ -114,6 +118,7 @@ def solve_beside_others(
         seconds=best.seconds,
         lower_bound_seconds=min(bound, best.seconds),
         solve_seconds=spent_seconds,
+        interrupted=found[-1].interrupted,
     )
 
 

@@ -65,20 +65,27 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
             unproven, asks ``ilp``.
         time_limit_seconds: for ``ilp`` (60 where None) and the part that ``auto`` gives it (3 where None).
 
-    After Ctrl-C the solution is the best that the baselines have, marked ``interrupted``.
+    After Ctrl-C the solution is the best of what was found until then, or else of the baselines, marked
+    ``interrupted``.
 
     Raises:
+        KeyboardInterrupt: Ctrl-C was pressed, and no schedule within the budget was known.
         ValueError: an unknown solver, an impossible time limit, a chain too large for ``exhaustive``, or no usable link
             for a method that needs one.
     """
     _check(solver, time_limit_seconds, problem.link)
     start = time.perf_counter()
-    interrupted = False
+    schedules: list[ReplayedSchedule] = []
+    interrupted, proven = False, 0.0
     try:
-        schedules, proven = _schedules(problem, solver, time_limit_seconds)
+        proven = _find(problem, solver, time_limit_seconds, schedules)
     except KeyboardInterrupt:
-        schedules, proven, interrupted = all_baseline_schedules(problem.chain), 0.0, True
+        interrupted = True
     best = _fastest(problem, schedules)
+    if interrupted and best is None:
+        best = _fastest(problem, all_baseline_schedules(problem.chain))
+        if best is None:
+            raise KeyboardInterrupt
     if best is None:
         return _infeasible(problem, solver, schedules, start)
     if proven > best.seconds * (1 + _TRUSTED):
@@ -177,78 +184,84 @@ def _infeasible(problem: Problem, solver: str, schedules: list[ReplayedSchedule]
     )
 
 
-def _schedules(problem: Problem, solver: str, time_limit_seconds: float | None) -> tuple[list[ReplayedSchedule], float]:
-    """What the method finds, and the bound that it proves itself."""
+def _find(problem: Problem, solver: str, time_limit_seconds: float | None, found: list[ReplayedSchedule]) -> float:
+    """Add to ``found`` what the method finds, as it finds it; the bound that it proves itself."""
     if not can_offload(problem.chain, problem.link):
-        return _schedules_of(problem, solver, time_limit_seconds, [])
-    copied: list[ReplayedSchedule] = []
+        return _find_without_copies(problem, solver, time_limit_seconds, found)
     if solver in USE_LINK:
-        copied = schedules_with_copies(problem, solver, time_limit_seconds or DEFAULT_ILP_SECONDS)
+        found += schedules_with_copies(problem, solver, time_limit_seconds or DEFAULT_ILP_SECONDS)
     if solver == "auto":
-        best = _fastest(problem, copied)
+        best = _fastest(problem, found)
         if best is None or not _is_proven(best.seconds, _bound(problem)):
-            copied = copied + schedules_for_slower_links(problem, math.inf if best is None else best.seconds)
-    return _schedules_of(problem, solver, time_limit_seconds, copied)[0], 0.0  # no method knows links in its proof
+            found += schedules_for_slower_links(problem, math.inf if best is None else best.seconds)
+    _find_without_copies(problem, solver, time_limit_seconds, found)
+    return 0.0  # no method knows links in its proof
 
 
-def _schedules_of(
-    problem: Problem, solver: str, time_limit_seconds: float | None, copied: list[ReplayedSchedule]
-) -> tuple[list[ReplayedSchedule], float]:
-    """The method's schedules without copies, and those with copies that are known already."""
+def _find_without_copies(
+    problem: Problem, solver: str, time_limit_seconds: float | None, found: list[ReplayedSchedule]
+) -> float:
     if solver in BASELINES:
-        return baseline_schedules(problem.chain, solver), 0.0
-    if solver == "offload_only":
-        return copied + _kept_whole(problem.chain), 0.0
-    if solver in ("rotor", "pofo", "offload_ilp"):
-        return copied + rotor_schedules(problem), 0.0
-    if solver == "auto":
-        return _auto(problem, time_limit_seconds, copied)
-    if solver == "ilp":
-        return _ilp(problem, time_limit_seconds or DEFAULT_ILP_SECONDS)
-    return _replayed(problem, solver, exhaustive.solve(problem))
+        found += baseline_schedules(problem.chain, solver)
+    elif solver == "offload_only":
+        found += _kept_whole(problem.chain)
+    elif solver in ("rotor", "pofo", "offload_ilp"):
+        found += rotor_schedules(problem)
+    elif solver == "auto":
+        return _find_by_all(problem, time_limit_seconds, found)
+    elif solver == "ilp":
+        return _find_by_program(problem, time_limit_seconds or DEFAULT_ILP_SECONDS, found)
+    else:
+        return _add(problem, solver, exhaustive.solve(problem), found)
+    return 0.0
 
 
 def _kept_whole(chain: Chain) -> list[ReplayedSchedule]:
     return [replayed(chain, "offload_only", schedule) for schedule in baselines.keep_all(chain)]
 
 
-def _ilp(problem: Problem, time_limit_seconds: float) -> tuple[list[ReplayedSchedule], float]:
-    """The program's answer; the extremes are incumbents, so that a feasible budget is never called infeasible.
+def _find_by_program(problem: Problem, time_limit_seconds: float, found: list[ReplayedSchedule]) -> float:
+    """Add the program's answer; the extremes are incumbents, so that a feasible budget is never called infeasible.
 
     Without shared tensors the program bounds the chain with them; where its answer does not fit together with
     them, the program with all of them counted throughout gives one that does.
     """
     chain, deadline = problem.chain, time.perf_counter() + time_limit_seconds
-    incumbents = [replayed(chain, "ilp", schedule) for schedule in extreme_schedules(chain)]
+    found += [replayed(chain, "ilp", schedule) for schedule in extreme_schedules(chain)]
     without_shared = replace(problem, chain=replace(chain, shared=()))
     share = time_limit_seconds / 2 if chain.shared else time_limit_seconds
-    schedules, proven = _replayed(problem, "ilp", ilp.solve(without_shared, share))
-    if chain.shared and proven < math.inf and not any(s.peak_bytes <= problem.budget_bytes for s in schedules):
+    answer = ilp.solve(without_shared, share)
+    proven = _add(problem, "ilp", answer, found)
+    if chain.shared and proven < math.inf and (answer.schedule is None or found[-1].peak_bytes > problem.budget_bytes):
         left = max(0.1, deadline - time.perf_counter())
-        schedules += _replayed(problem, "ilp", ilp.solve(replace(problem, chain=chain.folded()), left))[0]
-    return schedules + incumbents, proven
+        _add(problem, "ilp", ilp.solve(replace(problem, chain=chain.folded()), left), found)
+    return proven
 
 
-def _auto(
-    problem: Problem, time_limit_seconds: float | None, copied: list[ReplayedSchedule]
-) -> tuple[list[ReplayedSchedule], float]:
+def _find_by_all(problem: Problem, time_limit_seconds: float | None, found: list[ReplayedSchedule]) -> float:
     start, chain = time.perf_counter(), problem.chain
-    schedules = copied + all_baseline_schedules(chain) + rotor_schedules(problem)
-    best = _fastest(problem, schedules)
+    found += all_baseline_schedules(chain)
+    found += rotor_schedules(problem)
+    best = _fastest(problem, found)
     bound = bound_seconds(chain, problem.budget_bytes)
     is_open = bound < math.inf if best is None else not _is_proven(best.seconds, bound)
     limit = AUTO_ILP_SECONDS if time_limit_seconds is None else time_limit_seconds - (time.perf_counter() - start)
     if not is_open or limit <= 0 or len(chain.stages) > AUTO_ILP_STAGES:
-        return schedules, 0.0
-    of_program, proven = _ilp(problem, limit)
-    if len(chain.stages) <= EXHAUSTIVE_STAGES and _fastest(problem, schedules + of_program) is None:
-        return _replayed(problem, "exhaustive", exhaustive.solve(problem))  # schedules of no other method's class
-    return schedules + of_program, proven
+        return 0.0
+    proven = _find_by_program(problem, limit, found)
+    if len(chain.stages) <= EXHAUSTIVE_STAGES and _fastest(problem, found) is None:
+        found.clear()  # schedules of no other method's class
+        return _add(problem, "exhaustive", exhaustive.solve(problem), found)
+    return proven
 
 
-def _replayed(problem: Problem, solver: str, candidate: Candidate) -> tuple[list[ReplayedSchedule], float]:
-    schedules = [] if candidate.schedule is None else [candidate.schedule]
-    return [replayed(problem.chain, solver, schedule) for schedule in schedules], candidate.lower_bound_seconds
+def _add(problem: Problem, solver: str, candidate: Candidate, found: list[ReplayedSchedule]) -> float:
+    """Add a method's one schedule, if it has one; its bound. Raises KeyboardInterrupt where that ended its search."""
+    if candidate.schedule is not None:
+        found.append(replayed(problem.chain, solver, candidate.schedule))
+    if candidate.interrupted:
+        raise KeyboardInterrupt
+    return candidate.lower_bound_seconds
 
 
 def _frontier_schedules(chain: Chain, solver: str) -> list[ReplayedSchedule]:
@@ -263,5 +276,9 @@ def _frontier_schedules(chain: Chain, solver: str) -> list[ReplayedSchedule]:
 def _frontier_of_budgets(chain: Chain, solver: str, time_limit_seconds: float) -> list[Solution]:
     budgets = even_budgets(chain, shortage(chain).minimum_budget_bytes, FRONTIER_BUDGETS)
     share = time_limit_seconds / len(budgets)
-    solutions = [solve_chain(Problem(chain=chain, budget_bytes=b), solver, share) for b in budgets]
+    solutions: list[Solution[Schedule]] = []
+    for budget_bytes in budgets:
+        solutions.append(solve_chain(Problem(chain=chain, budget_bytes=budget_bytes), solver, share))
+        if solutions[-1].interrupted:
+            break
     return undominated((solution for solution in solutions if solution.schedule is not None), _PROVEN)

@@ -120,10 +120,12 @@ class Candidate:
 
     ``lower_bound_seconds`` holds for every schedule of the chain within the
     budget, not only for those the method looks at; 0 where it proves nothing.
+    ``interrupted``: Ctrl-C ended its search.
     """
 
     schedule: Schedule | None
     lower_bound_seconds: float = 0.0
+    interrupted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,10 +112,10 @@ def test_nothing_found_is_a_value_error_of_its_own():
 def test_an_interrupted_search_gives_its_best_plan(step, tmp_path, monkeypatch):
     solve = graph_solutions.solve_graph
     monkeypatch.setattr(graph_solutions, "solve_graph", lambda *a: dataclasses.replace(solve(*a), interrupted=True))
-    result = done("solve", step, "--budget", "75%", "--json", "-o", tmp_path / "plan.json")
-    assert "interrupted: best plan so far" in result.stderr
+    result = run("solve", step, "--budget", "75%", "--json", "-o", tmp_path / "plan.json", "--keep-best")
+    assert result.exit_code == 130 and "interrupted: best plan so far" in result.stderr
     assert json.loads(result.stdout)["interrupted"] is True
-    assert (tmp_path / "plan.json").exists()
+    assert json.loads((tmp_path / "plan.json").read_text())["interrupted"] is True
 
 
 def test_the_gap_reaches_the_search_of_a_graph_and_is_refused_elsewhere(step, files, monkeypatch):

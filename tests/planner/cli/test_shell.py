@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from planner.cli import shell
 
 
@@ -12,12 +14,12 @@ def test_lines_appear_while_the_work_goes_on(capsys, monkeypatch):
     monkeypatch.setattr(shell.time, "monotonic", lambda: next(clock))
     with shell.working() as progress:
         progress("first", 1, 9)
-        assert capsys.readouterr().err == "    0 s  first  1/9\n"
+        assert capsys.readouterr().err == "    0 s  first  1/9, about 1 s left\n"
         progress("soon after", 2, 9)
         progress("later", 3, 9)
         sys.stdout.write("said by a model\n")
         captured = capsys.readouterr()
-        assert captured.err == "    5 s  later  3/9\nsaid by a model\n" and captured.out == ""
+        assert captured.err == "    5 s  later  3/9, about 10 s left\nsaid by a model\n" and captured.out == ""
     assert capsys.readouterr().err == "    6 s  done  9/9\n"
 
 
@@ -25,3 +27,24 @@ def test_nothing_is_said_of_work_that_had_no_parts(capsys):
     with shell.working():
         pass
     assert capsys.readouterr().err == ""
+
+
+def test_progress_says_how_long_is_left_and_no_total_that_is_not_known(capsys, monkeypatch):
+    seconds = iter([0.0, 10.0, 20.0, 30.0])
+    monkeypatch.setattr(shell.time, "monotonic", lambda: next(seconds))
+    with shell.working() as progress:
+        progress("first", 1, 4)
+        progress("search", 5, 0)
+    assert capsys.readouterr().err.splitlines() == [
+        "   10 s  first  1/4, about 30 s left",
+        "   20 s  search  5 done",
+        "   30 s  done  6/6",
+    ]
+
+
+@pytest.mark.parametrize(("columns", "width"), [("60", 60), ("", shell.PLAIN_WIDTH), ("wide", shell.PLAIN_WIDTH)])
+def test_piped_output_is_as_wide_as_columns_says_and_has_no_trailing_blanks(capsys, monkeypatch, columns, width):
+    monkeypatch.setenv("COLUMNS", columns)
+    shell.show("word " * 40)
+    lines = capsys.readouterr().out.splitlines()
+    assert width - 5 < max(map(len, lines)) <= width and all(line == line.rstrip() for line in lines)

@@ -56,10 +56,14 @@ def old(files, tmp_path):
 
 def test_a_plan_is_printed_with_its_ops_and_its_peak(files, plan) -> None:
     text = done("show", files / "plan.json").stdout
-    assert "Ops, per kind of stage" in text
+    solved = done("solve", files / "profile.json", "--budget", "85%").stdout
+    both = set(text.splitlines()) & set(solved.splitlines())
+    assert any(line.startswith("predicted peak") for line in both)
+    assert not any(line.startswith(("resident", "recomputed", "solver")) for line in text.splitlines())
     assert f"Peak, predicted: {format_bytes(plan.predicted_peak_bytes)}" in text
     assert max(map(len, text.splitlines())) <= 100
     every = done("show", files / "plan.json", "--ops").stdout
+    assert "Ops, per kind of stage" in every
     assert every.count("held anyway") > text.count("held anyway")
 
 

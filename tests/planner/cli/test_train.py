@@ -117,3 +117,11 @@ def test_of_several_ranks_one_says_that_it_has_no_room_and_runs_no_step_again(fi
     assert "got too little on rank 1: " in result.stderr
     refusal = train(files, 2 * needed[0], "--retry", "2")
     assert refusal.exit_code == 2 and "--retry: expected one process, got several ranks" in refusal.stderr
+
+
+def test_training_says_losses_on_stderr_of_many_steps_every_kth(files, monkeypatch):
+    monkeypatch.setattr("planner.cli.train.LOSSES_SAID", 2)
+    ran = done("train", "zoo:mlp", *SMALL, "--plan", files / "plan.json", "--steps", "5", "--json")
+    losses = json.loads(ran.stdout)["losses"]
+    said = [line for line in ran.stderr.splitlines() if line.startswith("step ")]
+    assert said == [f"step {k} of 5: loss {losses[k - 1]:.6g}" for k in (1, 2, 4, 5)]

@@ -167,10 +167,16 @@ def test_every_kind_of_stage_is_said_once(plan: planner.Plan) -> None:
     kinds = groups_of_stages(plan)
     members = sorted(k for found in kinds for k in found.members)
     assert members == [k for k, stage in enumerate(plan.stages) if stage.kind == "stage"]
-    text = text_of(plan_ops_report(plan))
+    text = text_of(plan_ops_report(plan, every_op=True))
     for found in kinds:
-        assert f"{found.title}, {found.decision}:" in text
+        assert f"{found.title.replace('transformer.', '')}, {found.decision}:" in text
     assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_without_request_only_stages_of_which_a_part_runs_again_are_told_of(plan: planner.Plan) -> None:
+    stages = tuple(replace(plan.stages[k], decision="selective" if k == 2 else "keep") for k in range(len(plan.stages)))
+    text = text_of(plan_ops_report(replace(plan, stages=stages)))
+    assert (text.count(", selective:"), text.count(", keep:")) == (1, 0)
 
 
 def test_every_op_is_listed_on_request(plan: planner.Plan) -> None:
@@ -184,7 +190,7 @@ def test_every_op_is_listed_on_request(plan: planner.Plan) -> None:
 
 def test_a_plan_without_menus_says_decisions_alone(plan: planner.Plan) -> None:
     stages = tuple(replace(stage, menu=-1, decision="keep", option="") for stage in plan.stages)
-    text = text_of(plan_ops_report(replace(plan, menus=(), stages=stages)))
+    text = text_of(plan_ops_report(replace(plan, menus=(), stages=stages), every_op=True))
     assert text.count(", keep:") == sum(stage.kind == "stage" for stage in plan.stages)
 
 
@@ -195,7 +201,7 @@ def test_a_plan_without_menus_says_decisions_alone(plan: planner.Plan) -> None:
         (["h.0", "h.1", "h.2", "h.5"], "h.0 to 2, 5 (4 stages)"),
         (["0", "2", "4", "6"], "0, 2, ... 6 (4 stages)"),
         (["block", "block#1", "block#2"], "block ... block#2 (3 stages)"),
-        (["a.0.x", "a.1.x"], "a.0 to 1.x (2 stages)"),
+        (["a.0.x", "a.1.x"], "a.0.x, 1.x (2 stages)"),
         (["encoder", "decoder"], "encoder, decoder (2 stages)"),
     ],
 )

@@ -46,7 +46,7 @@ def test_everything_is_drawn_and_named_in_the_legend():
     axes = figure.axes[0]
     names = {text.get_text() for text in figure.legends[0].get_texts()}
     solvers = {"keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "rotor"}
-    assert names == solvers | {"lower bound", "unplanned", "no plan fits", "budget"}
+    assert names == solvers | {"lower bound", "unplanned", "no plan fits", "budget 55.0 MiB"}
     assert axes.get_title() == "Net on cpu"
     assert "MiB" in axes.get_xlabel() and "ms" in axes.get_ylabel()
     colours = {to_rgba(line.get_color()) for name, line in lines(figure).items() if name in solvers}
@@ -93,7 +93,7 @@ def test_large_models_are_drawn_in_gib_and_seconds():
     axes = figure.axes[0]
     assert "GiB" in axes.get_xlabel() and "[s]" in axes.get_ylabel()
     assert list(lines(figure)["rotor"].get_xdata())[:2] == [40, 70]
-    assert list(lines(figure)["budget"].get_xdata()) == [55, 55]
+    assert list(lines(figure)["budget 55.0 GiB"].get_xdata()) == [55, 55]
 
 
 def test_every_point_lies_inside_the_axes():

@@ -50,7 +50,8 @@ def test_the_legend_names_everything_and_lies_beside_the_curves(all_four: list[T
     figure = timeline_figure(all_four, budget_bytes=18, title="Net on cpu")
     names = {text.get_text() for text in figure.legends[0].get_texts()}
     phases = {"forward", "backward", "optimizer"}
-    assert names == {"predicted", "measured", "without the plan", "budget 18 B"} | phases
+    areas = {"model states and batch", "recomputation"}
+    assert names == {"predicted", "measured", "without the plan", "budget 18 B"} | areas | phases
     figure.canvas.draw()
     legend = figure.legends[0].get_window_extent()
     assert all(legend.y1 <= axes.get_window_extent().y0 for axes in figure.axes[:2])
@@ -64,6 +65,18 @@ def test_phases_are_shaded_where_they_run(timelines: list[Timeline]) -> None:
         assert [span.x1 for span in spans] == pytest.approx([end * 1e3 for _, _, end in timeline.phases()])
 
 
+def test_what_runs_again_and_what_stays_have_areas_of_their_own(timelines: list[Timeline]) -> None:
+    """The first stage runs again from 4 s on; 10 B are there all the time."""
+    above, below, _ = timeline_figure(timelines, budget_bytes=18).axes
+    areas = {str(area.get_label()): area.get_paths()[0].get_extents() for area in below.collections}
+    again = [span for span in timelines[1].spans if span.action == "recompute"]
+    assert (areas["recomputation"].x0, areas["recomputation"].x1) == pytest.approx(
+        (again[0].start_seconds * 1e3, again[-1].end_seconds * 1e3)
+    )
+    assert areas["model states and batch"].y1 == 10
+    assert not any(area.get_label() == "recomputation" for area in above.collections)
+
+
 def test_measured_phases_are_a_strip_of_their_own(all_four: list[Timeline]) -> None:
     above = timeline_figure(all_four, budget_bytes=18).axes[0]
     assert len(above.patches) == 2 * len(all_four[0].phases())
@@ -72,7 +85,7 @@ def test_measured_phases_are_a_strip_of_their_own(all_four: list[Timeline]) -> N
 def test_peaks_are_marked_and_explained(all_four: list[Timeline], peaks: list[ExplainedPeak]) -> None:
     figure = timeline_figure(all_four, budget_bytes=18, peaks=peaks)
     above, below, beside = figure.axes
-    assert [text.get_text() for text in below.texts] == ["peak 17 B predicted, 17 B measured"]
+    assert [text.get_text() for text in below.texts] == ["recompute first", "peak 17 B predicted, 17 B measured"]
     words = beside.texts[0].get_text()
     assert "17 B in the forward of second" in words
     assert "• 10 B  resident" in words and "• 6 B  made as its forward runs, second" in words

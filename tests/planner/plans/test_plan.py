@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
@@ -74,4 +75,19 @@ def test_a_plan_and_a_profile_print_in_a_line_and_a_summary_in_some(files):
     peak, slowdown = plan.summary().splitlines()[1:3]
     assert format_bytes(plan.predicted_peak_bytes) in peak and f"{plan.slowdown:.2f} times" in slowdown
     assert len(plan.summary().splitlines()) < 20
-    assert html.unescape(plan._repr_html_()) == f"<pre>{plan.summary()}</pre>"
+    text, picture = plan._repr_html_().split("</pre>")
+    assert html.unescape(text) == f"<pre>{plan.summary()}"
+    assert picture == plan.timeline()._repr_svg_()
+
+
+def test_a_plan_s_picture_has_its_curve_below_the_budget_s_line(files):
+    plan = planner.Plan.load(files / "plan.json")
+    drawing = ElementTree.fromstring(plan.timeline().svg)
+    polygon, line, _ = drawing
+    heights = [float(point.split(",")[1]) for point in polygon.attrib["points"].split()]
+    bottom = max(heights)
+    share = (bottom - min(heights)) / (bottom - float(line.attrib["y1"]))
+    assert share == pytest.approx(plan.predicted_peak_bytes / plan.budget_bytes, abs=2e-3)  # Points have one decimal.
+    assert len(plan.timeline().svg) < 20_000
+    with pytest.raises(ValueError, match="carries the chain"):
+        replace(plan, chain=None).timeline()
