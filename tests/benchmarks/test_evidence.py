@@ -68,7 +68,8 @@ def test_a_benchmark_takes_the_arguments_of_the_list(benchmark, form, monkeypatc
 # Fingerprints
 
 SOURCES = {
-    "benchmarks/speed.py": '"""Speed."""\nimport planner\nfrom solvers.chain import rotor\nplanner.solve(1)\n',
+    "benchmarks/speed.py": '"""Speed."""\nimport planner\nfrom benchmarks.reporting import x\n'
+    "from solvers.chain import rotor\nplanner.solve(1)\n",
     "benchmarks/reporting.py": "x = 1\n",
     "planner/__init__.py": "if TYPE_CHECKING:\n    from planner.plans.solving import solve as solve\n"
     "    from planner.cli.shell import show as show\n",
