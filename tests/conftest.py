@@ -75,6 +75,12 @@ def blocks() -> planner.Profile:
 
 
 @pytest.fixture(autouse=True)
+def width_of_plain_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed is as wide as elsewhere: pytest-xdist sets COLUMNS."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)  # libraries under test may draw from the global generator

@@ -55,7 +55,10 @@ def test_commands_with_results_take_json(name):
         (["max-batch", "zoo:mlp", "--budget", "50%"], "--budget: expected what the device holds"),
         (["advise", "zoo:mlp"], "--budget: expected the most bytes alive at once, got none; "),
         (["profile", "zoo:mlp", "--limit", "-1"], "--limit: expected a size such as 8GiB"),
-        (["solve", "x.json", "--headroom", "x"], "--headroom: expected bytes (512MiB, 1234567, 0) or a share"),
+        (
+            ["solve", "x.json", "--headroom", "x"],
+            "--headroom: expected bytes (512MiB, 1234567, 0), a share of the budget",
+        ),
         (["solve", "x.json", "--host-memory", "x"], "--host-memory: expected a size such as 8GiB"),
         (["train", "--steps", "0"], "--steps: expected a number greater than or equal to 1, got '0'; "),
         (["train", "--steps", "few"], "--steps: expected a whole number, got 'few'; "),
