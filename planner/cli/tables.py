@@ -38,7 +38,7 @@ def solution_report(summary: SolutionSummary) -> RenderableType:
 
 def promises_report(summary: SolutionSummary) -> RenderableType:
     """What is promised of peak and time, and what holds that is not seen from the stages."""
-    left_out = ("recomputed", "resident")
+    left_out = ("recomputed", "solver", "resident")
     return facts([*(row for row in _claims(summary) if row[0] not in left_out), *_left_out(summary.left_out or ())])
 
 

@@ -17,6 +17,7 @@ from solvers.problem.chain_simulator import LiveSet, alive_before, alive_before_
 
 KEPT = "kept from forward"
 MADE_AGAIN = "made again"
+BITS = "kept as bits"
 OUTPUTS = "outputs of stages"
 LEFT = "left by stages that keep nothing"
 CASTS = "casts of parameters"
@@ -226,7 +227,9 @@ class _Explained:
             given = min(-left, self._outputs.get(k - 1, 0))
             self._outputs[k - 1] = self._outputs.get(k - 1, 0) - given
             left += given
-        yield self._of(KEPT if menu is None else "kept, not told apart", k, left)
+        packed = menu is not None and number > 0 and menu.options[number - 1].packed
+        named = KEPT if menu is None else BITS if packed and left > 0 else "kept, not told apart"
+        yield self._of(named, k, left)
 
     def _stored(self, k: int, menu: MenuRecord, option: int, left: int) -> Iterator[PeakPart]:
         """The storages that a stage keeps, and those of its output that are held for longer than the next stage does.

@@ -209,7 +209,9 @@ def _check(stages: Sequence[PlannedStage], dropped: frozenset[int], holding_inpu
     for k in sorted(dropped):
         stage = stages[k]
         if stage.kind != "stage":
-            raise UnsupportedPlan(f"plan: expected {stage.name!r} to be kept, got a rerun of it; solve again")
+            raise UnsupportedPlan(
+                f"plan: expected what runs outside of stages to be kept, got a rerun of it ({stage.name!r}); solve again"
+            )
         if k not in holding_input and (k - 1) not in dropped:
             raise UnsupportedPlan(
                 f"plan: expected the input of stage {stage.name!r} to be kept or its forerunner to be recomputed, "

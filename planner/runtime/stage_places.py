@@ -106,9 +106,15 @@ class StagePlaces:
 
 
 def split_name(stage: str) -> tuple[str, int]:
-    """A stage's module name and call number: ``"block#2"`` is the third call of ``block``."""
+    """A stage's module name and call number: ``"block#2"`` is the third call of ``block``.
+
+    What runs outside of stages is named after those around it, and has no number.
+
+    >>> split_name("block#2"), split_name("between block#1 and head")
+    (('block', 2), ('between block#1 and head', 0))
+    """
     name, _, number = stage.partition("#")
-    return name, int(number) if number else 0
+    return (name, int(number)) if number.isdecimal() else (stage, 0)
 
 
 def _kind(stage: PlannedStage) -> _Kind:

@@ -81,7 +81,7 @@ def test_the_whole_way(folder):
     trained = json.loads(done("train", f"{folder}/net.py:build", "--plan", plan, "--steps", "2", "--json").stdout)
     assert trained["measured_peak_bytes"] == trained["predicted_peak_bytes"] == document["predicted_peak_bytes"]
     shown = done("show", plan).stdout
-    assert "recompute native_layer_norm in Block" in shown and "by hand" in shown
+    assert "recompute native_layer_norm in Block" in " ".join(shown.split())
     assert planner.Plan.load(plan).stated == tuple(document["stated"])
 
 

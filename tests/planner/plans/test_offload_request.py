@@ -224,7 +224,7 @@ def test_curves_over_a_link_stand_beside_those_that_recompute(file: Path, tmp_pa
     done("pareto", file, "--link-gbps", "100", "--csv", table, "-o", picture)
     frame = pd.read_csv(table)
     assert {"offload_only", "auto", "rotor"} <= set(frame["solver"]) and picture.stat().st_size > 0
-    assert not set(planner.pareto(file)["solver"]) & {"offload_only", "auto"}
+    assert "offload_only" not in set(planner.pareto(file)["solver"])
     rows = frame.to_dict("records")
     bounds = [(row["budget_bytes"], row["lower_bound_seconds"]) for row in rows if row["solver"] == "lower_bound"]
     for row in (row for row in rows if row["solver"] == "auto"):
@@ -238,8 +238,8 @@ def test_curves_over_a_link_stand_beside_those_that_recompute(file: Path, tmp_pa
     [
         (["--no-offload", "--offload-only"], "got both"),
         (["--offload-only"], "no link is known"),
-        (["--link-gbps", "-1"], "not negative"),
-        (["--devices-per-link", "0"], "at least one device"),
+        (["--link-gbps", "-1"], "a number greater than or equal to 0"),
+        (["--devices-per-link", "0"], "a number greater than or equal to 1"),
         (["--host-memory", "much"], "expected a size"),
     ],
 )
