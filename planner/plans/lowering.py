@@ -210,7 +210,7 @@ def _check(stages: Sequence[PlannedStage], dropped: frozenset[int], holding_inpu
         stage = stages[k]
         if stage.kind != "stage":
             raise UnsupportedPlan(
-                f"plan: expected what runs outside of stages to be kept, got a rerun of it ({stage.name!r}); solve again"
+                f"plan: expected what is outside of stages to be kept, got a rerun of it ({stage.name!r}); solve again"
             )
         if k not in holding_input and (k - 1) not in dropped:
             raise UnsupportedPlan(
