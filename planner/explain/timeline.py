@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
+
+import numpy as np
 
 from planner.plans.plan import Plan
 from solvers import Chain, Schedule, replay
@@ -73,6 +76,41 @@ class Timeline:
             spans = list(group)
             phases.append((phase, spans[0].start_seconds, spans[-1].end_seconds))
         return phases
+
+
+def aligned(measured: Timeline, predicted: Timeline) -> Timeline:
+    """A measured step with its actions at the times at which a predicted one has them.
+
+    What the prediction does not have lies between its neighbours, as far along as it was measured. Where the two have
+    no action in common, the step stays as it is.
+    """
+    places = _occurrences(predicted)
+    points = [(0.0, 0.0)]
+    for key, span in _occurrences(measured).items():
+        if key in places:
+            place = places[key]
+            points += [(span.start_seconds, place.start_seconds), (span.end_seconds, place.end_seconds)]
+    if len(points) == 1:
+        return measured
+    times, places_of_times = np.maximum.accumulate(sorted(points)).T
+
+    def moved(seconds: float) -> float:
+        return float(np.interp(seconds, times, places_of_times))
+
+    spans = measured.spans
+    moved_spans = (replace(s, start_seconds=moved(s.start_seconds), end_seconds=moved(s.end_seconds)) for s in spans)
+    return replace(measured, spans=tuple(moved_spans))
+
+
+def _occurrences(timeline: Timeline) -> dict[tuple[str, str, str, int], Span]:
+    """The spans by what they do, and how many of the same came before."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    found = {}
+    for span in timeline.spans:
+        key = span.phase, span.stage, span.action
+        found[(*key, counts[key])] = span
+        counts[key] += 1
+    return found
 
 
 def predicted_timelines(

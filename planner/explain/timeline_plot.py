@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from planner.explain.figures import AxisUnits, check_picture, units_up_to, write_picture
 from planner.explain.peak import Peak
 from planner.explain.peak_report import PeakRow, moment_in_words
-from planner.explain.timeline import PhaseName, Span, Timeline
+from planner.explain.timeline import PhaseName, Span, Timeline, aligned
 from planner.plans.short_names import common_path, names_in_short
 from planner.units import format_bytes
 from profiler.op_graph import kind_of
@@ -77,6 +77,7 @@ def timeline_figure(
     timelines: Sequence[Timeline], *, budget_bytes: int, peaks: Sequence[ExplainedPeak] = (), title: str = ""
 ) -> Figure:
     """The figure that ``draw_timeline`` writes."""
+    timelines = _side_by_side(timelines)
     units = _units(timelines, budget_bytes)
     figure = Figure(figsize=(12, 7.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -97,13 +98,25 @@ def timeline_figure(
         lowest = figure.add_subplot(grid[2, 0], sharex=above)
         below.tick_params(labelbottom=False)
         draw_engines(lowest, timeline, units.seconds_each)
-    lowest.set_xlabel(f"time since the step began [{units.seconds_name}]")
+    whose = ", as predicted" if any(timeline.source == "measured" for timeline in timelines) else ""
+    lowest.set_xlabel(f"time since the step began{whose} [{units.seconds_name}]")
     _set_limits(below, timelines, budget_bytes, units)
     _list_parts(figure.add_subplot(grid[:, 1]), peaks)
     _add_legend(figure, [below, lowest] if copying else [below], timelines)
     if title:
         figure.suptitle(title, fontsize="medium")
     return figure
+
+
+def _side_by_side(timelines: Sequence[Timeline]) -> list[Timeline]:
+    """Measured steps with their actions where the predicted ones have them: else only seconds were compared."""
+    predicted = {timeline.planned: timeline for timeline in timelines if timeline.source == "predicted"}
+    return [
+        aligned(timeline, predicted[timeline.planned])
+        if timeline.source == "measured" and timeline.planned in predicted
+        else timeline
+        for timeline in timelines
+    ]
 
 
 def _units(timelines: Sequence[Timeline], budget_bytes: int) -> AxisUnits:

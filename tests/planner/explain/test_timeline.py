@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
 import planner
-from planner.explain.timeline import COLUMNS, Timeline, predicted_timelines, seconds_outside_chain_of, timeline_table
+from planner.explain.timeline import (
+    COLUMNS,
+    Span,
+    Timeline,
+    aligned,
+    predicted_timelines,
+    seconds_outside_chain_of,
+    timeline_table,
+)
 from planner.plans.plan import chain_in
 from solvers import Action, Schedule
 from tests.support.small_chain import DROPPED, small_chain, two_stages
@@ -97,3 +106,25 @@ def test_a_plan_without_its_chain_or_with_another_one_is_refused(plan: planner.P
         chain_in(replace(plan, chain=None), "old.json")
     with pytest.raises(ValueError, match="expected its chain to give the predicted peak"):
         chain_in(replace(plan, predicted_peak_bytes=plan.predicted_peak_bytes + 1))
+
+
+def test_a_measured_step_is_drawn_action_by_action_where_the_prediction_has_it() -> None:
+    """One action that was not predicted lies between its neighbours; slower ones do not push the others away."""
+
+    def step(source: Literal["predicted", "measured"], *spans: tuple[str, float, float]) -> Timeline:
+        of = [
+            Span(
+                phase="forward", stage=stage, action="forward", start_seconds=start, end_seconds=end,
+                before_bytes=0, peak_bytes=1, after_bytes=0,
+            )
+            for stage, start, end in spans
+        ]  # fmt: skip
+        return Timeline(source=source, planned=True, spans=tuple(of))
+
+    predicted = step("predicted", ("a", 0, 1), ("b", 1, 3), ("b", 3, 4))
+    measured = step("measured", ("a", 0, 10), ("gap", 10, 20), ("b", 20, 22), ("b", 22, 30))
+    drawn = aligned(measured, predicted)
+    assert [(s.start_seconds, s.end_seconds) for s in drawn.spans] == [(0, 1), (1, 1), (1, 3), (3, 4)]
+    assert [s.stage for s in drawn.spans] == ["a", "gap", "b", "b"]
+    other = step("measured", ("x", 0, 2))
+    assert aligned(other, predicted) == other
