@@ -22,7 +22,7 @@ def blocks_in_words(record: LeftOutRecord) -> str:
     """Their names and class.
 
     >>> blocks_in_words(LeftOutRecord(names=("h.0", "h.1"), module_class="Block", kept_bytes=8, reason="it draws"))
-    'h.0 to 1 (2 Block)'
+    'h.0, 1 (2 Block)'
     """
     names = record.names
     of_class = record.module_class if len(names) == 1 else f"{len(names)} {record.module_class}"

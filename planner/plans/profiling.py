@@ -148,10 +148,10 @@ def _common_by_hand(ops: StageOps, packed: frozenset[int]) -> Iterator[Choice]:
     """What practitioners choose: one child module recomputed, the cheap kinds of ops recomputed."""
     for child in sorted({op.module.partition(".")[0] for op in ops.ops if op.module}):
         yield from _dropping(ops, lambda op, c=child: op.module == c or op.module.startswith(c + "."), child, packed)
-    if packed:  # Without bits that is no choice, but the stage recomputed.
-        yield Choice.of(ops, (k for k, storage in enumerate(ops.storages) if storage.op < 0), packable=packed)
     cheap = "norms and activations"
     yield from _dropping(ops, lambda op: any(kind in op.kind for kind in _CHEAP_KINDS), cheap, packed)
+    if packed:  # Without bits that is no choice, but the stage recomputed.
+        yield from _dropping(ops, lambda _: True, "everything", packed)
 
 
 def _dropping(ops: StageOps, which: Callable[[StageOp], bool], name: str, packed: frozenset[int]) -> Iterator[Choice]:

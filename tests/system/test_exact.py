@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import planner
 from planner.plans.cost_model import chain_of
 from planner.runtime.dropped_stage import DroppedStage
-from profiler.recomputation import module_rerun, op_tape
+from profiler.recomputation import module_rerun, op_tape, packed_bits
 from profiler.workload.workload import Workload
 from solvers import replay
 from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
@@ -70,6 +70,8 @@ def bookkeeping_muted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(op_tape, name, muted(getattr(op_tape, name)))
     monkeypatch.setattr(op_tape.ShapeOnly, "tensor", muted(op_tape.ShapeOnly.tensor))
     monkeypatch.setattr(op_tape, "drawing_from", muted_around(op_tape.drawing_from))
+    for name in ("__init__", "unpack_into"):
+        monkeypatch.setattr(packed_bits.PackedBits, name, muted(getattr(packed_bits.PackedBits, name)))
 
 
 RANDOM_STATE_BYTES = torch.get_rng_state().nbytes

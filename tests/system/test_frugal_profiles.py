@@ -129,11 +129,11 @@ def test_options_inside_stages_have_the_bytes_of_the_plain_profile() -> None:
     assert len(frugal.menus) == len(plain.menus)
     compared = 0
     for one, other in zip(plain.menus, frugal.menus, strict=True):
-        known = {option.rerun: without_seconds(option) for option in one.options}
+        known = {option.again: without_seconds(option) for option in one.options}
         for option in other.options:
-            if option.rerun in known:
+            if option.again in known:
                 compared += 1
-                assert {**known[option.rerun], "name": ""} == {**without_seconds(option), "name": ""}
+                assert {**known[option.again], "name": ""} == {**without_seconds(option), "name": ""}
     assert compared >= 3
 
 

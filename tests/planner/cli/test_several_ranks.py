@@ -13,7 +13,7 @@ from tests.support.command_line import SMALL, refused
 from tests.support.late_release import late_bytes
 from tests.support.torchrun import output_of_ranks
 
-TRAIN = ["train", "zoo:mlp", "--set", "layers=6", "hidden=32", "batch=256", "--budget", "85%", "--steps", "2", "--json"]
+TRAIN = ["train", "zoo:mlp", "--set", "layers=6", "hidden=32", "batch=256", "--budget", "95%", "--steps", "2", "--json"]
 
 
 @pytest.mark.slow

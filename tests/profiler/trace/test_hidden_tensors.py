@@ -88,7 +88,7 @@ def test_stages_that_hide_tensors_are_kept_by_name_and_what_hides_counts_while_t
     assert "4-bit" in left_out.remedy
     unplanned_bytes, expected = peak_and_losses(functions, None)
     assert unplanned_bytes == profile.unplanned_peak_bytes
-    with pytest.raises(planner.Infeasible, match=r"1 to 2 \(2 Block\) cannot run again: Eight keeps") as refusal:
+    with pytest.raises(planner.Infeasible, match=r"1, 2 \(2 Block\) cannot run again: Eight keeps") as refusal:
         planner.solve(profile, "50%")
     for budget in (refusal.value.minimum_budget_bytes, (refusal.value.minimum_budget_bytes + unplanned_bytes) // 2):
         plan = planner.solve(profile, budget)
