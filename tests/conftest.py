@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,12 @@ def blocks() -> planner.Profile:
 def width_of_plain_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is printed is as wide as elsewhere: pytest-xdist sets COLUMNS."""
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def folders_of_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of a target joins ``sys.path``, as that of a script does; what other tests start has it not."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture(autouse=True)
