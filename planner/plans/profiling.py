@@ -104,13 +104,14 @@ def choices_for(ops: StageOps) -> list[Choice]:
         are given once.
     """
     packable = ops.packable()
-    found: list[Choice] = []
-    for packed in (frozenset(), packable) if packable else (packable,):
-        choices = {choice.again: choice for choice in (*_frontier(ops, packed), *_common_by_hand(ops, packed))}
-        found += [choice for choice in choices.values() if choice.rerun and bool(choice.packed) == bool(packed)][
-            :MOST_CHOICES
-        ]
-    return found
+    with_bits = _distinct(ops, packable) if packable else []
+    return [*_distinct(ops, frozenset())[:MOST_CHOICES], *[each for each in with_bits if each.packed][:MOST_CHOICES]]
+
+
+def _distinct(ops: StageOps, packed: frozenset[int]) -> list[Choice]:
+    """Choices in which something runs again, each once; ``packed``: ops that are unpacked in place of that."""
+    choices = {choice.again: choice for choice in (*_frontier(ops, packed), *_common_by_hand(ops, packed))}
+    return [choice for choice in choices.values() if choice.rerun]
 
 
 def _packing(ops: StageOps, packed: frozenset[int]) -> StageOps:
