@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,7 @@ import typer
 from rich.markup import escape
 
 from planner.cli.options import AsJson, BudgetText, Device, HeadroomText, Settings, TargetArgument
-from planner.cli.profiling import default_file, profile_file
+from planner.cli.profiling import default_file, profile_file, profile_of_target
 from planner.cli.several_ranks import workload_of
 from planner.cli.shell import check_folder, say_written, show, show_json, working
 from planner.units import counted, exact_bytes, format_bytes, format_seconds
@@ -81,12 +80,9 @@ def fit_command(
 
 
 def _profiled(target: TargetRecord, path: Path, *, graph: bool) -> tuple[Workload, Profile | GraphProfile]:
-    from planner.distributed.collective import profile
-
     with working() as progress:
         workload = workload_of(target)
-        measured = profile(workload, graph=True, progress=progress) if graph else profile(workload, progress=progress)
-    measured = replace(measured, target=target)
+        measured = profile_of_target(workload, target, progress, graph=graph)
     measured.save(path)
     return workload, measured
 

@@ -21,6 +21,9 @@ from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
     from planner.explain.state_table import ModelStates
+    from profiler.graph_profile import GraphProfile
+    from profiler.measurement.measuring import Progress
+    from profiler.records import Profile
     from profiler.workload.workload import Workload
 
 
@@ -123,6 +126,16 @@ def _profile_graph(target: TargetRecord, path: Path, *, others: bool, as_json: b
     else:
         show(graph_profile_report(measured))
     say_written(path)
+
+
+def profile_of_target(
+    workload: Workload, target: TargetRecord, progress: Progress, *, graph: bool
+) -> Profile | GraphProfile:
+    """The profile of a target's workload, of stages or of single ops, which records the target."""
+    from planner.distributed.collective import profile
+
+    measured = profile(workload, graph=True, progress=progress) if graph else profile(workload, progress=progress)
+    return replace(measured, target=target)
 
 
 def default_file(target: TargetRecord, ending: str, folder: Path = Path(), **same: Any) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import typer
 
 from planner.cli import documents, tables
 from planner.cli.interrupts import INTERRUPTED, say_interrupted
+from planner.cli.profiling import profile_of_target
 from planner.cli.report import check_report
 from planner.cli.several_ranks import check_joined
 from planner.cli.shell import (
@@ -25,7 +26,6 @@ from planner.cli.shell import (
     show_json,
     working,
 )
-from planner.distributed.collective import profile
 from planner.distributed.rank_failures import RankError
 from planner.distributed.rank_workloads import sharded_together
 from planner.distributed.sharding import Engine
@@ -81,9 +81,7 @@ class PlanRequest:
     def made_for(self, workload: Workload, target: TargetRecord, progress: Progress) -> Plan | GraphPlan:
         """The plan for the workload of a target, profiled and solved for."""
         assert self.budget is not None
-        if self.graph:
-            return solve(replace(profile(workload, graph=True, progress=progress), target=target), self.budget)
-        return solve(replace(profile(workload, progress=progress), target=target), self.budget)
+        return solve(profile_of_target(workload, target, progress, graph=self.graph), self.budget)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
