@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from planner.notebook_view import AliveDuring, html_table
 from planner.plans.offload_request import link_document, link_from
 from planner.plans.plan import Plan
 from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
 from planner.steps.graph_problem import StepSurroundings
+from planner.units import counted, format_seconds
 from profiler.graph_profile import GRAPH_KIND
 from profiler.json_files import from_plain, read_document, to_plain
-from profiler.step_graph import StepGraph
-from profiler.step_replay import StepCopy, StepRuns
+from profiler.step_graph import StepGraph, StepOp
+from profiler.step_replay import StepCopy, StepRuns, replay_step
+
+KINDS_SHOWN = 8  # in a notebook
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -40,6 +45,38 @@ class GraphPlan(PlanClaims):
     around: StepSurroundings
     runs: StepRuns
     copies: tuple[StepCopy, ...] = ()
+
+    def _decision_table(self) -> str:
+        rows = []
+        for kind, again in self._run_again_by_kind():
+            seconds = sum(op.seconds * runs for op, runs in again.items())
+            rows.append((kind, str(len(again)), str(sum(again.values())), format_seconds(seconds)))
+        shown, rest = rows[:KINDS_SHOWN], len(rows) - KINDS_SHOWN
+        more = [(f"and {counted(rest, 'other kind')}", "", "", "")] if rest > 0 else []
+        return html_table(("run again", "ops", "extra runs", "extra time"), [*shown, *more])
+
+    def _run_again_by_kind(self) -> list[tuple[str, dict[StepOp, int]]]:
+        """Kinds of ops, dearest first, and how often each op of them runs again."""
+        kinds: dict[str, dict[StepOp, int]] = {}
+        for ordinal, count in Counter([*self.runs.forward, *self.runs.backward]).items():
+            if count > 1:
+                op = self.graph.ops[ordinal]
+                kinds.setdefault(op.kind, {})[op] = count - 1
+        return sorted(kinds.items(), key=lambda pair: -sum(op.seconds * again for op, again in pair[1].items()))
+
+    def _alive(self) -> Iterator[AliveDuring]:
+        around, ops = self.around, self.graph.ops
+        replayed = replay_step(self.graph, self.runs, held=around.held_bytes > 0, copies=self.copies)
+        sides = (
+            (self.runs.forward, replayed.forward, around.forward_bytes),
+            (self.runs.backward, replayed.backward, around.backward_bytes),
+        )
+        for ordinals, side, beside_bytes in sides:
+            before = side.start_bytes
+            for ordinal, peak, after in zip(ordinals, side.peaks, side.alive, strict=True):
+                sizes = before, max(before, peak, after), after
+                yield AliveDuring(ops[ordinal].seconds, *(beside_bytes + size for size in sizes))
+                before = after
 
     def _decided(self) -> Any:
         ops = [[op.name, op.op, op.side, op.reads, op.makes] for op in self.graph.ops]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from planner.notebook_view import AliveDuring, html_table
 from planner.plans.offload_request import link_document, link_from
 from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
 from planner.plans.short_names import names_in_short
-from planner.units import format_bytes
+from planner.units import format_bytes, format_seconds
 from profiler.json_files import from_plain, read_document, to_plain
 from profiler.records import KEYS as PROFILE_KEYS, KIND, LeftOutRecord, MenuRecord, ResidentBytes
 from solvers.problem.chain import Chain
@@ -75,16 +76,6 @@ class PlannedStage:
     keeps_gathered: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SvgPicture:
-    """A small picture as SVG text, which notebooks show."""
-
-    svg: str
-
-    def _repr_svg_(self) -> str:
-        return self.svg
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(PlanClaims):
     """A schedule with names and predictions. Bytes and seconds are of one whole training step.
@@ -118,28 +109,37 @@ class Plan(PlanClaims):
     saved_gather_seconds: float = 0.0
 
     def _what_is_done(self) -> list[str]:
-        done: dict[str, list[str]] = {}
+        done = self._by_decision()
+        # With zero-argument super a dataclass with slots would ask the class before it had them.
+        return [
+            *PlanClaims._what_is_done(self),
+            *(f"{what}: {names_in_short([stage.name for stage in stages])}" for what, stages in done.items()),
+        ]
+
+    def _by_decision(self) -> dict[str, list[PlannedStage]]:
+        """Stages with what happens to them, in words; parts outside of stages left out."""
+        done: dict[str, list[PlannedStage]] = {}
         for stage in self.stages:
             if stage.kind == "stage":
                 what = f"{stage.decision}, {stage.option}" if stage.decision == "selective" else stage.decision
-                done.setdefault(what, []).append(stage.name)
-        # With zero-argument super a dataclass with slots would ask the class before it had them.
-        return [*PlanClaims._what_is_done(self), *(f"{what}: {names_in_short(names)}" for what, names in done.items())]
+                done.setdefault(what, []).append(stage)
+        return done
 
-    def timeline(self) -> SvgPicture:
-        """The bytes alive over forward and backward as a small picture, which notebooks show; a line is the budget.
+    def _decision_table(self) -> str:
+        rows = [
+            (
+                names_in_short([stage.name for stage in stages]),
+                what,
+                format_bytes(sum(stage.kept_bytes for stage in stages)),
+                format_seconds(sum(stage.extra_seconds for stage in stages)),
+            )
+            for what, stages in self._by_decision().items()
+        ]
+        return html_table(("stages", "decision", "kept until backward", "extra time"), rows)
 
-        ``planner show plan.json --timeline FILE`` draws a larger one, with names.
-
-        Raises:
-            ValueError: the plan carries no chain, as those of older releases.
-        """
-        return _drawn(self)
-
-    def _repr_html_(self) -> str:
-        """For notebooks: what ``summary`` says, and the timeline."""
-        picture = "" if self.chain is None else self.timeline().svg
-        return f"{PlanClaims._repr_html_(self)}{picture}"  # With zero-argument super: as above.
+    def _alive(self) -> Iterator[AliveDuring]:
+        for moment in replay(chain_in(self), self.schedule, self.link).timeline:
+            yield AliveDuring(moment.seconds, moment.before_bytes, moment.peak_bytes, moment.after_bytes)
 
     def seconds_outside(self, chain: Chain) -> float:
         """Seconds of the step that are in none of the stages of its chain: the optimizer's."""
@@ -229,34 +229,6 @@ def _option_count(plan: Plan, stage: int) -> int:
 def _fits(chain: Chain, plan: Plan) -> bool:
     planned = [(stage.name, 1 + _option_count(plan, k)) for k, stage in enumerate(plan.stages)]
     return planned == [(stage.name, len(stage.options)) for stage in chain.stages]
-
-
-def _drawn(plan: Plan) -> SvgPicture:
-    replayed = replay(chain_in(plan), plan.schedule, plan.link)
-    width, height, margin = 480, 110, 14
-    top_bytes = max(plan.budget_bytes, replayed.peak_bytes, 1)
-    across = width / (sum(moment.seconds for moment in replayed.timeline) or 1.0)
-
-    def down(size_bytes: int) -> str:
-        return f"{margin + height * (1 - size_bytes / top_bytes):.1f}"
-
-    highest: dict[int, int] = {}  # by pixels to the right, so that a long step is no long text
-    now = 0.0
-    for moment in replayed.timeline:
-        for share, size_bytes in ((0, moment.before_bytes), (0.5, moment.peak_bytes), (1, moment.after_bytes)):
-            place = round((now + share * moment.seconds) * across)
-            highest[place] = max(highest.get(place, 0), size_bytes)
-        now += moment.seconds
-    points = [f"{place},{down(size_bytes)}" for place, size_bytes in sorted(highest.items())]
-    budget = down(plan.budget_bytes)
-    sizes = f"{format_bytes(plan.predicted_peak_bytes)} of {format_bytes(plan.budget_bytes)}"
-    said = f"forward and backward: peak {sizes}"
-    return SvgPicture(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {margin + height}" width="{width}" role="img">'
-        f'<polygon points="0,{margin + height} {" ".join(points)} {width},{margin + height}" fill="#56B4E9"/>'
-        f'<line x1="0" x2="{width}" y1="{budget}" y2="{budget}" stroke="#B00020" stroke-dasharray="2 3"/>'
-        f'<text x="2" y="{margin - 3}" font-size="11" fill="#808080">{said}</text></svg>'
-    )
 
 
 def chain_in(plan: Plan, where: str = "a plan") -> Chain:

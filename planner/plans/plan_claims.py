@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import html
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from planner.notebook_view import AliveDuring, SvgPicture, small_timeline
 from planner.units import counted, format_bytes, format_seconds
 from profiler.json_files import write_document
 from profiler.target_record import TargetRecord
@@ -108,11 +110,18 @@ class PlanClaims:
         return f"<{type(self).__name__} of {self.model_class}: {'; '.join(self._claims())}>"
 
     def _repr_html_(self) -> str:
-        """For notebooks: what ``summary`` says."""
-        return f"<pre>{html.escape(self.summary())}</pre>"
+        """For notebooks: the first lines of ``summary``, a table of what is done, and the timeline."""
+        try:
+            picture = self.timeline().svg
+        except ValueError:  # A plan of an older release.
+            picture = ""
+        return f"<pre>{html.escape(self._in_short())}</pre>{self._decision_table()}{picture}"
 
     def summary(self) -> str:
         """Some lines on what the plan does, what it predicts and how good that is; ``planner show`` says more."""
+        return "\n".join([self._in_short(), *self._what_is_done()])
+
+    def _in_short(self) -> str:
         size = ", ".join("x".join(map(str, shape)) for shape in self.input_shapes)
         where = f"inputs {size or 'as any'}; {self.precision} on {self.device}"
         interrupted = "interrupted, " if self.interrupted else ""
@@ -120,7 +129,17 @@ class PlanClaims:
         bound = f"no such plan is faster than {self.lower_bound_seconds / self.unplanned_seconds:.3g} times it"
         unplanned = f"unplanned {format_bytes(self.unplanned_peak_bytes)}, {format_seconds(self.unplanned_seconds)}"
         lines = [f"{type(self).__name__} of {self.model_class} ({where})", *self._claims(), unplanned]
-        return "\n".join([*lines, f"{found}; {bound}", *self._what_is_done()])
+        return "\n".join([*lines, f"{found}; {bound}"])
+
+    def timeline(self) -> SvgPicture:
+        """The bytes alive over forward and backward as a small picture, which notebooks show; a line is the budget.
+
+        ``planner show plan.json --timeline FILE`` draws a larger one, with names.
+
+        Raises:
+            ValueError: the plan is of an older release, and carries no chain.
+        """
+        return small_timeline(self._alive(), peak_bytes=self.predicted_peak_bytes, budget_bytes=self.budget_bytes)
 
     def _claims(self) -> list[str]:
         """Peak and budget, and the time that it takes."""
@@ -132,6 +151,14 @@ class PlanClaims:
         again = f"{counted(self.recomputed_ops, 'op')} run again, {format_seconds(self.recomputed_seconds)}"
         host = f"{format_bytes(self.host_bytes)} in host memory at most, {format_seconds(self.stall_seconds)} waited"
         return [again, *([host] if self.host_bytes else []), *self.stated]
+
+    def _decision_table(self) -> str:
+        """What is done to what, as HTML."""
+        raise NotImplementedError
+
+    def _alive(self) -> Iterator[AliveDuring]:
+        """The actions of forward and backward, with the bytes alive in them."""
+        raise NotImplementedError
 
     def _decided(self) -> Any:
         """The parts of the model, and what is done with them, as plain data."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import html
+from xml.etree import ElementTree
 
 import pytest
 
@@ -31,6 +33,20 @@ def test_timelines_reach_the_predicted_peaks(plan: GraphPlan) -> None:
     assert [phase for phase, *_ in planned.phases()] == ["forward", "backward", "optimizer"]
     for timeline in (unplanned, planned):
         assert all(span.before_bytes <= span.peak_bytes >= span.after_bytes for span in timeline.spans)
+
+
+def test_a_notebook_shows_what_runs_again_and_the_curve(plan: GraphPlan) -> None:
+    text, _, rest = plan._repr_html_().partition("</pre>")
+    assert plan.summary().startswith(html.unescape(text).removeprefix("<pre>"))
+    table, end, picture = rest.partition("</table>")
+    rows = [[cell.text or "" for cell in row] for row in ElementTree.fromstring(table + end).iterfind("tbody/tr")]
+    assert sum(int(row[2]) for row in rows) == plan.recomputed_ops
+    assert picture == plan.timeline().svg
+    polygon, line, _ = ElementTree.fromstring(picture)
+    heights = [float(point.split(",")[1]) for point in polygon.attrib["points"].split()]
+    highest_bytes = max(span.peak_bytes for span in graph_timelines(plan)[1].spans if span.stage)
+    share = (max(heights) - min(heights)) / (max(heights) - float(line.attrib["y1"]))
+    assert share == pytest.approx(highest_bytes / plan.budget_bytes, abs=2e-3)  # Points have one decimal.
 
 
 def test_what_is_alive_adds_up_at_every_run(plan: GraphPlan) -> None:

@@ -75,9 +75,25 @@ def test_a_plan_and_a_profile_print_in_a_line_and_a_summary_in_some(files):
     peak, slowdown = plan.summary().splitlines()[1:3]
     assert format_bytes(plan.predicted_peak_bytes) in peak and f"{plan.slowdown:.2f} times" in slowdown
     assert len(plan.summary().splitlines()) < 20
-    text, picture = plan._repr_html_().split("</pre>")
-    assert html.unescape(text) == f"<pre>{plan.summary()}"
+
+
+def test_a_notebook_shows_a_plan_as_its_first_lines_a_table_of_decisions_and_a_picture(files):
+    plan = planner.Plan.load(files / "plan.json")
+    text, _, rest = plan._repr_html_().partition("</pre>")
+    assert plan.summary().startswith(html.unescape(text).removeprefix("<pre>"))
+    table, end, picture = rest.partition("</table>")
     assert picture == plan.timeline()._repr_svg_()
+    rows = [[cell.text or "" for cell in row] for row in ElementTree.fromstring(table + end).iterfind("tbody/tr")]
+    stages = [stage for stage in plan.stages if stage.kind == "stage"]
+    assert {row[1].split(",")[0] for row in rows} == {stage.decision for stage in stages}
+    kept = [stage for stage in stages if stage.decision == "keep"]
+    (row,) = (row for row in rows if row[1] == "keep")
+    assert row[2] == format_bytes(sum(stage.kept_bytes for stage in kept))
+
+
+def test_a_notebook_shows_a_plan_of_an_older_release_without_a_picture(files):
+    shown = replace(planner.Plan.load(files / "plan.json"), chain=None)._repr_html_()
+    assert shown.endswith("</table>")
 
 
 def test_a_plan_s_picture_has_its_curve_below_the_budget_s_line(files):
