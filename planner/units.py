@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from contextvars import ContextVar
 from fractions import Fraction
 from operator import index
 
 _BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BINARY_SHOWN = (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
+_DECIMAL_SHOWN = (("kB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12))
+_shown = ContextVar("units of sizes that are shown", default=_BINARY_SHOWN)
 _LETTERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS = {"": 1, "b": 1, **_BINARY, **_DECIMAL, **_LETTERS}
 
@@ -83,21 +87,37 @@ def _from_text(text: str, whole_bytes: int | None) -> int:
     return int(number * _UNITS[unit])
 
 
+def show_sizes_like(text: str) -> None:
+    """Have sizes shown from now on in units of the family of ``text``: powers of 1000 after 8GB and 90M, else of 1024.
+
+    >>> show_sizes_like("8GB"), format_bytes(8_000_000_000)
+    (None, '8.00 GB')
+    >>> show_sizes_like("8GiB"), format_bytes(8_000_000_000)
+    (None, '7.45 GiB')
+    """
+    match = _SIZE.fullmatch(text.strip())
+    decimal = match is not None and match[2].lower() in {**_DECIMAL, **_LETTERS}
+    _shown.set(_DECIMAL_SHOWN if decimal else _BINARY_SHOWN)
+
+
+def shown_units() -> tuple[tuple[str, int], ...]:
+    """The units in which sizes are shown, with their bytes, smallest first."""
+    return _shown.get()
+
+
 def format_bytes(size: int) -> str:
-    """Three digits and a binary unit; a negative size keeps its sign.
+    """Three digits and a unit, a binary one unless ``show_sizes_like`` says otherwise; a negative size keeps its sign.
 
     >>> format_bytes(512), format_bytes(1610612736)
     ('512 B', '1.50 GiB')
     """
-    sign, amount = ("-" if size < 0 else ""), float(abs(size))
-    if amount < 1024:
+    sign, amount, units = ("-" if size < 0 else ""), abs(size), shown_units()
+    step = units[0][1]
+    if amount < step:
         return f"{sign}{int(amount)} B"
-    names = ["KiB", "MiB", "GiB", "TiB"]
-    amount /= 1024
-    while amount >= 1023.5 and len(names) > 1:  # 1023.5 KiB would print as 1024 KiB
-        amount /= 1024
-        names.pop(0)
-    return f"{sign}{_three_digits(amount)} {names[0]}"
+    # 1023.5 KiB would print as 1024 KiB.
+    name, each = next((unit for unit in units[:-1] if amount < (step - 0.5) * unit[1]), units[-1])
+    return f"{sign}{_three_digits(amount / each)} {name}"
 
 
 def exact_bytes(size: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from planner.capacity.available_levers import lever_options
 from planner.capacity.lever_search import SearchOutcome, search_levers
 from planner.capacity.levers import Combination, Lever
-from planner.capacity.workload_variants import Target, WorkloadVariants
+from planner.capacity.workload_variants import BATCH_KEY, Target, WorkloadVariants
 from planner.explain.memory_breakdown import MemoryBreakdown, memory_breakdowns
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.units import check_size, format_bytes, parse_bytes
@@ -82,7 +82,7 @@ def advise(
     budget: str | int,
     *,
     settings: Mapping[str, Any] | None = None,
-    batch_key: str = "batch",
+    batch_key: str = BATCH_KEY,
     device: str | None = None,
     offload: Offload | OffloadMode = "auto",
     menus: bool = True,

@@ -13,7 +13,7 @@ from planner.capacity.scaling import IncompatibleProfiles, ProfileScaling
 from planner.capacity.step_trial import release
 from planner.distributed.collective import profile
 from planner.plans.cost_model import chain_of
-from planner.targets import build_target
+from planner.targets import NoTarget, build_target
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress
 from profiler.records import Profile
@@ -24,6 +24,7 @@ from profiler.workload.workload import LossFunction, Workload, own_loss, varied
 from solvers.chain.baselines import keep_all_replay
 
 Target = str | Callable[..., Workload] | Workload
+BATCH_KEY = "batch"  # where no other one is named
 SIZES = 3  # of smaller batches, from which a larger one is extrapolated
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -92,6 +93,10 @@ class WorkloadVariants:
         try:
             half = samples_of(self._build(**{key: self.samples // 2}))
         except ValueError as error:  # a target's own messages say what it takes
+            if isinstance(error, NoTarget) and key != BATCH_KEY:
+                raise ValueError(
+                    f"batch_key: expected an argument of the target's function, got {key!r}: {error}"
+                ) from error
             return f"the target gives no workload with {key}={self.samples // 2}: {str(error).splitlines()[0]}"
         if half != self.samples // 2:
             return f"{key}={self.samples // 2} gives {half} samples in place of {self.samples // 2}"

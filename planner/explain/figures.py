@@ -6,13 +6,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from planner.units import shown_units
 from profiler.json_files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
-_MEMORY_UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 
 
 class AxisUnits(NamedTuple):
@@ -49,5 +49,5 @@ def units_up_to(largest_bytes: int, longest_seconds: float = 0.0) -> AxisUnits:
     >>> units_up_to(5 * 2**30, 12.0), units_up_to(3)[:2]
     (AxisUnits(bytes_name='GiB', bytes_each=1073741824.0, seconds_name='s', seconds_each=1.0), ('B', 1.0))
     """
-    memory = next((unit for unit in _MEMORY_UNITS if largest_bytes >= 4 * unit[1]), ("B", 1.0))
-    return AxisUnits(*memory, *(("s", 1.0) if longest_seconds >= 10 else ("ms", 1e-3)))
+    name, each = next((unit for unit in reversed(shown_units()) if largest_bytes >= 4 * unit[1]), ("B", 1))
+    return AxisUnits(name, float(each), *(("s", 1.0) if longest_seconds >= 10 else ("ms", 1e-3)))

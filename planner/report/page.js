@@ -33,13 +33,11 @@
 
   function size(bytes) {
     const sign = bytes < 0 ? "-" : "";
-    let amount = Math.abs(bytes);
-    if (amount < 1024) return `${sign}${amount} B`;
-    const names = ["KiB", "MiB", "GiB", "TiB"];
-    amount /= 1024;
-    while (amount >= 1023.5 && names.length > 1) { amount /= 1024; names.shift(); }
-    const digits = amount < 9.995 ? 2 : amount < 99.95 ? 1 : 0;
-    return `${sign}${amount.toFixed(digits)} ${names[0]}`;
+    const whole = Math.abs(bytes), step = data.units[0][1];
+    if (whole < step) return `${sign}${whole} B`;
+    const [name, each] = data.units.slice(0, -1).find(([, unit]) => whole < (step - 0.5) * unit) || data.units.at(-1);
+    const amount = whole / each, digits = amount < 9.995 ? 2 : amount < 99.95 ? 1 : 0;
+    return `${sign}${amount.toFixed(digits)} ${name}`;
   }
 
   function seconds(amount) {

@@ -15,7 +15,7 @@ from planner.plans.plan import Plan
 from planner.report.commands import commands_of, solve_command
 from planner.report.plan_report import CurvePoint, MeasuredRun, PlanReport, report_of_plan
 from planner.report.results import ResultSection
-from planner.units import format_bytes, format_seconds
+from planner.units import format_bytes, format_seconds, shown_units
 from profiler.json_files import write_whole
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def page_html(page: Page) -> str:
         if result.chart is not None:
             figures[f"result-{number}"] = charts.bars_figure(result.chart)
     data = {
+        "units": shown_units(),
         "figures": {name: json.loads(str(figure.to_json())) for name, figure in figures.items()},
         "steps": [] if page.plan is None else _steps(page.plan),
         "curve": [] if page.plan is None else [_point(point, page.plan.plan) for point in page.plan.curve],

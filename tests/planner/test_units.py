@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from planner.units import format_bytes, format_seconds, parse_bytes
+from planner.units import format_bytes, format_seconds, parse_bytes, show_sizes_like
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,26 @@ def test_a_percentage_needs_a_whole():
 )
 def test_writes_bytes(size, text):
     assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("like", "text"),
+    [
+        ("90M", "1.61 GB"),
+        ("0.09 gb", "1.61 GB"),
+        ("70%", "1.50 GiB"),
+        ("1610612736", "1.50 GiB"),
+        ("8GiB", "1.50 GiB"),
+        ("no size", "1.50 GiB"),
+    ],
+)
+def test_sizes_are_shown_in_the_family_of_units_that_was_given(like, text):
+    try:
+        show_sizes_like(like)
+        assert format_bytes(1610612736) == text
+        assert format_bytes(999_600) == ("1.00 MB" if text.endswith(" GB") else "976 KiB")
+    finally:
+        show_sizes_like("")
 
 
 @pytest.mark.parametrize("size", [1, 1000, 4097, 123456789, 98765432109876])

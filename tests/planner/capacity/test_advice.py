@@ -254,6 +254,11 @@ def test_targets_without_a_batch_argument():
     )
 
 
+def test_a_batch_key_that_the_target_does_not_take_is_refused():
+    with pytest.raises(ValueError, match="batch_key: expected an argument of the target's function, got 'rows'"):
+        planner.advise("zoo:mlp", "90%", settings={"layers": 2, "hidden": 8}, batch_key="rows", menus=False)
+
+
 def test_nothing_to_run_again():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     work = planner.Workload(model=model, inputs=torch.randn(64, WIDTH), loss=lambda y: y.square().mean())
