@@ -26,6 +26,7 @@ from planner.cli.options import (
     HeadroomText,
     HostMemoryOption,
     LinkGbps,
+    Measure,
     NoMenus,
     NoOffload,
     OffloadOnly,
@@ -49,11 +50,13 @@ from planner.cli.shell import (
     note,
     say_so_much,
     say_written,
+    searching,
     show,
     show_json,
     working,
 )
 from planner.cli.solve import solve_command
+from planner.cli.target_request import TargetRequest
 from planner.units import parse_bytes
 from profiler.target_record import TargetRecord
 
@@ -116,7 +119,7 @@ def pareto_command(
     """Draw every solver's memory/time curve, the unplanned point and the lower bound."""
     from planner.cli import documents
     from planner.cli.comparison_tables import frontier_report
-    from planner.cli.problem_solving import title_of
+    from planner.cli.problem_solving import search_seconds, title_of
     from planner.explain.figures import check_picture
     from planner.plans import problem_files
     from planner.plans.pareto_curves import pareto
@@ -128,7 +131,7 @@ def pareto_command(
         check_picture(output)
     offload_request = offload_options(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
     source = problem_files.read_source(file)
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), searching(search_seconds(source, time_limit, PARETO_SECONDS)):
         frame = pareto(source, time_limit_seconds=time_limit, offload=offload_request or "auto")
     _say_without(frame.attrs.get("no_offload"))
     if frame.attrs.get("left_out"):
@@ -181,7 +184,7 @@ def train_command(
     Under torchrun on several ranks, each with a batch of its own; the first one prints.
     """
     engine = engine_named(shard)
-    from planner.cli.train import PlanRequest, TargetRequest, run_train
+    from planner.cli.train import PlanRequest, run_train
 
     with on_ranks(engine):
         run_train(
@@ -340,9 +343,7 @@ def show_command(
     ] = None,
     csv: Annotated[Path | None, typer.Option(help="Table of the same, action by action.")] = None,
     peak_csv: Annotated[Path | None, typer.Option(help="Table of what is alive at the peak.")] = None,
-    measure: Annotated[
-        str | None, typer.Option(metavar="TARGET", help="Run this model's steps too and show what is measured.")
-    ] = None,
+    measure: Measure = None,
     settings: Settings = None,
     device: Device = None,
     as_json: AsJson = False,
@@ -354,9 +355,13 @@ def show_command(
     from planner.cli.show_file import ShowRequest, run_show
 
     if measure is None and (settings or device):
-        raise ValueError("--set, --device: expected them beside --measure TARGET, got no TARGET; name the model")
-    build = None if measure is None else lambda: workload_of(TargetRecord.given(measure, settings, device))
-    run_show(file, ShowRequest(ops=ops, timeline=timeline, csv=csv, peak_csv=peak_csv, workload=build, as_json=as_json))
+        raise ValueError("--set, --device: expected them beside --measure, got it missing; add it, or leave them out")
+    target = TargetRequest(text=measure, settings=settings, device=device, option="--measure")
+    measured = None if measure is None else lambda recorded: workload_of(target.chosen(recorded, file))
+    run_show(
+        file,
+        ShowRequest(ops=ops, timeline=timeline, csv=csv, peak_csv=peak_csv, workload=measured, as_json=as_json),
+    )
 
 
 app.command("report", cls=ManyValues)(report_command)
@@ -366,20 +371,27 @@ app.command("advise", cls=ManyValues)(advise_command)
 @app.command("explain")
 def explain_command(
     word: Annotated[str, typer.Argument(metavar="[WORD]", help="Of what tables and messages say, as gap.")] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Say what a word means that tables, pictures and messages use; without a word: list them."""
     from planner.explain.glossary import explanation, glossary_words
     from planner.explain.tables import facts
 
-    show(facts([explanation(word)]) if word else ", ".join(glossary_words()))
+    found = dict([explanation(word)]) if word else glossary_words()
+    if as_json:
+        show_json({"words": found})
+    else:
+        show(facts(list(found.items())) if word else ", ".join(found))
 
 
 @app.command("demo")
-def demo_command() -> None:
+def demo_command(as_json: AsJson = False) -> None:
     """Profile, plan and train a GPT-2 on the CPU, draw its Pareto curve, and plan a DenseNet by stages and by ops."""
     from planner.cli.demo import run_demo
 
-    run_demo()
+    found = run_demo()
+    if as_json:
+        show_json(found)
 
 
 def _say_without(why: str | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -44,8 +44,11 @@ def run_demo(
     folder: Path = FOLDER,
     build: Callable[[], Workload] = lambda: zoo.build("gpt2"),
     build_no_chain: Callable[[], Workload] = densenet,
-) -> None:
+) -> dict[str, Any]:
     """The whole way on a real model, printed as it goes, and on a network that is no chain with both kinds of plans.
+
+    Returns:
+        The same as plain data.
 
     Raises:
         ValueError: the folder cannot be made, transformers is missing, or
@@ -73,9 +76,17 @@ def run_demo(
         seconds = seconds_in_turns(build(), {"without": None, "with": plan})
     show(_outcome(plan, plain, planned, seconds))
     _check_same(plain, planned)
-    _draw(measured, frame, plan, folder)
+    picture = _draw(measured, frame, plan, folder)
     show("\n[bold]5. Both kinds of plans[/bold] on a DenseNet, which is no chain")
-    run_both_kinds(build_no_chain)
+    return {
+        "status": "trained",
+        "plan": summary_of_plan(plan).to_document(),
+        "losses": list(planned.losses),
+        "unplanned": {"measured_peak_bytes": plain.peak_bytes, "measured_seconds": seconds["without"]},
+        "planned": {"measured_peak_bytes": planned.peak_bytes, "measured_seconds": seconds["with"]},
+        "picture": str(picture),
+        "both_kinds": run_both_kinds(build_no_chain),
+    }
 
 
 def _make(folder: Path) -> None:
@@ -131,12 +142,13 @@ def _check_same(plain: _Trained, planned: _Trained) -> None:
         )
 
 
-def _draw(measured: Profile, frame: pd.DataFrame, plan: Plan, folder: Path) -> None:
+def _draw(measured: Profile, frame: pd.DataFrame, plan: Plan, folder: Path) -> Path:
     show("\n[bold]4. Pareto curve[/bold]", frontier_report(frame, "Memory against time, by solver"))
     title = f"{measured.model_class} on {measured.device} ({measured.device_name})"
     picture = folder / "pareto.png"
     draw_pareto(frame, picture, title=title, budget_bytes=plan.budget_bytes)
     show(f"   drawn to {picture}")
+    return picture
 
 
 def _said(peak_bytes: int, seconds: float) -> str:

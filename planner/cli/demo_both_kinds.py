@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import RenderableType
@@ -43,8 +43,11 @@ class _Ran(NamedTuple):
     parameters: list[torch.Tensor]
 
 
-def run_both_kinds(build: Callable[[], Workload] = densenet) -> None:
+def run_both_kinds(build: Callable[[], Workload] = densenet) -> dict[str, Any]:
     """Plan one network both ways for one budget, run both plans, and print one beside the other.
+
+    Returns:
+        The same as plain data.
 
     Raises:
         ValueError: training with a plan gives another result than without.
@@ -63,6 +66,23 @@ def run_both_kinds(build: Callable[[], Workload] = densenet) -> None:
     show(f"   unplanned peak {format_bytes(stages.unplanned_peak_bytes)}")
     show(_table(least, plans, ran, budget_bytes))
     _check_same(ran)
+    return {
+        "unplanned_peak_bytes": stages.unplanned_peak_bytes,
+        "unplanned_seconds": ran[PLAIN].seconds,
+        "budget_bytes": budget_bytes,
+        "plans": [
+            {
+                "plan_of": name,
+                "minimum_budget_bytes": least[name],
+                "predicted_peak_bytes": plan.predicted_peak_bytes,
+                "measured_peak_bytes": ran[name].peak_bytes,
+                "recomputed_ops": plan.recomputed_ops,
+                "recomputed_seconds": plan.recomputed_seconds,
+                "measured_seconds": ran[name].seconds,
+            }
+            for name, plan in plans.items()
+        ],
+    }
 
 
 def smallest_budget(profile: Profile | GraphProfile) -> int:

@@ -14,6 +14,7 @@ from planner.cli.options import AsJson, BudgetText, Device, HeadroomText, Settin
 from planner.cli.profiling import default_file, profile_file, profile_of_target
 from planner.cli.several_ranks import workload_of
 from planner.cli.shell import check_folder, say_written, show, show_json, working
+from planner.cli.target_request import TargetRequest
 from planner.units import counted, exact_bytes, format_bytes, format_seconds
 from profiler.target_record import TargetRecord
 
@@ -50,7 +51,7 @@ def fit_command(
     Writes the profile, the plan and a page that explains it (.html), named after the target, and overwrites only those
     of the same.
     """
-    from planner.cli.train import PlanRequest, TargetRequest, run_train
+    from planner.cli.train import PlanRequest, run_train
     from planner.plans.plan_claims import FORMAT as PLAN_FORMAT
 
     given = TargetRecord.given(target, settings, device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.units import check_size, parse_bytes, parse_bytes_or_zero
+from planner.units import check_size, parse_bytes, parse_bytes_or_zero, show_sizes_like
 
 if TYPE_CHECKING:
     from planner.plans.offload_request import Offload
@@ -54,7 +54,12 @@ def time_limit_callback(seconds: float | None) -> float | None:
     return seconds
 
 
-budget_callback = _checked("--budget", check_size)
+def _check_budget(text: str) -> None:
+    check_size(text)
+    show_sizes_like(text)
+
+
+budget_callback = _checked("--budget", _check_budget)
 limit_callback = _checked("--limit", parse_bytes)
 
 TargetArgument = Annotated[
@@ -111,6 +116,13 @@ HostMemoryOption = Annotated[
         metavar="B",
         callback=_checked("--host-memory", parse_bytes_or_zero),
         help="The most that this device may hold in host memory, as 64GiB.",
+    ),
+]
+Measure = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[TARGET]",
+        help="Run steps too and show what is measured; of the model that the plan records if no TARGET follows.",
     ),
 ]
 ReportFile = Annotated[

@@ -7,6 +7,7 @@ from typing import Any
 
 from planner.cli import chain_solutions, graph_solutions
 from planner.cli.documents import nothing_yet_document, refusal_document
+from planner.cli.options import GRAPH_SECONDS, LARGE_GRAPH_NODES, LARGE_GRAPH_SECONDS
 from planner.cli.solution_summary import SolutionSummary, summary_of_graph_plan, summary_of_plan
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.offload_request import Offload
@@ -127,6 +128,20 @@ def _given(budget: str | None) -> str:
             "--budget: expected one, got none; give for example 8GiB or 70% (with --rules it may be left out)"
         )
     return budget
+
+
+def search_seconds(source: Source, time_limit: float | None, of_graph_seconds: float | None = None) -> float:
+    """For how long solvers may search; 0 where that is not known before.
+
+    Args:
+        source: what they solve.
+        time_limit: as at the command line.
+        of_graph_seconds: for a graph without a limit; None as for one solve.
+    """
+    if time_limit is not None or not isinstance(source, Graph | GraphProfile):
+        return time_limit or 0.0
+    nodes = len(source.nodes) if isinstance(source, Graph) else len(source.graph.ops)
+    return of_graph_seconds or (LARGE_GRAPH_SECONDS if nodes > LARGE_GRAPH_NODES else GRAPH_SECONDS)
 
 
 def refusal_of(refusal: NoPlan, source: Source) -> dict[str, Any]:

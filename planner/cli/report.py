@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli.options import AsJson, Device, Settings, SnapshotFile
+from planner.cli.options import AsJson, Device, Measure, Settings, SnapshotFile
+from planner.cli.several_ranks import workload_of
 from planner.cli.shell import check_folder, given_command, is_first, note, say_written, show_json, working
-from profiler.target_record import TargetRecord
+from planner.cli.target_request import TargetRequest
 
 if TYPE_CHECKING:
     from planner.plans.graph_plan import GraphPlan
     from planner.plans.plan import Plan
     from planner.report.plan_report import MeasuredRun
     from planner.report.results import ResultSection
+    from profiler.target_record import TargetRecord
 
 
 def report_command(
@@ -24,9 +26,7 @@ def report_command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The page, an .html file; named after the plan if unset.")
     ] = None,
-    measure: Annotated[
-        str | None, typer.Option(metavar="TARGET", help="Run this model's steps too and show what is measured.")
-    ] = None,
+    measure: Measure = None,
     settings: Settings = None,
     device: Device = None,
     time_limit: Annotated[
@@ -47,15 +47,17 @@ def report_command(
     from solvers.problem.number_checks import check_time_limit
 
     if measure is None and (settings or device):
-        raise ValueError("--set, --device: expected them beside --measure TARGET, got no TARGET; name the model")
+        raise ValueError("--set, --device: expected them beside --measure, got it missing; add it, or leave them out")
     page = file.with_suffix(".html") if output is None else output
     check_folder(page)
     check_page(page)
     check_folder(snapshot)
     check_time_limit(time_limit)
     plan = plan_from_file(file)
-    measured = None if measure is None else _measured(plan, str(file), measure, settings, device)
-    commands = () if measure is None else commands_of(plan, TargetRecord.given(measure, settings, device).arguments)
+    target = TargetRequest(text=measure, settings=settings, device=device, option="--measure")
+    chosen = None if measure is None else target.chosen(plan.target, file)
+    measured = None if chosen is None else _measured(plan, str(file), chosen)
+    commands = () if chosen is None else commands_of(plan, chosen.arguments)
     note("writing the report")
     write_report(plan, page, measured=measured, commands=commands, time_limit_seconds=time_limit)
     if snapshot is not None:
@@ -95,13 +97,10 @@ def write_result(
     say_written(path)
 
 
-def _measured(
-    plan: Plan | GraphPlan, where: str, target: str, settings: list[str] | None, device: str | None
-) -> MeasuredRun:
+def _measured(plan: Plan | GraphPlan, where: str, target: TargetRecord) -> MeasuredRun:
     from planner.explain.measured_step import view_step
     from planner.plans.graph_plan import GraphPlan
     from planner.report.plan_report import MeasuredRun
-    from planner.targets import build_target, parse_settings
 
     if isinstance(plan, GraphPlan):
         raise ValueError(
@@ -109,7 +108,7 @@ def _measured(
             "planner train --report shows its measured peak"
         )
     with working() as progress:
-        workload = build_target(target, parse_settings(settings or []), device)
+        workload = workload_of(target)
         progress("measure steps", 0, 1)
         step = view_step(workload, plan)
     return MeasuredRun(

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -21,12 +22,14 @@ from typer.core import TyperCommand, TyperGroup
 
 from planner.cli.errors import UsageError, naming_option, option_in, own_line, usage_in_words
 from planner.cli.interrupts import INTERRUPTED, say_interrupted
-from planner.units import format_bytes
+from planner.cli.target_request import RECORDED
+from planner.units import format_bytes, show_sizes_like
 
 WRONG_INPUT = 2
 NO_PLAN = 3
 RETRIES = 3  # of --retry without a number: each takes at least a twentieth off the budget
 PLAIN_WIDTH = 100  # columns where the output is no terminal
+SEARCH_LINE_SECONDS = 10.0  # between lines of a search
 LINE_SECONDS = 2.0  # between lines of progress there: a log says what goes on without a line for every stage
 
 Report = Callable[[str, int, int], None]
@@ -83,6 +86,13 @@ def given_command() -> str:
 class PlannerGroup(TyperGroup):
     """The commands, ending as the contract says: 2 for wrong input, 3 where no plan comes out, 130 by Ctrl-C."""
 
+    def main(self, *args: Any, **extra: Any) -> Any:
+        try:
+            return super().main(*args, **extra)
+        finally:  # Of what was said to this command, nothing holds for another one in this process.
+            _talk.as_json = False
+            show_sizes_like("")
+
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
         _talk.as_json, _talk.answered = "--json" in args, False
         first = [arg for arg in args if arg in _GLOBAL_OPTIONS]  # They may stand behind the command, too.
@@ -133,23 +143,28 @@ def _refuse(message: str, status: str = "error", known: Mapping[str, Any] | None
 
 
 class ManyValues(TyperCommand):
-    """A command whose ``--set`` and ``--stages`` take several values after one option, and ``--retry`` one or none."""
+    """A command whose ``--set`` and ``--stages`` take several values after one option, and others one or none."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         global _command
         _command = shlex.join(["planner", str(ctx.info_name), *args])
-        return super().parse_args(ctx, with_number(spread(args), "--retry", RETRIES))
+        spelled = with_default(spread(args), "--retry", str(RETRIES), lambda text: text.lstrip("-").isdigit())
+        for option in ("--verify", "--measure"):
+            spelled = with_default(spelled, option, RECORDED, lambda text: ":" in text)
+        return super().parse_args(ctx, spelled)
 
 
-def with_number(args: Sequence[str], option: str, number: int) -> list[str]:
-    """Put ``number`` behind an option that no whole number follows.
+def with_default(args: Sequence[str], option: str, default: str, is_value: Callable[[str], bool]) -> list[str]:
+    """Put ``default`` behind an option that no value of its own follows.
 
-    >>> with_number(["--retry", "--steps", "3"], "--retry", 2), with_number(["--retry", "5"], "--retry", 2)
-    (['--retry', '2', '--steps', '3'], ['--retry', '5'])
+    >>> with_default(["--retry", "--steps", "3"], "--retry", "2", str.isdigit)
+    ['--retry', '2', '--steps', '3']
+    >>> with_default(["--retry", "5"], "--retry", "2", str.isdigit)
+    ['--retry', '5']
     """
     spelled: list[str] = []
     for text, after in zip(args, [*args, ""][1:], strict=True):
-        spelled += [text, str(number)] if text == option and not after.lstrip("-").isdigit() else [text]
+        spelled += [text, default] if text == option and not is_value(after) else [text]
     return spelled
 
 
@@ -208,11 +223,14 @@ def check_folder(path: Path | None) -> None:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print results for a person: to a terminal in its width, elsewhere plain, 100 columns wide or as COLUMNS says."""
-    if not is_first():
+    """Print results for a person: to a terminal in its width, elsewhere plain, 100 columns wide or as COLUMNS says.
+
+    On stderr where stdout has a JSON document.
+    """
+    if not is_first() or (_talk.as_json and _talk.quiet):
         return
-    if sys.stdout.isatty():
-        console = Console(highlight=False)
+    if (sys.stderr if _talk.as_json else sys.stdout).isatty():
+        console = Console(highlight=False, stderr=_talk.as_json)
         for part in parts:
             console.print(part)
         return
@@ -221,7 +239,7 @@ def show(*parts: RenderableType) -> None:
     with console.capture() as printed:
         for part in parts:
             console.print(part)
-    typer.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
+    typer.echo("\n".join(line.rstrip() for line in printed.get().splitlines()), err=_talk.as_json)
 
 
 def show_json(document: dict[str, Any]) -> None:
@@ -270,6 +288,26 @@ def working() -> Iterator[Report]:
             yield report
         if last:
             tell("done", last, last)
+
+
+@contextlib.contextmanager
+def searching(limit_seconds: float) -> Iterator[None]:
+    """Progress of a solver on stderr: for how long it has searched, of how long it may; 0 where that is not known."""
+    limit, ended = int(limit_seconds), threading.Event()
+    with _progress() as tell:
+
+        def tick() -> None:
+            began = time.monotonic()
+            while not ended.wait(1.0 if sys.stderr.isatty() else SEARCH_LINE_SECONDS):
+                tell("search, seconds", min(int(time.monotonic() - began), limit), limit)
+
+        thread = threading.Thread(target=tick, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
 
 @contextlib.contextmanager
@@ -328,7 +366,7 @@ def _lines() -> Report:
         if now - said >= LINE_SECONDS or done == total or _talk.verbose:
             said = now
             left = time_left(now - began, done, total)
-            count = f"{done}/{total}" if total else f"{done} done"
-            note(f"{now - began:5.0f} s  {what}  {count}{f', {left}' if left else ''}")
+            count = f"{done}/{total}" if total else f"{done} done" if done else ""
+            note(f"{now - began:5.0f} s  {what}  {count}{f', {left}' if left else ''}".rstrip())
 
     return report

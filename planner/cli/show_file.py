@@ -40,6 +40,7 @@ from profiler.records import FORMAT as PROFILE_FORMAT, VERSION as PROFILE_VERSIO
 
 if TYPE_CHECKING:
     from planner.explain.measured_step import MeasuredStep
+    from profiler.target_record import TargetRecord
     from profiler.workload.workload import Workload
 
 FORMATS = {
@@ -59,7 +60,7 @@ class ShowRequest:
         timeline: a picture.
         csv: a table of the timelines.
         peak_csv: a table of what is alive at the peak.
-        workload: builds the model to measure; None to show predictions alone.
+        workload: builds the model to measure, from the target that a plan records; None to show predictions alone.
         as_json: print a JSON document in place of tables.
     """
 
@@ -67,7 +68,7 @@ class ShowRequest:
     timeline: Path | None = None
     csv: Path | None = None
     peak_csv: Path | None = None
-    workload: Callable[[], Workload] | None = None
+    workload: Callable[[TargetRecord | None], Workload] | None = None
     as_json: bool = False
 
     @property
@@ -217,11 +218,11 @@ def _show_plan(plan: Plan | GraphPlan, where: str, request: ShowRequest) -> list
     return [*parts, "", *_peaks(step), *_verdict(plan, measured)]
 
 
-def _measured(plan: Plan, build: Callable[[], Workload]) -> MeasuredStep:
+def _measured(plan: Plan, build: Callable[[TargetRecord | None], Workload]) -> MeasuredStep:
     from planner.explain.measured_step import view_step
 
     with working() as progress:
-        workload = build()
+        workload = build(plan.target)
         progress("measure steps", 0, 1)
         return view_step(workload, plan)
 

@@ -30,7 +30,9 @@ from planner.cli.options import (
     SolverName,
     offload_options,
 )
-from planner.cli.shell import check_folder, complain, note, say_written, show, show_json, working
+from planner.cli.several_ranks import workload_of
+from planner.cli.shell import check_folder, complain, note, say_written, searching, show, show_json, working
+from planner.cli.target_request import TargetRequest
 
 if TYPE_CHECKING:
     from planner.training.verification import Verification
@@ -64,8 +66,9 @@ def solve_command(
     verify: Annotated[
         str | None,
         typer.Option(
-            metavar="TARGET",
-            help="Of a profile: run the plan a few steps on this model, correct its seconds, and solve again.",
+            metavar="[TARGET]",
+            help="Of a profile: run the plan a few steps, correct its seconds, and solve again; on the model that the "
+            "profile records if no TARGET follows.",
         ),
     ] = None,
     settings: Settings = None,
@@ -106,7 +109,8 @@ def solve_command(
     if no_menus:
         source = problem_solving.stage_level(source, stated)
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        limit_seconds = problem_solving.search_seconds(source, time_limit)
+        with contextlib.redirect_stdout(sys.stderr), searching(limit_seconds):
             summary, document = problem_solving.solve_source(
                 source,
                 budget,
@@ -134,7 +138,8 @@ def solve_command(
         output = output if keep_best else None
     verified = None
     if verify is not None and not summary.interrupted:
-        verified = _verified(document, verify, settings, solver=solver, time_limit_seconds=time_limit)
+        target = TargetRequest(text=verify, settings=settings, option="--verify")
+        verified = _verified(document, target, file, solver=solver, time_limit_seconds=time_limit)
         summary, document = summary_of_plan(verified.plan), verified.plan.to_document()
     if output is not None:
         write_document(output, document)
@@ -163,7 +168,7 @@ def _say_interrupted(output: Path | None, keep_best: bool) -> None:
 
 def _check_verify(verify: str | None, rules: Path | None, settings: list[str] | None) -> None:
     if verify is None and settings:
-        raise ValueError("--set: expected --verify TARGET with it, got none; name the model that the values are for")
+        raise ValueError("--set: expected --verify with it, got none; add it, the values are for the model that is run")
     if verify is not None and rules is not None:
         raise ValueError("--verify: expected a plan that is solved for, got --rules; planner train measures those")
 
@@ -176,18 +181,18 @@ def _rounds(verified: Verification) -> dict[str, Any]:
 
 def _verified(
     document: dict[str, Any],
-    target: str,
-    settings: list[str] | None,
+    target: TargetRequest,
+    file: Path,
     *,
     solver: str,
     time_limit_seconds: float | None,
 ) -> Verification:
     from planner.plans.plan import Plan
-    from planner.targets import build_target, parse_settings
     from planner.training.verification import verify
 
     plan = Plan.from_document(document, "the plan")
+    chosen = target.chosen(plan.target, file).with_changes((), plan.device)
     with working() as progress:
-        workload = build_target(target, parse_settings(settings or []), plan.device)
+        workload = workload_of(chosen)
         progress("verify", 0, 1)
         return verify(workload, plan, solver=solver, time_limit_seconds=time_limit_seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from planner.cli.shell import (
     show_json,
     working,
 )
+from planner.cli.target_request import TargetRequest
 from planner.distributed.rank_failures import RankError
 from planner.distributed.rank_workloads import sharded_together
 from planner.distributed.sharding import Engine
@@ -84,30 +85,6 @@ class PlanRequest:
         return solve(profile_of_target(workload, target, progress, graph=self.graph), self.budget)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetRequest:
-    """What the command line says of the target: all of it, or what differs from the plan's own."""
-
-    text: str | None
-    settings: Sequence[str] | None
-    device: str | None
-
-    def chosen(self, plan: Plan | GraphPlan | None, file: Path | None) -> TargetRecord:
-        """The target to train: the one that is named, else the plan's with the settings and the device given here.
-
-        Raises:
-            ValueError: neither is there.
-        """
-        if self.text is not None:
-            return TargetRecord.given(self.text, self.settings, self.device)
-        if plan is not None and plan.target is not None:
-            return plan.target.with_changes(self.settings or (), self.device)
-        got = "none" if file is None else f"none, and {file} records none (Python made it, or an older release)"
-        raise ValueError(
-            f"TARGET: expected the model to train, got {got}; name it: zoo:NAME or path/to/file.py:function"
-        )
-
-
 def run_train(
     wanted: PlanRequest,
     target: TargetRequest,
@@ -138,7 +115,7 @@ def run_train(
     check_report(report)
     check_folder(snapshot)
     plan = wanted.read()
-    chosen = target.chosen(plan, wanted.file)
+    chosen = target.chosen(None if plan is None else plan.target, wanted.file)
     with working() as progress:
         workload = build(chosen)
         if shard is None:

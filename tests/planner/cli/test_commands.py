@@ -240,7 +240,7 @@ def test_compare_exits_3_where_no_solver_fits(files):
 @pytest.mark.slow
 def test_the_demo_goes_the_whole_way(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    demo.run_demo(
+    found = demo.run_demo(
         build=lambda: zoo.build("mlp", layers=8, hidden=32, batch=1024),
         build_no_chain=lambda: zoo.build("densenet", batch=4, layers=2, image=16),
     )
@@ -251,6 +251,10 @@ def test_the_demo_goes_the_whole_way(tmp_path, monkeypatch, capsys):
     assert len(rows["smallest budget"]) == 2
     assert rows["measured peak"][1] == rows["predicted peak"][1]
     assert rows["losses, parameters"] == ["bit for bit", "bit for bit"]
+    assert json.loads(json.dumps(found)) == found and set(found["plan"]) >= SOLVE_KEYS
+    assert found["planned"]["measured_peak_bytes"] == found["plan"]["predicted_peak_bytes"]
+    peaks = [f"{plan['measured_peak_bytes']:,} bytes" for plan in found["both_kinds"]["plans"]]
+    assert peaks == rows["measured peak"]
 
 
 def test_the_demo_refuses_a_plan_that_changes_the_losses(tmp_path, monkeypatch):

@@ -99,3 +99,20 @@ def test_a_module_is_found_in_the_folder_where_it_was_profiled(tmp_path, monkeyp
     assert len([*build_recorded(record, {}).model.children()]) == 3
     with pytest.raises(NoTarget, match="expected the folder in which"):
         build_recorded(replace(record, folder=str(tmp_path / "gone")), {})
+
+
+def test_a_plan_is_measured_and_verified_on_its_own_model_where_none_is_named(tiny, tmp_path):
+    plan = tmp_path / "plan.json"
+    done("solve", tiny / "profile.json", "--verify", "--budget", "100%", "-o", plan)
+    assert "measured" in done("show", plan, "--measure").stdout
+    shown = done("show", plan, "--measure", "zoo:mlp", *TINY).stdout
+    assert "peak with the plan" in shown and "peak with the plan" in done("show", plan, "--measure").stdout
+    assert "has no module" in refused("show", plan, "--measure", "--set", "layers=1")
+    done("report", plan, "--measure", "-o", tmp_path / "page.html")
+
+
+@pytest.mark.parametrize("command", ["show", "report"])
+def test_measuring_a_plan_that_records_no_target_is_refused(tiny, tmp_path, command):
+    replace(planner.Plan.load(tiny / "plan.json"), target=None).save(tmp_path / "plan.json")
+    message = refused(command, tmp_path / "plan.json", "--measure")
+    assert "--measure: expected the model to train, got none, and" in message and "plan.json records none" in message

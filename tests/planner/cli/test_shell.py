@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 
 import pytest
 
@@ -48,3 +50,23 @@ def test_piped_output_is_as_wide_as_columns_says_and_has_no_trailing_blanks(caps
     shell.show("word " * 40)
     lines = capsys.readouterr().out.splitlines()
     assert width - 5 < max(map(len, lines)) <= width and all(line == line.rstrip() for line in lines)
+
+
+def test_a_search_says_for_how_long_it_has_searched_of_how_long_it_may(capsys, monkeypatch):
+    monkeypatch.setattr(shell, "SEARCH_LINE_SECONDS", 0.01)
+    monkeypatch.setattr(shell, "LINE_SECONDS", 0.0)
+    with shell.searching(60.0):
+        time.sleep(0.2)
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.split() == ["0", "s", "search,", "seconds", "0/60"]
+    with shell.searching(0.0):
+        time.sleep(0.2)
+    assert capsys.readouterr().err.splitlines()[0].split() == ["0", "s", "search,", "seconds"]
+
+
+def test_results_for_a_person_leave_stdout_to_a_json_document(capsys, monkeypatch):
+    monkeypatch.setattr(shell, "_talk", shell.Talk(as_json=True))
+    shell.show("a table")
+    shell.show_json({"status": "done"})
+    captured = capsys.readouterr()
+    assert captured.err == "a table\n" and json.loads(captured.out) == {"status": "done"}
