@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +13,7 @@ import numpy as np
 from planner.plans.plan import Plan
 from solvers import Chain, Schedule, replay
 from solvers.chain import baselines
+from solvers.problem.chain_schedule import RUNS
 from solvers.problem.chain_simulator import ReplayedAction
 from solvers.problem.copy_engines import Copy
 from solvers.problem.link import Link
@@ -31,7 +32,8 @@ class Span:
     """One action of a step: when it runs, and the bytes alive before, at its peak, and after it.
 
     Of a plan of single ops ``stage`` is an op. ``recompute`` is any run of a stage but its first. Its first
-    ``stall_seconds`` it waits for a copy.
+    ``stall_seconds`` it waits for a copy. ``again_seconds`` are what a backward takes more than that of a stage which
+    keeps everything: for ops that run again in it, and for masks that are unpacked.
     """
 
     phase: PhaseName
@@ -43,6 +45,7 @@ class Span:
     peak_bytes: int
     after_bytes: int
     stall_seconds: float = 0.0
+    again_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +145,7 @@ def _predicted(
 ) -> Timeline:
     spans: list[Span] = []
     seen: set[int] = set()
+    options: dict[int, int] = {}  # that each stage goes backward with
     now = 0.0
     phase: PhaseName = "forward"
     replayed = replay(chain, schedule, link)
@@ -151,11 +155,20 @@ def _predicted(
             phase = "backward"  # What runs again before the first backward belongs to it.
         elif kind == "forward":
             seen.add(moment.action.stage)
-        spans.append(_span(chain, moment, phase, now, again=again))
+        if kind in RUNS and moment.action.option is not None:
+            options[moment.action.stage] = moment.action.option
+        span = _span(chain, moment, phase, now, again=again)
+        inside = _again_seconds(chain, moment.action.stage, options) if kind == "backward" else 0.0
+        spans.append(replace(span, again_seconds=inside))
         now += moment.seconds
     if chain.optimizer_peak_bytes:
         spans.append(_optimizer(chain, spans[-1].after_bytes, now, seconds_outside_chain))
     return Timeline(source="predicted", planned=planned, spans=tuple(spans), copies=replayed.copies)
+
+
+def _again_seconds(chain: Chain, stage: int, options: Mapping[int, int]) -> float:
+    kept, *_ = choices = chain.stages[stage].options
+    return max(0.0, choices[options.get(stage, 0)].backward_seconds - kept.backward_seconds)
 
 
 def _span(chain: Chain, moment: ReplayedAction, phase: PhaseName, start: float, *, again: bool) -> Span:

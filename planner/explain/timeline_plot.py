@@ -161,7 +161,14 @@ def _draw_floor(axes: Axes, timeline: Timeline, units: AxisUnits) -> None:
 
 
 def _draw_recomputation(axes: Axes, timeline: Timeline, units: AxisUnits, longest_seconds: float) -> None:
-    """Runs of stages but their first in a colour of their own, the longest ones with the names of the stages."""
+    """Runs of stages but their first in a colour of their own, the longest ones with the names of the stages; backwards
+    in which some ops run again, hatched in the same colour.
+    """
+    inside = [span for span in timeline.spans if span.again_seconds > 0]
+    for number, span in enumerate(inside):
+        label = "backward, some ops again" if number == 0 else None
+        look = {"facecolor": "none", "edgecolor": _RECOMPUTE, "hatch": "////", "linewidth": 0}
+        axes.fill_between(*_curve_of([span], units), alpha=0.6, label=label, zorder=2, **look)
     bumps = recomputations(timeline)
     path = common_path([span.stage for bump in bumps for span in bump]) if bumps else ""
     for number, bump in enumerate(bumps):

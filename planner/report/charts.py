@@ -18,7 +18,11 @@ BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, RED = (
     "#1F83C9", "#E0640F", "#0BA27A", "#CC79A7", "#E69F00", "#56B4E9", "#D0314B",
 )  # fmt: skip
 GREY = "#8A8F98"
-_ACTIONS = {"forward": SKY, "recompute": PINK, "backward": YELLOW, "optimizer": GREEN, "waits for a copy": RED}
+_SOME_AGAIN = "backward, some ops again"
+_ACTIONS = {
+    "forward": SKY, "recompute": PINK, "backward": YELLOW, _SOME_AGAIN: "#E5B5D3", "optimizer": GREEN,
+    "waits for a copy": RED,
+}  # fmt: skip
 _COPIES = {"to_host": "to host", "to_device": "to device"}
 _PARTS = (BLUE, YELLOW, GREEN, PINK, SKY, ORANGE, RED, "#B8A100", GREY)
 _HEADROOM = 1.12  # times the highest point
@@ -150,7 +154,7 @@ def _strips(timeline: Timeline, units: AxisUnits) -> Iterable[go.Scatter]:
     """What runs when: a thick line for each kind of action, and for copies in each direction."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in _ACTIONS}
     for span in timeline.spans:
-        name = "backward" if span.action == "loss" else span.action
+        name = _SOME_AGAIN if span.again_seconds > 0 else "backward" if span.action == "loss" else span.action
         if name in times and span.end_seconds > span.start_seconds:
             times[name].append((span.start_seconds + span.stall_seconds, span.end_seconds))
         if span.stall_seconds > 0:

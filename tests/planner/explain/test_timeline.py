@@ -47,6 +47,18 @@ def test_a_planned_step_worked_out_by_hand() -> None:
     assert planned.phases() == [("forward", 0, 2), ("backward", 2, 7), ("optimizer", 7, 7.5)]
 
 
+def test_a_backward_in_which_ops_run_again_says_what_they_take() -> None:
+    chain = two_stages()
+    first, second = chain.stages
+    (kept,) = second.options
+    inside = replace(kept, name="inside", backward_seconds=kept.backward_seconds + 0.75, kept_bytes=0)
+    chain = replace(chain, stages=(first, replace(second, options=(kept, inside))))
+    actions = [Action("forward", 0, 0), Action("forward", 1, 1), Action("backward", 1), Action("backward", 0)]
+    unplanned, planned = predicted_timelines(chain, Schedule(actions=tuple(actions)))
+    assert [span.again_seconds for span in planned.spans if span.action == "backward"] == [0.75, 0.0]
+    assert not any(span.again_seconds for span in unplanned.spans)
+
+
 def test_a_stage_that_runs_again_keeping_nothing_runs_in_backward_already() -> None:
     actions = [Action("forward", k) for k in range(3)]
     actions += [Action("free", 0), Action("free", 1), Action("forward", 0), Action("forward", 1), Action("free", 0)]

@@ -134,3 +134,15 @@ def test_other_formats_and_missing_folders_are_refused(tmp_path, timelines) -> N
     with pytest.raises(ValueError, match="expected a folder"):
         draw_timeline(timelines, tmp_path / "no" / "t.png", budget_bytes=18)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_backwards_in_which_some_ops_run_again_are_hatched(timelines: list[Timeline]) -> None:
+    planned = timelines[1]
+    spans = [replace(s, again_seconds=0.5) if s.action == "backward" else s for s in planned.spans]
+    _, below, _ = timeline_figure([timelines[0], replace(planned, spans=tuple(spans))], budget_bytes=18).axes
+    hatched = [area for area in below.collections if area.get_hatch()]
+    assert len(hatched) == sum(span.action == "backward" for span in spans)
+    first = next(span for span in spans if span.action == "backward")
+    area = hatched[0].get_paths()[0].get_extents()
+    assert (area.x0, area.x1) == pytest.approx((first.start_seconds * 1e3, first.end_seconds * 1e3))
+    assert hatched[0].get_label() == "backward, some ops again"
