@@ -19,11 +19,17 @@ Record = TypeVar("Record")
 def write_whole(path: str | Path, content: str | bytes) -> None:
     """Write a file so that a reader sees the old one or the whole new one, never a half.
 
+    Of a link, what it points to is replaced; into a device or a pipe, as ``/dev/stdout``, the content is written.
+
     Raises:
         ValueError: the folder does not exist or cannot be written to.
     """
-    target = Path(path)
     data = content.encode() if isinstance(content, str) else content
+    if is_special(path):
+        with open(path, "wb") as stream:
+            stream.write(data)
+        return
+    target = Path(os.path.realpath(path))
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
     except OSError as error:
@@ -38,6 +44,11 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def is_special(path: str | Path) -> bool:
+    """Whether there is something that is neither a file nor a folder: a device, a pipe."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def write_document(path: str | Path, document: dict[str, Any]) -> None:
