@@ -79,6 +79,11 @@ class Combination:
         return self.peak_bytes <= self.budget_bytes
 
     @property
+    def as_built(self) -> bool:
+        """Whether its plan is for the step as its target builds it."""
+        return not (self.precision or self.optimizer) and self.micro_batches == 1
+
+    @property
     def short_bytes(self) -> int:
         """By how much it misses the budget; 0 where it fits."""
         return max(0, self.peak_bytes - self.budget_bytes)

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from planner.cli.solution_summary import SolutionSummary, StageSummary
 from planner.explain.stage_rows import note_on_rows, path_of, rows_of_stages
-from planner.explain.tables import PlainTable, facts, plain_table
+from planner.explain.tables import PlainTable, facts, losses_in_short, plain_table
 from planner.plans.left_out import blocks_in_words
 from planner.units import counted, exact_bytes, format_bytes, format_seconds
 from profiler.records import LeftOutRecord, OpRecord, Profile, StageRecord
@@ -323,12 +323,6 @@ def training_report(run: TrainingRun, allocator_advice: str = "") -> RenderableT
             ("measured time", measured),
         ]
     )
-
-
-def losses_in_short(losses: Sequence[float]) -> str:
-    """All of a few losses, the first ones and the last of many."""
-    texts = [f"{loss:.6g}" if math.isfinite(loss) else "not finite" for loss in losses]
-    return ", ".join(texts if len(texts) <= 8 else [*texts[:7], "...", texts[-1]]) or "none yet"
 
 
 def _reserved(run: TrainingRun) -> list[tuple[str, str]]:

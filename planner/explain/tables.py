@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -141,3 +142,9 @@ def _line(text: Text) -> Text:
     text.no_wrap, text.overflow = True, "ignore"
     text.rstrip()
     return text
+
+
+def losses_in_short(losses: Sequence[float]) -> str:
+    """All of a few losses, the first ones and the last of many."""
+    texts = [f"{loss:.6g}" if math.isfinite(loss) else "not finite" for loss in losses]
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:7], "...", texts[-1]]) or "none yet"

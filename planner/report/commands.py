@@ -16,8 +16,9 @@ def commands_of(plan: Plan | GraphPlan, target: str | None = None) -> tuple[str,
     """The commands that make a plan, use it and report it; ``target``: another than the plan's."""
     given = "" if target is None and plan.target is not None else f"{target or target_of(plan)} "
     graph = " --graph" if isinstance(plan, GraphPlan) else ""
+    rules = " --rules RULES" if plan.stated and not graph else ""
     return (
-        f"planner profile {target or target_of(plan)}{graph} -o profile.json",
+        f"planner profile {target or target_of(plan)}{graph}{rules} -o profile.json",
         solve_command(plan, plan.budget_bytes),
         f"planner train {given}--plan plan.json",
         "planner report plan.json -o report.html",
@@ -28,12 +29,16 @@ def solve_command(plan: PlanClaims, budget_bytes: int) -> str:
     """The command that solves for a budget as a plan was solved."""
     headroom = f" --headroom {plan.headroom_bytes}" if plan.headroom_bytes and budget_bytes == plan.budget_bytes else ""
     only = " --offload-only" if plan.offload_only else ""
-    return f"planner solve profile.json --budget {budget_bytes}{headroom}{_link(plan)}{only} -o plan.json"
+    rules = " --rules RULES" if plan.stated else ""
+    return f"planner solve profile.json --budget {budget_bytes}{headroom}{rules}{_link(plan)}{only} -o plan.json"
 
 
 def _link(plan: PlanClaims) -> str:
     """A link that was given has one rate in both directions; one that was measured is in the profile."""
     link = plan.link
-    if link is None or link.to_host_bytes_per_second != link.to_device_bytes_per_second:
+    if link is None:
         return ""
-    return f" --link-gbps {link.to_host_bytes_per_second / 1e9:g}"
+    host = "" if link.host_bytes is None else f" --host-memory {link.host_bytes}"
+    if link.to_host_bytes_per_second != link.to_device_bytes_per_second:
+        return host
+    return f" --link-gbps {link.to_host_bytes_per_second / 1e9:g}{host}"

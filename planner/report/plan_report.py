@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from planner.explain.graph_timeline import graph_moments, graph_timelines
 from planner.explain.peak import Peak, predicted_moments
 from planner.explain.peak_report import PeakRow, peak_rows, peak_title
+from planner.explain.tables import losses_in_short
 from planner.explain.timeline import Timeline, predicted_timelines, seconds_outside_chain_of
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan, chain_in
@@ -204,6 +205,8 @@ def sentence_of(plan: Plan | GraphPlan) -> str:
     extra = plan.slowdown - 1
     cost = "no extra time" if extra < _LITTLE else f"{extra:.0%} more time"
     done = [f"{counted(plan.recomputed_ops, 'op')} run again in backward"] if plan.recomputed_ops else []
+    packed = isinstance(plan, Plan) and any(stage.decision == "selective" for stage in plan.stages)
+    done += ["masks are held as bits"] if packed and not plan.recomputed_ops else []
     done += [f"up to {format_bytes(plan.host_bytes)} wait in host memory"] if plan.host_bytes else []
     how = f": {' and '.join(done)}" if done else ": everything is kept"
     return (
@@ -236,5 +239,5 @@ def _measured_facts(measured: MeasuredRun) -> list[tuple[str, str]]:
         without = f"{format_bytes(measured.unplanned_peak_bytes)}, {format_seconds(measured.unplanned_seconds)}"
         rows.append(("Measured without", without))
     if measured.losses:
-        rows.append(("Losses", ", ".join(f"{loss:.4g}" for loss in measured.losses)))
+        rows.append(("Losses", losses_in_short(measured.losses)))
     return rows
