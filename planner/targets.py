@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +73,7 @@ def _found_again(record: TargetRecord) -> str:
     if not record.folder or folder == Path.cwd():
         return record.text
     if place.endswith(".py"):
-        if found := next((path for path in (folder / place, Path(place)) if path.is_file()), None):
+        if found := next((path for path in (folder / place, Path(place)) if os.path.isfile(path)), None):
             return f"{found}:{name}"
         raise NoTarget(
             f"TARGET: expected the file of {record.text!r}, which was profiled, got none at {str(folder / place)!r} "
@@ -204,7 +205,7 @@ def _named_alike(folder: Path) -> str:
 
 
 def _load_file(text: str, path: Path) -> ModuleType:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise NoTarget(f"target {text!r}: expected a file, got none at {str(path)!r}; check the path")
     name = f"planner_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -24,6 +24,7 @@ from planner.cli.options import (
 from planner.cli.report import check_report, write_result
 from planner.cli.shell import NO_PLAN, check_folder, complain, say_written, show, show_json, working
 from planner.units import format_bytes
+from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
     from planner.capacity.advice import Advice
@@ -34,8 +35,11 @@ def advise_command(
     budget: BudgetOrRules = None,
     settings: Settings = None,
     batch_key: Annotated[
-        str, typer.Option(metavar="KEY", help="The --set key of the batch, of which micro-batches are made.")
-    ] = "batch",
+        str | None,
+        typer.Option(
+            metavar="KEY", help="The --set key of the batch, of which micro-batches are made; batch if unset."
+        ),
+    ] = None,
     device: Device = None,
     no_menus: NoMenus = False,
     no_offload: NoOffload = False,
@@ -73,18 +77,21 @@ def advise_command(
     if world_size is not None or shard is not None:
         if report is not None:
             raise ValueError(f"--report: expected no page of simulated ranks, got {str(report)!r}; leave it out")
+        if batch_key is not None:
+            raise ValueError("--batch-key: expected none with simulated ranks, whose batch is not split; leave it out")
         _advise_rank(target, budget, world_size, shard, output, asked, as_json=as_json)
         return
     if budget is None:
         raise ValueError("--budget: expected the most bytes alive at once, got none; write for example --budget 8GiB")
     from planner.capacity.advice import advise
+    from planner.capacity.workload_variants import BATCH_KEY
     from planner.explain.figures import check_picture
 
     if output is not None:
         check_picture(output)
     with working() as progress:
-        advice = advise(target, budget, batch_key=batch_key, progress=progress, **asked)
-    _tell(advice, output, report, as_json=as_json)
+        advice = advise(target, budget, batch_key=batch_key or BATCH_KEY, progress=progress, **asked)
+    _tell(advice, output, report, TargetRecord.given(target, settings, device), as_json=as_json)
 
 
 def _advise_rank(
@@ -120,7 +127,7 @@ def _advise_rank(
         raise typer.Exit(NO_PLAN)
 
 
-def _tell(advice: Advice, output: Path | None, report: Path | None, *, as_json: bool) -> None:
+def _tell(advice: Advice, output: Path | None, report: Path | None, target: TargetRecord, *, as_json: bool) -> None:
     """Draw and print; ends with exit code 3 where nothing fits."""
     from planner.capacity.advice_report import document_of, report_of
     from planner.report.command_results import section_of_advice
@@ -140,6 +147,7 @@ def _tell(advice: Advice, output: Path | None, report: Path | None, *, as_json: 
         f"Advice on {advice.model_class}",
         lambda: section_of_advice(advice),
         None if best is None else best.plan,
+        target if best is not None and best.as_built else None,
     )
     if not advice.fits:
         short = format_bytes(advice.nearest.short_bytes)

@@ -20,6 +20,7 @@ from profiler.records import OpRecord, Profile, StageRecord
 if TYPE_CHECKING:
     import pandas as pd
 
+    from planner.explain.measured_step import MeasuredStep
     from planner.training.solver_comparison import ComparisonRow
     from planner.training.training import OutOfMemory, TrainingInterrupted, TrainingRun
 
@@ -152,6 +153,16 @@ def interrupted_training_document(interrupt: TrainingInterrupted) -> dict[str, A
     }
 
 
+def measured_document(step: MeasuredStep) -> dict[str, Any]:
+    """What ``show --measure --json`` and ``report --measure --json`` say more."""
+    return {
+        "measured_peak_bytes": step.planned.peak.peak_bytes,
+        "measured_seconds": step.planned.seconds,
+        "measured_unplanned_peak_bytes": step.unplanned.peak.peak_bytes,
+        "measured_unplanned_seconds": step.unplanned.seconds,
+    }
+
+
 def _finite(losses: Sequence[float]) -> list[float | None]:
     return [loss if math.isfinite(loss) else None for loss in losses]  # JSON knows no NaN
 
@@ -159,23 +170,42 @@ def _finite(losses: Sequence[float]) -> list[float | None]:
 def lost_training_document(plan: Plan | GraphPlan, failure: OutOfMemory) -> dict[str, Any]:
     """What ``train --json`` says where memory ran out for good; ``plan`` is the first one."""
     last = failure.reports[-1]
-    unknown = dict.fromkeys(
-        ("measured_peak_bytes", "allocated_bytes", "reserved_bytes", "faulted_bytes", "measured_seconds")
-    )
+    return {
+        **_out_of_memory(plan),
+        "budget_bytes": last.budget_bytes,
+        "headroom_bytes": last.headroom_bytes,
+        "predicted_peak_bytes": last.predicted_peak_bytes,
+        "predicted_seconds": plan.predicted_seconds if len(failure.reports) == 1 else None,
+        "losses": _finite(failure.losses),
+        "retries": len(failure.reports) - 1,
+        "out_of_memory": [failure_document(report) for report in failure.reports],
+    }
+
+
+def failed_rank_document(plan: Plan | GraphPlan, failure: Exception) -> dict[str, Any]:
+    """What ``train --json`` says where memory ran out on one of several ranks."""
+    return {
+        **_out_of_memory(plan),
+        "message": str(failure),
+        "budget_bytes": plan.budget_bytes,
+        "headroom_bytes": plan.headroom_bytes,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "predicted_seconds": plan.predicted_seconds,
+        "losses": [],
+        "retries": 0,
+    }
+
+
+def _out_of_memory(plan: Plan | GraphPlan) -> dict[str, Any]:
+    unknown = ("measured_peak_bytes", "allocated_bytes", "reserved_bytes", "faulted_bytes", "measured_seconds")
     return {
         "status": "out_of_memory",
         "model_class": plan.model_class,
         "device": plan.device,
-        "budget_bytes": last.budget_bytes,
-        "headroom_bytes": last.headroom_bytes,
-        "predicted_peak_bytes": last.predicted_peak_bytes,
         "unplanned_peak_bytes": plan.unplanned_peak_bytes,
         "unplanned_seconds": plan.unplanned_seconds,
         "frugal": plan.frugal,
-        **unknown,
-        "losses": _finite(failure.losses),
-        "retries": len(failure.reports) - 1,
-        "out_of_memory": [failure_document(report) for report in failure.reports],
+        **dict.fromkeys(unknown),
     }
 
 

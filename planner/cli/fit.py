@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from planner.cli.options import AsJson, BudgetText, Device, HeadroomText, Settings, TargetArgument
+from planner.cli.options import AsJson, BudgetText, Device, HeadroomText, Settings, TargetArgument, TargetRequest
 from planner.cli.profiling import default_file, profile_file, profile_of_target
-from planner.cli.several_ranks import workload_of
+from planner.cli.several_ranks import check_alone, workload_of
 from planner.cli.shell import check_folder, say_written, show, show_json, working
-from planner.cli.target_request import TargetRequest
 from planner.units import counted, exact_bytes, format_bytes, format_seconds
 from profiler.target_record import TargetRecord
 
@@ -54,6 +53,7 @@ def fit_command(
     from planner.cli.train import PlanRequest, run_train
     from planner.plans.plan_claims import FORMAT as PLAN_FORMAT
 
+    check_alone("fit", "planner train TARGET --budget B --shard ddp is for several")
     given = TargetRecord.given(target, settings, device)
     profile_path = profile_file(given, folder, graph=graph)
     check_folder(profile_path)

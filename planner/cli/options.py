@@ -1,14 +1,16 @@
-"""Options of the command line that several commands take, and what those of offloading come to."""
+"""Options of the command line that several commands take, and what those of offloading and of a target come to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from planner.units import check_size, parse_bytes, parse_bytes_or_zero, show_sizes_like
+from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
     from planner.plans.offload_request import Offload
@@ -25,6 +27,7 @@ GRAPH_SOLVERS = (
 GRAPH_SECONDS, LARGE_GRAPH_SECONDS, LARGE_GRAPH_NODES, GRAPH_GAP = 60.0, 25.0, 500, 1e-3
 PARETO_SECONDS = 45.0  # of a graph
 COMPARE_SECONDS = 10.0
+RECORDED = "recorded"  # what stands for an option's TARGET where none is written: the file's own
 
 
 def _checked(option: str, check: Callable[[str], object]) -> Callable[[str | None], str | None]:
@@ -42,9 +45,10 @@ def _checked(option: str, check: Callable[[str], object]) -> Callable[[str | Non
 
 
 def _check_headroom(text: str) -> None:
-    from planner.plans.headroom import headroom_from
+    from planner.plans.headroom import AUTO, headroom_from
 
-    headroom_from(text)
+    if text != AUTO:  # Which refers to a profile.
+        headroom_from(text)
 
 
 def time_limit_callback(seconds: float | None) -> float | None:
@@ -155,3 +159,39 @@ def offload_options(
         host_memory=host_memory,
     )
     return None if offload_request == Offload() else offload_request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetRequest:
+    """What the command line says of the target: all of it, or what differs from the file's own.
+
+    Attributes:
+        text: of the target; None and ``RECORDED`` for the file's own.
+        settings: of ``--set``.
+        device: of ``--device``.
+        option: where the target is written, for errors.
+    """
+
+    text: str | None
+    settings: Sequence[str] | None
+    device: str | None = None
+    option: str = "TARGET"
+
+    def chosen(self, recorded: TargetRecord | None, file: Path | None) -> TargetRecord:
+        """The target that is named, else the recorded one with the settings and the device given here.
+
+        Args:
+            recorded: of a plan or a profile; None where it has none.
+            file: that it would be in; None where there is none.
+
+        Raises:
+            ValueError: neither is there.
+        """
+        if self.text not in (None, RECORDED):
+            return TargetRecord.given(self.text, self.settings, self.device)
+        if recorded is not None:
+            return recorded.with_changes(self.settings or (), self.device)
+        got = "none" if file is None else f"none, and {file} records none (Python made it, or an older release)"
+        raise ValueError(
+            f"{self.option}: expected the model to train, got {got}; name it: zoo:NAME or path/to/file.py:function"
+        )

@@ -30,8 +30,9 @@ def stage_level(source: Source, rules: Rules | None) -> Profile:
     """The profile without options inside stages; ValueError for a problem file, or with rules, which may name some."""
     if isinstance(source, Profile) and rules is None:
         return source.stage_level()
-    kind = "rules" if rules is not None else "a problem file"
-    raise ValueError(f"--no-menus: expected a profile alone, got {kind}; leave one of them out")
+    kinds = "a profile of single ops" if isinstance(source, GraphProfile) else "a problem file"
+    kind = "rules" if rules is not None else kinds
+    raise ValueError(f"--no-menus: expected a profile of stages alone, got {kind}; leave one of them out")
 
 
 def check_verifiable(source: Source) -> None:
@@ -40,6 +41,11 @@ def check_verifiable(source: Source) -> None:
         raise ValueError(
             "--verify: expected a profile of stages, got one of a graph; planner.verify in Python takes its plan, "
             "and planner train measures its run"
+        )
+    if isinstance(source, Profile) and source.frugal:
+        raise ValueError(
+            "--verify: expected the profile of a step that fits without a plan, got one of a step that was never run "
+            "whole; leave it out, planner train measures the plan"
         )
     if not isinstance(source, Profile):
         raise ValueError("--verify: expected a profile, whose stages a model runs, got a problem file; leave it out")

@@ -14,7 +14,7 @@ import typer
 
 from planner.cli.options import AsJson, Device, RulesFile, Settings, TargetArgument, limit_callback
 from planner.cli.several_ranks import workload_of
-from planner.cli.shell import check_folder, say_written, show, show_json, working
+from planner.cli.shell import check_folder, is_first, say_written, show, show_json, working
 from profiler.json_files import to_plain
 from profiler.records import FORMAT
 from profiler.target_record import TargetRecord
@@ -76,7 +76,8 @@ def profile_command(
     path = output or profile_file(given, graph=graph)
     check_folder(path)
     if graph:
-        _profile_graph(given, path, others=bool(stages or rules or limit or states or ops), as_json=as_json)
+        of_stages = bool(stages or rules or limit or states or ops or no_menus)
+        _profile_graph(given, path, others=of_stages, as_json=as_json)
         return
     with working() as progress:
         workload = workload_of(given)
@@ -84,7 +85,8 @@ def profile_command(
             workload, stages=stages or None, menus=not no_menus, rules=stated, limit=limit, progress=progress
         )
     measured = replace(measured, target=given)
-    measured.save(path)
+    if is_first():
+        measured.save(path)
     state_rows = _states_of(workload) if states else None
     if as_json:
         parts = {"states": state_rows.rows} if state_rows is not None else {}
@@ -115,12 +117,13 @@ def _profile_graph(target: TargetRecord, path: Path, *, others: bool, as_json: b
 
     if others:
         raise ValueError(
-            "--graph: expected it without --stages, --rules, --limit, --states and --ops, which are about stages, got "
-            "one of them; leave it out"
+            "--graph: expected it without --stages, --rules, --no-menus, --limit, --states and --ops, which are about "
+            "stages, got one of them; leave it out"
         )
     with working() as progress:
         measured = replace(profile(workload_of(target), graph=True, progress=progress), target=target)
-    measured.save(path)
+    if is_first():
+        measured.save(path)
     if as_json:
         show_json(documents.profile_document(measured, path))
     else:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli.options import AsJson, Device, Measure, Settings, SnapshotFile
+from planner.cli.options import AsJson, Device, Measure, Settings, SnapshotFile, TargetRequest
 from planner.cli.several_ranks import workload_of
 from planner.cli.shell import check_folder, given_command, is_first, note, say_written, show_json, working
-from planner.cli.target_request import TargetRequest
 
 if TYPE_CHECKING:
+    from planner.explain.measured_step import MeasuredStep
     from planner.plans.graph_plan import GraphPlan
     from planner.plans.plan import Plan
     from planner.report.plan_report import MeasuredRun
@@ -40,6 +41,7 @@ def report_command(
     The answer, the memory over the step and what is alive in each moment, plans for other budgets, what each decision
     frees and costs, where the bytes of the peak come from, what else would help, and the commands to get it again.
     """
+    from planner.cli.documents import measured_document
     from planner.plans.given_sources import plan_from_file
     from planner.report.commands import commands_of
     from planner.report.page import check_page, write_report
@@ -56,7 +58,8 @@ def report_command(
     plan = plan_from_file(file)
     target = TargetRequest(text=measure, settings=settings, device=device, option="--measure")
     chosen = None if measure is None else target.chosen(plan.target, file)
-    measured = None if chosen is None else _measured(plan, str(file), chosen)
+    step = None if chosen is None else _measured_step(plan, str(file), chosen)
+    measured = None if step is None else _measured_run(step)
     commands = () if chosen is None else commands_of(plan, chosen.arguments)
     note("writing the report")
     write_report(plan, page, measured=measured, commands=commands, time_limit_seconds=time_limit)
@@ -64,7 +67,8 @@ def report_command(
         write_snapshot(plan, snapshot)
     say_written(page, snapshot)
     if as_json:
-        show_json({"status": "written", "file": str(page), "snapshot": None if snapshot is None else str(snapshot)})
+        document = {"status": "written", "file": str(page), "snapshot": None if snapshot is None else str(snapshot)}
+        show_json({**document, **({} if step is None else measured_document(step))})
 
 
 def check_report(path: Path | None) -> None:
@@ -81,8 +85,16 @@ def write_result(
     title: str,
     section: Callable[[], ResultSection],
     plan: Plan | GraphPlan | None = None,
+    target: TargetRecord | None = None,
 ) -> None:
     """Write a command's result as a page, with the plan that came out of it; nothing without a path.
+
+    Args:
+        path: of the page.
+        title: its heading.
+        section: the result.
+        plan: that came out of it.
+        target: that the plan was made of, where it does not record it.
 
     Of several ranks the first one writes.
     """
@@ -92,15 +104,14 @@ def write_result(
     from planner.report.plan_report import report_of_plan
 
     note("writing the report")
-    explained = None if plan is None else report_of_plan(plan)
+    explained = None if plan is None else report_of_plan(replace(plan, target=plan.target or target))
     write_page(Page(title=title, plan=explained, results=(section(),), commands=(given_command(),)), path)
     say_written(path)
 
 
-def _measured(plan: Plan | GraphPlan, where: str, target: TargetRecord) -> MeasuredRun:
+def _measured_step(plan: Plan | GraphPlan, where: str, target: TargetRecord) -> MeasuredStep:
     from planner.explain.measured_step import view_step
     from planner.plans.graph_plan import GraphPlan
-    from planner.report.plan_report import MeasuredRun
 
     if isinstance(plan, GraphPlan):
         raise ValueError(
@@ -110,7 +121,12 @@ def _measured(plan: Plan | GraphPlan, where: str, target: TargetRecord) -> Measu
     with working() as progress:
         workload = workload_of(target)
         progress("measure steps", 0, 1)
-        step = view_step(workload, plan)
+        return view_step(workload, plan)
+
+
+def _measured_run(step: MeasuredStep) -> MeasuredRun:
+    from planner.report.plan_report import MeasuredRun
+
     return MeasuredRun(
         peak_bytes=step.planned.peak.peak_bytes,
         seconds=step.planned.seconds,

@@ -88,15 +88,25 @@ def check_joined() -> None:
     speak_as(dist.get_rank())
 
 
+def check_alone(command: str, instead: str) -> None:
+    """Refuse several processes in a command for one; ``instead`` is what to run."""
+    if is_launched() and int(os.environ["WORLD_SIZE"]) > 1:
+        raise ValueError(f"{command}: expected one process, got {os.environ['WORLD_SIZE']}; {instead}")
+
+
 def workload_of(target: TargetRecord, engine: Engine | None = None) -> Workload:
     """What a target builds on this rank.
 
     Raises:
         TargetError: as ``planner.targets.build_recorded``.
+        ValueError: as ``check_joined``, without an engine.
     """
     from planner.targets import build_recorded, parse_settings
 
-    return build_recorded(target, settings_of_rank(target.text, parse_settings(target.settings), engine))
+    workload = build_recorded(target, settings_of_rank(target.text, parse_settings(target.settings), engine))
+    if engine is None:
+        check_joined()
+    return workload
 
 
 def settings_of_rank(target: str, settings: Mapping[str, Any], engine: Engine | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import sys
@@ -22,8 +23,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from planner.cli.errors import UsageError, naming_option, option_in, own_line, usage_in_words
 from planner.cli.interrupts import INTERRUPTED, say_interrupted
-from planner.cli.target_request import RECORDED
+from planner.cli.options import RECORDED
 from planner.units import format_bytes, show_sizes_like
+from profiler.json_files import is_special
 
 WRONG_INPUT = 2
 NO_PLAN = 3
@@ -36,7 +38,9 @@ Report = Callable[[str, int, int], None]
 
 _command = ""  # that runs
 
-_rank = 0  # of several ranks the first one prints
+_rank = 0  # Of several ranks the first one prints; those of torchrun know theirs at once.
+if int(os.environ.get("WORLD_SIZE", "") or 1) > 1:
+    _rank = int(os.environ.get("RANK", "") or 0)
 
 
 def speak_as(rank: int) -> None:
@@ -129,6 +133,8 @@ class PlannerGroup(TyperGroup):
             raise typer.Exit(WRONG_INPUT) from error
         except KeyboardInterrupt as error:
             say_interrupted()
+            if _talk.as_json and not _talk.answered:
+                show_json({"status": "interrupted", "interrupted": True})
             raise typer.Exit(INTERRUPTED) from error
 
 
@@ -212,11 +218,11 @@ def check_folder(path: Path | None) -> None:
     Raises:
         ValueError: the folder is not there or cannot be written to, or the path is a folder itself.
     """
-    if path is None:
+    if path is None or is_special(path):
         return
-    if path.is_dir():
+    if os.path.isdir(path):  # What cannot be looked at is none, where pathlib raises.
         raise ValueError(f"{path}: expected the name of a file to write, got a folder; add a file name")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise ValueError(f"{path}: expected a folder that exists, got none at {str(path.parent)!r}; create it first")
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"{path}: expected a folder that can be written to, got {str(path.parent)!r}; choose another")
@@ -293,7 +299,7 @@ def working() -> Iterator[Report]:
 @contextlib.contextmanager
 def searching(limit_seconds: float) -> Iterator[None]:
     """Progress of a solver on stderr: for how long it has searched, of how long it may; 0 where that is not known."""
-    limit, ended = int(limit_seconds), threading.Event()
+    limit, ended = int(limit_seconds) if math.isfinite(limit_seconds) else 0, threading.Event()
     with _progress() as tell:
 
         def tick() -> None:

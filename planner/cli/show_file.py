@@ -16,7 +16,7 @@ from planner.cli.chain_solutions import (
     chain_summary,
     solved_chain,
 )
-from planner.cli.documents import profile_document
+from planner.cli.documents import measured_document, profile_document
 from planner.cli.graph_solutions import (
     SOLUTION_FORMAT as GRAPH_SOLUTION_FORMAT,
     SOLUTION_VERSION as GRAPH_SOLUTION_VERSION,
@@ -106,14 +106,15 @@ def run_show(file: Path, request: ShowRequest) -> None:
         check_picture(request.timeline)
     document = read_document(file, FORMATS)
     file_format = document["format"]
+    measured: MeasuredStep | None = None
     if file_format == PLAN_FORMAT:
-        parts = _show_plan(plan_from(document, str(file)), str(file), request)
+        parts, measured = _show_plan(plan_from(document, str(file)), str(file), request)
     elif file_format == CHAIN_SOLUTION_FORMAT:
         parts = _show_chain(document, str(file), request)
     else:
         parts = _show_other(document, str(file), request)
     if request.as_json:
-        show_json(_in_short(document, file))
+        show_json({**_in_short(document, file), **({} if measured is None else measured_document(measured))})
     else:
         show(*parts)
     say_written(*request.outputs)
@@ -188,16 +189,19 @@ def _show_chain(document: dict[str, Any], where: str, request: ShowRequest) -> l
     return [*parts, "", *_peaks(step)]
 
 
-def _show_plan(plan: Plan | GraphPlan, where: str, request: ShowRequest) -> list[RenderableType]:
+def _show_plan(
+    plan: Plan | GraphPlan, where: str, request: ShowRequest
+) -> tuple[list[RenderableType], MeasuredStep | None]:
+    """Its tables, and what was measured."""
     if isinstance(plan, GraphPlan):
-        return _show_graph_plan(plan, where, request)
+        return _show_graph_plan(plan, where, request), None
     summary = summary_of_plan(plan)
     parts: list[RenderableType] = [tables.promises_report(summary), "", tables.stages_report(summary)]
     if plan.menus and (request.ops or any(stage.decision == "selective" for stage in plan.stages)):
         parts += ["", plan_ops_report(plan, every_op=request.ops)]
     if plan.chain is None and not request.step:
         note(f"{where} carries no chain (it is of an older release): its peak is not explained; solve again for that")
-        return parts
+        return parts, None
     chain = chain_in(plan, where)
     outside_seconds = seconds_outside_chain_of(plan, chain)
     timelines = predicted_timelines(chain, plan.schedule, link=plan.link, seconds_outside_chain=outside_seconds)
@@ -215,7 +219,7 @@ def _show_plan(plan: Plan | GraphPlan, where: str, request: ShowRequest) -> list
         + ("; the step without the plan is computed" if plan.frugal else ""),
     )
     _write(step, request)
-    return [*parts, "", *_peaks(step), *_verdict(plan, measured)]
+    return [*parts, "", *_peaks(step), *_verdict(plan, measured)], measured
 
 
 def _measured(plan: Plan, build: Callable[[TargetRecord | None], Workload]) -> MeasuredStep:

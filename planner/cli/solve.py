@@ -28,11 +28,12 @@ from planner.cli.options import (
     RulesFile,
     Settings,
     SolverName,
+    TargetRequest,
     offload_options,
+    time_limit_callback,
 )
 from planner.cli.several_ranks import workload_of
 from planner.cli.shell import check_folder, complain, note, say_written, searching, show, show_json, working
-from planner.cli.target_request import TargetRequest
 
 if TYPE_CHECKING:
     from planner.training.verification import Verification
@@ -47,8 +48,9 @@ def solve_command(
     time_limit: Annotated[
         float | None,
         typer.Option(
+            callback=time_limit_callback,
             help="Seconds for solvers that search; "
-            f"of a graph {GRAPH_SECONDS:g} if unset, {LARGE_GRAPH_SECONDS:g} above {LARGE_GRAPH_NODES} nodes."
+            f"of a graph {GRAPH_SECONDS:g} if unset, {LARGE_GRAPH_SECONDS:g} above {LARGE_GRAPH_NODES} nodes.",
         ),
     ] = None,
     no_menus: Annotated[
@@ -139,8 +141,13 @@ def solve_command(
     verified = None
     if verify is not None and not summary.interrupted:
         target = TargetRequest(text=verify, settings=settings, option="--verify")
-        verified = _verified(document, target, file, solver=solver, time_limit_seconds=time_limit)
-        summary, document = summary_of_plan(verified.plan), verified.plan.to_document()
+        try:
+            verified = _verified(document, target, file, solver=solver, time_limit_seconds=time_limit)
+            summary, document = summary_of_plan(verified.plan), verified.plan.to_document()
+        except KeyboardInterrupt:  # The plan is there, and was not held against its own run.
+            summary, document = replace(summary, interrupted=True), {**document, "interrupted": True}
+            _say_interrupted(output, keep_best)
+            output = output if keep_best else None
     if output is not None:
         write_document(output, document)
     if as_json:

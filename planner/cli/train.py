@@ -11,9 +11,9 @@ import typer
 
 from planner.cli import documents, tables
 from planner.cli.interrupts import INTERRUPTED, say_interrupted
+from planner.cli.options import TargetRequest
 from planner.cli.profiling import profile_of_target
 from planner.cli.report import check_report
-from planner.cli.several_ranks import check_joined
 from planner.cli.shell import (
     NO_PLAN,
     check_folder,
@@ -26,14 +26,14 @@ from planner.cli.shell import (
     show_json,
     working,
 )
-from planner.cli.target_request import TargetRequest
 from planner.distributed.rank_failures import RankError
 from planner.distributed.rank_workloads import sharded_together
 from planner.distributed.sharding import Engine
 from planner.distributed.solving import solve
+from planner.explain.tables import losses_in_short
 from planner.plans.given_sources import plan_from_file
 from planner.plans.graph_plan import GraphPlan
-from planner.plans.plan import Plan
+from planner.plans.plan import Plan, chain_in
 from planner.report.command_results import measured_of_training
 from planner.report.page import write_report
 from planner.report.snapshot import write_snapshot
@@ -115,12 +115,12 @@ def run_train(
     check_report(report)
     check_folder(snapshot)
     plan = wanted.read()
+    if isinstance(plan, Plan) and (report is not None or snapshot is not None):
+        chain_in(plan, str(wanted.file))  # Refused before training, not after.
     chosen = target.chosen(None if plan is None else plan.target, wanted.file)
     with working() as progress:
         workload = build(chosen)
-        if shard is None:
-            check_joined()
-        else:
+        if shard is not None:
             workload = sharded_together(workload, shard)
         plan = wanted.made_for(workload, chosen, progress) if plan is None else plan
     try:
@@ -133,7 +133,7 @@ def run_train(
         if as_json:
             show_json(documents.interrupted_training_document(interrupt))
         else:
-            show(tables.facts([("losses", tables.losses_in_short(interrupt.losses))]))
+            show(tables.facts([("losses", losses_in_short(interrupt.losses))]))
         say_interrupted(f"interrupted after {len(interrupt.losses)} of {counted(steps, 'step')}")
         raise typer.Exit(INTERRUPTED) from interrupt
     except OutOfMemory as failure:
@@ -151,6 +151,8 @@ def run_train(
     except RankError as failure:
         if not ran_out(failure):
             raise
+        if as_json:
+            show_json({**documents.failed_rank_document(plan, failure), **(beside or {})})
         complain(f"out of memory: {failure}")
         raise typer.Exit(NO_PLAN) from failure
     if save_plan is not None and is_first():

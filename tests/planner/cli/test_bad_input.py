@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import planner
 from profiler.json_files import write_document
-from tests.support.command_line import SMALL, refused, run
+from tests.support.command_line import SMALL, done, refused, run
 from tests.support.small_chain import small_chain
 
 
@@ -189,3 +190,20 @@ def test_wrong_usage_exits_2(args):
 
 def test_no_half_written_files_are_left(files):
     assert [path.name for path in files.iterdir() if path.name.endswith(".part")] == []
+
+
+def test_a_device_takes_what_is_written_and_stays_one(files):
+    done("solve", files / "profile.json", "--budget", "80%", "-o", os.devnull)
+    assert not os.path.isfile(os.devnull)
+
+
+def test_a_file_name_that_no_folder_takes_is_refused(files, tmp_path):
+    assert "expected a folder that can be written to" in refused(
+        "solve", files / "profile.json", "--budget", "80%", "-o", tmp_path / ("x" * 300)
+    )
+
+
+def test_options_that_a_kind_of_profile_does_not_have_are_refused():
+    assert "--no-menus" in refused("profile", "zoo:mlp", "--graph", "--no-menus")
+    simulated = ["advise", "zoo:mlp", "--world-size", "2", "--shard", "ddp", "--batch-key", "rows"]
+    assert "--batch-key: expected none with simulated ranks" in refused(*simulated)

@@ -108,7 +108,7 @@ def test_solve_without_menus_wants_a_profile_alone(blocks, tmp_path):
     (tmp_path / "rules.toml").write_text('[[rules]]\nmodules = "transformer.h.1"\n')
     chain = refused("solve", tmp_path / "chain.json", "--budget", "60%", "--no-menus")
     rules = refused("solve", tmp_path / "profile.json", "--rules", tmp_path / "rules.toml", "--no-menus")
-    assert "--no-menus: expected a profile alone, got a problem file" in chain and "got rules" in rules
+    assert "--no-menus: expected a profile of stages alone, got a problem file" in chain and "got rules" in rules
 
 
 def test_an_infeasible_budget_exits_3_and_the_smallest_one_it_names_is_feasible(files):
@@ -235,6 +235,32 @@ def test_compare_exits_3_where_no_solver_fits(files):
     refused_rows = [row for row in document["rows"] if row["solver"] != "none"]
     assert document["minimum_budget_bytes"] == min(row["minimum_budget_bytes"] for row in refused_rows)
     assert "infeasible: " in result.stderr
+
+
+def test_headroom_auto_is_what_the_profile_says(files):
+    document = json.loads(
+        done("solve", files / "profile.json", "--budget", "90%", "--headroom", "auto", "--json").stdout
+    )
+    assert document["predicted_peak_bytes"] <= document["budget_bytes"]
+
+
+@pytest.mark.parametrize("limit", ["nan", "0", "-1"])
+@pytest.mark.parametrize("command", [["solve", "--budget", "80%"], ["pareto"]])
+def test_a_time_in_which_nothing_can_be_searched_is_refused(files, command, limit):
+    said = refused(command[0], files / "profile.json", *command[1:], "--time-limit", limit)
+    assert said.startswith("--time-limit: expected seconds above zero")
+
+
+def test_a_search_may_take_any_time(files):
+    assert done("solve", files / "profile.json", "--budget", "80%", "--time-limit", "inf", "--json").exit_code == 0
+
+
+@pytest.mark.slow
+def test_what_was_measured_is_in_the_json_of_show(files):
+    document = json.loads(done("show", files / "plan.json", "--measure", "--json").stdout)
+    assert document["measured_peak_bytes"] == document["predicted_peak_bytes"]
+    assert document["measured_unplanned_peak_bytes"] == document["unplanned_peak_bytes"]
+    assert document["measured_seconds"] > 0
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def test_a_profile_is_solved_shown_and_drawn(profile: Path, tmp_path: Path) -> N
     ("options", "said"),
     [
         (["--offload-only"], "offload: expected a link over which something can be sent"),
-        (["--no-menus"], "--no-menus: expected a profile alone"),
+        (["--no-menus"], "--no-menus: expected a profile of stages alone"),
     ],
 )
 def test_options_about_stages_are_refused(profile: Path, options: list[str], said: str) -> None:

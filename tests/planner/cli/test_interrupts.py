@@ -151,6 +151,22 @@ def test_other_commands_end_in_one_line(chain, monkeypatch):
     monkeypatch.setattr("solvers.chain.registry.rotor_frontier", pressed)
     ended = run("pareto", chain)
     assert (ended.exit_code, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+    ended = run("pareto", chain, "--json")
+    assert (ended.exit_code, json.loads(ended.stdout)) == (130, {"status": "interrupted", "interrupted": True})
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_plan_that_is_there_is_not_lost_while_it_is_verified(files, tmp_path, monkeypatch, keep):
+    def pressed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("planner.training.verification.verify", pressed)
+    plan = tmp_path / "plan.json"
+    kept = ["--keep-best"] if keep else []
+    ended = run("solve", files / "profile.json", "--budget", "80%", "--verify", "-o", plan, "--json", *kept)
+    document = json.loads(ended.stdout)
+    assert ended.exit_code == 130 and document["interrupted"] and document["predicted_peak_bytes"] > 0
+    assert plan.exists() == keep and (not keep or planner.Plan.load(plan).interrupted)
 
 
 def test_a_curve_of_a_graph_is_not_drawn_from_a_part_of_its_search(tmp_path, monkeypatch):

@@ -116,3 +116,18 @@ def test_measuring_a_plan_that_records_no_target_is_refused(tiny, tmp_path, comm
     replace(planner.Plan.load(tiny / "plan.json"), target=None).save(tmp_path / "plan.json")
     message = refused(command, tmp_path / "plan.json", "--measure")
     assert "--measure: expected the model to train, got none, and" in message and "plan.json records none" in message
+
+
+def test_a_page_that_could_not_be_written_is_refused_before_training(tiny, tmp_path):
+    replace(planner.Plan.load(tiny / "plan.json"), chain=None).save(tmp_path / "old.json")
+    for option, file in (("--report", "page.html"), ("--snapshot", "step.pickle")):
+        message = refused("train", "--plan", tmp_path / "old.json", option, tmp_path / file)
+        assert "old.json: expected a plan that carries the chain" in message and "loss" not in message
+        assert not (tmp_path / file).exists()
+
+
+def test_a_step_that_was_never_run_whole_is_not_verified(tiny, tmp_path):
+    replace(planner.Profile.load(tiny / "profile.json"), frugal=True).save(tmp_path / "frugal.json")
+    assert "--verify: expected the profile of a step that fits" in refused(
+        "solve", tmp_path / "frugal.json", "--budget", "100%", "--verify"
+    )

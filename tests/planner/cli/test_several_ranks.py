@@ -45,6 +45,12 @@ def test_ranks_that_know_nothing_of_each_other_are_refused(monkeypatch: pytest.M
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="got 2 processes that know nothing of each other; give --shard"):
         check_joined()
+    for command in (
+        ["fit", "zoo:mlp", "--budget", "80%"],
+        ["max-batch", "zoo:mlp", "--budget", "1MiB"],
+        ["profile", "zoo:mlp", "--set", "layers=2", "hidden=8", "batch=4"],
+    ):
+        assert "got 2" in refused(*command)
     assert settings_of_rank("zoo:mlp", {"batch": 4, "seed": 7}, "ddp") == {"batch": 4, "seed": 8}
     assert settings_of_rank("zoo:mlp", {"batch": 4}, None) == {"batch": 4}
     assert settings_of_rank("model.py:built", {"seed": 7}, "ddp") == {"seed": 7}

@@ -112,7 +112,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_training(files, tmp_pat
 def test_of_several_ranks_one_says_that_it_has_no_room_and_runs_no_step_again(files, needed, monkeypatch):
     monkeypatch.setattr(training, "ranks_if_any", lambda: SimpleNamespace(rank=1))
     result = train(files, 0.8 * needed[0], "--json")
-    assert result.exit_code == 3 and result.stdout == ""
+    assert result.exit_code == 3
+    document = json.loads(result.stdout)
+    assert (document["status"], document["losses"]) == ("out_of_memory", []) and "rank 1" in document["message"]
     assert "out of memory: train: expected room on every rank for training step" in result.stderr
     assert "got too little on rank 1: " in result.stderr
     refusal = train(files, 2 * needed[0], "--retry", "2")
