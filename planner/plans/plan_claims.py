@@ -126,7 +126,8 @@ class PlanClaims:
         where = f"inputs {size or 'as any'}; {self.precision} on {self.device}"
         interrupted = "interrupted, " if self.interrupted else ""
         found = f"{interrupted}{self.status}, by {self.solver} in {format_seconds(self.solve_seconds)}"
-        bound = f"no such plan is faster than {self.lower_bound_seconds / self.unplanned_seconds:.3g} times it"
+        least = self.lower_bound_seconds / self.unplanned_seconds if self.unplanned_seconds > 0 else 1.0
+        bound = f"no such plan is faster than {least:.3g} times it"
         unplanned = f"unplanned {format_bytes(self.unplanned_peak_bytes)}, {format_seconds(self.unplanned_seconds)}"
         lines = [f"{type(self).__name__} of {self.model_class} ({where})", *self._claims(), unplanned]
         return "\n".join([*lines, f"{found}; {bound}"])
