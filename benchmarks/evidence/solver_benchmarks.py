@@ -117,9 +117,9 @@ PEERS = Topic(
         Benchmark(
             name="peers-models",
             module="benchmarks.peers",
-            full="--models gpt2 bert llama resnet50 unet --rounds 7",
+            full="--models gpt2 bert llama resnet50 unet --budgets 0.1 0.5 0.9 --rounds 5",
             quick=None,  # as peers
-            minutes=90,
+            minutes=60,
             tables=(
                 Table(
                     name="peers-models",
