@@ -106,9 +106,17 @@ def peak_title(peak: Peak) -> str:
 def moment_in_words(peak: Peak) -> str:
     """Where in the step a peak is."""
     apart = {"optimizer": "in the optimizer's step", "loss": "between forward and backward, at the loss"}
-    stage = peak.stage.removeprefix("outside, ")  # as files of older releases have it
-    outside = stage.startswith(("before ", "between ", "after "))
-    return apart.get(peak.action, f"in the {peak.action} of {'what runs ' if outside else ''}{stage}")
+    return apart.get(peak.action, f"in the {peak.action} of {stage_in_words(peak.stage)}")
+
+
+def stage_in_words(stage: str) -> str:
+    """The name of a stage, as a sentence has it.
+
+    >>> stage_in_words("h.0"), stage_in_words("between drop and h.0")
+    ('h.0', 'what runs between drop and h.0')
+    """
+    name = stage.removeprefix("outside, ")  # as files of older releases have it
+    return f"what runs {name}" if name.startswith(("before ", "between ", "after ")) else name
 
 
 def peak_table(peaks: Iterable[Peak]) -> pd.DataFrame:

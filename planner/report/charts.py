@@ -8,6 +8,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from planner.explain.figures import AxisUnits, units_up_to
+from planner.explain.peak_report import stage_in_words
 from planner.explain.timeline import Span, Timeline
 from planner.report.plan_report import ExplainedStep, MeasuredRun, PeakTable, PlanReport
 from planner.report.results import BarChart
@@ -127,7 +128,7 @@ def _curve(number: int, step: ExplainedStep, units: AxisUnits) -> go.Scatter:
 
 def _action_in_words(span: Span) -> str:
     names = {"optimizer": "the optimizer's step", "loss": "the loss"}
-    return names.get(span.action, f"{span.action} of {span.stage}")
+    return names.get(span.action, f"{span.action} of {stage_in_words(span.stage)}")
 
 
 def _measured_curve(timeline: Timeline, units: AxisUnits) -> go.Scatter:

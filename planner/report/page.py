@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planner.explain.peak_report import stage_in_words
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.report.commands import commands_of, solve_command
@@ -150,7 +151,7 @@ def _steps(report: PlanReport) -> list[dict[str, Any]]:
             "labels": step.history.labels,
             "changes": step.history.changes,
             "actions": [
-                [span.action, span.stage, span.start_seconds, span.end_seconds, span.peak_bytes]
+                [span.action, stage_in_words(span.stage), span.start_seconds, span.end_seconds, span.peak_bytes]
                 for span in step.timeline.spans
             ],
         }
