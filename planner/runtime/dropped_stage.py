@@ -306,16 +306,14 @@ class DroppedStage:
     def _inputs(self, before: _RerunOutput | None) -> list[Tensor]:
         """Every input tensor: held, or from the stage before, which is run again where need be."""
         held = self._input.held()
-        inputs = [tensor for tensor in held if tensor is not None]
-        if len(inputs) == len(held):
-            with self._naming_the_stage():
-                return self._input.unchanged(inputs)
-        assert self._previous is not None
-        if before is None or before.position != self._previous.position:
-            before = self._previous._rerun(Rerun(self._previous.position, "drop", False), None)
-            assert before is not None
-        links = self._input.links
-        return [before.tensors[links[i]] if tensor is None else tensor for i, tensor in enumerate(held)]
+        if any(tensor is None for tensor in held):
+            assert self._previous is not None
+            if before is None or before.position != self._previous.position:
+                before = self._previous._rerun(Rerun(self._previous.position, "drop", False), None)
+        with self._naming_the_stage():
+            held = self._input.unchanged(held)
+        links, made = self._input.links, [] if before is None else before.tensors
+        return [made[links[i]] if tensor is None else tensor for i, tensor in enumerate(held)]
 
     @contextmanager
     def _naming_the_stage(self) -> Iterator[None]:

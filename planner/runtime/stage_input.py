@@ -94,15 +94,15 @@ class StageInput:
                 self._versions[i] = version_of(fetched) if offloaded[i] else self._versions[i]
         return [None if isinstance(tensor, OffloadableTensor) else tensor for tensor in self._tensors]
 
-    def unchanged(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The held tensors as they were in the first run: those changed in place since are their copies.
+    def unchanged(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The held tensors as they were in the first run, None for the others: those changed since are their copies.
 
         Raises:
             RerunError: there is none.
         """
         now = list(tensors)
         for i, (tensor, version) in enumerate(zip(tensors, self._versions, strict=True)):
-            if version_of(tensor) != version:
+            if tensor is not None and version_of(tensor) != version:
                 if i not in self._copies:
                     raise RerunError(
                         "expected its input to be as it was in forward, got one that was changed in place since; "
