@@ -16,7 +16,7 @@ from planner.plans.plan import PlannedStage
 from planner.runtime.kept_runs import KeptRuns
 from planner.runtime.offloaded_tensors import OffloadedStorage
 from planner.runtime.plan_checks import warn_once
-from planner.runtime.stage_input import StageInput, links_between
+from planner.runtime.stage_input import StageInput, StageOutput
 from profiler.recomputation.module_rerun import CallState, rerun_dropping, rerun_until_saved
 from profiler.recomputation.outer_hooks import SavedParameters
 from profiler.recomputation.saved_signatures import (
@@ -38,6 +38,11 @@ from profiler.tensors.tensor_trees import device_of, in_new_containers, tensors_
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
+
+_INPUT_CHANGED = (
+    "its input was changed in place after the stage before had returned it, as it was not when profiled; it is held, "
+    "and the peak is not promised"
+)
 
 
 class SavedPlaceholder:
@@ -110,23 +115,25 @@ class DroppedStage:
 
     # Forward -----------------------------------------------------------------
 
-    def take_input(self, arguments: Any, previous: DroppedStage | None, outputs: Sequence[Tensor | None]) -> None:
+    def take_input(self, arguments: Any, previous: DroppedStage | None, output: StageOutput | None) -> None:
         """Hold the arguments, but for linked tensors that the plan drops.
 
         Args:
             arguments: of the first run.
             previous: the last dropped stage before; those between are left out in this step, or kept.
-            outputs: of it, as far as they are alive.
+            output: of it.
         """
         lowered, inputs = self._runs.lowered, tensors_in(arguments)
         expected = {i for i, _ in self.stage.links}
-        links = links_between(outputs, inputs, expected)
+        links, changed = ({}, False) if output is None else output.links_to(inputs, expected)
         if links and previous is not None:
             self._previous = previous
             self._boundaries = range(previous.position + 1, self.position + 1)
         self._held_boundaries = set(lowered.holding_input.intersection(self._boundaries))
         hold_linked = bool(self._held_boundaries) or self.position not in lowered.dropped
-        if self.expects_links and not hold_linked and links.keys() != expected:
+        if changed and not hold_linked:
+            warn_once(self.stage.name, _INPUT_CHANGED)
+        elif self.expects_links and not hold_linked and links.keys() != expected:
             warn_once(self.stage.name, "its input is not the output of the stage before, as it was when profiled")
         self._runs.check_shapes(self.stage, inputs)
         self._input = StageInput(self.stage.name, arguments, inputs, links, hold_linked)

@@ -16,7 +16,7 @@ from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.dropped_stage import DroppedStage
 from planner.runtime.kept_runs import Deviations, KeptRuns
 from planner.runtime.plan_checks import warn_of_a_larger_step, warn_once
-from planner.runtime.stage_input import BatchCopies
+from planner.runtime.stage_input import BatchCopies, StageOutput
 from planner.runtime.transfers import TransferExecutor, before_backward
 from profiler.recomputation.selection import Selection
 from profiler.tensors.tensor_trees import tensors_in
@@ -25,7 +25,7 @@ from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
 
-_Latest = tuple[DroppedStage, list[weakref.ref[Tensor]]]  # a stage and what it returned
+_Latest = tuple[DroppedStage, StageOutput]
 
 
 class PlannedStep:
@@ -121,14 +121,14 @@ class PlannedStep:
         # A step may leave the stage before out.
         stage.expects_links = self._latest is not None and position - 1 in self._ran
         output = self._run_dropped(stage, self._latest, args, kwargs)
-        self._latest = stage, [weakref.ref(tensor) for tensor in tensors_in(output)]
+        self._latest = stage, StageOutput(tensors_in(output))
         return output
 
     def _run_dropped(self, stage: DroppedStage, latest: _Latest | None, args: Any, kwargs: Any) -> Any:
         """The first run of a dropped stage, whose input may be what the ``latest`` one returned."""
-        previous, outputs = latest or (None, [])
+        previous, returned = latest or (None, None)
         before = next_node()
-        stage.take_input((args, kwargs), previous, [reference() for reference in outputs])
+        stage.take_input((args, kwargs), previous, returned)
         self._own_nodes += next_node() - before
         output = stage.run_first(args, kwargs)
         self._dropped[stage.position] = stage

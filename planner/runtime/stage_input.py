@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -140,7 +141,26 @@ class StageInput:
         return input_storages(list(views.values()))
 
 
-def links_between(outputs: Sequence[Tensor | None], inputs: Sequence[Tensor], expected: set[int]) -> dict[int, int]:
-    """Which of the expected input tensors are outputs of the stage before, by their numbers."""
-    numbers = {id(tensor): j for j, tensor in enumerate(outputs) if tensor is not None}
-    return {i: numbers[id(tensor)] for i, tensor in enumerate(inputs) if i in expected and id(tensor) in numbers}
+class StageOutput:
+    """What a stage returned, as far as it is alive and as it was then: what the next stage takes may be it.
+
+    Args:
+        tensors: in the output.
+    """
+
+    __slots__ = ("_references", "_states")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._references = [weakref.ref(tensor) for tensor in tensors]
+        self._states = [_state_of(tensor) for tensor in tensors]
+
+    def links_to(self, inputs: Sequence[Tensor], expected: set[int]) -> tuple[dict[int, int], bool]:
+        """Which of the expected input tensors are in it, by their numbers, and whether one was changed since."""
+        numbers = {id(tensor): j for j, reference in enumerate(self._references) if (tensor := reference()) is not None}
+        same = {i: numbers[id(tensor)] for i, tensor in enumerate(inputs) if i in expected and id(tensor) in numbers}
+        links = {i: j for i, j in same.items() if _state_of(inputs[i]) == self._states[j]}
+        return links, len(links) < len(same)
+
+
+def _state_of(tensor: Tensor) -> tuple[int, int]:
+    return version_of(tensor), storage_key(tensor)

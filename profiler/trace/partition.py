@@ -200,7 +200,7 @@ def _runs(trace: Trace, cut: list[int]) -> list[list[int]]:
     for index in sorted(cut, key=lambda i: trace.calls[i].first_node):
         call = trace.calls[index]
         before = trace.calls[runs[-1][-1]] if runs else None
-        if before is not None and _nothing_between(before, call) and _links(before, call):
+        if before is not None and _nothing_between(trace, before, call) and _links(before, call):
             runs[-1].append(index)
         else:
             runs.append([index])
@@ -242,18 +242,26 @@ def stages_of(trace: Trace, calls: Sequence[Call]) -> tuple[ChosenStage, ...]:
     stages = [ChosenStage(name=stage_name(call), call=call) for call in calls]
     for k in range(1, len(calls)):
         links = _links(calls[k - 1], calls[k])
-        if links and _nothing_between(calls[k - 1], calls[k]):
+        if links and _nothing_between(trace, calls[k - 1], calls[k]):
             stages[k] = replace(stages[k], links=links, boundary_storages=_exclusive(trace, calls, k, links))
     return tuple(stages)
 
 
 def _links(before: Call, after: Call) -> tuple[tuple[int, int], ...]:
-    outputs = {leaf.identity: position for position, leaf in enumerate(before.outputs)}
-    return tuple((i, outputs[leaf.identity]) for i, leaf in enumerate(after.inputs) if leaf.identity in outputs)
+    outputs = {(leaf.identity, leaf.version): position for position, leaf in enumerate(before.outputs)}
+    inputs = enumerate((leaf.identity, leaf.version) for leaf in after.inputs)
+    return tuple((i, outputs[leaf]) for i, leaf in inputs if leaf in outputs)
 
 
-def _nothing_between(before: Call, after: Call) -> bool:
-    return before.end_node == after.first_node and before.end_save == after.first_save
+def _nothing_between(trace: Trace, before: Call, after: Call) -> bool:
+    """Whether nothing that backward needs runs between two calls, and nothing that changes what is linked.
+
+    Changes through ``.data`` count in no version, but are ops like others.
+    """
+    if before.end_node != after.first_node or before.end_save != after.first_save:
+        return False
+    linked = before.output_storages & after.input_storages
+    return not any(linked.intersection(op.access.writes) for op in trace.ops[before.end_op : after.first_op])
 
 
 def _exclusive(trace: Trace, calls: Sequence[Call], k: int, links: tuple[tuple[int, int], ...]) -> frozenset[int]:

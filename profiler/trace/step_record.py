@@ -13,13 +13,21 @@ from profiler.tensors.storages import StorageTable
 
 @dataclass(slots=True)
 class Leaf:
-    """A tensor that goes into or comes out of a call: its storage number, and the object's own identity."""
+    """A tensor that goes into or comes out of a call.
+
+    Attributes:
+        storage: its number.
+        identity: the object's own.
+        version: how often it had been changed in place.
+        shape, dtype, requires_grad: its own.
+    """
 
     storage: int | None
     identity: int
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool
+    version: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

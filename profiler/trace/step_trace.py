@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
+from profiler.recomputation.saved_tensors import version_of
 from profiler.tensors.local_tensors import COLLECTIVES, any_distributed
 from profiler.tensors.storages import StorageTable
 from profiler.tensors.tensor_parts import sizes_of
@@ -259,7 +260,7 @@ class StepRecorder(TorchDispatchMode):
         if (identity := self._identities.get(tensor)) is None:
             identity = self._identities[tensor] = next(self._known_leaves)
         number = self.trace.storages.number(tensor)
-        return Leaf(number, identity, sizes_of(tensor), str(tensor.dtype), tensor.requires_grad)
+        return Leaf(number, identity, sizes_of(tensor), str(tensor.dtype), tensor.requires_grad, version_of(tensor))
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
         def pack(tensor: Tensor) -> Any:

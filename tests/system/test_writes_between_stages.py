@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -92,3 +93,78 @@ def test_what_blocks_of_a_segment_take_besides_is_refused_where_it_changed_and_n
         model.bias.zero_()  # type: ignore[operator]
         with pytest.raises(RerunError, match=r"stage 'blocks.0': expected its input to be as it was in forward"):
             loss.backward()
+
+
+def in_place(x: Tensor) -> None:
+    with torch.no_grad():
+        x[7] = 0
+
+
+def by_data(x: Tensor) -> None:
+    x.data.mul_(0.5)
+
+
+class Writes(Net):
+    """Writes to what its blocks return."""
+
+    write: Callable[[Tensor], None] | None = None
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, *more)
+            if self.write is not None:
+                self.write(x)
+        return self.head(x)
+
+
+class WritesInPlace(Writes):
+    write = staticmethod(in_place)
+
+
+class WritesByData(Writes):
+    write = staticmethod(by_data)
+
+
+def plain_step(model: nn.Module) -> None:
+    loss_of(model(X)).backward()
+
+
+@pytest.mark.parametrize("make", [WritesInPlace, WritesByData])
+def test_what_is_written_to_between_two_stages_is_not_linked(make: Callable[[], Net]) -> None:
+    plan = plan_of(make)
+    assert not any(stage.links for stage in plan.stages)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "planned stage|planner.apply")
+        assert_exact(make, plan, plain_step)
+
+
+def test_writes_between_the_stages_of_a_segment_that_come_after_profiling_are_exact_and_said() -> None:
+    def step(model: Writes) -> None:
+        model.write = in_place
+        plain_step(model)
+
+    with pytest.warns(RuntimeWarning, match=r"stage 'blocks.2': its input was changed in place .* it is held"):
+        assert_exact(Writes, plan_of(Writes), step)  # type: ignore[arg-type]
+
+
+def test_forward_hooks_that_write_to_what_stages_of_a_segment_return_are_exact() -> None:
+    def halve(module: nn.Module, args: Any, output: Tensor) -> None:
+        output[7] *= 0.5
+
+    def step(model: nn.Module) -> None:
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.register_forward_hook(halve)
+        plain_step(model)
+
+    assert_exact(Net, plan_of(Net), step)
+
+
+def test_a_link_whose_memory_is_swapped_is_none() -> None:
+    def swap(x: Tensor) -> None:
+        x.data = x.data * 2
+
+    def step(model: Writes) -> None:
+        model.write = swap
+        plain_step(model)
+
+    assert_exact(Writes, plan_of(Writes), step)  # type: ignore[arg-type]
