@@ -34,6 +34,7 @@ from planner.runtime.simulated_link import SimulatedCopyEngine
 from planner.runtime.stage_input import BatchCopies
 from planner.runtime.stage_places import StagePlaces, split_name
 from profiler.caller_warnings import warn_caller
+from profiler.recomputation.outer_hooks import in_checkpoint
 from profiler.recomputation.selection import Selection
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
 from profiler.workload.model_caches import ModelCaches, check_no_checkpointing
@@ -303,6 +304,9 @@ class PlannedCalls:
                 check_precision(self._model() or module, self._plan.precision, autocast_now(self._device))
             self._inside = True
             try:
+                if in_checkpoint():
+                    warn_once(name, "torch.utils.checkpoint around it runs it again; the plan does not act in it")
+                    return forward(*args, **kwargs)
                 if place.unseen:
                     return step.run_unseen(place.position, name, module, forward, args, kwargs)
                 planned = self._compiled.in_stage(place.position, module, forward, self._deviations.diverged_stages)

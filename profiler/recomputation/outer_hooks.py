@@ -25,7 +25,21 @@ def hooks_now() -> Hooks | None:
 def hooks_of_the_user() -> Hooks | None:
     """The same, but none of ``torch.utils.checkpoint``: those count what they are given, and hold nothing."""
     hooks = hooks_now()
-    return None if hooks is None or getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint" else hooks
+    return None if hooks is None or _of_checkpoint(hooks) else hooks
+
+
+def in_checkpoint() -> bool:
+    """Whether ``torch.utils.checkpoint`` takes what is saved now.
+
+    It gives backward what its second run saved in the place of what its first did, by their order: both have to save
+    the same.
+    """
+    hooks = hooks_now()
+    return hooks is not None and _of_checkpoint(hooks)
+
+
+def _of_checkpoint(hooks: Hooks) -> bool:
+    return getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def packing_by(hooks: Hooks) -> Callable[[Tensor], TensorStandIn]:
