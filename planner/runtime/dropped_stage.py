@@ -17,7 +17,7 @@ from planner.runtime.kept_runs import KeptRuns
 from planner.runtime.offloaded_tensors import OffloadedStorage
 from planner.runtime.plan_checks import warn_once
 from planner.runtime.stage_input import StageInput, StageOutput
-from profiler.recomputation.module_rerun import CallState, rerun_dropping, rerun_until_saved
+from profiler.recomputation.module_rerun import CallState, copies_of_parameters, rerun_dropping, rerun_until_saved
 from profiler.recomputation.outer_hooks import SavedParameters
 from profiler.recomputation.saved_signatures import (
     SavedSignature,
@@ -110,6 +110,7 @@ class DroppedStage:
         self._input: StageInput
         self._previous: DroppedStage | None = None
         self._state: CallState | None = None
+        self._set_parameters: list[Tensor] = []  # by its first run, and what they held before is not known
         self._signatures: list[SavedSignature | None] = []
         self._placeholders: list[Callable[[], SavedPlaceholder | None]] = []
 
@@ -145,6 +146,8 @@ class DroppedStage:
         self._state = CallState(self._module, device, draws_random=True, changing=changing)
         state_storages = self._state.state_storages()
         undefined = self._runs.deviations.undefined.get(self.position, ())
+        copies = {} if self.position in self._runs.deviations.dropped_stages else copies_of_parameters(self._module)
+        self._runs.deviations.dropped_stages.add(self.position)
         saved_storages: set[int] = set()
         parameters = SavedParameters()
 
@@ -165,6 +168,7 @@ class DroppedStage:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             output = self._forward(*args, **kwargs)
         parameters.pass_on()
+        self._set_parameters = self._state.first_run_over(copies)
         self._input.copy_batch(self._runs.batch, saved_storages)
         return output
 
@@ -249,6 +253,8 @@ class DroppedStage:
             RerunError: it is not what the first run saved.
         """
         assert self._state is not None
+        if self._set_parameters:
+            raise self._sets_parameters()
         state, given, named = self._state, in_new_containers(args), in_new_containers(kwargs)
         if rerun.mode == "drop":
             return None, rerun_dropping(self._forward, state, given, named)
@@ -308,6 +314,15 @@ class DroppedStage:
             "changed in between and is not kept by its modules (a global, weights written through .data, a generator "
             f"outside of torch). Change that after backward, or keep this stage: a rule with modules = "
             f'{self.stage.name!r} and action = "keep"'
+        )
+
+    def _sets_parameters(self) -> RerunError:
+        first = self._set_parameters[0]
+        name = next((name for name, parameter in self._module.named_parameters() if parameter is first), "")
+        return RerunError(
+            f"expected parameters to be as they were before it, got a stage that sets {name!r}, a parameter of shape "
+            f"{tuple(first.shape)}, in its forward; run one forward before planner.profile and apply, or keep this "
+            f'stage: a rule with modules = {self.stage.name!r} and action = "keep"'
         )
 
     def _inputs(self, before: _RerunOutput | None) -> list[Tensor]:

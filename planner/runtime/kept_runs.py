@@ -34,12 +34,14 @@ class Deviations:
     Attributes:
         diverged_stages: selective stages that ran other ops: they are recomputed whole.
         undefined: by stage, numbers of saved tensors some of whose values are undefined memory.
+        dropped_stages: those that ran a first time since, each of which may be what sets its parameters.
         other_batch: the forward under way has a batch of other shapes, which has been said.
         other_inputs: a stage's input was said to have other shapes.
     """
 
     diverged_stages: set[int] = field(default_factory=set)
     undefined: dict[int, set[int]] = field(default_factory=dict)
+    dropped_stages: set[int] = field(default_factory=set)
     other_batch: bool = False
     other_inputs: bool = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from profiler.recomputation.module_state import ModuleState
+from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
+from profiler.recomputation.module_state import MOST_COPIED_BYTES, ModuleState
 from profiler.recomputation.rng_state import drawing_from_all, states_on
 from profiler.recomputation.torch_state import TorchState
 from profiler.tensors.local_tensors import collectives_under_way, wait_for_results
@@ -73,9 +74,26 @@ class CallState:
         """The tensors that the modules hold now."""
         return self._modules.tensors_now()
 
+    def first_run_over(self, before: Mapping[int, UncountedCopy]) -> list[Tensor]:
+        """The first run may have set parameters: second runs begin with what these held before.
+
+        Args:
+            before: copies of parameters by their ids, as ``copies_of_parameters`` makes them.
+
+        Returns:
+            The parameters that it set and that have no copy.
+        """
+        return self._modules.first_run_over(before)
+
     def state_storages(self) -> set[int]:
         """The storages of the tensors that the modules hold besides parameters."""
         return self._modules.storages()
+
+
+def copies_of_parameters(module: nn.Module) -> dict[int, UncountedCopy]:
+    """Copies of a module's parameters but the large ones, in case that a first run sets them by its data."""
+    small = (p for p in module.parameters() if p.numel() * p.element_size() <= MOST_COPIED_BYTES)
+    return {id(p): copied for p in small if (copied := uncounted_copy(p)) is not None}
 
 
 class running_again:  # as torch.no_grad; a generator would take longer than what it does

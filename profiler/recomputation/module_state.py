@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import is_
 from types import ModuleType
@@ -148,6 +148,15 @@ class ModuleState:
     def storages(self) -> set[int]:
         """The storages of all tensors that are held besides parameters."""
         return {storage_key(tensor) for _, tensor, _ in self._tensors.values()}
+
+    def first_run_over(self, before: Mapping[int, UncountedCopy]) -> list[Tensor]:
+        """Second runs begin with what parameters that the first run set held ``before``; those it does not have."""
+        changed = [(i, one) for i, one in enumerate(self._parameters) if version_of(one.parameter) != one.version]
+        for i, one in changed:
+            if (copied := before.get(key := id(one.parameter))) is not None:
+                self._tensors[key], self._values[key] = ("", one.parameter, one.version), copied
+                self._parameters[i] = one._replace(version=version_of(one.parameter))
+        return [one.parameter for _, one in changed if id(one.parameter) not in before]
 
     # Around the second run -----------------------------------------------------
 
