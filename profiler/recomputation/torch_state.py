@@ -5,16 +5,16 @@ Recorded in a first run and reinstated for a second one, which may come after th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from operator import is_not
+from operator import is_
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
 
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.torch_flags import flags_now, with_flags
+from profiler.workload.torch_flags import flags_now, set_flags
 
 leave_uncompiled(__name__)
 
@@ -29,19 +29,22 @@ class TorchState:
 
     def __init__(self, device: torch.device) -> None:
         self._flags = flags_now()
-        self._autocast = _autocast_state(device)
+        self._autocast = _autocast_state(("cpu",) if device.type == "cpu" else (device.type, "cpu"))
         self._function_modes = _function_modes()
         self._cached_parametrizations = _cached_parametrizations()
 
     @contextmanager
     def reinstated(self) -> Iterator[None]:
         """Inside, it is as it was when this was made; on leaving, as it was on entering."""
-        with with_flags(self._flags), ExitStack() as contexts:
+        with ExitStack() as contexts:
+            # Each is put back from whatever it is then: what ends early may not have set back what it had set.
+            flags = flags_now()
+            contexts.callback(_put_back_flags, flags)
+            set_flags(self._flags, flags)
+            contexts.callback(_set_autocast, _autocast_state(kind for kind, *_ in self._autocast[0]))
             _enter_autocast(contexts, *self._autocast)
-            modes = _function_modes()
-            if len(modes) != len(self._function_modes) or any(map(is_not, modes, self._function_modes)):
-                contexts.callback(_set_function_modes, modes)
-                _set_function_modes(self._function_modes)
+            contexts.callback(_set_function_modes, _function_modes())
+            _set_function_modes(self._function_modes)
             if self._cached_parametrizations is not None or parametrize._cache_enabled:
                 contexts.callback(_set_cached_parametrizations, parametrize._cache, parametrize._cache_enabled)
                 cached = self._cached_parametrizations
@@ -49,10 +52,22 @@ class TorchState:
             yield
 
 
-def _autocast_state(device: torch.device) -> tuple[_Autocast, bool]:
-    kinds = ("cpu",) if device.type == "cpu" else (device.type, "cpu")
+def _put_back_flags(flags: list[Any]) -> None:
+    set_flags(flags, flags_now())
+
+
+def _autocast_state(kinds: Iterable[str]) -> tuple[_Autocast, bool]:
     states = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
     return states, torch.is_autocast_cache_enabled()
+
+
+def _set_autocast(state: tuple[_Autocast, bool]) -> None:
+    kinds, cache = state
+    if state != _autocast_state(kind for kind, *_ in kinds):
+        for kind, on, dtype in kinds:
+            torch.set_autocast_enabled(kind, on)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(cache)
 
 
 def _enter_autocast(contexts: ExitStack, kinds: _Autocast, cache: bool) -> None:
@@ -68,6 +83,9 @@ def _function_modes() -> tuple[Any, ...]:
 
 
 def _set_function_modes(modes: tuple[Any, ...]) -> None:
+    now = _function_modes()
+    if len(modes) == len(now) and all(map(is_, modes, now)):
+        return
     while _C._len_torch_function_stack():
         _C._pop_torch_function_stack()
     for mode in modes:  # Without entering them again: they are no contexts of their own a second time.

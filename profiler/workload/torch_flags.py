@@ -66,7 +66,7 @@ def flags_now() -> list[Any]:
     return [read() for read in _READERS]
 
 
-def _set_flags(flags: list[Any], now: list[Any]) -> None:
+def set_flags(flags: list[Any], now: list[Any]) -> None:
     """Set those flags that are others now."""
     if flags == now:
         return  # As nearly always.
@@ -76,7 +76,7 @@ def _set_flags(flags: list[Any], now: list[Any]) -> None:
 
 
 class with_flags:  # as torch.no_grad; a generator would take longer, and ops that run again ask often
-    """Inside, the flags are these; on leaving, as on entering."""
+    """Inside, where nothing sets any, the flags are these; on leaving, as on entering."""
 
     __slots__ = ("_before", "_flags")
 
@@ -85,13 +85,13 @@ class with_flags:  # as torch.no_grad; a generator would take longer, and ops th
 
     def __enter__(self) -> None:
         self._before = flags_now()
-        _set_flags(self._flags, self._before)
+        set_flags(self._flags, self._before)
 
     def __exit__(self, *error: object) -> None:
-        _set_flags(self._before, self._flags)
+        set_flags(self._before, self._flags)
 
 
 def current_flags() -> Callable[[], None]:
     """Read the flags; the returned function sets those that have changed since."""
     before = flags_now()
-    return lambda: _set_flags(before, flags_now())
+    return lambda: set_flags(before, flags_now())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -300,6 +301,39 @@ def test_a_second_run_that_saves_tensors_of_other_strides_is_refused() -> None:
         pytest.raises(RuntimeError, match=r"float32 of shape \(32, 16\) with strides \(1, 32\).*not.*\(16, 1\)"),
     ):
         trained(model, habit)
+
+
+@contextmanager
+def _unsafe(kind: str) -> Iterator[None]:
+    """Sets something of torch's, and back only where nothing is raised inside."""
+    if kind == "flag":
+        torch.set_default_dtype(torch.float64)
+        yield
+        torch.set_default_dtype(torch.float32)
+    elif kind == "autocast":
+        torch.set_autocast_enabled("cpu", True)
+        yield
+        torch.set_autocast_enabled("cpu", False)
+    else:
+        torch.set_default_device("meta")
+        yield
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("kind", ["flag", "autocast", "mode"])
+def test_a_second_run_that_ends_early_leaves_nothing_set(kind: str) -> None:
+    class Setting(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            with _unsafe(kind):
+                return super().forward(x)
+
+    expected, model = trained(net(Setting), plain), net(Setting)
+    work = Workload(model=net(Setting), inputs=(batch(),), loss=loss_of)
+    profile = planner.profile(work, stages=["blocks.*", "out"], menus=False)
+    with planner.apply(model, planner.state(profile, planner.Rule(modules="blocks.*"))):
+        assert_same(trained(model, plain), expected)
+    assert torch.get_default_dtype() is torch.float32 and not torch.is_autocast_enabled("cpu")
+    assert torch.empty(0).device.type == "cpu"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
