@@ -6,28 +6,42 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from operator import is_
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from profiler.recomputation.growing_containers import GrowingContainer
 from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
-from profiler.recomputation.saved_tensors import RerunError, tensor_over, version_of
+from profiler.recomputation.remembered_parameters import RememberedParameter, remembered_parameter
+from profiler.recomputation.saved_tensors import RerunError, version_of
 from profiler.tensors.storages import storage_key
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.plain_objects import (
+    attributes_of,
+    base_of,
+    copied as _copied,
+    in_slots,
+    is_opened,
+    refill as _fill,
+    set_slots,
+    slots_of,
+)
 from profiler.workload.sharded_units import StageUnits
-from profiler.workload.snapshot import GENERATORS, MAPPINGS, MOST_ITEMS, SEQUENCES
+from profiler.workload.snapshot import GENERATORS, MOST_ITEMS
 
 leave_uncompiled(__name__)
 
 # Larger tensors that no run was seen to change are not copied in case that one does.
 MOST_COPIED_BYTES = 16 * 2**20
-_DEPTH = 3  # of objects in objects, from a module's attribute on
+# Nothing counts the changes of an array, so each call copies it.
+MOST_ARRAY_BYTES = 2**20
+_DEPTH = 3  # of containers in containers, from a module's attribute on
+_OBJECT_DEPTH = 2  # of objects in objects
 _OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}
 
 
@@ -36,7 +50,7 @@ class ModuleState:
 
     Plain attributes, containers of them and objects that modules keep are remembered by identity, tensors by identity
     and version. Values are copied, to host memory, where a run may change them in place: of buffers and of attributes,
-    once for each version.
+    once for each version. Modules in plain containers are remembered as those that are registered.
 
     Args:
         module: the one that is about to be called.
@@ -50,7 +64,10 @@ class ModuleState:
         "_empty",
         "_generators",
         "_known",
+        "_long",
+        "_module",
         "_parameters",
+        "_slotted",
         "_statistics",
         "_tensors",
         "_units",
@@ -58,17 +75,21 @@ class ModuleState:
     )
 
     def __init__(self, module: nn.Module, changing: Collection[str], units: StageUnits) -> None:
-        self._units = units
+        self._units, self._module = units, module
         self._contents: list[tuple[Any, Any]] = []  # each mutable holder with what is in it
         self._empty: list[dict[str, Any]] = []  # registers of modules in which there is nothing
-        self._known: set[int] = set()  # ids of holders
-        self._generators: list[tuple[Any, Any]] = []
-        self._parameters: list[_Parameter] = []
+        self._long: list[GrowingContainer] = []
+        self._slotted: list[tuple[Any, tuple[Any, ...]]] = []  # objects with what their slots hold
+        self._known: set[int] = set()  # ids of holders, and of modules
+        self._generators: list[tuple[Any, _Ways, Any]] = []  # and arrays; how they are read and written, and what it is
+        self._parameters: list[RememberedParameter] = []
         self._tensors: dict[int, tuple[str, Tensor, int]] = {}  # what is held besides, with its version
         self._statistics: set[int] = set()  # ids of tensors that the call changes and does not read
         self._changing: set[int] = set()  # of those that it changes
         self._values: dict[int, UncountedCopy] = {}
-        for inner in _modules_under(module):
+        under = _modules_under(module)
+        self._known.update(map(id, under))
+        for inner in under:
             self._note_module(inner)
         if changing or self._changing:
             self._changing |= {id(buffer) for buffer in _buffers_named(module, changing)}
@@ -82,7 +103,7 @@ class ModuleState:
 
     def _note_module(self, module: nn.Module) -> None:
         if _is_scripted(type(module)):  # Its tables are no dicts of Python's.
-            self._parameters += map(_remembered, module.parameters())
+            self._parameters += map(remembered_parameter, module.parameters())
             for buffer in module.buffers():
                 self._note_tensor(type(module).__name__, buffer)
             return
@@ -96,7 +117,7 @@ class ModuleState:
             else:
                 self._empty.append(table)
         if parameters:
-            self._parameters += [_remembered(p) for p in parameters.values() if p is not None]
+            self._parameters += [remembered_parameter(p) for p in parameters.values() if p is not None]
         if buffers:
             self._note_buffers(module, buffers)
         for name in attributes.keys() - _OF_MODULES:
@@ -123,23 +144,56 @@ class ModuleState:
             note(self, name, value, depth)
 
     def _note_items(self, name: str, container: Any, depth: int) -> None:
-        if len(container) > MOST_ITEMS or id(container) in self._known:
+        if id(container) in self._known:
             return
         self._known.add(id(container))
-        self._contents.append((container, _copied(container)))
-        if not isinstance(container, set):
-            self._note_tuple(name, list(container.values() if isinstance(container, dict) else container), depth)
+        is_long = len(container) > MOST_ITEMS
+        if is_long and isinstance(container, (list, dict)):
+            self._long.append(GrowingContainer(name, container))
+            return
+        contents = _copied(container)
+        self._contents.append((container, contents))
+        if not is_long and not isinstance(container, set):
+            self._note_tuple(name, list(contents.values()) if isinstance(contents, dict) else contents, depth)
+
+    def _note_subclass(self, name: str, container: Any, depth: int) -> None:
+        self._note_items(name, container, depth)
+        self._note_object(name, container, depth)
 
     def _note_tuple(self, name: str, items: Iterable[Any], depth: int) -> None:
         for item in items if depth else ():
             self._note_value(name, item, depth - 1)
 
     def _note_object(self, name: str, value: Any, depth: int) -> None:
-        if depth:
-            self._note_items(name, vars(value), min(depth, 1))
+        if not depth:
+            return
+        inside = min(depth, _OBJECT_DEPTH)
+        if (attributes := attributes_of(value)) is not None:
+            self._note_items(name, attributes, inside)
+        if slots_of(type(value)) and id(value) not in self._known:
+            self._known.add(id(value))
+            self._slotted.append((value, in_slots(value)))
+            self._note_tuple(name, self._slotted[-1][1], inside)
 
     def _note_generator(self, name: str, generator: Any, _: int) -> None:
-        self._generators.append((generator, _STATES[type(generator)][0](generator)))
+        ways = next(ways for kind, ways in _STATES.items() if isinstance(generator, kind))
+        self._generators.append((generator, ways, ways[0](generator)))
+
+    def _note_array(self, name: str, array: Any, _: int) -> None:
+        if array.nbytes <= MOST_ARRAY_BYTES and array.flags.writeable:
+            self._generators.append((array, _OF_ARRAYS, array.copy()))
+
+    def _note_unregistered(self, name: str, module: nn.Module, depth: int) -> None:
+        if id(module) in self._known:
+            return
+        self._known.add(id(module))
+        under = _modules_under(module)
+        if any(inner is self._module for inner in under):
+            return  # One that the call is a part of: most of it does not take part.
+        for inner in under:
+            if inner is module or id(inner) not in self._known:
+                self._known.add(id(inner))
+                self._note_module(inner)
 
     def tensors_now(self) -> list[Tensor]:
         """The tensors in all that is remembered, as it is now."""
@@ -180,7 +234,9 @@ class ModuleState:
         data = [(one, one.parameter.data) for one in self._parameters if one.moved()]
         contents = [(holder, _copied(holder)) for holder, _ in self._contents]
         filled = [(table, table.copy()) for table in self._empty if table]
-        generators = [(generator, _STATES[type(generator)][0](generator)) for generator, _ in self._generators]
+        slotted = [(value, in_slots(value)) for value, _ in self._slotted]
+        generators = [(generator, ways, ways[0](generator)) for generator, ways, _ in self._generators]
+        grown = [(one, one.cut()) for one in self._long]
         # What the first run has changed in place, the second will change again.
         tensors = [self._tensors[key][1] for key in changed]
         values = [(tensor, version_of(tensor), tensor.data, uncounted_copy(tensor)) for tensor in tensors]
@@ -189,8 +245,10 @@ class ModuleState:
                 table.clear()
             for holder, before in self._contents:
                 _fill(holder, before)
-            for generator, state in self._generators:
-                _STATES[type(generator)][1](generator, state)
+            for value, before in self._slotted:
+                set_slots(value, before)
+            for generator, ways, state in self._generators:
+                ways[1](generator, state)
             for parameter in thawed:
                 parameter.requires_grad_(not parameter.requires_grad)
             for one, _ in data:
@@ -210,21 +268,25 @@ class ModuleState:
                 one.parameter.data = now
             for parameter in thawed:
                 parameter.requires_grad_(not parameter.requires_grad)
-            for generator, state in generators:
-                _STATES[type(generator)][1](generator, state)
+            for generator, ways, state in generators:
+                ways[1](generator, state)
+            for value, now in slotted:
+                set_slots(value, now)
             for table in self._empty:
                 table.clear()
             for table, now in filled:
                 table.update(now)
             for holder, now in contents:
                 _fill(holder, now)
+            for one, tail in grown:
+                one.extend_again(tail)
 
     def _check_known(self, key: int) -> None:
         name, tensor, _ = self._tensors[key]
         if key not in self._statistics and key not in self._values:
             raise _changed_in_place(f"{name!r}, a tensor of shape {tuple(tensor.shape)}")
 
-    def _check_parameter(self, remembered: _Parameter) -> None:
+    def _check_parameter(self, remembered: RememberedParameter) -> None:
         parameter, version, _, storage = remembered[:4]
         if version_of(parameter) != version:
             names = (
@@ -237,41 +299,6 @@ class ModuleState:
             raise _changed_in_place(f"{next(names, '')!r}, a parameter of shape {tuple(parameter.shape)}")
         if storage is not None and parameter.numel() and not storage.nbytes():
             raise RerunError("expected parameters as in forward, got one whose memory was given back")
-
-
-class _Parameter(NamedTuple):
-    """A parameter with its version, whether it takes a gradient, and where its values lie."""
-
-    parameter: Tensor
-    version: int
-    takes_gradient: bool
-    storage: torch.UntypedStorage | None
-    offset: int
-    stride: tuple[int, ...]
-
-    def thawed(self) -> bool:
-        """Whether it takes a gradient now and did not, or the reverse."""
-        return self.parameter.is_leaf and self.parameter.requires_grad is not self.takes_gradient
-
-    def moved(self) -> bool:
-        """Whether its ``.data`` was replaced since."""
-        return self.storage is not None and storage_key(self.parameter) != self.storage._cdata
-
-    def data(self) -> Tensor:
-        """What its ``.data`` was; raises RerunError where it had another size or type."""
-        size, dtype = self.parameter.size(), self.parameter.dtype
-        span = self.offset + 1 + sum((n - 1) * stride for n, stride in zip(size, self.stride, strict=True))
-        assert self.storage is not None
-        if span * dtype.itemsize > self.storage.nbytes():
-            raise RerunError("expected parameters as in forward, got one of another shape or type")
-        return tensor_over(self.storage, (size, self.stride, self.offset, dtype, False, False))
-
-
-def _remembered(parameter: Tensor) -> _Parameter:
-    if type(parameter) is nn.Parameter and parameter.layout is torch.strided and not parameter.is_inference():
-        lies: Any = parameter.storage_offset(), parameter.stride()
-        return _Parameter(parameter, parameter._version, parameter.requires_grad, parameter.untyped_storage(), *lies)
-    return _Parameter(parameter, version_of(parameter), parameter.requires_grad, None, 0, ())
 
 
 def _changed_in_place(what: str) -> RerunError:
@@ -314,27 +341,6 @@ def _lies_as(tensor: Tensor, placed: Tensor) -> bool:
     return (tensor.shape, tensor.dtype, tensor.data_ptr()) == (placed.shape, placed.dtype, placed.data_ptr())
 
 
-def _copied(holder: Any) -> Any:
-    return dict(holder) if isinstance(holder, dict) else holder.copy()
-
-
-def _fill(holder: Any, contents: Any) -> None:
-    """Make a mutable container hold this, unless it does."""
-    if isinstance(holder, dict):
-        same = len(holder) == len(contents) and all(map(is_, holder.values(), contents.values()))
-        if not (same and all(map(is_, holder, contents))):
-            if holder.keys() != contents.keys():
-                holder.clear()
-            holder.update(contents)
-    elif isinstance(holder, set):
-        if holder != contents:
-            holder.clear()
-            holder.update(contents)
-    elif len(holder) != len(contents) or not all(map(is_, holder, contents)):
-        holder.clear()
-        holder.extend(contents)
-
-
 _COPIES: dict[int, tuple[weakref.ref[Tensor], int, int, UncountedCopy | None]] = {}
 
 
@@ -351,25 +357,28 @@ def _copy_of_version(tensor: Tensor) -> UncountedCopy | None:
     return copied
 
 
-_STATES = GENERATORS | {
+_Ways = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
+_STATES: dict[type, _Ways] = GENERATORS | {
     # As numpy's, outside torch's allocator.
     torch.Generator: (lambda g: g.get_state().numpy().copy(), lambda g, state: g.set_state(torch.from_numpy(state))),
 }
+_OF_ARRAYS: _Ways = (lambda array: array.copy(), lambda array, values: np.copyto(array, values, casting="no"))
 
 _Note = Callable[[ModuleState, str, Any, int], None]
+_NOTES: list[tuple[type, _Note]] = [
+    (Tensor, ModuleState._note_tensor),
+    (nn.Module, ModuleState._note_unregistered),
+    (tuple, ModuleState._note_tuple),
+    (np.ndarray, ModuleState._note_array),
+    *((kind, ModuleState._note_generator) for kind in _STATES),
+]
 
 
 @functools.cache
 def _how_to_note(kind: type) -> _Note | None:
     """How a value of a type is remembered besides by identity; None where that is enough."""
-    if issubclass(kind, Tensor):
-        return ModuleState._note_tensor
-    if kind in MAPPINGS or kind in SEQUENCES or kind is set:
-        return ModuleState._note_items
-    if issubclass(kind, tuple):
-        return ModuleState._note_tuple
-    if kind in _STATES:
-        return ModuleState._note_generator
-    callable_ones = any("__call__" in vars(base) for base in kind.__mro__)
-    opaque = callable_ones or issubclass(kind, (ModuleType, type)) or kind.__module__.startswith("torch.")
-    return ModuleState._note_object if kind.__dictoffset__ and not opaque else None
+    base = base_of(kind)
+    if base is not None:
+        return ModuleState._note_items if kind is base or not is_opened(kind) else ModuleState._note_subclass
+    of_objects = ModuleState._note_object if is_opened(kind) else None
+    return next((note for known, note in _NOTES if issubclass(kind, known)), of_objects)

@@ -1,0 +1,155 @@
+"""What modules keep on themselves, of every kind, changes once in a planned step, as in an unplanned one."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, UserDict, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import planner
+from profiler.workload.workload import Workload
+from tests.support.habits import WIDTH, Net, batch, loss_of
+
+LONG = 1001  # items, of which no copy is made
+
+
+class Slotted:
+    __slots__ = ("__hidden", "count", "late")
+
+    def __init__(self) -> None:
+        self.__hidden, self.count = 0, 0
+
+    def advance(self) -> None:
+        self.__hidden += 1
+        self.count += 1
+        self.late = self.count
+
+    def seen(self) -> list[int]:
+        return [self.__hidden, self.count]
+
+
+class Ramp:
+    """A schedule that is asked by calling it."""
+
+    def __init__(self) -> None:
+        self.step, self.past = 0, [0]
+
+    def __call__(self) -> None:
+        self.step += 1
+        self.past.append(self.step)
+
+
+class Noted(list[int]):
+    total = 0
+
+    def append(self, item: int) -> None:
+        super().append(item)
+        self.total += item
+
+
+def _ring() -> OrderedDict[str, int]:
+    return OrderedDict(a=1, b=2, c=3)
+
+
+# What a module keeps, how a call changes it, and what is seen of it.
+KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], Any]]] = {
+    "long list": (lambda: [0.0] * LONG, lambda kept: kept.append(1.0), len),
+    "long dict": (lambda: dict.fromkeys(range(LONG)), lambda kept: kept.setdefault(len(kept)), len),
+    "long OrderedDict": (lambda: OrderedDict.fromkeys(range(LONG)), lambda kept: kept.setdefault(len(kept)), list),
+    "long deque": (lambda: deque(range(LONG), maxlen=LONG), lambda kept: kept.append(len(kept)), list),
+    "long set": (lambda: set(range(LONG)), lambda kept: kept.add(len(kept)), len),
+    "array": (lambda: np.zeros(2), lambda kept: kept.__iadd__(1), lambda kept: kept.tolist()),
+    "Counter": (Counter, lambda kept: kept.update("x"), dict),
+    "moved to the end": (_ring, lambda kept: kept.move_to_end(next(iter(kept))), list),
+    "UserDict": (lambda: UserDict(n=0), lambda kept: kept.update(n=kept["n"] + 1), dict),
+    "list subclass": (Noted, lambda kept: kept.append(2), lambda kept: [*kept, kept.total]),
+    "slots": (Slotted, lambda kept: kept.advance(), lambda kept: [*kept.seen(), kept.late]),
+    "callable": (Ramp, lambda kept: kept(), lambda kept: [kept.step, kept.past]),
+    "object in an object": (
+        lambda: SimpleNamespace(inner=Ramp(), slots=Slotted()),
+        lambda kept: (kept.inner(), kept.slots.advance()),
+        lambda kept: [kept.inner.step, kept.inner.past, kept.slots.seen()],
+    ),
+    "module in a list": (
+        lambda: [nn.BatchNorm1d(WIDTH)],
+        lambda kept: kept[0](torch.ones(4, WIDTH)),
+        lambda kept: [kept[0].running_mean.tolist(), kept[0].num_batches_tracked.item()],
+    ),
+}
+
+
+class Keeping(nn.Module):
+    def __init__(self, make: Callable[[], Any], change: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kept, self._change = make(), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._change(self.kept)
+        return x + self.last(torch.tanh(self.first(x)))
+
+
+def _net(make: Callable[[], Any], change: Callable[[Any], object]) -> Net:
+    torch.manual_seed(0)
+    return Net([Keeping(make, change) for _ in range(4)])
+
+
+def _plan(model: nn.Module) -> planner.Plan:
+    work = Workload(model=model, inputs=(batch(),), loss=loss_of)
+    profile = planner.profile(work, stages=["blocks.*", "out"], menus=False)
+    return planner.state(profile, planner.Rules(checkpoints="out"))
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_modules_keep_changes_once(kind: str) -> None:
+    make, change, seen = KEPT[kind]
+    plain, planned = _net(make, change), _net(make, change)
+    plan = _plan(_net(make, change))
+    for _ in range(2):
+        loss_of(plain(batch())).backward()
+    with planner.apply(planned, plan):
+        for _ in range(2):
+            loss_of(planned(batch())).backward()
+    for one, other in zip(plain.blocks, planned.blocks, strict=True):
+        assert seen(other.kept) == seen(one.kept)
+
+
+@pytest.mark.parametrize("make", [lambda: [*range(LONG)], lambda: OrderedDict.fromkeys(range(LONG))])
+def test_a_long_container_that_does_more_than_grow_is_refused(make: Callable[[], Any]) -> None:
+    begun: list[bool] = []
+
+    def turn(kept: Any) -> None:
+        if begun and isinstance(kept, list):
+            kept.append(kept.pop(0))
+        elif begun:
+            kept.popitem(last=False)
+            kept[object()] = None
+
+    plan, model = _plan(_net(make, turn)), _net(make, turn)
+    begun.append(True)
+    expected = r"'kept', a .* of 1001 items, only to grow"
+    with planner.apply(model, plan), pytest.raises(RuntimeError, match=expected):
+        loss_of(model(batch())).backward()
+    with pytest.raises(ValueError, match=expected):
+        _plan(_net(make, turn))
+
+
+def test_a_module_that_holds_its_parent_in_a_list_runs_again_as_before() -> None:
+    def build() -> Net:
+        model = _net(list, lambda kept: None)
+        for block in model.blocks:
+            block.kept.append(model)
+        return model
+
+    plain, planned = build(), build()
+    loss_of(plain(batch())).backward()
+    with planner.apply(planned, _plan(build())):
+        loss_of(planned(batch())).backward()
+    for one, other in zip(plain.parameters(), planned.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
