@@ -12,6 +12,8 @@ from profiler.recomputation.saved_tensors import PLAIN_TENSORS
 
 # A view that skips most of its storage is not worth copying: what lies between comes along.
 _MOST_SPREAD = 2
+# Up to here tensors are compared with their copies, which takes some 90 microseconds then.
+MOST_COMPARED_BYTES = 2**20
 
 
 def uncounted_copy(tensor: Tensor, most_spread: float = _MOST_SPREAD) -> UncountedCopy | None:
@@ -63,6 +65,16 @@ class UncountedCopy:
             else:
                 flat = torch.empty(0, dtype=self._dtype)
             return flat.to(device, non_blocking=True).as_strided(self._size, self._stride)
+
+    def other_than(self, tensor: Tensor) -> bool:
+        """Whether a tensor holds something else now, as far as that is cheap to say: it is small and on the CPU."""
+        if not isinstance(self._values, bytes) or len(self._values) > MOST_COMPARED_BYTES:
+            return False
+        if (tensor.size(), tensor.stride(), tensor.dtype) != (self._size, self._stride, self._dtype):
+            return True
+        if not tensor.is_cpu or not _has_memory(tensor, _span(tensor)):
+            return True
+        return bool(self._values) and ctypes.string_at(tensor.data_ptr(), len(self._values)) != self._values
 
     def put_back(self, tensor: Tensor) -> None:
         """Write the values into a tensor, resized where it has another shape now; its version stays as it was."""

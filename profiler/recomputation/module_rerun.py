@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
+from profiler.recomputation.host_randomness import HostRandomness
 from profiler.recomputation.module_state import MOST_COPIED_BYTES, ModuleState
 from profiler.recomputation.rng_state import drawing_from_all, states_on
 from profiler.recomputation.torch_state import TorchState
@@ -40,20 +41,21 @@ class CallState:
     Args:
         module: whose call it is.
         device: of its arguments.
-        draws_random: it advances a random generator.
+        draws_random: it may advance a random generator, of torch, Python or numpy.
         changing: names (relative to the module) of buffers that it is known to change.
 
     Attributes:
         units: of ``fully_shard``, whose parameters the call uses.
     """
 
-    __slots__ = ("_modules", "_random", "_torch", "units")
+    __slots__ = ("_host", "_modules", "_random", "_torch", "units")
 
     def __init__(
         self, module: nn.Module, device: torch.device, *, draws_random: bool, changing: Collection[str] = ()
     ) -> None:
         self._torch = TorchState(device)
         self._random = states_on(device) if draws_random else []
+        self._host = HostRandomness() if draws_random else None
         self.units = units_of(module)
         self._modules = ModuleState(module, changing, self.units)
 
@@ -66,8 +68,8 @@ class CallState:
         Raises:
             RerunError: something has changed that cannot be put back.
         """
-        gathered, numbers = self.units.gathered(), drawing_from_all(self._random)
-        with running_again(), gathered, self._torch.reinstated(), numbers, self._modules.reinstated():
+        gathered, numbers, host = self.units.gathered(), drawing_from_all(self._random), self._host or nullcontext()
+        with running_again(), gathered, self._torch.reinstated(), numbers, host, self._modules.reinstated():
             yield
 
     def tensors_now(self) -> list[Tensor]:

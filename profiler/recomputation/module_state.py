@@ -224,7 +224,7 @@ class ModuleState:
         changed = [
             key
             for key, (_, tensor, version) in self._tensors.items()
-            if version_of(tensor) != version or key in self._changing
+            if version_of(tensor) != version or key in self._changing or self._written_uncounted(key, tensor)
         ]
         for key in changed:
             self._check_known(key)
@@ -280,6 +280,11 @@ class ModuleState:
                 _fill(holder, now)
             for one, tail in grown:
                 one.extend_again(tail)
+
+    def _written_uncounted(self, key: int, tensor: Tensor) -> bool:
+        """Whether a tensor of the same version has other values now: what is written through ``.data`` counts none."""
+        values = self._values.get(key)
+        return values is not None and values.other_than(tensor)
 
     def _check_known(self, key: int) -> None:
         name, tensor, _ = self._tensors[key]
@@ -349,7 +354,9 @@ def _copy_of_version(tensor: Tensor) -> UncountedCopy | None:
     key, version, storage = id(tensor), version_of(tensor), storage_key(tensor)
     known = _COPIES.get(key)
     if known is not None and known[0]() is tensor and known[1:3] == (version, storage):
-        return known[3]
+        copied = known[3]
+        if copied is None or not copied.other_than(tensor):
+            return copied
     small = tensor.grad_fn is None and tensor.numel() * tensor.element_size() <= MOST_COPIED_BYTES
     # A large one that has changed before is copied all the same.
     copied = uncounted_copy(tensor) if small or (known is not None and known[0]() is tensor) else None

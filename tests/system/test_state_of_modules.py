@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, OrderedDict, UserDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -10,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.random import mtrand
 from torch import Tensor, nn
 
 import planner
+from profiler.recomputation.host_randomness import HostRandomness
 from profiler.workload.workload import Workload
-from tests.support.habits import WIDTH, Net, batch, loss_of
+from tests.support.habits import WIDTH, Net, batch, blocks_of, loss_of
 
 LONG = 1001  # items, of which no copy is made
 
@@ -116,7 +119,7 @@ def test_what_modules_keep_changes_once(kind: str) -> None:
     with planner.apply(planned, plan):
         for _ in range(2):
             loss_of(planned(batch())).backward()
-    for one, other in zip(plain.blocks, planned.blocks, strict=True):
+    for one, other in zip(blocks_of(plain), blocks_of(planned), strict=True):
         assert seen(other.kept) == seen(one.kept)
 
 
@@ -140,10 +143,72 @@ def test_a_long_container_that_does_more_than_grow_is_refused(make: Callable[[],
         _plan(_net(make, turn))
 
 
+class Late(nn.Module):
+    """Begins after it was profiled: to write to a buffer uncounted, and to draw from Python and numpy."""
+
+    ema: Tensor
+    begun = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("ema", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.begun:
+            self.ema.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+            x = x * self.ema.clone() * (1 + random.random()) + float(np.random.randn())
+            if self.ema.data[0] > random.random():
+                x = x + float(np.random.rand())
+        return x + self.last(torch.tanh(self.first(x)))
+
+
+def test_what_begins_after_profiling_happens_once_and_the_same_again() -> None:
+    def trained(model: nn.Module) -> list[Any]:
+        random.seed(1)
+        np.random.seed(1)
+        for block in blocks_of(model):
+            block.begun = True
+        for step in range(4):
+            if step == 2:  # Nor does this count.
+                blocks_of(model)[0].ema.data.fill_(2)
+            loss_of(model(batch())).backward()
+        seen = [random.random(), np.random.rand(), np.random.randn()]
+        tensors = [*(p.grad for p in model.parameters()), *model.buffers()]
+        return [*seen, *(None if tensor is None else tensor.tolist() for tensor in tensors)]
+
+    def build() -> Net:
+        torch.manual_seed(0)
+        return Net([Late() for _ in range(4)])
+
+    plan, planned = _plan(build()), build()
+    expected = trained(build())
+    with planner.apply(planned, plan):
+        assert trained(planned) == expected
+
+
+@pytest.mark.parametrize("generator", [np.random.MT19937(3), np.random.PCG64(3)])
+def test_the_global_generators_give_the_same_again_and_go_on(generator: Any) -> None:
+    def draw() -> tuple[float, ...]:
+        return random.random(), float(np.random.randn()), float(np.random.rand())
+
+    before = mtrand.get_bit_generator()
+    mtrand.set_bit_generator(generator)
+    try:
+        for _ in range(3):  # A normal is left of each second pair.
+            state, first = HostRandomness(), draw()
+            after = random.getstate(), str(np.random.get_state(legacy=False))
+            with state:
+                assert draw() == first
+            assert after == (random.getstate(), str(np.random.get_state(legacy=False)))
+    finally:
+        mtrand.set_bit_generator(before)
+
+
 def test_a_module_that_holds_its_parent_in_a_list_runs_again_as_before() -> None:
     def build() -> Net:
         model = _net(list, lambda kept: None)
-        for block in model.blocks:
+        for block in blocks_of(model):
             block.kept.append(model)
         return model
 
