@@ -22,6 +22,7 @@ from profiler.tensors.storages import storage_key
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.plain_objects import (
+    MOST_ITEMS,
     attributes_of,
     base_of,
     copied as _copied,
@@ -31,8 +32,8 @@ from profiler.workload.plain_objects import (
     set_slots,
     slots_of,
 )
+from profiler.workload.remembered_values import GENERATORS
 from profiler.workload.sharded_units import StageUnits
-from profiler.workload.snapshot import GENERATORS, MOST_ITEMS
 
 leave_uncompiled(__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -16,7 +17,11 @@ _CLOSED_PACKAGES = frozenset(
     ("asyncio", "concurrent", "ctypes", "functools", "inspect", "logging", "multiprocessing", "numpy", "planner",
      "profiler", "solvers", "threading", "torch", "typing", "weakref")
 )  # fmt: skip
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), Tensor, nn.Parameter))
 _CLOSED = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
+# More items are a table (a vocabulary, say), which no step changes and which it would take long to go through.
+MOST_ITEMS = 1000
+_OPENED_DEPTH = 4  # of objects and containers in each other
 GONE = object()  # in the place of a slot that is empty
 
 
@@ -68,6 +73,32 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     """The attributes of an object, the very dict of them; None where it has none."""
     attributes = getattr(value, "__dict__", None)
     return attributes if type(attributes) is dict else None
+
+
+def inside_of(values: Iterable[Any]) -> tuple[list[Any], list[nn.Module]]:
+    """Objects that are opened, and modules, in values and in what is in them, each once."""
+    objects: list[Any] = []
+    modules: list[nn.Module] = []
+    known: set[int] = set()
+    level = list(values)
+    for _ in range(_OPENED_DEPTH + 1):
+        following: list[Any] = []
+        for value in level:
+            kind = type(value)
+            if kind in _PLAIN or id(value) in known:
+                continue
+            known.add(id(value))
+            if isinstance(value, nn.Module):
+                modules.append(value)
+                continue
+            if is_opened(kind):
+                objects.append(value)
+                following += [*(attributes_of(value) or {}).values(), *in_slots(value)]
+            if (isinstance(value, tuple) or base_of(kind) is not None) and len(value) <= MOST_ITEMS:
+                contents = value if isinstance(value, tuple) else copied(value)
+                following += contents.values() if isinstance(contents, dict) else contents
+        level = following
+    return objects, modules
 
 
 def copied(container: Any) -> Any:

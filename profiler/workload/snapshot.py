@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import math
-import operator
 import random
-import weakref
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,17 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from profiler.tensors.tensor_memory import TensorMemory
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.gradient_buckets import buckets_restored
 from profiler.workload.host_numbers import host_states
 from profiler.workload.loop_state import bindings_of, reached_from, tensors_of
+from profiler.workload.plain_objects import attributes_of, in_slots, inside_of, set_slots
 from profiler.workload.ready_models import check_ready
+from profiler.workload.remembered_values import Attributes, Snapshot, filled
 from profiler.workload.restoring import Restoring
 from profiler.workload.torch_flags import current_flags
 from profiler.workload.workload import Workload
+
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 @contextmanager
@@ -86,6 +85,11 @@ def _remember(workload: Workload, back: Restoring) -> None:
     for name, parameter in parameters:
         back.remember(name, lambda p=parameter: _held(p, TensorMemory(p)))
     remember_modules(modules, back)
+    for module, name in _unregistered(modules).items():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                back.remember(f"{name}.{leaf}", lambda p=parameter: _held(p, TensorMemory(p)))
+                back.remember(f"gradient of {name}.{leaf}", lambda p=parameter: _gradient_held(p))
     known = {id(parameter) for _, parameter in parameters}
     inputs = workload.inputs
     back.remember("inputs", lambda: _inputs_restore(inputs, known))
@@ -112,7 +116,11 @@ def modules_of(workload: Workload) -> dict[nn.Module, str]:
 
 
 def remember_modules(modules: Mapping[nn.Module, str], back: Restoring) -> None:
-    """All that modules hold but the values of their parameters: buffers, flags, attributes, what is registered."""
+    """All that modules hold but the values of their parameters: buffers, flags, attributes, what is registered.
+
+    What is inside the objects that they keep, too, and modules that stand in plain containers.
+    """
+    modules = {**modules, **_unregistered(modules)}
     known = {id(t) for module in modules for t in (*module._parameters.values(), *module._buffers.values())}
     buffers = {id(b): (f"{name}.{leaf}", b) for m, name in modules.items() for leaf, b in m._buffers.items()}
     for name, buffer in buffers.values():
@@ -121,9 +129,49 @@ def remember_modules(modules: Mapping[nn.Module, str], back: Restoring) -> None:
     for module, name in modules.items():
         back.remember(f"what is registered in {name}", lambda m=module: _registered(m))
         back.remember(f"attributes of {name}", lambda m=module: Attributes([m], _OF_MODULES, known).restore)
+    for value in inside_of(_attributes_of(modules))[0]:
+        back.remember(f"what is in a {type(value).__name__}", lambda v=value: _inside_restore(v, known))
     for module, name in modules.items():  # They are made of what is put back until here.
         if (anew := buckets_restored(module)) is not None:
             back.add(f"the buckets of {name}", anew)
+
+
+def _attributes_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """The plain attributes of modules, each once: often they share one configuration."""
+    values = (value for module in modules for name, value in vars(module).items() if name not in _OF_MODULES)
+    return list({id(value): value for value in values}.values())
+
+
+def _unregistered(modules: Mapping[nn.Module, str]) -> dict[nn.Module, str]:
+    """Modules that others keep in plain containers and objects, with what to call them."""
+    found: dict[nn.Module, str] = {}
+    pending: Iterable[nn.Module] = modules
+    while pending:
+        kept = inside_of(_attributes_of(pending))[1]
+        pending = [m for outer in kept for m in outer.modules() if m not in modules and m not in found]
+        found.update({module: f"a {type(module).__name__} that is not registered" for module in pending})
+    return found
+
+
+def _inside_restore(value: Any, known: Collection[int]) -> Callable[[], None]:
+    """For the attributes and slots of an object."""
+    owners = [] if attributes_of(value) is None else [value]
+    attributes = Attributes(owners, (), known)
+    slots = tuple(Snapshot(item, known) for item in in_slots(value))
+
+    def restore() -> None:
+        attributes.restore()
+        if slots:
+            set_slots(value, tuple(slot.put_back(now) for slot, now in zip(slots, in_slots(value), strict=True)))
+
+    return restore
+
+
+def _gradient_held(parameter: Tensor) -> Callable[[], object]:
+    """For the gradient of a parameter that no step takes away."""
+    gradient = parameter.grad
+    held = (lambda: None) if gradient is None else _held(gradient, TensorMemory(gradient))
+    return lambda: (held(), _set_gradient(parameter, gradient))
 
 
 def _held(tensor: Tensor, memory: TensorMemory) -> Callable[[], object]:
@@ -142,7 +190,7 @@ def _registered(module: nn.Module) -> Callable[[], None]:
         for table, items in tables:
             # Compiled code asks whether they were written to, so they are only where they differ.
             if [(key, id(value)) for key, value in table.items()] != [(k, id(v)) for k, v in items.items()]:
-                _filled(table, table.update, items)
+                filled(table, table.update, items)
         module._non_persistent_buffers_set.intersection_update(names)
         module._non_persistent_buffers_set.update(names)
         if module.training is not training:
@@ -221,148 +269,8 @@ def _optimizer_restore(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         for (group, items, parameters), values in zip(groups, settings, strict=True):
             items["params"][:] = parameters
             before = {name: value.put_back(group.get(name)) for name, value in values.items()}
-            _filled(group, group.update, {name: before.get(name, value) for name, value in items.items()})
+            filled(group, group.update, {name: before.get(name, value) for name, value in items.items()})
         together[:] = [group for group, *_ in groups]
         optimizer.param_groups = together
 
     return restore
-
-
-# More items are a table (a vocabulary, say), which no step changes and which it would take long to go through.
-MOST_ITEMS = 1000
-_DEPTH = 8  # Containers further inside are left alone: they may hold themselves.
-MAPPINGS = (dict, OrderedDict, defaultdict)
-SEQUENCES = (list, deque)
-_OF_MODULES = frozenset(vars(nn.Module()))
-
-
-class Snapshot:
-    """A value and what is in it. Tensors are copied to host memory and not kept alive, nor are containers.
-
-    Args:
-        value: anything; what is no plain data is put back as the same object, whatever happened to it.
-        elsewhere: ids of tensors whose values somebody else puts back.
-        most_items: containers of more are taken as objects.
-    """
-
-    def __init__(
-        self, value: Any, elsewhere: Collection[int] = (), most_items: float = MOST_ITEMS, depth: int = _DEPTH
-    ) -> None:
-        self._identity, self._type = id(value), type(value)
-        self._back: Callable[[Any], Any]
-        if isinstance(value, Tensor):
-            self._back = _tensor(value, copied=id(value) not in elsewhere)
-        elif is_container(value) and depth and len(value) <= most_items:
-            self._back = self._container(value, lambda item: Snapshot(item, elsewhere, most_items, depth - 1))
-        else:
-            self._back = _object(value)
-
-    def put_back(self, now: Any) -> Any:
-        """The value as it was: the same object as far as it still is there, or stands in its place ``now``."""
-        return self._back(now)
-
-    def _is(self, now: Any) -> bool:
-        """Whether it is the value itself; its place in memory may be another's by now."""
-        return id(now) == self._identity and type(now) is self._type
-
-    def _container(self, value: Any, remember: Callable[[Any], Snapshot]) -> Callable[[Any], Any]:
-        if isinstance(value, tuple):
-            make = getattr(type(value), "_make", tuple)
-            items = [remember(item) for item in value]
-
-            def rebuilt(now: Any) -> Any:
-                there = now if self._is(now) else [None] * len(items)
-                parts = [item.put_back(old) for item, old in zip(items, there, strict=True)]
-                return now if self._is(now) and all(map(operator.is_, parts, there)) else make(parts)
-
-            return rebuilt
-        shell = copy.copy(value)
-        shell.clear()
-        if isinstance(value, MAPPINGS):
-            pairs = {key: remember(item) for key, item in value.items()}
-
-            def back(now: Any) -> Any:
-                target = now if self._is(now) else copy.copy(shell)
-                return _filled(target, target.update, {k: item.put_back(target.get(k)) for k, item in pairs.items()})
-
-            return back
-        items = [remember(item) for item in value]
-
-        def refill(now: Any) -> Any:
-            target = now if self._is(now) else copy.copy(shell)
-            old = {id(item): item for item in target}
-            return _filled(target, target.extend, [item.put_back(old.get(item._identity)) for item in items])
-
-        return refill
-
-
-def _filled(container: Any, fill: Callable[[Any], None], items: Any) -> Any:
-    container.clear()
-    fill(items)
-    return container
-
-
-def is_container(value: Any) -> bool:
-    """Whether it is opened: subclasses of other people may mean something else by what is in them."""
-    return type(value) in (tuple, *MAPPINGS, *SEQUENCES) or (isinstance(value, tuple) and hasattr(value, "_make"))
-
-
-_Ways = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]  # how what is in an object is read, and written
-GENERATORS: dict[type, _Ways] = {
-    torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
-    np.random.Generator: (lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)),
-    np.random.RandomState: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
-    random.Random: (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
-}
-# Objects that a step changes inside.
-_OBJECTS: tuple[tuple[Any, *_Ways], ...] = (
-    *((kind, *ways) for kind, ways in GENERATORS.items()),
-    (np.ndarray, lambda a: a.copy(), lambda a, values: np.copyto(a, values, casting="no")),
-    (set, set, lambda s, items: _filled(s, s.update, items)),
-)
-
-
-def _object(value: Any) -> Callable[[Any], Any]:
-    for kind, read, write in _OBJECTS:
-        if isinstance(value, kind):
-            inside = read(value)
-            return lambda _: (value, write(value, inside))[0]
-    return lambda _: value
-
-
-def _tensor(value: Tensor, *, copied: bool) -> Callable[[Any], Any]:
-    if value.is_meta or is_lazy(value):
-        return lambda _: value  # It has no values, and takes no memory.
-    if copied:
-        memory = TensorMemory(value)
-        return lambda _: memory.put_back()
-    reference = weakref.ref(value)
-    return lambda _: reference()
-
-
-class Attributes:
-    """What objects keep on themselves: counters, hidden states, caches of tensors.
-
-    Args:
-        objects: modules, say.
-        ignored: names of attributes that are left alone.
-        elsewhere: as for ``Snapshot``.
-    """
-
-    def __init__(self, objects: Iterable[Any], ignored: Collection[str], elsewhere: Collection[int] = ()) -> None:
-        self._ignored = ignored
-        self._objects = [(owner, self._remembered(vars(owner), elsewhere)) for owner in objects]
-
-    def restore(self) -> None:
-        """Put back what was there then; what has come since goes. Functions are no state: they stay as they are now."""
-        for owner, before in self._objects:
-            now = vars(owner)
-            for name in [name for name, value in now.items() if name not in before and self._counts(name, value)]:
-                del now[name]
-            now.update({name: value.put_back(now.get(name)) for name, value in before.items()})
-
-    def _remembered(self, attributes: Mapping[str, Any], elsewhere: Collection[int]) -> dict[str, Snapshot]:
-        return {name: Snapshot(value, elsewhere) for name, value in attributes.items() if self._counts(name, value)}
-
-    def _counts(self, name: str, value: Any) -> bool:
-        return name not in self._ignored and not callable(value)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import planner
+from profiler.workload.remembered_values import Snapshot
 from profiler.workload.restoring import Restoring
-from profiler.workload.snapshot import Snapshot, modules_of, preserved, remember_modules
+from profiler.workload.snapshot import modules_of, preserved, remember_modules
 from profiler.workload.workload import Workload
 
 
@@ -99,6 +102,65 @@ def test_attributes_that_came_meanwhile_go_and_nothing_is_kept_alive():
     assert hidden() is None
     remembered.restore()
     assert torch.equal(work.model.hidden[0], value) and work.model.calls == 1
+
+
+class Schedule:
+    """Counts its calls, in a slot as well."""
+
+    __slots__ = ("__dict__", "late", "seen")
+
+    def __init__(self) -> None:
+        self.step, self.seen = 0, [0]
+
+    def __call__(self) -> int:
+        self.step += 1
+        self.seen.append(self.step)
+        self.late = self.step
+        return self.step
+
+
+class Scheduled(nn.Module):
+    """Keeps its state in objects, in long and odd containers, and in a module that nobody registers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.schedule = nn.Linear(16, 16), Schedule()
+        self.at = SimpleNamespace(inner=SimpleNamespace(step=0, mean=torch.zeros(16)))
+        self.kinds, self.long, self.hidden = Counter(), [0] * 1001, [nn.BatchNorm1d(16), nn.Linear(16, 16)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kinds["x"] += self.schedule()
+        self.long.append(1)
+        self.at.inner.step += 1
+        self.at.inner.mean.add_(1)
+        norm, line = self.hidden
+        return line(norm(self.line(x))) * self.schedule.step
+
+    def seen(self) -> list[Any]:
+        norm, line = self.hidden
+        gradients = [None if p.grad is None else p.grad.tolist() for p in line.parameters()]
+        inner = self.at.inner
+        counts = [self.schedule.step, self.schedule.seen, hasattr(self.schedule, "late"), self.kinds, len(self.long)]
+        return [*counts, inner.step, inner.mean.tolist(), norm.running_mean.tolist(), gradients]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_what_is_inside_of_objects_is_put_back_as_well(own: bool, trained: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Scheduled(), nn.Linear(16, 16)), torch.randn(8, 16)
+    scheduled: Any = model[0]
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    if trained:
+        step()
+    expected = copy.deepcopy(scheduled.seen())
+    inputs: dict[str, Any] = {"step": step} if own else {"inputs": x, "loss": lambda y: y.square().mean()}
+    planner.profile(Workload(model=model, **inputs), menus=False)
+    assert scheduled.seen() == expected
 
 
 class Pair(NamedTuple):
