@@ -16,6 +16,9 @@ from planner.steps.graph_problem import StatedDecision, StepProblem, StepSurroun
 from profiler.graph_profile import GraphProfile
 from profiler.step_graph import StepGraph
 from profiler.step_replay import StepCopy, StepRuns
+from solvers.graph.incumbent import SMALLEST_GAP
+from solvers.graph.liveness import IndexedGraph
+from solvers.graph.lower_bound import graph_bound_seconds
 from solvers.graph.registry import DEFAULT_GAP, GraphSolution, solve_graph
 from solvers.problem.link import Link
 from solvers.problem.solution import GraphProblem
@@ -141,6 +144,22 @@ def order_within(
         solver=search.solver,
         budget_bytes=budget_bytes,
     )
+
+
+def solution_within(problem: StepProblem, solution: GraphSolution, budget_bytes: int) -> GraphSolution:
+    """A solution with the claims that hold within a budget above its own peak: more fits there, and may be faster."""
+    assert solution.peak_bytes is not None
+    if budget_bytes <= solution.peak_bytes:
+        return solution
+    return with_bound(solution, graph_bound_seconds(IndexedGraph(problem.graph), budget_bytes))
+
+
+def with_bound(solution: GraphSolution, bound_seconds: float) -> GraphSolution:
+    """A solution with a bound that was proven elsewhere; optimal where it meets that."""
+    assert solution.seconds is not None
+    bound_seconds = min(bound_seconds, solution.seconds)
+    optimal = solution.seconds - bound_seconds <= SMALLEST_GAP * solution.seconds
+    return replace(solution, lower_bound_seconds=bound_seconds, status="optimal" if optimal else "feasible")
 
 
 class _Solving:

@@ -12,7 +12,7 @@ import numpy as np
 
 from planner.plans.cost_model import chain_of
 from planner.plans.given_sources import given_profile
-from planner.plans.graph_solving import runs_of
+from planner.plans.graph_solving import runs_of, solution_within
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.problem_files import Source, read_source
 from planner.steps.graph_problem import StepSurroundings, step_problem
@@ -25,7 +25,7 @@ from solvers.graph.liveness import IndexedGraph, unplanned_replay
 from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
 from solvers.graph.registry import GraphSolution, graph_frontier, graph_solver_names
 from solvers.problem.graph import Graph
-from solvers.problem.solution import AnySchedule
+from solvers.problem.solution import AnySchedule, undominated
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -103,7 +103,7 @@ def pareto(
     chain_solvers = () if offload_request.mode == "only" else CHAIN_SOLVERS
     for name in solvers or dict.fromkeys((*chain_solvers, *(LINK_SOLVERS if link else ()))):
         solutions = solver_frontier(chain, name, time_limit_seconds, link if name in LINK_SOLVERS else None)
-        rows += [_row(solution, seconds_outside_chain, name) for solution in _complete(solutions)]
+        rows += [_row(solution, name, outside_seconds=seconds_outside_chain) for solution in _complete(solutions)]
     peaks = [row.budget_bytes for row in rows]
     budgets = _evenly_spaced(min(peaks), max(peaks))
     rows += _bound_rows(budgets, lambda budget: bound_seconds(chain, budget, link) + seconds_outside_chain)
@@ -113,26 +113,43 @@ def pareto(
 def _graph_curves(graph: Graph, solvers: Sequence[str] | None, time_limit_seconds: float | None) -> pd.DataFrame:
     whole = unplanned_replay(graph)
     solutions, left_out = _solved_in_turn(graph, solvers, time_limit_seconds)
-    rows = [_unplanned(whole.peak_bytes, whole.seconds), *(_row(solution, 0.0, name) for name, solution in solutions)]
-    rows += _graph_bound_rows(graph, rows, 0.0)
-    return _table(rows, left_out=left_out)
+    rows = [_unplanned(whole.peak_bytes, whole.seconds), *(_row(solution, name) for name, solution in solutions)]
+    proven = [(row.budget_bytes, row.lower_bound_seconds) for row in rows]
+    return _table([*rows, *_graph_bound_rows(graph, proven, rows)], left_out=left_out)
 
 
 def _step_curves(
     profile: GraphProfile, solvers: Sequence[str] | None, time_limit_seconds: float | None
 ) -> pd.DataFrame:
-    """The same of a step's ops: the peak is that of the whole step, by its own replay."""
+    """The same of a step's ops: the peak is that of the whole step, by its own replay.
+
+    The graph knows nothing of what the step takes beside its programs: what is proven of a schedule at the graph's
+    peak is not at a larger one of the step, and there another schedule may beat it.
+    """
     around = StepSurroundings.of(profile)
     problem = step_problem(profile.graph, around)
-    solutions, left_out = _solved_in_turn(problem.graph, solvers, time_limit_seconds)
-    outside_seconds = profile.once_seconds - problem.graph.unplanned_seconds
-    rows = [_unplanned(profile.unplanned_peak_bytes, profile.unplanned_seconds)]
-    for name, solution in solutions:
-        row = _row(solution, outside_seconds, name)
-        peak_bytes = around.peak_bytes(profile.graph, runs_of(problem, solution))
-        rows.append(row._replace(peak_bytes=peak_bytes, budget_bytes=max(row.budget_bytes, peak_bytes)))
-    rows += _graph_bound_rows(problem.graph, rows[1:], outside_seconds)
-    return _table(rows, left_out=left_out)
+    graph = problem.graph
+    solutions, left_out = _solved_in_turn(graph, solvers, time_limit_seconds)
+
+    def of_step(row: CurveRow) -> CurveRow:
+        seconds, bound = (
+            profile.once_seconds + profile.evaluations * (of_graph - graph.unplanned_seconds)
+            for of_graph in (row.seconds, row.lower_bound_seconds)
+        )
+        return row._replace(seconds=seconds, lower_bound_seconds=bound)
+
+    rows: list[CurveRow] = []
+    for name in dict.fromkeys(name for name, _ in solutions):
+        points: list[CurveRow] = []
+        for solution in (solution for method, solution in solutions if method == name):
+            peak_bytes = around.peak_bytes(profile.graph, runs_of(problem, solution))
+            row = _row(solution_within(problem, solution, peak_bytes), name)
+            points.append(row._replace(peak_bytes=peak_bytes, budget_bytes=max(row.budget_bytes, peak_bytes)))
+        rows += map(of_step, undominated(points))
+    unplanned = _unplanned(profile.unplanned_peak_bytes, profile.unplanned_seconds)
+    proven = [(solution.peak_bytes or 0, solution.lower_bound_seconds) for _, solution in solutions]
+    bounds = _graph_bound_rows(graph, proven, rows or [unplanned], around.other_peak_bytes)
+    return _table([unplanned, *rows, *map(of_step, bounds)], left_out=left_out)
 
 
 def _solved_in_turn(
@@ -177,21 +194,25 @@ def _complete(solutions: list[Solution[AnySchedule]]) -> list[Solution[AnySchedu
     return solutions
 
 
-def _graph_bound_rows(graph: Graph, rows: list[CurveRow], outside_seconds: float) -> list[CurveRow]:
+def _graph_bound_rows(
+    graph: Graph, proven: Sequence[tuple[int, float]], rows: Sequence[CurveRow], other_peak_bytes: int = 0
+) -> list[CurveRow]:
     """The quick bound over the budgets, lifted to what the solutions proved: a bound holds for smaller budgets too.
 
     Args:
         graph: the problem.
-        rows: of its solutions.
-        outside_seconds: that rows have beside those of the graph.
+        proven: budgets of the graph, and seconds that no schedule within them is faster than.
+        rows: over whose budgets the bound goes.
+        other_peak_bytes: below which nothing fits, whatever the graph says.
     """
     indexed = IndexedGraph(graph)
-    proven = [(row.budget_bytes, row.lower_bound_seconds) for row in rows]
-    peaks = [peak for peak, _ in proven]
-    budgets = {*_evenly_spaced(smallest_working_set(indexed)[0], max(peaks)), *peaks}
+    least_bytes = max(smallest_working_set(indexed)[0], other_peak_bytes)
+    ends = [row.budget_bytes for row in rows]
+    places = (budget for budget in (*ends, *(peak for peak, _ in proven)) if budget >= least_bytes)
+    budgets = {*_evenly_spaced(least_bytes, max(least_bytes, *ends)), *places}
 
     def bound(budget: int) -> float:
-        quick_seconds = graph_bound_seconds(indexed, budget) + outside_seconds
+        quick_seconds = graph_bound_seconds(indexed, budget)
         return max([quick_seconds, *(seconds for peak, seconds in proven if peak >= budget)])
 
     return list(_bound_rows(sorted(budgets), bound))
@@ -201,14 +222,14 @@ def _unplanned(peak_bytes: int, seconds: float, status: str = "optimal") -> Curv
     return CurveRow("none", peak_bytes, peak_bytes, seconds, seconds, status)
 
 
-def _row(solution: Solution[Any], seconds_outside_chain: float, name: str) -> CurveRow:
+def _row(solution: Solution[Any], name: str, *, outside_seconds: float = 0.0) -> CurveRow:
     assert solution.peak_bytes is not None and solution.seconds is not None
     return CurveRow(
         solver=name,
         budget_bytes=solution.peak_bytes,
         peak_bytes=solution.peak_bytes,
-        seconds=solution.seconds + seconds_outside_chain,
-        lower_bound_seconds=solution.lower_bound_seconds + seconds_outside_chain,
+        seconds=solution.seconds + outside_seconds,
+        lower_bound_seconds=solution.lower_bound_seconds + outside_seconds,
         status=solution.status,
         solve_seconds=solution.solve_seconds,
     )

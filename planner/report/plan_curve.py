@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import overload
 
 from planner.plans.graph_plan import GraphPlan
-from planner.plans.graph_solving import runs_of, second_runs
+from planner.plans.graph_solving import runs_of, second_runs, solution_within
 from planner.plans.plan import Plan, chain_in
 from planner.plans.solving import OFFLOAD_ONLY, schedule_fields
 from planner.steps.graph_problem import step_problem
@@ -70,6 +70,7 @@ def _of_graph(plan: GraphPlan, time_limit_seconds: float) -> list[GraphPlan]:
         again_seconds = evaluations * sum(step.ops[ordinal].seconds for ordinal in again)
         seconds = once_seconds + again_seconds
         peak_bytes = around.peak_bytes(step, runs)
+        solution = solution_within(problem, solution, peak_bytes)
         added_seconds = evaluations * max(0.0, solution.lower_bound_seconds - problem.once_seconds)
         bound_seconds = min(seconds, once_seconds + added_seconds)
         plans.append(
@@ -93,7 +94,16 @@ def _of_graph(plan: GraphPlan, time_limit_seconds: float) -> list[GraphPlan]:
                 stated=(),
             )
         )
-    return sorted(plans, key=lambda each: each.predicted_peak_bytes)
+    return _undominated(plans)
+
+
+def _undominated(plans: Sequence[GraphPlan]) -> list[GraphPlan]:
+    """By rising peak, which is that of the whole step and may be the same for many: each faster than all before it."""
+    best: list[GraphPlan] = []
+    for plan in sorted(plans, key=lambda each: (each.predicted_peak_bytes, each.predicted_seconds)):
+        if not best or plan.predicted_seconds < best[-1].predicted_seconds:
+            best.append(plan)
+    return best
 
 
 def _evaluations(plan: GraphPlan) -> float:
