@@ -25,17 +25,19 @@ from solvers.graph.liveness import IndexedGraph, unplanned_replay
 from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
 from solvers.graph.registry import GraphSolution, graph_frontier, graph_solver_names
 from solvers.problem.graph import Graph
+from solvers.problem.link import Link
 from solvers.problem.solution import AnySchedule, undominated
 
 if TYPE_CHECKING:
     import pandas as pd
 
 CHAIN_SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor", "auto")
-LINK_SOLVERS = ("offload_only", "auto")  # that weigh a link, where there is one
+LINK_SOLVERS = ("offload_only", "auto")  # over a link beside those; alone where nothing else is to be drawn
 GRAPH_SOLVERS = ("auto", "lower_sets", "hierarchy", "demand", "moments")  # by rank; those of them that there are
 GRAPH_SECONDS = 45.0  # for all methods of a graph together: the whole command then takes about a minute
 _SHARES = {"auto": 4, "moments": 2}  # of the time; the others mostly need less than one share
 BOUND_POINTS = 40
+_PROVEN = 1e-9  # relative distance from the bound that counts as none, as for solutions
 
 
 class CurveRow(NamedTuple):
@@ -66,8 +68,8 @@ def pareto(
         problem: a Profile, a GraphProfile, a Chain, a Graph, or the path of its file.
         solvers: methods to draw; None: the quick ones. ``ilp`` solves a handful of budgets one by one.
         time_limit_seconds: for methods that search; all methods of a graph share it (45 where None).
-        offload: as for ``solve``. Over a link the curves of ``offload_only``, and of ``auto``, which weighs copies
-            and recomputation together, join those of the methods that recompute alone.
+        offload: as for ``solve``. Over a link ``auto``, ``rotor`` and ``pofo`` weigh copies and recomputation together,
+            and the curve of ``offload_only`` joins those of the methods that recompute alone. All bounds count copies.
 
     Returns:
         One row per point. Columns: ``solver``, ``budget_bytes`` (the smallest
@@ -89,20 +91,19 @@ def pareto(
         return _graph_curves(source, solvers, time_limit_seconds)
     if isinstance(source, GraphProfile):
         return _step_curves(source, solvers, time_limit_seconds)
+    chain, record = (chain_of(source), source.link) if isinstance(source, Profile) else (source, None)
+    offload_request = offload_from(offload)
+    link, why = usable_link(offload_request, chain, record)
     if isinstance(source, Profile):
-        chain, record = chain_of(source), source.link
         status = "computed" if source.frugal else "optimal"
         unplanned = _unplanned(source.unplanned_peak_bytes, source.unplanned_seconds, status)
     else:
-        chain, record, whole = source, None, keep_all_replay(source)
-        unplanned = _unplanned(whole.peak_bytes, whole.seconds)
+        unplanned = _kept_whole(chain, link)
     seconds_outside_chain = unplanned.seconds - chain.unplanned_seconds
-    offload_request = offload_from(offload)
-    link, why = usable_link(offload_request, chain, record)
     rows = [unplanned]
     chain_solvers = () if offload_request.mode == "only" else CHAIN_SOLVERS
     for name in solvers or dict.fromkeys((*chain_solvers, *(LINK_SOLVERS if link else ()))):
-        solutions = solver_frontier(chain, name, time_limit_seconds, link if name in LINK_SOLVERS else None)
+        solutions = solver_frontier(chain, name, time_limit_seconds, link)
         rows += [_row(solution, name, outside_seconds=seconds_outside_chain) for solution in _complete(solutions)]
     peaks = [row.budget_bytes for row in rows]
     budgets = _evenly_spaced(min(peaks), max(peaks))
@@ -220,6 +221,14 @@ def _graph_bound_rows(
 
 def _unplanned(peak_bytes: int, seconds: float, status: str = "optimal") -> CurveRow:
     return CurveRow("none", peak_bytes, peak_bytes, seconds, seconds, status)
+
+
+def _kept_whole(chain: Chain, link: Link | None) -> CurveRow:
+    """The unplanned step of a chain file, in which another option of a stage may be faster than the one that keeps."""
+    whole = keep_all_replay(chain)
+    bound = min(bound_seconds(chain, whole.peak_bytes, link), whole.seconds)
+    status = "optimal" if whole.seconds <= bound * (1 + _PROVEN) else "feasible"
+    return _unplanned(whole.peak_bytes, whole.seconds, status)._replace(lower_bound_seconds=bound)
 
 
 def _row(solution: Solution[Any], name: str, *, outside_seconds: float = 0.0) -> CurveRow:
