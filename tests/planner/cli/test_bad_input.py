@@ -98,6 +98,26 @@ def test_a_damaged_chain_is_refused(tmp_path, field):
     assert "chain.json" in refused("solve", tmp_path / "chain.json", "--budget", "85%")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("boundary_bytes", 2**62),
+        ("parameter_gradient_bytes", 10**30),
+        ("gradient_bytes", -(2**63)),
+        ("parcels", [2**61]),
+        ("forward_seconds", 1e308),
+        ("forward_seconds", 10**400),
+    ],
+)
+def test_a_chain_of_numbers_too_large_to_add_up_is_refused(tmp_path, field, value):
+    document = small_chain().to_dict()
+    document["stages"] = [{**stage, field: value} for stage in document["stages"]]
+    write_document(tmp_path / "chain.json", document)
+    for command in (("solve", "--budget", "85%"), ("pareto",)):
+        message = refused(command[0], tmp_path / "chain.json", *command[1:])
+        assert "chain.json: " in message and ("less than 2**62 bytes" in message or "a number in range" in message)
+
+
 def test_a_plan_is_no_profile_and_a_profile_is_no_plan(files):
     assert "planner-plan" in refused("solve", files / "plan.json", "--budget", "85%")
     assert "planner-profile" in refused("train", "zoo:mlp", "--plan", files / "profile.json")
