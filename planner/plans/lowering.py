@@ -84,14 +84,14 @@ def lower_schedule(stages: Sequence[PlannedStage], schedule: Schedule) -> Lowere
     """Translate a schedule.
 
     Raises:
-        UnsupportedPlan: it reruns what lies outside of stages, or drops a
-            boundary between stages that are not linked.
+        UnsupportedPlan: it reruns what lies outside of stages, drops a boundary between stages that are not linked, or
+            runs stages again at a moment, or from an input, that the runtime does not have.
     """
     first, phases = _phases(schedule.actions)
     boundaries = _boundaries_after(set(), first)
     dropped = frozenset(a.stage for a in first if a.kind == "forward" and a.option is None)
     holding_input = frozenset(k for k in dropped if k - 1 in boundaries or not stages[k].links)
-    reruns, input_releases, released_in_forward = _backwards(stages, phases, dropped, boundaries)
+    reruns, input_releases, released_in_forward = _backwards(stages, phases, holding_input, boundaries)
     holding_input -= released_in_forward
     _check(stages, dropped, holding_input)
     transfers = tuple(_transfers(first, phases))
@@ -105,6 +105,15 @@ def lower_schedule(stages: Sequence[PlannedStage], schedule: Schedule) -> Lowere
         sending=frozenset((transfer.stage, transfer.option) for _, transfer in transfers),
         backward_order={stage: number for number, (stage, _) in enumerate(phases)},
     )
+
+
+def can_carry_out(stages: Sequence[PlannedStage], schedule: Schedule) -> bool:
+    """Whether the runtime does what the schedule says, so that its peak is the one that replay says."""
+    try:
+        lower_schedule(stages, schedule)
+    except UnsupportedPlan:
+        return False
+    return True
 
 
 def _phases(actions: Sequence[Action]) -> tuple[list[Action], _Phases]:
@@ -159,27 +168,74 @@ def _boundaries_after(boundaries: set[int], actions: Sequence[Action]) -> set[in
 
 
 def _backwards(
-    stages: Sequence[PlannedStage], phases: _Phases, dropped: frozenset[int], boundaries: set[int]
+    stages: Sequence[PlannedStage], phases: _Phases, holding_input: frozenset[int], boundaries: set[int]
 ) -> tuple[dict[int, tuple[Rerun, ...]], dict[int, tuple[int, ...]], set[int]]:
     """By the stage that goes backward: the reruns before it, and the stages whose held input goes then.
 
-    The runtime is told only of backwards of stages that are run again. What the schedule lets go before another one,
-    and nobody needs in between, goes in the last of these before it; with none before it, in forward (third result).
+    The runtime is told only of backwards of stages that wait to run again. What the schedule lets go before another
+    one, or before the reruns of this one, goes in the last of these before it; with none before it, in forward (third
+    result).
+
+    Raises:
+        UnsupportedPlan: the runtime would run something later than the schedule does, or once more.
     """
     reruns: dict[int, tuple[Rerun, ...]] = {}
     in_forward: set[int] = set()
     releases: dict[int, set[int]] = {}
     moment = in_forward
-    pending = set(dropped)
+    held = {k for k in holding_input if stages[k].links}
     for backward, actions in phases:
-        before, boundaries = boundaries, _boundaries_after(boundaries, actions)
+        boundaries = _boundaries_after(boundaries, actions)
         reruns[backward] = tuple(_rerun(a, boundaries) for a in actions if a.kind in RUNS)
-        pending -= {rerun.stage for rerun in reruns[backward] if rerun.mode != "drop"}
-        freed = {k + 1 for k in before - boundaries}
-        if backward in dropped:
+        if reruns[backward] and all(rerun.stage != backward for rerun in reruns[backward]):
+            again = stages[reruns[backward][0].stage].name
+            raise _unsupported(f"{again!r} to run again before a stage that does so too", stages[backward].name)
+        begin = next((i for i, action in enumerate(actions) if action.kind in RUNS), len(actions))
+        moment |= _let_go(held, actions[:begin])
+        if reruns[backward]:
             moment = releases.setdefault(backward, set())
-        moment |= {k for k in pending & freed if k < backward and stages[k].links}
+            moment |= _follow(stages, held, actions[begin:], iter(reruns[backward]), stages[backward].name)
     return reruns, {backward: tuple(sorted(released)) for backward, released in releases.items()}, in_forward
+
+
+def _let_go(held: set[int], actions: Sequence[Action]) -> set[int]:
+    """Take the stages whose input goes by these actions out of those that hold theirs."""
+    released = {action.stage + 1 for action in actions if action.kind == "free"} & held
+    held -= released
+    return released
+
+
+def _follow(
+    stages: Sequence[PlannedStage], held: set[int], actions: Sequence[Action], reruns: Iterator[Rerun], backward: str
+) -> set[int]:
+    """Keep ``held`` up with the reruns before one backward, as the runtime carries them out; whose input goes at last.
+
+    A rerun reads an input that is held, or the output of the rerun directly before it. Inputs go after all of them.
+    """
+    released: set[int] = set()
+    latest: int | None = None  # the stage whose output is there
+    for action in actions:
+        if action.kind not in RUNS:
+            released |= _let_go(held, [action])
+            continue
+        rerun = next(reruns)
+        k, name = rerun.stage, stages[rerun.stage].name
+        if released:
+            raise _unsupported(f"the input of {stages[min(released)].name!r} to stay until {name!r} has run", backward)
+        if stages[k].links and k not in held and latest != k - 1:
+            raise _unsupported(f"{name!r} to run again directly after the stage before it", backward)
+        if rerun.mode != "drop":
+            held.discard(k)
+        elif rerun.hold and stages[k].links:
+            held.add(k)
+        latest = None if rerun.mode == "until_saved" else k
+    return released
+
+
+def _unsupported(expected: str, backward: str) -> UnsupportedPlan:
+    return UnsupportedPlan(
+        f"plan: expected {expected}, got another order before the backward of stage {backward!r}; solve again"
+    )
 
 
 def _rerun(action: Action, boundaries: set[int]) -> Rerun:

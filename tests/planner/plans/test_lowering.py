@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from planner.plans.lowering import LoweredSchedule, Transfer, TransferMoment, lower_schedule
+from planner.plans.lowering import (
+    LoweredSchedule,
+    Transfer,
+    TransferMoment,
+    UnsupportedPlan,
+    can_carry_out,
+    lower_schedule,
+)
 from planner.plans.plan import PlannedStage
 from solvers.problem.chain_schedule import Action, Schedule
 
@@ -119,3 +126,44 @@ def test_a_boundary_that_goes_before_any_second_run_is_not_held() -> None:
     schedule = lowered(*rows, *late, *last, count=4)
     assert schedule.holding_input == {1}
     assert not any(schedule.input_releases.values())
+
+
+def test_a_boundary_that_goes_before_the_second_runs_goes_in_the_backward_before_them() -> None:
+    """Stage 4's second run may need the room that stage 2's held input takes."""
+    rows = [("forward", 0, 0), *(("forward", k, None) for k in (1, 2, 3, 4, 5)), ("recompute", 5, 0), ("backward", 5)]
+    middle = [("free", 1, None), ("forward", 3, None), ("recompute", 4, 0), ("backward", 4), ("recompute", 3, 0)]
+    last = [("backward", 3), ("forward", 1, None), ("recompute", 2, 0), ("backward", 2), ("recompute", 1, 0)]
+    whole = [*rows, *middle, *last, ("backward", 1), ("backward", 0)]
+    schedule = lowered(*[row if len(row) == 3 else (*row, None) for row in whole], count=6)
+    assert {k: stages for k, stages in schedule.input_releases.items() if stages} == {5: (2,)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        # Stage 0 runs again before the backward of stage 2, which is kept and tells nobody.
+        (
+            "F0 F1 x0 F2k F0 B2 x1 R1 B1 x0 R0 B0",
+            "'block.0' to run again before a stage that does so too.*'block.2'",
+        ),
+        # Stage 1 is kept by its second run, before the backward of stage 2: nothing of it is asked for at its turn.
+        (
+            "F0k F1 F2 F3 x1 F1 F2k R3 B3 x2 x1 F1 B2 x1 R1 B1 x0 B0",
+            "'block.1' to run again before a stage that does so too.*'block.2'",
+        ),
+        # The output of stage 0 is kept for stage 1 beside another second run.
+        ("F0 F1 x0 F2 F0 R2 B2 x1 R1 B1 x0 R0 B0", "'block.1' to run again directly after the stage before it"),
+        # Stage 1's input goes between its second run and that of stage 2, which stops at its last saved tensor.
+        ("F0 F1 x1 F2 x2 F1 x0 R2 B2 x1 F0 R1 B1 x0 R0 B0", "the input of 'block.1' to stay until 'block.2' has run"),
+    ],
+)
+def test_what_the_runtime_would_do_later_or_once_more_is_refused(rows: str, message: str) -> None:
+    kinds = {"F": "forward", "x": "free", "R": "recompute", "B": "backward"}
+    actions = []
+    for row in rows.split():
+        keeps = row[0] == "R" or row.endswith("k")
+        actions.append(Action(kinds[row[0]], int(row[1]), 0 if keeps else None))  # type: ignore[arg-type]
+    stages, schedule = [stage(k) for k in range(4)], Schedule(tuple(actions))
+    assert not can_carry_out(stages, schedule)
+    with pytest.raises(UnsupportedPlan, match=message):
+        lower_schedule(stages, schedule)
