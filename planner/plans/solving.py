@@ -14,6 +14,7 @@ from planner.plans.graph_plan import AnyPlan, GraphPlan
 from planner.plans.graph_solving import smallest_sendable, solve_graph_profile
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.left_out import never_rerun, obstacle_in_words, remedy_in_words
+from planner.plans.lowering import can_carry_out
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link, usable_link_for
 from planner.plans.plan import Plan, PlannedStage, chain_in
 from planner.plans.plan_claims import Interrupted
@@ -111,9 +112,11 @@ def _solved(
     link, why = usable_link(offload_request, chain, profile.link)
     seconds_outside_chain = profile.unplanned_seconds - chain.unplanned_seconds
     method = solver_for(offload_request, solver)
+    accepts = partial(can_carry_out, [undecided_stage(profile, k) for k in range(len(profile.stages))])
 
     def plan_gathering(gathered: tuple[int, ...], planned_bytes: int) -> Plan:
-        problem = Problem(chain=with_units_gathered(chain, profile, gathered), budget_bytes=planned_bytes, link=link)
+        with_units = with_units_gathered(chain, profile, gathered)
+        problem = Problem(chain=with_units, budget_bytes=planned_bytes, link=link, accepts=accepts)
         try:
             if profile.beside:
                 problem = replace(problem, chain=lone_chain_of(profile))
@@ -204,7 +207,8 @@ def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_se
         )
     chain = chain_in(plan)
     seconds_outside_chain = plan.seconds_outside(chain)
-    problem = Problem(chain=chain, budget_bytes=budget_bytes, link=plan.link)
+    accepts = partial(can_carry_out, plan.stages)
+    problem = Problem(chain=chain, budget_bytes=budget_bytes, link=plan.link, accepts=accepts)
     method = OFFLOAD_ONLY if plan.offload_only else solver
     if plan.beside:
         problem = replace(problem, chain=without_others(chain, plan.beside, plan.schedule))

@@ -15,7 +15,9 @@ and j >= k if it was alive as the phase began. Two programs share these variable
 
 Guarantee: ``bound`` is solved first; where its answer, replayed, fits, it is the optimum over all schedules. Otherwise
 the answer is that of ``sweep``, with the bound of ``bound``; the two differ only where transients outweigh what they
-make room for. Complexity: O(L^2 K) binaries for menus of K options, exponential time.
+make room for. Where the problem says which schedules it ``accepts``, ``sweep`` has rows besides: a run leads to that of
+the next stage, and a boundary that is read for a second run without keeping stays. Then every run that makes one is
+read at once, all of a phase lead up to its backward, and ``bound`` still bounds all schedules. Complexity: O(L^2 K) binaries for menus of K options, exponential time.
 Units: bytes and seconds; inside the program both are scaled, so that HiGHS's tolerances stay below one byte.
 
 Paper: Jain et al., "Checkmate: breaking the memory wall with optimal tensor rematerialization" (2020), section 4.
@@ -59,7 +61,7 @@ def solve(problem: Problem, time_limit_seconds: float = 60.0) -> Candidate:
     loose = ChainModel(problem, sweep=False).solve(time_limit_seconds / 2)
     schedule, bound_seconds = loose.schedule, loose.lower_bound_seconds
     interrupted = loose.interrupted
-    if not interrupted and bound_seconds < math.inf and not _fits(problem, schedule):
+    if not interrupted and bound_seconds < math.inf and not _will_do(problem, schedule):
         exact = ChainModel(problem, sweep=True).solve(max(0.1, deadline - time.monotonic()))
         schedule, interrupted = exact.schedule, exact.interrupted
     result = None if schedule is None else replay(problem.chain, schedule)
@@ -72,8 +74,10 @@ def solve(problem: Problem, time_limit_seconds: float = 60.0) -> Candidate:
     )
 
 
-def _fits(problem: Problem, schedule: Schedule | None) -> bool:
-    return schedule is not None and replay(problem.chain, schedule).peak_bytes <= problem.budget_bytes
+def _will_do(problem: Problem, schedule: Schedule | None) -> bool:
+    if schedule is None or replay(problem.chain, schedule).peak_bytes > problem.budget_bytes:
+        return False
+    return problem.accepts is None or problem.accepts(schedule)
 
 
 class ChainModel:
@@ -87,6 +91,8 @@ class ChainModel:
         self.program.minimise(self._seconds())
         for t in range(self._count + 1):
             self._flow_rows(t)
+            if sweep and problem.accepts is not None:
+                self._led_on_rows(t)
         MemoryRows(self.program, problem, self._variables, sweep)
 
     def solve(self, time_limit_seconds: float) -> Candidate:
@@ -141,6 +147,15 @@ class ChainModel:
             self.program.at_most([*times(kept, 1), (variables.alive[t, j - 1], -1)])
             if not self._stages[j].linked:
                 variables.alive[t, j - 1].lowBound = 1
+
+    def _led_on_rows(self, t: int) -> None:
+        """A run of phase t leads to that of the next stage; an input that is read and not used up stays."""
+        variables = self._variables
+        for j in range(min(t, self._count - 1)):
+            if forwards := variables.forwards(t, j):
+                self.program.at_most([*times(forwards, 1), *times(variables.runs(t, j + 1), -1)])
+            if (drop := variables.run.get((t, j + 1))) is not None:
+                self.program.at_most([(variables.alive[t, j], 1), (drop, 1), (variables.alive[t - 1, j], -1)], 1)
 
     def _steady_rows(self, t: int, j: int) -> None:
         """A boundary that is there at both ends of a phase, or read by a kept stage, is there throughout."""

@@ -85,7 +85,7 @@ def solve_beside_others(
     for kept_bytes in _limits(alone, simple):
         limited = _limited(with_others(alone, beside, kept_bytes), budget_bytes, kept_bytes)
         if limited is not None:
-            found.append(solve_chain(Problem(chain=limited, budget_bytes=budget_bytes), solver, time_limit_seconds))
+            found.append(solve_chain(replace(problem, chain=limited, link=None), solver, time_limit_seconds))
             if found[-1].interrupted:
                 break
     replayed = []

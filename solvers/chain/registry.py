@@ -79,6 +79,8 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
     interrupted, proven = False, 0.0
     try:
         proven = _find(problem, solver, time_limit_seconds, schedules)
+        if solver == "exhaustive" and schedules and _fastest(problem, schedules) is None:
+            schedules += rotor_schedules(problem)  # what it found is not accepted
     except KeyboardInterrupt:
         interrupted = True
     best = _fastest(problem, schedules)
@@ -135,11 +137,14 @@ def _bound(problem: Problem) -> float:
 def _fastest(problem: Problem, schedules: Iterable[ReplayedSchedule]) -> ReplayedSchedule | None:
     """The fastest that fits; of equally fast ones that with the fewest runs and copies, so that none is for nothing."""
     fitting = [entry for entry in schedules if entry.peak_bytes <= problem.budget_bytes]
-    if not fitting:
-        return None
-    limit = min(entry.seconds for entry in fitting) * (1 + _TIE)
-    ties = [entry for entry in fitting if entry.seconds <= limit]
-    return min(ties, key=lambda entry: (*_extra_work(entry.schedule), entry.peak_bytes))
+    while fitting:
+        limit = min(entry.seconds for entry in fitting) * (1 + _TIE)
+        ties = [entry for entry in fitting if entry.seconds <= limit]
+        best = min(ties, key=lambda entry: (*_extra_work(entry.schedule), entry.peak_bytes))
+        if problem.accepts is None or problem.accepts(best.schedule):
+            return best
+        fitting.remove(best)
+    return None
 
 
 def _extra_work(schedule: Schedule) -> tuple[int, int, int]:

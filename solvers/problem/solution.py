@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
 from solvers.problem.chain import Chain
@@ -23,11 +23,14 @@ class Problem:
 
     Attributes:
         link: to host memory; None where nothing can be offloaded.
+        accepts: whether a schedule can be carried out where the problem comes from; None where all can. Bounds hold
+            for all the same.
     """
 
     chain: Chain
     budget_bytes: int
     link: Link | None = None
+    accepts: Callable[[Schedule], bool] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_budget(self.budget_bytes)
