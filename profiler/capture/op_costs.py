@@ -17,6 +17,12 @@ from profiler.tensors.storages import in_blocks
 
 REPEATS = 5
 _PREPARED = Mark("forward")
+# Host code of these reads where random numbers begin: their forward gives it as CPU tensors (outside of CUDA graphs),
+# whatever tracing says, and on the device it would end the process. Flash attention's are on the device.
+_READ_BY_HOST = frozenset({"philox_seed", "philox_offset"})
+_HOST_READERS = frozenset(
+    {"aten::_efficient_attention_backward", "aten::_scaled_dot_product_efficient_attention_backward"}
+)
 
 
 class OpCost(NamedTuple):
@@ -225,8 +231,27 @@ def _with_tensors(graph: JointGraph, call: _Call, sizes: StorageSizes) -> _Call:
                 made[node] = pytree.tree_map(lambda value: _like(value, sizes), node.meta["val"])
         return made[node]
 
-    args, kwargs = fx.map_arg((call.args, call.kwargs), given)
+    args, kwargs = with_host_arguments(call.target, *fx.map_arg((call.args, call.kwargs), given))
     return call._replace(args=args, kwargs=kwargs)
+
+
+def with_host_arguments(
+    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Arguments of an op with zeros on the CPU for the tensors that its host code reads."""
+    if not isinstance(op, torch._ops.OpOverload) or op._schema.name not in _HOST_READERS:
+        return args, kwargs
+    names = [argument.name for argument in op._schema.arguments]
+    return (
+        tuple(_on_host(name, value) for name, value in zip(names, args, strict=False)),
+        {name: _on_host(name, value) for name, value in kwargs.items()},
+    )
+
+
+def _on_host(name: str, value: Any) -> Any:
+    if name not in _READ_BY_HOST or not isinstance(value, Tensor):
+        return value
+    return torch.zeros_like(value, device="cpu")
 
 
 def _like(value: Any, sizes: StorageSizes) -> Any:
