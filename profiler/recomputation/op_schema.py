@@ -32,6 +32,8 @@ _FILLING = frozenset(
 ) | {"aten::rrelu_with_noise"}
 # BatchNorm kernels change these, though some schemas do not say so; in training mode they do not read them.
 _STATISTICS = ("running_mean", "running_var")
+# Returns of attention kernels that are only written where they drop values out: memory as it was found else.
+_UNWRITTEN = frozenset({"rng_state", "unused", "philox_seed", "philox_offset"})
 _COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 
 
@@ -49,6 +51,7 @@ class OpTraits:
         fills: what it changes in place need not hold anything before.
         state: position of an argument that a random generator keeps its state in; -1 where it has none.
         aliases: it returns its arguments or views of them, and nothing new.
+        unwritten: positions of those of its results that may hold nothing, which differs from run to run.
         not_rerunnable_reason: why it must not run again; empty where nothing in its schema speaks against it.
     """
 
@@ -61,6 +64,7 @@ class OpTraits:
     fills: bool = False
     state: int = -1
     aliases: bool = False
+    unwritten: tuple[int, ...] = ()
     not_rerunnable_reason: str = ""
 
     def writes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -99,6 +103,9 @@ def traits_of(op: Any) -> OpTraits:
         fills=schema.name in _FILLING or any(argument.is_out for argument in schema.arguments),
         state=names.index("dropout_state") if "dropout_state" in names else -1,
         aliases=any(result.alias_info is not None for result in schema.returns),
+        unwritten=tuple(
+            k for k, result in enumerate(schema.returns) if "attention" in schema.name and result.name in _UNWRITTEN
+        ),
         not_rerunnable_reason="it communicates with other processes" if op.namespace in _COLLECTIVES else "",
     )
 

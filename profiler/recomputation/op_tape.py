@@ -84,6 +84,11 @@ class OpTape:
         recomputed = self.recomputed_storage_of(tensor)
         return None if recomputed is None else RecomputedTensor(self.recompute, recomputed, tensor)
 
+    def may_be_unwritten(self, recomputed: RecomputedTensor) -> bool:
+        """Whether the op that made a tensor's storage may have left memory in it as it was; for after the call."""
+        slot = recomputed.made_as
+        return slot is not None and slot[1] in self._instructions[slot[0]].traits.unwritten
+
     def keep_written(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An op that is not recorded is about to change storages in place: from now on they can only be kept."""
         for tensor in traits_of(op).writes(args, kwargs):

@@ -92,6 +92,11 @@ class RecomputedTensor:
         """Ordinals of the ops that make its storage."""
         return self._recomputed.writers
 
+    @property
+    def made_as(self) -> Slot | None:
+        """Which result of which op its storage is; None where another op has changed it since."""
+        return self._recomputed.slot if self._recomputed.version == 0 else None
+
     def waits(self) -> bool:
         """Whether it is still without its tensor."""
         return self._value is None

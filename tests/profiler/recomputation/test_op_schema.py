@@ -50,6 +50,13 @@ def test_traits(trait: str, those: list[Any], others: list[Any]) -> None:
     assert [getattr(traits_of(op), trait) for op in others] == [False] * len(others)
 
 
+def test_results_that_attention_may_leave_unwritten() -> None:
+    flash, efficient = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention
+    assert traits_of(flash.default).unwritten == (6, 7)
+    assert traits_of(efficient.default).unwritten == (2, 3)
+    assert traits_of(aten._scaled_dot_product_flash_attention_for_cpu.default).unwritten == ()
+
+
 def test_running_statistics_are_renewed_in_training_alone() -> None:
     given = (torch.ones(4, 2), X, Y, torch.zeros(2), torch.ones(2))
     norm = traits_of(aten.native_batch_norm.default)
