@@ -186,7 +186,10 @@ class LoopWatch:
 
 
 class _CudaPeak:
-    """The allocator's own peak, read at the begin of every step; nothing of it is reset where that can be helped."""
+    """The allocator's own peak, read at the begin of every step; nothing of it is reset where that can be helped.
+
+    What others have on the device (workspaces of libraries, other models) is in its counters and left out here.
+    """
 
     def __init__(self, device: torch.device, plan: Plan) -> None:
         self._device = device
@@ -195,9 +198,10 @@ class _CudaPeak:
         self._before_bytes = requested_bytes(device).peak
 
     def begin(self, resident_bytes: int) -> int | None:
-        """Most bytes at once in the step before; None where it was no new peak."""
-        peak_bytes = requested_bytes(self._device).peak
-        return peak_bytes if peak_bytes > self._before_bytes else None
+        """Most bytes at once in the step before, by what is there now; None where it was no new peak."""
+        found = requested_bytes(self._device)
+        before_bytes, self._before_bytes = self._before_bytes, found.peak
+        return resident_bytes + found.peak - found.now if found.peak > before_bytes else None
 
     def stop(self) -> None:
         """Nothing runs."""

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import planner
+from planner.runtime import loop_watch
+from profiler.measurement.device_memory import RequestedBytes
 from profiler.workload.workload import Workload
 
 WIDTH, CLASSES, BATCH = 16, 2000, 32
@@ -126,3 +128,42 @@ def test_the_peak_of_a_step_of_ones_own_has_what_the_step_refers_to() -> None:
             step()
     assert plan.resident is not None and plan.resident.loop >= data.nbytes
     assert handle.measured_peak_bytes == plan.predicted_peak_bytes
+
+
+class DeviceCounters:
+    """Of a CUDA device, in place of one: bytes that tensors ask for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, now: int, peak: int) -> None:
+        self.now, self.peak = now, peak
+        monkeypatch.setattr(loop_watch, "requested_bytes", lambda device: RequestedBytes(self.now, self.peak))
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(self, "peak", self.now))
+
+    def run_step(self, step_bytes: int, left_bytes: int = 0) -> None:
+        self.peak = max(self.peak, self.now + left_bytes + step_bytes)
+        self.now += left_bytes
+
+
+@pytest.mark.parametrize("others_bytes", [0, 2**30])
+def test_on_cuda_others_on_the_device_are_no_part_of_a_steps_peak(
+    monkeypatch: pytest.MonkeyPatch, others_bytes: int
+) -> None:
+    model = Classifier()
+    work = Workload(model=model, inputs=torch.randn(BATCH, WIDTH), loss=loss_of, keeps_output=False)
+    plan = planner.solve(planner.profile(work, stages=["blocks.*", "head"], menus=False), "100%")
+    now_bytes, step_bytes = others_bytes + plan.resident_bytes, plan.budget_bytes - plan.resident_bytes
+    counters = DeviceCounters(monkeypatch, now=now_bytes, peak=now_bytes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        watch = loop_watch.LoopWatch(plan, model, torch.device("cuda", 0), metered=True)
+        watch.forward_begins()
+        counters.run_step(step_bytes, left_bytes=2**25)  # The first step makes a workspace, which stays.
+        watch.forward_begins()
+        assert watch.peak_bytes == plan.budget_bytes
+        counters.now -= others_bytes // 2
+        watch.forward_begins()  # No new peak: what is there now says nothing of the one before.
+        assert watch.peak_bytes == plan.budget_bytes
+        assert not [each for each in caught if "above the budget" in str(each.message)]
+        counters.run_step(2**31)
+        watch.forward_begins()
+    assert watch.peak_bytes == plan.resident_bytes + 2**31
+    assert len([each for each in caught if "above the budget" in str(each.message)]) == 1
