@@ -26,7 +26,7 @@ from profiler.measurement.link_bandwidth import measure_link
 from profiler.measurement.measuring import SEVERAL_CALLS, Progress, ProgressReporter
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, metered_step, time_meter
 from profiler.measurement.profiling import check_profilable, ran_out_in_words
-from profiler.measurement.step_measurement import measure
+from profiler.measurement.step_measurement import beside_bytes, measure
 from profiler.records import Phase
 from profiler.step_graph import Side, StepGraph, StepOp, StepStorage
 from profiler.tensors.storages import has_storage, in_blocks
@@ -34,7 +34,14 @@ from profiler.trace.partition import StagesError
 from profiler.workload.model_caches import ModelCaches
 from profiler.workload.precision import precision_of
 from profiler.workload.snapshot import RandomState, preserved
-from profiler.workload.steps import ProfileError, TensorsOfState, first_step, resident_bytes_of, until_stepped
+from profiler.workload.steps import (
+    ProfileError,
+    TensorsOfState,
+    first_step,
+    gradient_bytes,
+    resident_bytes_of,
+    until_stepped,
+)
 from profiler.workload.workload import StepPhase, Workload
 
 TIMED_STEPS = 3
@@ -57,15 +64,17 @@ def profile_graph(workload: Workload, progress: Progress | None = None) -> Graph
     """
     check_profilable(workload)
     report = ProgressReporter(progress)
+    set_aside_bytes = gradient_bytes(workload)
     with preserved(workload), ModelCaches(workload.model).off(), _running_out_in_words(workload):
         report("plain steps")
         plain = measure(workload, repeats=1)
+        rounded_bytes = (plain.allocated_bytes or plain.peak_bytes) - plain.peak_bytes
         return GraphProfile(
             **what_ran_where(workload),
             precision=precision_of(workload.model, workload.autocast),
             unplanned_peak_bytes=plain.peak_bytes,
             link=measure_link(workload.device),
-            allocator_bytes=(plain.allocated_bytes or plain.peak_bytes) - plain.peak_bytes,
+            allocator_bytes=rounded_bytes + beside_bytes(workload, set_aside_bytes),
             **_as_a_graph(workload, report),
         )
 

@@ -40,6 +40,7 @@ from profiler.workload.steps import (
     ProfileError,
     TensorsOfState,
     first_step,
+    gradient_bytes,
     resident_bytes_of,
 )
 from profiler.workload.workload import Workload
@@ -134,6 +135,7 @@ class _Request(NamedTuple):
 
 def _profiled(workload: Workload, request: _Request, report: ProgressReporter, limit_bytes: int | None) -> Profile:
     """The profile by plain steps, or by such as take no more than a limit."""
+    set_aside_bytes = gradient_bytes(workload)
     with preserved(workload), ModelCaches(workload.model).off():
         randomness, state_of_modules = RandomState.capture(), TensorsOfState(workload)
         report("warm up")
@@ -162,7 +164,7 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
             ) from error
         profile = replace(assemble(workload, measured, resident), frugal=limit_bytes is not None)
         if limit_bytes is None:
-            profile = replace(profile, allocator_bytes=allocator_bytes_of(workload))
+            profile = replace(profile, allocator_bytes=allocator_bytes_of(workload, set_aside_bytes))
         # A step that runs forward several times would send as often as that over the link.
         return replace(profile, link=measure_link(workload.device) if profile.evaluations == 1 else None)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 from dataclasses import dataclass
 
 import torch
 
-from profiler.measurement.device_memory import faulted_bytes, held_for, release_cache
+from profiler.measurement.device_memory import faulted_bytes, held_for, release_cache, requested_bytes
 from profiler.measurement.meter import Meter, memory_meter, metered, time_meter
 from profiler.records import Phase
 from profiler.workload.snapshot import RandomState, preserved
@@ -42,10 +43,14 @@ class Measurement:
     rank_peak_bytes: tuple[int, ...] = ()
 
 
-def allocator_bytes_of(workload: Workload) -> int:
+def allocator_bytes_of(workload: Workload, set_aside_bytes: int = 0) -> int:
     """What CUDA's allocator hands out beside what the tensors of a step ask for, at the peak; 0 on the CPU.
 
     Runs a step, for good. Tensors of others on the device count, too.
+
+    Args:
+        workload: whose step it is.
+        set_aside_bytes: as of ``beside_bytes``.
     """
     if workload.device.type != "cuda":
         return 0
@@ -54,7 +59,21 @@ def allocator_bytes_of(workload: Workload) -> int:
     workload.zero_grad()
     until_stepped(workload, workload.step)
     held = held_for(workload.device, 0)
-    return held.allocated if held else 0
+    return (held.allocated if held else 0) + beside_bytes(workload, set_aside_bytes)
+
+
+def beside_bytes(workload: Workload, set_aside_bytes: int = 0) -> int:
+    """What is allocated between steps beside their tensors: workspaces of libraries, tensors of others; 0 on the CPU.
+
+    Args:
+        workload: that has run a step, so that its workspaces are there.
+        set_aside_bytes: of gradients that are there only while it is measured.
+    """
+    if workload.device.type != "cuda":
+        return 0
+    gc.collect()
+    there_bytes = requested_bytes(workload.device).now - set_aside_bytes
+    return max(0, there_bytes - resident_bytes_of(workload).total)
 
 
 def measure(workload: Workload, *, repeats: int = 3) -> Measurement:

@@ -192,17 +192,22 @@ def resident_bytes_of(workload: Workload) -> ResidentBytes:
         buffers=buffers,
         optimizer=optimizer_state_bytes(workload),
         inputs=distinct_bytes([*tensors_in(workload.inputs), *beside_the_inputs(workload)]),
-        gradients=distinct_bytes(p.grad for p in workload.with_gradients() if p.grad is not None),
+        gradients=gradient_bytes(workload),
         other_parameters=distinct_bytes(p for p in workload.parameters_beside() if id(p) not in of_model),
         scaler=distinct_bytes(scaler_tensors(workload.scaler)),
         loop=distinct_bytes(held_by_loop(workload)),
     )
 
 
+def gradient_bytes(workload: Workload) -> int:
+    """Bytes of the gradients that are there."""
+    return distinct_bytes(p.grad for p in workload.with_gradients() if p.grad is not None)
+
+
 def states_bytes(workload: Workload, resident: ResidentBytes) -> int:
     """Of what is there between two steps, what is so whatever the batch; with a gradient for each trained parameter."""
-    gradient_bytes = distinct_bytes(p for p in workload.model.parameters() if p.requires_grad)
-    return resident.total - resident.inputs - resident.loop - resident.gradients + gradient_bytes
+    trained_bytes = distinct_bytes(p for p in workload.model.parameters() if p.requires_grad)
+    return resident.total - resident.inputs - resident.loop - resident.gradients + trained_bytes
 
 
 def optimizer_state_bytes(workload: Workload) -> int:

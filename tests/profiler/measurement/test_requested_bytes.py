@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import planner
 from profiler.measurement import step_measurement
 from profiler.measurement.device_memory import held_for, requested_bytes
 from profiler.measurement.meter import Mark, memory_meter
 from profiler.measurement.step_measurement import allocator_bytes_of
+from profiler.records import ResidentBytes
+from profiler.workload.steps import gradient_bytes
 
 DEVICE = torch.device("cuda", 0)
 
@@ -88,7 +91,8 @@ def test_an_allocator_that_does_not_count_requests_is_taken_at_its_blocks(monkey
     assert held is not None and held.allocated == 512
 
 
-def test_the_allocators_part_is_that_of_a_step(monkeypatch):
+@pytest.mark.parametrize(("set_aside_bytes", "others_bytes"), [(0, 64), (64, 0)])
+def test_the_allocators_part_is_that_of_a_step_and_what_stays_beside(monkeypatch, set_aside_bytes, others_bytes):
     counters = Counters(monkeypatch)
     counters.allocate(5000)
     counters.free(5000)
@@ -99,7 +103,20 @@ def test_the_allocators_part_is_that_of_a_step(monkeypatch):
         def zero_grad(self) -> None: ...
 
         def step(self) -> None:
-            counters.allocate(100, 513)
+            counters.allocate(64, 100, 513, 32 * 2**20)  # Weights of 100 bytes, and a workspace.
+            counters.free(513)
 
     monkeypatch.setattr(step_measurement, "until_stepped", lambda workload, run: run())
-    assert allocator_bytes_of(Step()) == 512 + 1024 - 613  # type: ignore[arg-type]
+    resident = ResidentBytes(parameters=100, buffers=0, optimizer=0, inputs=0)
+    monkeypatch.setattr(step_measurement, "resident_bytes_of", lambda workload: resident)
+    rounding = 512 - 64 + 512 - 100 + 1024 - 513
+    found = allocator_bytes_of(Step(), set_aside_bytes)  # type: ignore[arg-type]
+    assert found == rounding + 32 * 2**20 + others_bytes
+
+
+def test_gradients_of_before_are_no_part_of_what_stays_beside():
+    """They are set aside while a profile is made, and stay on the device."""
+    model = torch.nn.Linear(4, 4)
+    workload = planner.Workload(model=model, inputs=torch.randn(2, 4), loss=torch.sum)
+    workload.step()
+    assert gradient_bytes(workload) == (16 + 4) * 4
