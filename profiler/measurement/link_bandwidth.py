@@ -49,7 +49,7 @@ class _Copies:
             to_device_bytes_per_second=_rate(self._size, to_device, latency),
             latency_seconds=latency,
             devices=devices,
-            host_bytes=available_host_bytes() // devices,
+            host_bytes=pinnable_bytes(available_host_bytes() // devices),
             pinned=self._pinned,
         )
 
@@ -72,6 +72,15 @@ class _Copies:
         """Keep the device busy for some milliseconds."""
         for _ in range(10):
             torch.mm(self._factor, self._factor, out=self._product)
+
+
+def pinnable_bytes(free_bytes: int) -> int:
+    """The most that may be asked for as pinned memory where so much is free: a power of two.
+
+    Torch's pinned allocator takes the next power of two of the system (CachingHostAllocator): for 70 GB 128 GiB, which
+    may be more than there is.
+    """
+    return 1 << free_bytes.bit_length() - 1 if free_bytes > 0 else 0
 
 
 def _host_buffer(size_bytes: int) -> tuple[Tensor, bool]:
