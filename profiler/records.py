@@ -298,8 +298,7 @@ class Profile:
         evaluations: how often a step runs forward and backward.
         frugal: whether it was measured where a step that keeps everything does not fit, a few stages kept at a time:
             unplanned peak and seconds are put together from these, and were never measured as a whole.
-        allocator_bytes: of CUDA's blocks beyond what the tensors of a plain step asked for, at its peak, and of what
-            stays allocated beside them: workspaces of libraries, tensors of others. 0 on the CPU.
+        allocator_bytes: of CUDA's blocks beyond what a plain step's tensors asked for, and what stays beside; else 0.
         collective_bytes: of the largest tensor that a collective makes; on the CPU a thread may hold it a while longer.
         beside: of a pipeline's stage, profiled with one micro-batch: pairs (other micro-batches there, other bytes).
         unplanned_peak_bytes: most bytes alive at once in the whole step.

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from profiler.tensors.storages import CUDA_BLOCK_BYTES, storage_key
+from profiler.tensors.storages import storage_key
 
 _BLOCK = 256  # elements that share a scale in bitsandbytes' 8-bit optimizers (Optimizer2State.init_state)
 _QUANTILES = 256 * 4  # bytes of each of the two maps from 8 bits to float32 that all weights share there
@@ -39,12 +39,12 @@ class Weight:
     Attributes:
         shape: of the parameter, and of its gradient.
         item_bytes: of one element.
-        block_bytes: allocations are multiples of this: 1 on the CPU, 512 on CUDA.
+        on_host: whether it lies on the host, as the numbers of steps do.
     """
 
     shape: tuple[int, ...]
     item_bytes: int = 4
-    block_bytes: int = 1
+    on_host: bool = True
 
     @property
     def count(self) -> int:
@@ -53,13 +53,12 @@ class Weight:
 
     @property
     def size_bytes(self) -> int:
-        """What the device's allocator counts for it."""
+        """What it takes on its device."""
         return self.bytes_of(self.shape)
 
     def bytes_of(self, shape: Sequence[int], item_bytes: int | None = None) -> int:
-        """What the allocator counts for a tensor of ``shape`` on its device, of its own type or another."""
-        size = math.prod(shape) * (item_bytes or self.item_bytes)
-        return -(-size // self.block_bytes) * self.block_bytes
+        """What a tensor of ``shape`` takes, of its own type or another."""
+        return math.prod(shape) * (item_bytes or self.item_bytes)
 
 
 def state_bytes_of(optimizers: Sequence[torch.optim.Optimizer]) -> BytesByState | None:
@@ -110,7 +109,7 @@ def weight_of(parameter: torch.Tensor) -> Weight:
     return Weight(
         shape=tuple(parameter.shape),
         item_bytes=parameter.element_size(),
-        block_bytes=CUDA_BLOCK_BYTES if parameter.device.type == "cuda" else 1,
+        on_host=parameter.device.type == "cpu",
     )
 
 
@@ -154,7 +153,7 @@ def _adam_states(weight: Weight, settings: GroupSettings) -> BytesByState:
 
 def _step_bytes(weight: Weight, settings: GroupSettings) -> int:
     """The number of steps is a float32 tensor, on the host but for fused variants."""
-    return weight.bytes_of((), 4) if settings.get("fused") or weight.block_bytes == 1 else 0
+    return weight.bytes_of((), 4) if settings.get("fused") or weight.on_host else 0
 
 
 def _adafactor_states(weight: Weight, settings: GroupSettings) -> BytesByState:

@@ -11,10 +11,11 @@ from torch import Tensor
 from planner.runtime.copy_engine import empty_bytes
 from planner.runtime.host_pool import HostBlocks, HostPool, parts_of
 from profiler.caller_warnings import warn_caller
-from profiler.tensors.storages import CUDA_BLOCK_BYTES
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
+
+_ALIGNED_BYTES = 512  # Pieces of host memory begin at multiples of it, as blocks on the device do.
 
 
 class _Arrival(NamedTuple):
@@ -37,7 +38,8 @@ class CudaCopyEngine:
     """
 
     def __init__(self, device: torch.device, host_bytes: int) -> None:
-        self.memory = HostPool(host_bytes, CUDA_BLOCK_BYTES)
+        # All that the pinned allocator takes for so many bytes: there is room for pieces whose ends are rounded up.
+        self.memory = HostPool(pinned_bytes(host_bytes), _ALIGNED_BYTES)
         self.bytes = host_buffer(self.memory.size_bytes)
         self.device = device
         self.to_host = torch.cuda.Stream(device)
@@ -170,6 +172,11 @@ def _wait(event: torch.cuda.Event | None, computing: torch.cuda.Stream, device: 
     current.wait_event(event)
     if current != computing:
         computing.wait_event(event)
+
+
+def pinned_bytes(size_bytes: int) -> int:
+    """What torch's pinned allocator takes of the system for so many bytes: a power of two (CachingHostAllocator)."""
+    return 1 << (size_bytes - 1).bit_length() if size_bytes > 0 else 0
 
 
 def host_buffer(size_bytes: int) -> Tensor:

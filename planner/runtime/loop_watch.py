@@ -16,7 +16,7 @@ from planner.runtime.plan_checks import say_once
 from planner.units import format_bytes
 from profiler.measurement.device_memory import requested_bytes
 from profiler.measurement.meter import Mark, Meter, memory_meter
-from profiler.tensors.storages import allocated_bytes, distinct_bytes, has_storage, storage_key, storage_of
+from profiler.tensors.storages import distinct_bytes, has_storage, storage_key, storage_of
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import CompiledForward, Forward, is_compiled, leave_uncompiled
 
@@ -108,7 +108,7 @@ class LoopWatch:
                 seen.add(storage_key(tensor))
                 storage = storage_of(tensor)
                 _, maker = self._makers.get(storage_key(tensor), (None, ""))
-                self._outputs.append((weakref.ref(storage), allocated_bytes(storage), maker))
+                self._outputs.append((weakref.ref(storage), storage.nbytes(), maker))
         self._makers.clear()
 
     def _say(self, what: str, text: str) -> None:

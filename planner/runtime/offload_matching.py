@@ -14,7 +14,7 @@ from profiler.op_graph import StageOps
 from profiler.recomputation.outer_hooks import SavedParameters
 from profiler.recomputation.saved_tensors import is_there_anyway
 from profiler.recomputation.selective_call import SelectiveCall
-from profiler.tensors.storages import allocated_bytes, storage_key, storage_of
+from profiler.tensors.storages import storage_key, storage_of
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
@@ -141,7 +141,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _storage_bytes(tensor: Tensor) -> int:
-    return allocated_bytes(storage_of(tensor)) if tensor.layout is torch.strided else 0
+    return storage_of(tensor).nbytes() if tensor.layout is torch.strided else 0
 
 
 def input_storages(inputs: Sequence[OffloadableTensor]) -> list[OffloadedStorage]:

@@ -29,7 +29,7 @@ from profiler.measurement.profiling import check_profilable, ran_out_in_words
 from profiler.measurement.step_measurement import beside_bytes, measure
 from profiler.records import Phase
 from profiler.step_graph import Side, StepGraph, StepOp, StepStorage
-from profiler.tensors.storages import has_storage, in_blocks
+from profiler.tensors.storages import has_storage
 from profiler.trace.partition import StagesError
 from profiler.workload.model_caches import ModelCaches
 from profiler.workload.precision import precision_of
@@ -239,13 +239,13 @@ def measured_graph(graph: JointGraph, device: torch.device, replaced: Collection
     return replace(
         step,
         ops=tuple(_with_cost(op, costs[op.name]) for op in step.ops),
-        storages=tuple(_allocated(each, made.get(number, 0), device) for number, each in enumerate(step.storages)),
+        storages=tuple(_as_made(each, made.get(number, 0)) for number, each in enumerate(step.storages)),
     )
 
 
-def _allocated(storage: StepStorage, made_bytes: int, device: torch.device) -> StepStorage:
-    """A traced storage with the bytes that the allocator counts; those that its op was seen to make, if more."""
-    size_bytes = max(made_bytes, in_blocks(storage.size_bytes, device))
+def _as_made(storage: StepStorage, made_bytes: int) -> StepStorage:
+    """A traced storage with the bytes that its op was seen to make, if they are more."""
+    size_bytes = max(made_bytes, storage.size_bytes)
     return replace(storage, size_bytes=size_bytes, unseen_bytes=size_bytes - storage.size_bytes)
 
 

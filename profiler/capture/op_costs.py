@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 from profiler.capture.joint_graph import REMEDY, CaptureError, JointGraph, module_of, storages_of
 from profiler.capture.step_dataflow import library_of, second_call
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, time_meter
-from profiler.tensors.storages import in_blocks
 
 REPEATS = 5
 _PREPARED = Mark("forward")
@@ -148,9 +147,8 @@ def _bytes(
     ran = {mark.place.index: phase for mark, phase in phases if mark.place is not None}
     held: dict[fx.Node, tuple[int, tuple[int, ...]]] = {}
     for number, call in enumerate(calls):
-        allocated = tuple(in_blocks(size, device) for size in made[call.op])
-        beside = ran[number].peak_bytes - ran[number].start_bytes - sum(allocated)
-        held[call.op] = max(held.get(call.op, (0, ()))[0], beside), allocated
+        beside = ran[number].peak_bytes - ran[number].start_bytes - sum(made[call.op])
+        held[call.op] = max(held.get(call.op, (0, ()))[0], beside), made[call.op]
     return held, alike
 
 

@@ -17,7 +17,7 @@ from profiler.op_graph import is_allocation
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of
 from profiler.tensors.local_tensors import any_distributed
-from profiler.tensors.storages import allocated_bytes, storage_of
+from profiler.tensors.storages import storage_of
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.forward_patches import Forward, ForwardPatches
@@ -170,7 +170,7 @@ class _StorageLog:
             if tensor.layout is not torch.strided or tensor.device.type != self._device_type:
                 continue
             storage = storage_of(tensor)
-            size = allocated_bytes(storage)
+            size = storage.nbytes()
             number = self._number(tensor)
             if number is None:
                 number = len(self.storages)

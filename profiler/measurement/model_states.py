@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.measurement.meter import Mark, memory_meter, metered, metered_step, step_memory_meter, time_meter
 from profiler.tensors.local_tensors import any_distributed
-from profiler.tensors.storages import allocated_bytes, distinct_bytes, storage_key, storage_of
+from profiler.tensors.storages import distinct_bytes, storage_key, storage_of
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.optimizers import optimizer_tensors
 from profiler.workload.snapshot import RandomState, preserved
@@ -164,7 +164,7 @@ class _CastWatch(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and storage_key(args[0]) in self._parameters:
             storage = storage_of(output)
-            self._casts.append((weakref.ref(storage), allocated_bytes(storage)))
+            self._casts.append((weakref.ref(storage), storage.nbytes()))
             del storage
             self.most_bytes = max(self.most_bytes, self.alive_bytes())
         return output

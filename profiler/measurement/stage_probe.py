@@ -19,7 +19,7 @@ from profiler.recomputation.saved_signatures import SavedSignature, signature_of
 from profiler.recomputation.saved_tensors import is_there_anyway
 from profiler.recomputation.selection import Selection
 from profiler.recomputation.selective_call import SelectiveCall
-from profiler.tensors.storages import allocated_bytes, has_storage, storage_key, storage_of
+from profiler.tensors.storages import has_storage, storage_key, storage_of
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import device_of, map_tensors, tensors_in
 from profiler.trace.partition import ChosenStage
@@ -184,7 +184,7 @@ class SavingStep(MarkedStep):
             known = None
         if known is None and has_storage(tensor):
             storage = storage_of(tensor)
-            self._saved_storages[key] = position, allocated_bytes(storage), weakref.ref(storage)
+            self._saved_storages[key] = position, storage.nbytes(), weakref.ref(storage)
 
     def _release(self, key: int) -> None:
         position, size_bytes, _ = self._saved_storages.pop(key)

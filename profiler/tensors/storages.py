@@ -12,19 +12,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from profiler.tensors.local_tensors import local_part
 from profiler.tensors.tensor_parts import parts_of
 
-# The CUDA caching allocator rounds every allocation up to this (kMinBlockSize in PyTorch's CUDACachingAllocator.h).
-CUDA_BLOCK_BYTES = 512
-
-
-def allocated_bytes(storage: torch.UntypedStorage) -> int:
-    """Bytes that the device's allocator counts for a storage."""
-    return in_blocks(storage.nbytes(), storage.device)
-
-
-def in_blocks(size_bytes: int, device: torch.device) -> int:
-    """Bytes that a device's allocator counts for so many."""
-    return -(-size_bytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES if device.type == "cuda" else size_bytes
-
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """The storage in this process under a strided tensor; of a distributed one that of its own part."""
@@ -56,7 +43,7 @@ class StorageTable:
         number = self._numbers.get(storage)
         if number is None:
             number = self._numbers[storage] = len(self.bytes_of)
-            self.bytes_of[number] = allocated_bytes(storage)
+            self.bytes_of[number] = storage.nbytes()
         return number
 
     def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
@@ -75,7 +62,7 @@ def distinct_bytes(tensors: Iterable[Tensor]) -> int:
         tensor = local_part(tensor)
         for part in [tensor] if tensor.layout is torch.strided else parts_of(tensor):
             if part.layout is torch.strided:
-                seen[storage_key(part)] = allocated_bytes(storage_of(part))
+                seen[storage_key(part)] = storage_of(part).nbytes()
             else:
                 seen[storage_key(tensor)] = part.nbytes
     return sum(seen.values())

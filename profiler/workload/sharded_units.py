@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 
-from profiler.tensors.storages import allocated_bytes, in_blocks, storage_key
+from profiler.tensors.storages import storage_key
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
@@ -53,7 +53,7 @@ def given_back_bytes(module: nn.Module) -> int:
     if state is None or state._modules != (module,) or not all(map(_gives_back, state._fsdp_param_groups)):
         return 0
     gathers = [tensor for group in _groups([state]) for param in group.fsdp_params for tensor in _gathers(param)]
-    return sum(in_blocks(tensor.numel() * tensor.element_size(), tensor.device) for tensor in gathers)
+    return sum(tensor.numel() * tensor.element_size() for tensor in gathers)
 
 
 def gathered_sizes(model: nn.Module) -> tuple[int, int]:
@@ -66,7 +66,7 @@ def gathered_sizes(model: nn.Module) -> tuple[int, int]:
     kept_bytes = given_back = 0
     for group in _groups(states_in(model)):
         gathers = [tensor for param in group.fsdp_params for tensor in _gathers(param)]
-        size_bytes = sum(in_blocks(tensor.numel() * tensor.element_size(), tensor.device) for tensor in gathers)
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in gathers)
         if _gives_back(group):
             given_back = max(given_back, 2 * size_bytes)
         else:
@@ -111,7 +111,7 @@ def in_flight_bytes(states: Iterable[Any]) -> int:
             results[id(held.all_gather_result)] = held.all_gather_result
     outputs = [result.all_gather_output for result in results.values() if result is not None]
     storages = {storage_key(output): output.untyped_storage() for output in outputs}
-    return sum(map(allocated_bytes, storages.values()))
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def latest_reduction(states: Iterable[Any]) -> Tensor | None:

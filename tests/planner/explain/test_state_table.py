@@ -157,13 +157,13 @@ def test_adafactor_keeps_a_row_and_a_column_of_each_matrix() -> None:
     }
 
 
-def test_on_cuda_allocations_are_rounded_and_steps_are_on_the_host() -> None:
-    weights = [Weight(shape=(3,), block_bytes=512), Weight(shape=(200,), block_bytes=512)]
+def test_on_cuda_numbers_of_steps_are_on_the_host_unless_the_optimizer_is_fused() -> None:
+    weights = [Weight(shape=(3,), on_host=False), Weight(shape=(200,), on_host=False)]
     settings = {"fused": None, "foreach": None, "weight_decay": 0.0}
     found = state_bytes_by_name("torch.optim.adam.Adam", [(weights, settings)])
-    assert found == {"exp_avg": 512 + 1024, "exp_avg_sq": 512 + 1024}
+    assert found == {"exp_avg": 4 * 203, "exp_avg_sq": 4 * 203}
     fused = state_bytes_by_name("torch.optim.adam.Adam", [(weights, {**settings, "fused": True})])
-    assert fused is not None and fused["step"] == 512 + 512
+    assert fused is not None and fused["step"] == 2 * 4
 
 
 def test_eight_bit_moments_have_a_scale_for_each_block() -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.runtime import cuda_link
 from planner.runtime.copy_engine import bytes_of
-from planner.runtime.cuda_link import CudaCopyEngine
+from planner.runtime.cuda_link import CudaCopyEngine, pinned_bytes
 
 CPU = torch.device("cpu")
 
@@ -159,6 +159,16 @@ def test_host_memory_is_written_again_only_after_it_was_read_also_from_another_s
         with device.on(FakeStream()):
             again = engine.send(bytes_of(torch.full((900,), 2, dtype=torch.uint8)))
     assert again is not None and target.numel() == 1000 and not device.clashes
+
+
+def test_small_tensors_fit_into_what_a_plan_counts_for_them(device: Device) -> None:
+    """A plan adds up their bytes, and here each begins at a multiple of 512."""
+    engine = CudaCopyEngine(CPU, 3 * 700)
+    assert engine.memory.size_bytes == engine.bytes.numel() == 4096
+    with device:
+        copies = [engine.send(bytes_of(torch.full((700,), 1, dtype=torch.uint8))) for _ in range(3)]
+    assert all(copy is not None for copy in copies)
+    assert [pinned_bytes(size) for size in (0, 1, 4096, 4097)] == [0, 1, 4096, 8192]
 
 
 def test_without_pinned_memory_there_is_a_warning_and_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
