@@ -148,7 +148,12 @@ def faulted_bytes(device: torch.device) -> int | None:
 
 
 def has_expandable_segments() -> bool:
-    """Whether the CUDA allocator grows its segments, as one of them shows that is there now."""
+    """Whether the CUDA allocator grows its segments, as one of them shows that is there now.
+
+    Other allocators than torch's own (``cudaMallocAsync``) have none, and show nothing.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        return False
     return any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
 
 

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
-from profiler.measurement.device_memory import available_host_bytes
+from profiler.measurement.device_memory import available_host_bytes, has_expandable_segments
 
 FREE_BYTES = 600 * 1024
 
@@ -106,3 +107,22 @@ def test_large_blocks_go_back_to_the_system_from_between_small_ones(around: str,
     command = [sys.executable, "-c", FREED.format(f"{around}()")]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ended.stdout.split() == [str(goes_back)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "segments", "expected"),
+    [
+        ("native", [{"is_expandable": False}, {"is_expandable": True}], True),
+        ("native", [{"is_expandable": False}, {}], False),
+        ("cudaMallocAsync", None, False),
+    ],
+)
+def test_only_torchs_own_allocator_grows_segments(monkeypatch, backend, segments, expected):
+    def snapshot() -> list[dict[str, bool]]:
+        if segments is None:
+            raise RuntimeError("cudaMallocAsync does not yet support snapshot()")
+        return segments
+
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    assert has_expandable_segments() is expected
