@@ -35,6 +35,7 @@ def rows_of(name: str, device: str, tiny: bool, rounds: int) -> Iterator[dict[st
             return seconds_of(workload)
 
     with preserved(workload):
+        workload.step()  # So that what the first step makes is there for all: states, workspaces.
         theirs_bytes = peak_bytes_of(workload, sent_by_torch)
         plain_bytes = peak_bytes_of(workload)
     profile = planner.profile(workload)
