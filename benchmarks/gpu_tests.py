@@ -13,6 +13,8 @@ import pandas as pd
 from benchmarks.reporting import RESULTS, write_result
 
 ROOT = Path(__file__).parent.parent
+# Of one test, within the nine minutes of a part; by a signal, since a thread would end pytest with all its outcomes.
+TIMEOUT = ("--timeout=240", "--timeout-method=signal")
 
 
 def outcomes(report: Path) -> pd.DataFrame:
@@ -35,7 +37,7 @@ def main() -> int:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     report = options.out.resolve() / "junit.xml"
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", options.file, f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", options.file, f"--junitxml={report}", *TIMEOUT]
     code = subprocess.run(command, cwd=ROOT).returncode
     if not report.is_file():
         return code

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from benchmarks.evidence.fingerprints import ROOT
 from benchmarks.evidence.listing import Benchmark
@@ -79,17 +82,33 @@ def _run(benchmark: Benchmark, arguments: list[str], folder: Path, limit_seconds
     folder.mkdir(parents=True)
     log = folder / "log.txt"
     with log.open("wb") as stream:
-        try:
-            command = [sys.executable, *arguments, "--out", str(folder)]
-            code = subprocess.run(command, cwd=ROOT, stdout=stream, stderr=stream, timeout=limit_seconds).returncode
-        except subprocess.TimeoutExpired:
-            return f"took more than {limit_seconds:g} s; its output: {log}"
+        code = exit_code([sys.executable, *arguments, "--out", str(folder)], stream, limit_seconds)
+    if code is None:
+        return f"took more than {limit_seconds:g} s; its output: {log}"
     if code:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join([f"exit code {code}; its output: {log}", *(f"    {line}" for line in lines[-TAIL:])])
     if benchmark.tables and not any(folder.glob("*.csv")):
         return f"it wrote no table; its output: {log}"
     return ""
+
+
+def exit_code(command: list[str], stream: IO[bytes], limit_seconds: float | None) -> int | None:
+    """That of a command from the repository's root; None where it was ended after its time.
+
+    All that it has started is ended with it (pytest, compiling, other ranks): else these would hold the device, and
+    their part of the cores, while the next one is measured.
+    """
+    process = subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=stream, start_new_session=True)
+    try:
+        return process.wait(limit_seconds)
+    except BaseException as error:  # The terminal interrupts this process alone.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if isinstance(error, subprocess.TimeoutExpired):
+            return None
+        raise
 
 
 def _put(benchmark: Benchmark, folder: Path, results: Path) -> str:

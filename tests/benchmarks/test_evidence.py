@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
-import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -187,17 +188,17 @@ def writes(tmp_path, monkeypatch):
     """Benchmarks that write a table, or fail, without measuring anything."""
     started = []
 
-    def run(command, **options):
+    def run(command, stream, limit_seconds):
         module, folder = command[2], Path(command[-1])
         started.append(module)
         if "fails" in module:
-            options["stdout"].write(b"no memory left\n")
-            return subprocess.CompletedProcess(command, 1)
+            stream.write(b"no memory left\n")
+            return 1
         for ending in (".md", ".csv"):
             (folder / f"speed{ending}").write_text(f"{module}\n", encoding="utf-8")
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
-    monkeypatch.setattr(running.subprocess, "run", run)
+    monkeypatch.setattr(running, "exit_code", run)
     monkeypatch.setattr(running, "code_today", lambda module: "0" * 12)
     return started
 
@@ -228,6 +229,20 @@ def test_the_quick_form_replaces_no_result(tmp_path, writes):
     chosen = [fake("good", "works", (Table(name="speed", what="", says=str),)), fake("long", "works", quick=None)]
     assert running.run_all(chosen, "quick", work=tmp_path / "work", results=tmp_path / "results", say=print) == []
     assert writes == ["works"] and not (tmp_path / "results").exists()
+
+
+def test_what_takes_too_long_is_ended_with_all_that_it_has_started(tmp_path):
+    inner = "import time; print('inner', flush=True); time.sleep(60)"
+    command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    read, write = os.pipe()
+    with open(write, "wb") as stream:
+        assert running.exit_code([sys.executable, "-c", command], stream, 3.0) is None
+    with open(read, "rb") as output:  # It ends when nobody is left who could write.
+        begin = time.perf_counter()
+        assert output.read() == b"inner\n"
+        assert time.perf_counter() - begin < 20
+    with (tmp_path / "log.txt").open("wb") as stream:
+        assert running.exit_code([sys.executable, "-c", "raise SystemExit(3)"], stream, 60.0) == 3
 
 
 def test_a_name_that_is_not_in_the_list_is_refused(capsys):
