@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -68,9 +69,19 @@ def solve_graph_profile(
         if plans and (plans[-1].interrupted or plans[-1].predicted_seconds <= profile.once_seconds * (1 + gap)):
             break
     if not plans:
-        raise min(refusals, key=lambda refusal: refusal.minimum_budget_bytes)
+        raise _of_all(refusals)
     best = min(plans, key=lambda plan: plan.predicted_seconds)
     return replace(best, interrupted=plans[-1].interrupted)
+
+
+def _of_all(refusals: Sequence[NoPlan]) -> NoPlan:
+    """The smallest budget of any; proven only where all are, since what one set cannot reach another one may."""
+    least = min(refusals, key=lambda refusal: refusal.minimum_budget_bytes)
+    unproven = [refusal for refusal in refusals if isinstance(refusal, NothingFound)]
+    if not unproven:
+        return least
+    open_one = min(unproven, key=lambda refusal: refusal.lower_bound_seconds or 0.0)
+    return replace(open_one, minimum_budget_bytes=least.minimum_budget_bytes, reason=least.reason)
 
 
 def smallest_sendable(profile: GraphProfile) -> int | None:
@@ -120,15 +131,22 @@ def order_within(
     search: GraphSearch,
     copies_of: _Copies = _no_copies,
 ) -> FoundOrder:
-    """The fastest order of a step's ops that is found within a budget; raises as ``solve_graph_profile``."""
+    """The fastest order of a step's ops that is found within a budget; raises as ``solve_graph_profile``.
+
+    Where the replay of an order is above the budget, the next one is found in less room; what is proven stays what
+    was proven of the whole budget.
+    """
     if budget_bytes < around.other_peak_bytes:
         raise _too_little_around(problem, around.other_peak_bytes, budget_bytes, search.solver)
-    least_bytes, room_bytes = 0, budget_bytes
+    least_bytes, room_bytes, bound_seconds = 0, budget_bytes, math.inf
     for _ in range(ROUNDS):
         solution = solve_graph(GraphProblem(graph=problem.graph, budget_bytes=room_bytes), *search)
         if solution.schedule is None and least_bytes and not solution.interrupted:
             break
         solution = require_schedule(solution, budget_bytes, search.solver)
+        if least_bytes:
+            solution = with_bound(solution, bound_seconds)
+        bound_seconds = solution.lower_bound_seconds
         runs = runs_of(problem, solution)
         copies = copies_of(problem, solution, runs)
         peak_bytes = around.peak_bytes(step, runs, copies)
