@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,11 +23,13 @@ from planner.units import parse_bytes
 from profiler.graph_profile import GraphProfile
 from profiler.op_graph import NamedStage, StageOps
 from profiler.records import Profile, StageRecord
-from solvers import Chain, Problem, Solution, replay, solve_chain
+from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
 from solvers.chain.fixed_stages import expanded, restricted
+from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.minimum_memory import shortage_of
 from solvers.chain.segments import Segment, segmented_schedule
 
+_PROVEN = 1e-9  # relative distance from the bound that counts as none
 _KEEP = StageDirective(kind="keep")
 
 
@@ -81,6 +84,7 @@ def state(
 
     Raises:
         Infeasible: what is stated does not fit the budget; carries the bytes that it needs.
+        NothingFound: nothing was found for what is left to the solver, and nothing ruled out.
         ChoiceError: a name that matches nothing, rules that contradict each other, an op that must not run again.
         ValueError: a stage that cannot be recomputed, a choice that the profile has not measured, a missing budget.
     """
@@ -156,12 +160,32 @@ def _partly_stated(
     seconds_outside_chain = profile.unplanned_seconds - problem.chain.unplanned_seconds
     smaller = replace(problem, chain=restricted(problem.chain, spans))
     solved = solve_chain(smaller, solver=solver, time_limit_seconds=time_limit_seconds)
+    solved = _with_proofs(solved, problem, spans)
     require_schedule(solved, problem.budget_bytes, f"{SOLVER} and {solver}", seconds_outside_chain)
     assert solved.schedule is not None
     solution = replace(solved, schedule=expanded(solved.schedule, spans), solver=f"{SOLVER} and {solved.solver}")
     plan = plan_of(profile, problem, solution)
     assert plan.predicted_peak_bytes <= plan.budget_bytes
     return replace(plan, restricted=True)
+
+
+def _with_proofs(solved: Solution[Schedule], problem: Problem, spans: Sequence[Segment]) -> Solution[Schedule]:
+    """The solution with claims that are proven of the chain without its shared tensors.
+
+    The restricted chain may count those for longer than they are held.
+    """
+    if not problem.chain.shared:
+        return solved
+    fewest_bytes = restricted(replace(problem.chain, shared=()), spans)
+    bound = bound_seconds(fewest_bytes, problem.budget_bytes)
+    if solved.seconds is not None:
+        status = "optimal" if solved.seconds <= bound * (1 + _PROVEN) else "feasible"
+        return replace(solved, status=status, lower_bound_seconds=min(bound, solved.seconds))
+    if math.isfinite(bound):
+        return replace(solved, status="unknown", lower_bound_seconds=bound)
+    assert solved.shortage is not None
+    bound = bound_seconds(fewest_bytes, solved.shortage.minimum_budget_bytes)
+    return replace(solved, status="infeasible", lower_bound_seconds=bound)
 
 
 def _named_stages(profile: Profile) -> list[NamedStage]:

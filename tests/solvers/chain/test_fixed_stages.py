@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from solvers import Action, Chain, Problem, Schedule, replay, solve_chain
 from solvers.chain import baselines
 from solvers.chain.fixed_stages import expanded, restricted
+from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.segments import Segment, segmented_schedule
 from solvers.problem.chain import Shared
 from solvers.problem.examples import equal_stages
@@ -126,20 +128,60 @@ def test_a_segment_that_saves_a_tensor_holds_it_in_its_backward_alone():
     )
 
 
-def test_a_tensor_that_goes_before_a_peak_inside_a_segment_counts_there():
+def test_a_tensor_that_goes_before_a_peak_inside_a_segment_counts_there_only_if_another_stage_holds_it():
+    """Made by stage 0, gone before the peaks of stage 2's forward and stage 1's backward."""
     tensor = Shared(size_bytes=50, born=0, forward_death=2, forward_death_is_early=True, early_backward_death=1)
+    read, saved = (replace(tensor, **held) for held in ({"readers": (1,)}, {"savers": (0, 1)}))
+    for held, forward, backward in ((tensor, 53, 15), (read, 103, 15), (saved, 53, 110)):
+        chain = Chain(stages=equal_stages(4).stages, shared=(held,))
+        spans = [Segment(0, 3), Segment(3, 4, option=0)]
+        early = restricted(chain, spans)
+        segment = early.stages[0].options[0]
+        assert (segment.forward_peak_bytes, segment.backward_peak_bytes) == (forward, backward)
+        assert not early.shared[0].forward_death_is_early and early.shared[0].early_backward_death is None
+        assert replay(early, everything_once(early)).peak_bytes == replay(chain, segmented_schedule(spans)).peak_bytes
     chain = Chain(stages=equal_stages(4).stages, shared=(tensor,))
-    held = Chain(stages=chain.stages, shared=(Shared(size_bytes=50, born=0, forward_death=2),))
-    for spans, forward, backward in (([Segment(0, 3)], 50, 50), ([Segment(0, 2), Segment(2, 3, option=0)], 0, 50)):
-        spans = [*spans, Segment(3, 4, option=0)]
-        early, late = restricted(chain, spans), restricted(held, spans)
-        assert early.stages[0].options[0].forward_peak_bytes == late.stages[0].options[0].forward_peak_bytes + forward
-        assert (
-            early.stages[0].options[0].backward_peak_bytes == late.stages[0].options[0].backward_peak_bytes + backward
-        )
-        assert early.shared[0].forward_death_is_early == (not forward)
-        assert early.shared[0].early_backward_death is None
     assert restricted(chain, [Segment(k, k + 1, option=0) for k in range(4)]).shared == chain.shared
+
+
+def test_a_tensor_of_an_earlier_stage_is_counted_once_where_a_segment_lets_go_of_it():
+    tensor = Shared(size_bytes=50, born=0, forward_death=2)
+    chain = Chain(stages=equal_stages(4).stages, shared=(tensor,))
+    spans = [Segment(0, 1, option=0), Segment(1, 3), Segment(3, 4, option=0)]
+    restricted_chain = restricted(chain, spans)
+    assert restricted_chain.stages[1].options[0].forward_peak_bytes == 3
+    assert (
+        replay(restricted_chain, everything_once(restricted_chain)).peak_bytes
+        == replay(chain, segmented_schedule(spans)).peak_bytes
+    )
+
+
+def test_the_gradient_of_the_loss_is_there_before_the_last_boundary_in_a_segment_is_freed():
+    last = replace(equal_stages(1).stages[0], gradient_bytes=90)
+    chain = Chain(stages=(*equal_stages(3).stages, last))
+    spans = [Segment(0, 2, option=None), Segment(2, 4)]
+    restricted_chain = restricted(chain, spans)
+    assert restricted_chain.stages[1].options[0].forward_peak_bytes == 92  # and two boundaries
+    assert (
+        replay(restricted_chain, everything_once(restricted_chain)).peak_bytes
+        == replay(chain, segmented_schedule(spans)).peak_bytes
+    )
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_with_shared_tensors_solutions_of_the_rest_fit_and_bounds_without_them_hold(seed):
+    chain = random_chain(seed, most_stages=6, shared=True)
+    spans = random_spans(chain, Random(seed), free=0.5)
+    restricted_chain = restricted(chain, spans)
+    fewest_bytes = restricted(replace(chain, shared=()), spans)
+    most = replay(restricted_chain, everything_once(restricted_chain)).peak_bytes
+    for budget in range(most, 0, -2):
+        solution = solve_chain(Problem(chain=restricted_chain, budget_bytes=budget), solver="rotor")
+        if solution.schedule is None or solution.peak_bytes is None:
+            break
+        replayed = replay(chain, expanded(solution.schedule, spans))
+        assert replayed.seconds == solution.seconds and replayed.peak_bytes <= solution.peak_bytes
+        assert bound_seconds(fewest_bytes, replayed.peak_bytes) <= replayed.seconds * (1 + 1e-9)
 
 
 def test_a_boundary_inside_a_segment_is_not_held_by_it():
