@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 import planner
 from benchmarks.interleaving import interleaved
-from benchmarks.reporting import RESULTS, result_name, write_result
+from benchmarks.reporting import RESULTS, result_name, write_rows
 from planner.zoo import build
 from planner.zoo.training import PRECISIONS
 
@@ -65,11 +64,6 @@ def budgets_of(profile: planner.Profile, solver: str) -> list[int]:
     raise AssertionError("a budget of one byte cannot be feasible")
 
 
-def table(models: tuple[str, ...], device: str, precision: str, solver: str, rounds: int) -> pd.DataFrame:
-    """The whole table."""
-    return pd.DataFrame([row for name in models for row in rows_of(name, device, precision, solver, rounds)])
-
-
 def main() -> None:
     """Measure, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -80,18 +74,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    frame = table(tuple(options.models), options.device, options.precision, options.solver, options.rounds)
+    settings = (options.device, options.precision, options.solver, options.rounds)
+    rows = (row for name in options.models for row in rows_of(name, *settings))
     suffix = "" if options.precision == PRECISIONS[0] else f"-{options.precision}"
     name = result_name(f"fidelity{suffix}", options.device)
-    write_result(options.out, name, "Fidelity: predicted against measured", frame, summary(frame))
+    write_rows(options.out, name, "Fidelity: predicted against measured", rows, summary)
 
 
-def summary(frame: pd.DataFrame) -> list[str]:
+def summary(rows: list[dict[str, Any]]) -> list[str]:
     """What the table says about the promises."""
-    over = [row for row in frame["over_budget"] if row]
+    over = sum(row["over_budget"] for row in rows)
+    largest = max((abs(row["error_percent"]) for row in rows), default=0.0)
     return [
-        f"plans measured: {len(frame)}; above the budget: {len(over)}; "
-        f"largest |predicted - measured| of the peak: {frame['error_percent'].abs().max():.4f} % of measured",
+        f"plans measured: {len(rows)}; above the budget: {over}; "
+        f"largest |predicted - measured| of the peak: {largest:.4f} % of measured",
         "slowdowns are of the whole step; measured ones are medians of plain/planned pairs in turn",
     ]
 

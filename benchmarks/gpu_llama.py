@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 
 import planner
 from benchmarks.peer_methods import eager_peers
-from benchmarks.reporting import MIB, RESULTS, result_name, write_result
+from benchmarks.reporting import MIB, RESULTS, result_name, write_rows
 from planner.units import format_bytes, parse_bytes
 from planner.zoo import build
 from profiler.measurement.device_memory import ran_out, release_cache
@@ -68,7 +67,9 @@ def _row(way: str, tokens: int, workload: planner.Workload) -> dict[str, Any]:
 def main() -> None:
     """Measure, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--memory", default="80GB", help="of the device: a larger one is capped to it")
+    parser.add_argument(
+        "--memory", default="80GB", help="a larger device is capped to it, a smaller one is taken whole"
+    )
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--headroom", type=float, default=0.05, help="share of it left to the allocator")
     parser.add_argument("--device", default="cuda")
@@ -78,15 +79,17 @@ def main() -> None:
     memory_bytes = parse_bytes(options.memory)
     if options.device != "cpu":
         total = torch.cuda.get_device_properties(0).total_memory
+        memory_bytes = min(memory_bytes, total)
         torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total))
     shape = TINY if options.tiny else SHAPE
     settings = {**shape, **TRAINED, "batch": options.batch, "device": options.device}
     budget_bytes = int((1 - options.headroom) * memory_bytes)
     columns = ["way", "predicted_peak_MiB", "measured_peak_MiB", "reserved_MiB", "seconds", "tokens_per_second", "said"]
-    frame = pd.DataFrame(rows_of(settings, budget_bytes, options.device != "cpu"), columns=columns)
-    notes = [f"{settings}; cap {format_bytes(memory_bytes)}, budget of plans {format_bytes(budget_bytes)}"]
+    rows = rows_of(settings, budget_bytes, options.device != "cpu")
+    notes = [f"the device has {format_bytes(memory_bytes)}"] if memory_bytes < parse_bytes(options.memory) else []
+    notes += [f"{settings}; cap {format_bytes(memory_bytes)}, budget of plans {format_bytes(budget_bytes)}"]
     name = result_name(f"llama-7b-{options.memory}", options.device)
-    write_result(options.out, name, f"Llama of 7B's shape in {options.memory}", frame, notes)
+    write_rows(options.out, name, f"Llama of 7B's shape in {options.memory}", rows, lambda _: notes, columns)
 
 
 if __name__ == "__main__":

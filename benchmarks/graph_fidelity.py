@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-import pandas as pd
 import torch
 
 import planner
 from benchmarks.branching_models import BUILDERS
-from benchmarks.reporting import RESULTS, result_name, write_result
+from benchmarks.reporting import RESULTS, result_name, write_rows
 from planner.compiled.applying import Backend
 from planner.zoo import build
 from profiler.workload.snapshot import preserved
@@ -95,14 +93,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for name in options.models:
-        for row in rows_of(name, options.backend, options.seconds, options.device):
-            print(row, file=sys.stderr, flush=True)
-            rows.append(row)
+    settings = (options.backend, options.seconds, options.device)
+    rows = (row for name in options.models for row in rows_of(name, *settings))
     name = "graph-fidelity" if options.backend == "eager" else f"graph-fidelity-{options.backend}"
     title = "Plans of single ops: predicted against measured"
-    write_result(options.out, result_name(name, options.device), title, pd.DataFrame(rows), summary(rows))
+    write_rows(options.out, result_name(name, options.device), title, rows, summary)
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 import planner
 from benchmarks.interleaving import interleaved
-from benchmarks.reporting import MIB, RESULTS, result_name, write_result
+from benchmarks.reporting import MIB, RESULTS, result_name, write_rows
 from planner.zoo import build
 
 METHODS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy")
@@ -32,6 +31,22 @@ def row(workload: planner.Workload, profile: planner.Profile, plan: planner.Plan
     }
 
 
+def rows_of(workload: planner.Workload) -> Iterator[dict[str, Any]]:
+    """A row for each method, each with the best nested plan at its peak; last the smallest budget."""
+    profile = planner.profile(workload)
+    for method in METHODS:
+        plan = planner.solve(profile, 2**50, solver=method)
+        yield row(workload, profile, plan, method)
+        if method != "keep_all":
+            best = planner.solve(profile, plan.predicted_peak_bytes, solver="rotor")
+            yield row(workload, profile, best, f"rotor at the peak of {method}")
+    try:
+        planner.solve(profile, 1, solver="rotor")
+    except planner.Infeasible as error:
+        smallest = planner.solve(profile, error.minimum_budget_bytes, solver="rotor")
+        yield row(workload, profile, smallest, "rotor at its smallest budget")
+
+
 def main() -> None:
     """Measure, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -41,27 +56,9 @@ def main() -> None:
     # 12 layers of width 128, batch 8, 64 tokens: the zoo's defaults.
     workload = build("gpt2", device=options.device)
     workload.accumulate = True  # Parameters, optimizer states and gradients are all resident.
-    profile = planner.profile(workload)
-    rows = []
-    for method in METHODS:
-        plan = planner.solve(profile, 2**50, solver=method)
-        rows.append(row(workload, profile, plan, method))
-        if method != "keep_all":
-            best = planner.solve(profile, plan.predicted_peak_bytes, solver="rotor")
-            rows.append(row(workload, profile, best, f"rotor at the peak of {method}"))
-    try:
-        planner.solve(profile, 1, solver="rotor")
-    except planner.Infeasible as error:
-        smallest = planner.solve(profile, error.minimum_budget_bytes, solver="rotor")
-        rows.append(row(workload, profile, smallest, "rotor at its smallest budget"))
     notes = ["resident: parameters, optimizer states, gradients, batch", "slowdowns are of the whole step"]
-    write_result(
-        options.out,
-        result_name("nested", options.device),
-        "A 12-layer GPT below per-block checkpointing",
-        pd.DataFrame(rows),
-        notes,
-    )
+    name, title = result_name("nested", options.device), "A 12-layer GPT below per-block checkpointing"
+    write_rows(options.out, name, title, rows_of(workload), lambda _: notes)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 import planner
 from benchmarks.peer_methods import AOT_EAGER, INDUCTOR, SOLVERS, Peer, compiled_peers, eager_peers, missing
 from benchmarks.peer_packages import package_peers
 from benchmarks.peer_turns import in_turns, timed_step
-from benchmarks.reporting import MIB, RESULTS, result_name, write_result
+from benchmarks.reporting import MIB, RESULTS, result_name, write_rows
 from planner.zoo import build
 from profiler.workload.snapshot import preserved
 
@@ -116,24 +114,26 @@ def main() -> None:
     options = parser.parse_args()
     solvers = options.solvers if options.solvers is not None else INDUCTOR_SOLVERS if options.inductor else SOLVERS
     budgets = options.budgets if options.budgets is not None else INDUCTOR_BUDGETS if options.inductor else BUDGETS
-    rows: list[dict[str, Any]] = []
     left_out: list[str] = []
-    for name in options.models:
-        compiled = compiled_peers(INDUCTOR if options.inductor else AOT_EAGER, solvers, budgets)
-        peers = compiled if options.inductor else [*eager_peers(), *package_peers(), *compiled]
-        settings = settings_of(name, options.device)
-        fit, others = fitting(name, peers, settings)
-        left_out += others
-        rows.extend(rows_of(name, fit, options.rounds, settings))
+
+    def all_rows() -> Iterator[dict[str, Any]]:
+        for name in options.models:
+            compiled = compiled_peers(INDUCTOR if options.inductor else AOT_EAGER, solvers, budgets)
+            peers = compiled if options.inductor else [*eager_peers(), *package_peers(), *compiled]
+            settings = settings_of(name, options.device)
+            fit, others = fitting(name, peers, settings)
+            left_out.extend(others)
+            yield from rows_of(name, fit, options.rounds, settings)
+
     title = "Our plans against Inductor's" if options.inductor else "Our plans against torch's own ways"
     notes = ["Inductor fuses ops into its own kernels; our plan runs eager"] if options.inductor else []
     base = "peers-inductor" if options.inductor else "peers"
-    write_result(
+    write_rows(
         options.out,
         result_name(base, options.device),
         title,
-        pd.DataFrame(rows),
-        [*notes, *summary(rows, solvers, left_out)],
+        all_rows(),
+        lambda rows: [*notes, *summary(rows, solvers, left_out)],
     )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import platform
 import shlex
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pandas as pd
@@ -56,8 +59,39 @@ def result_name(base: str, device: str) -> str:
     return base if device == "cpu" else f"{base}-{device.replace(':', '-')}"
 
 
+UNFINISHED = "not all rows: the command had not come to its end"
+
+
 def write_result(folder: Path, name: str, title: str, frame: pd.DataFrame, notes: list[str]) -> None:
     """Write ``name.csv`` and ``name.md`` and print the latter."""
+    print(_written(folder, name, title, frame, notes))
+
+
+def write_rows(
+    folder: Path,
+    name: str,
+    title: str,
+    rows: Iterable[dict[str, Any]],
+    notes: Callable[[list[dict[str, Any]]], list[str]],
+    columns: list[str] | None = None,
+) -> None:
+    """The same of rows as they come: after each the files are written anew, so that what ends the command loses none.
+
+    Args:
+        folder, name, title: as for ``write_result``.
+        rows: made one by one.
+        notes: on the rows that there are.
+        columns: of the table, where not all rows have them.
+    """
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        print(row, file=sys.stderr, flush=True)
+        found.append(row)
+        _written(folder, name, title, pd.DataFrame(found, columns=columns), [UNFINISHED, *notes(found)])
+    write_result(folder, name, title, pd.DataFrame(found, columns=columns), notes(found))
+
+
+def _written(folder: Path, name: str, title: str, frame: pd.DataFrame, notes: list[str]) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     command = "python -m " + shlex.join([_module(), *_settings(sys.argv[1:])])
     head = [
@@ -74,7 +108,7 @@ def write_result(folder: Path, name: str, title: str, frame: pd.DataFrame, notes
     text = "\n".join([*head, _markdown(frame), ""])
     write_whole(folder / f"{name}.csv", frame.to_csv(index=False))
     write_whole(folder / f"{name}.md", text)
-    print(text)
+    return text
 
 
 def _module() -> str:
@@ -96,6 +130,7 @@ def _started() -> float:
     return psutil.Process().create_time()
 
 
+@functools.cache
 def _code() -> list[str]:
     """What the code is that was measured; nothing where the table is not a benchmark's."""
     module = _module()

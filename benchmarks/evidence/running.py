@@ -33,6 +33,7 @@ def run_all(
     work: Path = WORK,
     results: Path = RESULTS,
     again: bool = False,
+    partial: bool = False,
     limit_seconds: float | None = None,
     say: Callable[[str], None] = print,
 ) -> list[str]:
@@ -40,7 +41,7 @@ def run_all(
 
     One that was done before with the same arguments on the same code is not run again. Results of the full form are
     put into ``results`` once all tables of a benchmark are there; those of the quick form stay in ``work``. One that
-    takes more than ``limit_seconds`` is ended, and failed.
+    takes more than ``limit_seconds`` is ended, and failed; with ``partial`` the tables that it has written are kept.
     """
     failed = []
     chosen = [each for each in benchmarks if form == "full" or each.quick is not None]
@@ -58,8 +59,8 @@ def run_all(
         limit = limit_seconds or (QUICK_SECONDS if form == "quick" else None)
         why = _run(each, arguments, folder, limit)
         seconds = time.perf_counter() - begin
-        if not why and form == "full":
-            why = _put(each, folder, results)
+        if form == "full" and (partial or not why):
+            why = "; ".join(filter(None, [why, _put(each, folder, results)]))
         if why:
             failed.append(each.name)
             say(f"{head}: failed after {seconds:.0f} s: {why}")

@@ -20,6 +20,7 @@ from benchmarks.evidence.listing import Benchmark, Table
 from benchmarks.evidence.page import DOCS, PAGES, results_page
 from benchmarks.evidence.peers_page import peers_page, why_slower
 from benchmarks.evidence.states import FRESH, MISSING, OLDER, UNKNOWN, ResultFile, result_of, state_of
+from benchmarks.reporting import UNFINISHED, write_rows
 
 LISTED = {table.name: (each, table) for each in BENCHMARKS.values() for table in each.tables}
 TABLES = {name: (each, table) for name, (each, table) in LISTED.items() if result_of(table).exists}
@@ -191,6 +192,10 @@ def writes(tmp_path, monkeypatch):
     def run(command, stream, limit_seconds):
         module, folder = command[2], Path(command[-1])
         started.append(module)
+        if "slow" in module:
+            (folder / "speed.csv").write_text("a row", encoding="utf-8")
+            (folder / "speed.md").write_text("a row", encoding="utf-8")
+            return None
         if "fails" in module:
             stream.write(b"no memory left\n")
             return 1
@@ -223,6 +228,31 @@ def test_a_benchmark_that_writes_too_little_replaces_nothing(tmp_path, writes):
     failed = running.run_all([fake("half", "works", tables)], "full", work=tmp_path, results=tmp_path, say=said.append)
     assert failed == ["half"] and "did not write memory.csv" in said[-1]
     assert (tmp_path / "speed.csv").read_text() == "before"
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_what_was_written_when_the_time_was_over_is_kept_on_request_and_made_again(tmp_path, writes, partial):
+    chosen = [fake("long", "slow", (Table(name="speed-60", written_as="speed", what="", says=str),))]
+    said: list[str] = []
+    places = {"work": tmp_path / "work", "results": tmp_path / "results", "say": said.append}
+    for _ in range(2):
+        assert running.run_all(chosen, "full", **places, limit_seconds=5.0, partial=partial) == ["long"]
+        assert "took more than 5 s" in said[-1]
+        assert (tmp_path / "results" / "speed-60.csv").is_file() is partial
+    assert writes == ["slow", "slow"]
+
+
+def test_rows_are_written_as_they_come(tmp_path, capsys):
+    def rows():
+        yield {"a": 1}
+        assert UNFINISHED in (tmp_path / "t.md").read_text() and (tmp_path / "t.csv").read_text() == "a,b\n1,\n"
+        yield {"a": 2, "b": 3}
+
+    write_rows(tmp_path, "t", "Title", rows(), lambda found: [f"rows: {len(found)}"], ["a", "b"])
+    text = (tmp_path / "t.md").read_text()
+    assert UNFINISHED not in text and "rows: 2" in text and "| 2 | 3 |" in text
+    assert capsys.readouterr().out == text + "\n"
+    assert (tmp_path / "t.csv").read_text() == "a,b\n1,\n2,3.0\n"
 
 
 def test_the_quick_form_replaces_no_result(tmp_path, writes):
