@@ -101,8 +101,8 @@ def state(
         )
     outside = {op.module for op in profile.op_records if op.place == "outside"}
     resolved = resolve_rules(rules_from(rules), _named_stages(profile), outside)
-    spans = _spans(profile, resolved)
     chain = chain_of(profile)
+    spans = _spans(profile, chain, resolved)
 
     def plan_within(planned_bytes: int | None) -> Plan:
         if not any(span.undecided for span in spans):
@@ -202,15 +202,17 @@ def _ops(profile: Profile, record: StageRecord) -> StageOps:
     return StageOps(ops=(), storages=(), modules=(("", record.module_class),))  # of a release without ops in profiles
 
 
-def _spans(profile: Profile, resolved: ResolvedRules) -> list[Segment]:
-    """The chain cut by what is stated; what lies outside of stages is kept."""
+def _spans(profile: Profile, chain: Chain, resolved: ResolvedRules) -> list[Segment]:
+    """The chain cut by what is stated, and where a stage's input cannot come from the one before; what lies outside of
+    stages is kept.
+    """
     directives = iter(resolved.directives)
     spans: list[Segment] = []
     open_segment = False
     for k, record in enumerate(profile.stages):
         directive = next(directives) if record.kind == "stage" else _KEEP
         _check_recomputable(record, directive)
-        if directive.kind == "segment" and open_segment and record.links:
+        if directive.kind == "segment" and open_segment and chain.stages[k].linked:
             spans[-1] = spans[-1]._replace(end=k + 1)
         else:
             spans.append(_span(profile, k, directive))

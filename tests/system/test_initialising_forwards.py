@@ -123,3 +123,14 @@ def test_what_sets_its_parameters_again_in_a_later_step_is_told_what_to_do() -> 
         ours.model.blocks[3].norm.ready.fill_(False)  # type: ignore[union-attr,index,operator]
         with pytest.raises(RerunError, match=r"stage 'blocks.3': .*sets 'norm.s"):
             ours.step()
+
+
+def test_a_stated_segment_ends_where_the_chain_has_no_link() -> None:
+    work = build(First)
+    profile = planner.profile(work, stages=["blocks.*", "head"], menus=False)
+    plan = planner.state(profile, planner.Rules(checkpoints="head"))
+    chain = chain_of(profile)
+    cut = [k for k, record in enumerate(profile.stages) if record.links and not chain.stages[k].linked]
+    assert cut and all(plan.stages[k].decision != "segment" for k in cut)
+    with planner.apply(work.model, plan):
+        assert planner.measure(work).peak_bytes == plan.predicted_peak_bytes
