@@ -225,11 +225,16 @@ def comparison_document(profile: Profile, budget_bytes: int, rows: Sequence[Comp
     }
     if (least := least_demanding(rows)) is not None:
         document |= {
-            "status": "infeasible",
+            "status": "infeasible" if none_can_fit(rows) else "unknown",
             "minimum_budget_bytes": least.minimum_budget_bytes,
             "reason": least.reason,
         }
     return {**document, "rows": [dataclasses.asdict(row) for row in rows]}
+
+
+def none_can_fit(rows: Sequence[ComparisonRow]) -> bool:
+    """Whether a solver has proven that no plan fits."""
+    return any(row.status == "infeasible" for row in rows)
 
 
 def least_demanding(rows: Sequence[ComparisonRow]) -> ComparisonRow | None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from planner.units import format_bytes, format_seconds
 from profiler.records import LeftOutRecord
-from solvers.problem.solution import AnySchedule, Solution
+from solvers.problem.solution import OF_A_NODE, AnySchedule, Solution
 
 # A budget of so few bytes, where a real step needs so many, is a share whose % was forgotten.
 _MOST_SHARE, _REAL_BYTES = 100, 2**16
@@ -73,7 +73,10 @@ class NoPlan(ValueError):
 
 
 class Infeasible(NoPlan):
-    """No schedule fits the budget; ``minimum_budget_bytes`` is the smallest one that the solver can meet."""
+    """No plan fits the budget; ``minimum_budget_bytes`` is the smallest one that is known to be enough.
+
+    Of plans of stages it is raised where nothing was found and nothing ruled out, too: ``status`` is ``unknown`` then.
+    """
 
     status = "infeasible"
 
@@ -99,13 +102,25 @@ class NothingFound(NoPlan):
         )
 
 
+class NothingFoundOfStages(Infeasible, NothingFound):
+    """No plan of stages was found, and it is not proven that there is none; a larger budget is known to be enough."""
+
+    status = "unknown"
+
+    def _message(self) -> str:
+        return (
+            f"budget: expected at least {self._known}, the least known to be enough, got {self._asked}: {self.reason}; "
+            f"no plan was found, and it is not proven that there is none; {self.remedy}{self._or_auto}"
+        )
+
+
 def require_schedule(
     solution: Solution[AnySchedule], budget_bytes: int, solver: str, seconds_outside_chain: float = 0.0
 ) -> Solution[AnySchedule]:
     """The solution itself, where it has a schedule.
 
     Raises:
-        Infeasible, NothingFound: it has none.
+        Infeasible, NothingFound: it has none; of a chain always the first, which says by its status what is proven.
         KeyboardInterrupt: by Ctrl-C.
     """
     if solution.schedule is not None:
@@ -114,7 +129,8 @@ def require_schedule(
         raise KeyboardInterrupt
     assert solution.shortage is not None
     bound = solution.lower_bound_seconds + seconds_outside_chain
-    raise (Infeasible if solution.status == "infeasible" else NothingFound)(
+    unproven = NothingFound if solution.shortage.moment == OF_A_NODE else NothingFoundOfStages
+    raise (Infeasible if solution.status == "infeasible" else unproven)(
         minimum_budget_bytes=solution.shortage.minimum_budget_bytes,
         reason=solution.shortage.reason,
         solver=solver,

@@ -11,6 +11,7 @@ Paper: Dijkstra, "A note on two problems in connexion with graphs" (1959).
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from itertools import count
 from typing import NamedTuple
@@ -53,7 +54,7 @@ def solve(problem: Problem) -> Candidate:
     chain = problem.chain
     check_size("exhaustive", len(chain.stages), MOST_STAGES, "stages", "rotor or ilp")
     if chain.optimizer_peak_bytes > problem.budget_bytes:
-        return Candidate(schedule=None)
+        return Candidate(schedule=None, lower_bound_seconds=math.inf)
     stages = len(chain.stages)
     return _search(chain, SearchState(frozenset(), (-1,) * stages, frozenset(), -1, stages - 1), problem.budget_bytes)
 
@@ -75,7 +76,7 @@ def _search(chain: Chain, start: SearchState, budget_bytes: int) -> Candidate:
         for edge in edges_from(chain, state):
             if edge.state not in done and _fits(chain, edge, budget_bytes):
                 heapq.heappush(queue, (seconds + edge.seconds, next(tie), edge.state, (edge.action, path)))
-    return Candidate(schedule=None)
+    return Candidate(schedule=None, lower_bound_seconds=math.inf)
 
 
 def _schedule_of(path: _Path) -> Schedule:

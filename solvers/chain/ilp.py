@@ -16,8 +16,8 @@ and j >= k if it was alive as the phase began. Two programs share these variable
 Guarantee: ``bound`` is solved first; where its answer, replayed, fits, it is the optimum over all schedules. Otherwise
 the answer is that of ``sweep``, with the bound of ``bound``; the two differ only where transients outweigh what they
 make room for. Where the problem says which schedules it ``accepts``, ``sweep`` has rows besides: a run leads to that of
-the next stage, and a boundary that is read for a second run without keeping stays. Then every run that makes one is
-read at once, all of a phase lead up to its backward, and ``bound`` still bounds all schedules. Complexity: O(L^2 K) binaries for menus of K options, exponential time.
+the next stage, and an input that is read and not used up stays. Then all runs of a phase lead up to its backward.
+Complexity: O(L^2 K) binaries for menus of K options, exponential time.
 Units: bytes and seconds; inside the program both are scaled, so that HiGHS's tolerances stay below one byte.
 
 Paper: Jain et al., "Checkmate: breaking the memory wall with optimal tensor rematerialization" (2020), section 4.

@@ -11,6 +11,7 @@ replay. Complexity: a dozen solves. The bound on seconds is that of a single mic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -97,7 +98,7 @@ def solve_beside_others(
     bound = bound_seconds(with_others(alone, beside, 0), budget_bytes)
     fitting = [each for each in replayed if each[2].peak_bytes <= budget_bytes]
     if not fitting:
-        solution, chain, least = min(replayed, key=lambda each: each[2].peak_bytes)
+        _, chain, least = min(replayed, key=lambda each: each[2].peak_bytes)
         optimizer = least.peak_bytes == chain.optimizer_peak_bytes
         moment = least.peak_moment.action
         shortage = Shortage(
@@ -107,9 +108,13 @@ def solve_beside_others(
         )
         if found[-1].interrupted:
             raise KeyboardInterrupt
-        none = replace(solution, schedule=None, status="infeasible", shortage=shortage, solve_seconds=spent_seconds)
-        finite = bound_seconds(with_others(alone, beside, 0), least.peak_bytes)
-        return replace(problem, chain=chain), replace(none, lower_bound_seconds=finite)
+        return replace(problem, chain=chain), Solution(
+            solver=solver,
+            status="infeasible" if bound == math.inf else "unknown",
+            lower_bound_seconds=bound_seconds(with_others(alone, beside, 0), least.peak_bytes),  # finite
+            solve_seconds=spent_seconds,
+            shortage=shortage,
+        )
     solution, chain, best = min(fitting, key=lambda each: (each[2].seconds, each[2].peak_bytes))
     return replace(problem, chain=chain), replace(
         solution,

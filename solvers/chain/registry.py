@@ -89,7 +89,7 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
         if best is None:
             raise KeyboardInterrupt
     if best is None:
-        return _infeasible(problem, solver, schedules, start)
+        return _without_schedule(problem, solver, proven, schedules, start)
     if proven > best.seconds * (1 + _TRUSTED):
         proven = 0.0  # a schedule at hand refutes it: a solver's numerical error must not pass for a proof
     bound = max(_bound(problem), proven)
@@ -108,7 +108,7 @@ def frontier(
     _check(solver, time_limit_seconds, link)
     start = time.perf_counter()
     if solver in ("ilp", "exhaustive", "offload_ilp"):
-        return _frontier_of_budgets(chain, solver, time_limit_seconds or DEFAULT_ILP_SECONDS)
+        return _frontier_of_budgets(chain, solver, time_limit_seconds or DEFAULT_ILP_SECONDS, link)
     schedules = _frontier_schedules(chain, solver)
     if link is not None and solver in USE_LINK and can_offload(chain, link):
         schedules += frontier_with_copies(chain, solver, link)
@@ -170,20 +170,31 @@ def _solution(entry: ReplayedSchedule, bound: float, spent_seconds: float) -> So
     )
 
 
-def _infeasible(problem: Problem, solver: str, schedules: list[ReplayedSchedule], start: float) -> Solution:
-    """What is missing: the smallest peak of the method's schedules; with shared tensors it may lie below the DP's."""
+def _without_schedule(
+    problem: Problem, solver: str, proven: float, schedules: list[ReplayedSchedule], start: float
+) -> Solution:
+    """What is missing: the smallest peak of the method's schedules; with shared tensors it may lie below the DP's.
+
+    Infeasible only where no schedule at all can fit: by the bound on all, or the one that the method ``proven``.
+    """
     chain = problem.chain
+    fits = any(entry.peak_bytes <= problem.budget_bytes for entry in schedules)  # none that is accepted
+    bound = 0.0 if fits else max(_bound(problem), proven)
     why = None if solver in (*BASELINES, *NEED_LINK) else shortage(chain)
     if can_offload(chain, problem.link) and solver in USE_LINK:
         schedules = [*schedules, smallest_with_copies(problem, solver)]
-    lowest = min(schedules, key=lambda entry: entry.peak_bytes, default=None)
+    known = [entry for entry in schedules if problem.accepts is None or problem.accepts(entry.schedule)]
+    lowest = min(known, key=lambda entry: entry.peak_bytes, default=None)
     if lowest is not None and (why is None or lowest.peak_bytes < why.minimum_budget_bytes):
         why = shortage_of(chain, lowest.schedule, problem.link)
     assert why is not None
     return Solution(
         solver=solver,
-        status="infeasible",
-        lower_bound_seconds=_bound(replace(problem, budget_bytes=why.minimum_budget_bytes)),  # finite
+        status="infeasible" if bound == math.inf else "unknown",
+        # Finite, and of a larger budget where there is none of this one.
+        lower_bound_seconds=max(
+            0.0 if bound == math.inf else bound, _bound(replace(problem, budget_bytes=why.minimum_budget_bytes))
+        ),
         solve_seconds=time.perf_counter() - start,
         shortage=why,
     )
@@ -278,12 +289,12 @@ def _frontier_schedules(chain: Chain, solver: str) -> list[ReplayedSchedule]:
     return [*(all_baseline_schedules(chain) if solver == "auto" else []), *rotor_frontier(chain)]
 
 
-def _frontier_of_budgets(chain: Chain, solver: str, time_limit_seconds: float) -> list[Solution]:
+def _frontier_of_budgets(chain: Chain, solver: str, time_limit_seconds: float, link: Link | None) -> list[Solution]:
     budgets = even_budgets(chain, shortage(chain).minimum_budget_bytes, FRONTIER_BUDGETS)
     share = time_limit_seconds / len(budgets)
     solutions: list[Solution[Schedule]] = []
     for budget_bytes in budgets:
-        solutions.append(solve_chain(Problem(chain=chain, budget_bytes=budget_bytes), solver, share))
+        solutions.append(solve_chain(Problem(chain=chain, budget_bytes=budget_bytes, link=link), solver, share))
         if solutions[-1].interrupted:
             break
     return undominated((solution for solution in solutions if solution.schedule is not None), _PROVEN)

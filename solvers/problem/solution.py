@@ -14,6 +14,7 @@ from solvers.problem.link import Link
 from solvers.problem.number_checks import check_budget
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+OF_A_NODE = "run"  # the moment of a graph's shortage
 AnySchedule = TypeVar("AnySchedule", Schedule, GraphSchedule)
 
 
@@ -41,7 +42,7 @@ class Shortage:
     """Why a budget is too small.
 
     Attributes:
-        minimum_budget_bytes: the smallest budget for which the method finds a schedule.
+        minimum_budget_bytes: the smallest budget for which a schedule is known.
         stage: name of the stage, or of a graph's node, that forces it.
         moment: ``"forward"``, ``"recompute"``, ``"backward"`` or ``"optimizer"``; ``"run"`` of a graph's node.
     """
@@ -55,7 +56,7 @@ class Shortage:
         """One sentence for a person."""
         if self.moment == "optimizer":
             return f"the optimizer step alone needs {self.minimum_budget_bytes} bytes"
-        if self.moment == "run":
+        if self.moment == OF_A_NODE:
             return f"running node {self.stage!r} needs {self.minimum_budget_bytes} bytes in the smallest schedule known"
         return f"the {self.moment} of stage {self.stage!r} needs {self.minimum_budget_bytes} bytes"
 
@@ -67,8 +68,9 @@ class Solution(Generic[AnySchedule]):
     Attributes:
         solver: the method that made the schedule.
         status: ``optimal`` (no schedule is faster within the budget), ``feasible``
-            (within the budget, with a bound), ``infeasible``, or ``unknown``: none was
-            found in the time, and it is not proven that there is none.
+            (within the budget, with a bound), ``infeasible`` (it is proven that none
+            fits), or ``unknown``: the method found none, and it is not proven that there
+            is none.
         schedule: None when infeasible or unknown.
         peak_bytes: the replay's peak, the optimizer's included; None without a schedule.
         seconds: the replay's seconds; None without a schedule.

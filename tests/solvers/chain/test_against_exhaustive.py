@@ -30,7 +30,8 @@ def problems(block: int, shared: bool = False) -> list[Problem]:
 def check(problem: Problem, solution: Solution, best: Solution) -> None:
     """The answer replays within the budget, nothing beats the oracle, and what is claimed of bounds is true."""
     if solution.schedule is None:
-        assert solution.status == "infeasible" and solution.shortage is not None
+        assert solution.status == "unknown" or (solution.status == "infeasible" and best.schedule is None)
+        assert solution.shortage is not None
         assert solution.shortage.minimum_budget_bytes > problem.budget_bytes
         return
     result = replay(problem.chain, solution.schedule)
@@ -58,7 +59,7 @@ def test_no_method_beats_the_oracle_and_no_claim_is_false(block: int, shared: bo
 def test_ilp_equals_the_oracle(block: int) -> None:
     for problem in problems(block):
         best, found = solve_chain(problem, "exhaustive"), solve_chain(problem, "ilp")
-        assert (found.schedule is None) == (best.schedule is None)
+        assert (found.status == "infeasible") == (best.status == "infeasible") == (best.schedule is None)
         if best.seconds is not None:
             assert found.seconds == pytest.approx(best.seconds)
 

@@ -1,0 +1,41 @@
+"""What is raised where no plan came out, and what it says is proven."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import planner
+from planner.plans.refusals import NothingFoundOfStages, require_schedule
+from solvers import Solution
+from solvers.problem.solution import Shortage, Status
+
+
+def none_found(status: Status, moment: str) -> Solution:
+    shortage = Shortage(minimum_budget_bytes=401, stage="last", moment=moment)
+    return Solution(solver="auto", status=status, lower_bound_seconds=1.0, solve_seconds=0.0, shortage=shortage)
+
+
+@pytest.mark.parametrize("moment", ["backward", "run"])
+def test_what_is_proven_is_infeasible(moment: str) -> None:
+    with pytest.raises(planner.Infeasible) as refused:
+        require_schedule(none_found("infeasible", moment), 380, "auto")
+    assert (type(refused.value), refused.value.status) == (planner.Infeasible, "infeasible")
+
+
+def test_where_nothing_is_proven_of_stages_callers_of_both_kinds_know_it() -> None:
+    with pytest.raises(
+        planner.Infeasible, match="expected at least 401 bytes.*not proven that there is none"
+    ) as refused:
+        require_schedule(none_found("unknown", "backward"), 380, "auto")
+    again = pickle.loads(pickle.dumps(refused.value))
+    for refusal in (refused.value, again):
+        assert isinstance(refusal, NothingFoundOfStages) and isinstance(refusal, planner.NothingFound)
+        assert (refusal.status, refusal.minimum_budget_bytes) == ("unknown", 401)
+
+
+def test_where_nothing_is_proven_of_single_ops_it_is_not_infeasible() -> None:
+    with pytest.raises(planner.NothingFound) as refused:
+        require_schedule(none_found("unknown", "run"), 380, "auto")
+    assert not isinstance(refused.value, planner.Infeasible)
