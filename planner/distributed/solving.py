@@ -79,7 +79,9 @@ def solve(
         The plan, replayed in exact bytes, with its bound; of a graph's profile a GraphPlan.
 
     Raises:
-        Infeasible: nothing fits; carries the smallest feasible budget. On all ranks.
+        Infeasible: no plan of stages was found; its status says whether it is proven that none fits, and it carries
+            the smallest budget known to be enough. On all ranks.
+        NothingFound: no plan of single ops was found, and nothing is proven. On all ranks.
         RankError: one rank failed, or ranks gave different profiles or budgets.
         ValueError: no profile, unknown solver, a budget or headroom that does not parse, or offloading demanded where
             nothing can be sent.
