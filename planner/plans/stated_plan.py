@@ -13,11 +13,13 @@ from planner.plans.cost_model import chain_of
 from planner.plans.given_sources import profile_of_either_kind
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.headroom import headroom_from
+from planner.plans.lowering import can_carry_out
 from planner.plans.plan import Plan
 from planner.plans.refusals import Infeasible, require_schedule
 from planner.plans.rule_resolution import ResolvedRules, StageDirective, resolve_rules
 from planner.plans.rules import Rule, Rules, rules_from
 from planner.plans.solving import complete, plan_of, plan_with_headroom
+from planner.plans.stage_decisions import undecided_stage
 from planner.plans.stated_graph_plan import SOLVER, state_ops
 from planner.units import parse_bytes
 from profiler.graph_profile import GraphProfile
@@ -158,7 +160,12 @@ def _partly_stated(
 ) -> Plan:
     """A part is stated: the solver plans for the chain in which that part is fixed."""
     seconds_outside_chain = profile.unplanned_seconds - problem.chain.unplanned_seconds
-    smaller = replace(problem, chain=restricted(problem.chain, spans))
+    stages = [undecided_stage(profile, k) for k in range(len(profile.stages))]
+    smaller = replace(
+        problem,
+        chain=restricted(problem.chain, spans),
+        accepts=lambda schedule: can_carry_out(stages, expanded(schedule, spans)),
+    )
     solved = solve_chain(smaller, solver=solver, time_limit_seconds=time_limit_seconds)
     solved = _with_proofs(solved, problem, spans)
     require_schedule(solved, problem.budget_bytes, f"{SOLVER} and {solver}", seconds_outside_chain)
