@@ -117,16 +117,15 @@ PEERS = Topic(
         Benchmark(
             name="peers-models",
             module="benchmarks.peers",
-            full="--models gpt2 bert llama resnet50 unet --budgets 0.1 0.5 0.9 --rounds 5",
+            full="--models gpt2 bert llama resnet50 unet --solvers dp --budgets 0.1 0.5 0.9 --rounds 5",
             quick=None,  # as peers
-            minutes=60,
+            minutes=20,
             tables=(
                 Table(
                     name="peers-models",
                     written_as="peers",
-                    what="the same with transformers' gradient checkpointing, torch_remat and a fifth solver: gpt2, "
-                    "bert, "
-                    "llama, resnet50, unet",
+                    what="the same with transformers' gradient checkpointing, torch_remat, and torch's default solver at "
+                    "three settings: gpt2, bert, llama, resnet50, unet",
                     says=says.torch_ways,
                 ),
             ),
