@@ -124,8 +124,8 @@ PEERS = Topic(
                 Table(
                     name="peers-models",
                     written_as="peers",
-                    what="the same with transformers' gradient checkpointing, torch_remat, and torch's default solver at "
-                    "three settings: gpt2, bert, llama, resnet50, unet",
+                    what="the same with transformers' gradient checkpointing, torch_remat, and torch's default solver "
+                    "at three settings: gpt2, bert, llama, resnet50, unet",
                     says=says.torch_ways,
                 ),
             ),
