@@ -75,7 +75,7 @@ def check_joined() -> None:
     Raises:
         ValueError: there are several, and each would train by itself.
     """
-    processes = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
+    processes = _processes()
     if processes < 2:
         return
     import torch.distributed as dist
@@ -90,8 +90,13 @@ def check_joined() -> None:
 
 def check_alone(command: str, instead: str) -> None:
     """Refuse several processes in a command for one; ``instead`` is what to run."""
-    if is_launched() and int(os.environ["WORLD_SIZE"]) > 1:
-        raise ValueError(f"{command}: expected one process, got {os.environ['WORLD_SIZE']}; {instead}")
+    if _processes() > 1:
+        raise ValueError(f"{command}: expected one process, got {_processes()}; {instead}")
+
+
+def _processes() -> int:
+    """How many torchrun has started."""
+    return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
 
 
 def workload_of(target: TargetRecord, engine: Engine | None = None) -> Workload:

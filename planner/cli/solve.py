@@ -135,9 +135,6 @@ def solve_command(
         summary, document = replace(summary, interrupted=True), {**document, "interrupted": True}
     if summary.no_offload:
         note(f"without offload: {summary.no_offload}")
-    if summary.interrupted:
-        _say_interrupted(output, keep_best)
-        output = output if keep_best else None
     verified = None
     if verify is not None and not summary.interrupted:
         target = TargetRequest(text=verify, settings=settings, option="--verify")
@@ -146,8 +143,9 @@ def solve_command(
             summary, document = summary_of_plan(verified.plan), verified.plan.to_document()
         except KeyboardInterrupt:  # The plan is there, and was not held against its own run.
             summary, document = replace(summary, interrupted=True), {**document, "interrupted": True}
-            _say_interrupted(output, keep_best)
-            output = output if keep_best else None
+    if summary.interrupted:
+        _say_interrupted(output, keep_best)
+        output = output if keep_best else None
     if output is not None:
         write_document(output, document)
     if as_json:
