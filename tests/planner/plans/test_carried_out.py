@@ -8,25 +8,12 @@ from functools import partial
 import pytest
 
 from planner.plans.lowering import can_carry_out
-from planner.plans.plan import PlannedStage
 from solvers import Chain, Option, Problem, Stage, replay, solve_chain
 from solvers.chain.minimum_memory import shortage
 from tests.support.chains import random_chain
+from tests.support.planned_blocks import planned_block
 
-BLOCK = PlannedStage(
-    name="block",
-    kind="stage",
-    module_class="Block",
-    decision="keep",
-    kept_bytes=0,
-    runs=1,
-    extra_seconds=0.0,
-    extra_ops=0,
-    links=(),
-    input_shapes=(),
-    parameter_shapes=(),
-    mutated_buffers=(),
-)
+BLOCK = planned_block()
 
 
 def problem_of_a_model(chain: Chain, budget_bytes: int) -> Problem:

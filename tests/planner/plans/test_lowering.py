@@ -14,23 +14,11 @@ from planner.plans.lowering import (
 )
 from planner.plans.plan import PlannedStage
 from solvers.problem.chain_schedule import Action, Schedule
+from tests.support.planned_blocks import planned_block
 
 
 def stage(k: int) -> PlannedStage:
-    return PlannedStage(
-        name=f"block.{k}",
-        kind="stage",
-        module_class="Block",
-        decision="keep",
-        kept_bytes=0,
-        runs=1,
-        extra_seconds=0.0,
-        extra_ops=0,
-        links=((0, 0),) if k else (),
-        input_shapes=(),
-        parameter_shapes=(),
-        mutated_buffers=(),
-    )
+    return planned_block(f"block.{k}", ((0, 0),) if k else ())
 
 
 def lowered(*rows: tuple[str, int, int | None], count: int = 3) -> LoweredSchedule:
