@@ -24,6 +24,12 @@ class StepRuns(NamedTuple):
     forward: tuple[int, ...]
     backward: tuple[int, ...]
 
+    @property
+    def again(self) -> Counter[int]:
+        """Ordinals of the ops that run more than once, in the order of their first runs: how often beyond that."""
+        counts = Counter([*self.forward, *self.backward])
+        return Counter({ordinal: count - 1 for ordinal, count in counts.items() if count > 1})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCopy:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
@@ -44,12 +43,10 @@ def reruns_report(plan: GraphPlan, *, every_kind: bool = False) -> list[Renderab
         plan: of single ops.
         every_kind: all rows, not the dearest alone.
     """
-    runs = Counter([*plan.runs.forward, *plan.runs.backward])
     groups: dict[tuple[str, str], list[tuple[StepOp, int]]] = {}
-    for ordinal, count in runs.items():
-        if count > 1:
-            op = plan.graph.ops[ordinal]
-            groups.setdefault((op.module, op.kind), []).append((op, count - 1))
+    for ordinal, again in plan.runs.again.items():
+        op = plan.graph.ops[ordinal]
+        groups.setdefault((op.module, op.kind), []).append((op, again))
     rows = sorted(groups.items(), key=lambda pair: -sum(op.seconds * again for op, again in pair[1]))
     if not rows:
         return []

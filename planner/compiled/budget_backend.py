@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from planner.compiled.applying import Backend, maker_of
 from planner.compiled.compiled_graphs import CompiledGraph, StepWatch
 from planner.compiled.graph_shares import GraphOptions, GraphTurns, choose_options, options_of
-from planner.plans.graph_solving import GraphSearch, order_within, second_runs
+from planner.plans.graph_solving import GraphSearch, order_within
 from planner.steps.graph_problem import StepSurroundings, step_problem
 from planner.units import parse_bytes, parse_bytes_or_zero
 from profiler.caller_warnings import warn_caller
@@ -153,7 +153,7 @@ class BudgetBackend:
             CompiledPlan(
                 predicted_peak_bytes=found.peak_bytes,
                 once_peak_bytes=around.peak_bytes(step, runs_once(step)),
-                recomputed_ops=len(second_runs(found.runs)),
+                recomputed_ops=found.runs.again.total(),
             )
         )
         return StepOrder.of(step, found.runs)
@@ -167,7 +167,7 @@ class BudgetBackend:
             CompiledPlan(
                 predicted_peak_bytes=around.peak_bytes(step, least.runs),
                 once_peak_bytes=around.peak_bytes(step, runs_once(step)),
-                recomputed_ops=len(second_runs(least.runs)),
+                recomputed_ops=least.runs.again.total(),
             )
         )
         return StepOrder.of(step, least.runs)
@@ -195,7 +195,7 @@ class BudgetBackend:
             self.plans[number] = replace(
                 self.plans[number],
                 predicted_peak_bytes=largest,
-                recomputed_ops=len(second_runs(taken[number].runs)),
+                recomputed_ops=taken[number].runs.again.total(),
             )
 
 

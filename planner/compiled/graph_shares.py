@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from planner.plans.graph_solving import GraphSearch, order_within, second_runs
+from planner.plans.graph_solving import GraphSearch, order_within
 from planner.plans.refusals import NoPlan, NothingFound
 from planner.steps.graph_problem import StepSurroundings, step_problem
 from profiler.step_graph import StepGraph
@@ -118,7 +118,7 @@ def _with_loss(step: StepGraph, loss_bytes: int, room_bytes: int, search: GraphS
 
 def _option(step: StepGraph, runs: StepRuns) -> GraphOption:
     replay = replay_step(step, runs, held=False)
-    again = (step.ops[ordinal].seconds for ordinal in second_runs(runs))
+    again = (step.ops[ordinal].seconds for ordinal in runs.again.elements())
     return GraphOption(
         runs=runs,
         seconds=sum(op.seconds for op in step.ops) + sum(again),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,10 +57,9 @@ class GraphPlan(PlanClaims):
     def _run_again_by_kind(self) -> list[tuple[str, dict[StepOp, int]]]:
         """Kinds of ops, dearest first, and how often each op of them runs again."""
         kinds: dict[str, dict[StepOp, int]] = {}
-        for ordinal, count in Counter([*self.runs.forward, *self.runs.backward]).items():
-            if count > 1:
-                op = self.graph.ops[ordinal]
-                kinds.setdefault(op.kind, {})[op] = count - 1
+        for ordinal, again in self.runs.again.items():
+            op = self.graph.ops[ordinal]
+            kinds.setdefault(op.kind, {})[op] = again
         return sorted(kinds.items(), key=lambda pair: -sum(op.seconds * again for op, again in pair[1].items()))
 
     def _alive(self) -> Iterator[AliveDuring]:

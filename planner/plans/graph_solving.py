@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -229,8 +228,8 @@ class _Solving:
         times = CopyTimes(stall_seconds=0.0, host_peak_bytes=0)
         if self._link is not None and found.copies:
             times = copy_times(self._step, found.runs, found.copies, self._link, self._seconds)
-        again = second_runs(found.runs)
-        again_seconds = profile.evaluations * sum(self._step.ops[ordinal].seconds for ordinal in again)
+        again = found.runs.again
+        again_seconds = profile.evaluations * sum(self._step.ops[o].seconds for o in again.elements())
         stall_seconds = profile.evaluations * times.stall_seconds
         seconds = profile.once_seconds + again_seconds + stall_seconds
         bound = min(self._bound_seconds(problem, solution), seconds)
@@ -251,7 +250,7 @@ class _Solving:
             unplanned_seconds=profile.unplanned_seconds,
             resident_bytes=profile.resident.total,
             recomputed_seconds=again_seconds,
-            recomputed_ops=len(again),
+            recomputed_ops=again.total(),
             lower_bound_seconds=bound,
             gap=(seconds - bound) / seconds if seconds > 0 else 0.0,
             solve_seconds=solution.solve_seconds,
@@ -318,12 +317,6 @@ def _turns(problem: StepProblem, solution: GraphSolution) -> Iterator[tuple[str,
         group = problem.groups.get(name)
         yield name, [] if group is None else group.ops if name in ran else group.first_run
         ran.add(name)
-
-
-def second_runs(runs: StepRuns) -> Sequence[int]:
-    """Ordinals of the ops that run again, each as often as it does."""
-    counts = Counter([*runs.forward, *runs.backward])
-    return [ordinal for ordinal, count in counts.items() for _ in range(count - 1)]
 
 
 def first_difference(planned: StepGraph, found: StepGraph) -> str:

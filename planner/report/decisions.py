@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -151,8 +150,7 @@ class _GraphFacts:
 
     def __init__(self, plan: GraphPlan) -> None:
         self._plan = plan
-        counts = Counter([*plan.runs.forward, *plan.runs.backward])
-        self.again = {ordinal: count - 1 for ordinal, count in counts.items() if count > 1}
+        self.again = plan.runs.again
         self._handed = self._handed_by(plan.runs, plan.copies)
         self._handed_once = self._handed_by(runs_once(plan.graph), ())
         self._sent = {copy.storage for copy in plan.copies}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import overload
 
 from planner.plans.graph_plan import GraphPlan
-from planner.plans.graph_solving import runs_of, second_runs, solution_within
+from planner.plans.graph_solving import runs_of, solution_within
 from planner.plans.plan import Plan, chain_in
 from planner.plans.solving import OFFLOAD_ONLY, schedule_fields
 from planner.steps.graph_problem import step_problem
@@ -66,8 +66,8 @@ def _of_graph(plan: GraphPlan, time_limit_seconds: float) -> list[GraphPlan]:
     plans = []
     for solution in graph_frontier(problem.graph, time_limit_seconds=time_limit_seconds):
         runs = runs_of(problem, solution)
-        again = second_runs(runs)
-        again_seconds = evaluations * sum(step.ops[ordinal].seconds for ordinal in again)
+        again = runs.again
+        again_seconds = evaluations * sum(step.ops[ordinal].seconds for ordinal in again.elements())
         seconds = once_seconds + again_seconds
         peak_bytes = around.peak_bytes(step, runs)
         solution = solution_within(problem, solution, peak_bytes)
@@ -83,7 +83,7 @@ def _of_graph(plan: GraphPlan, time_limit_seconds: float) -> list[GraphPlan]:
                 predicted_peak_bytes=peak_bytes,
                 predicted_seconds=seconds,
                 recomputed_seconds=again_seconds,
-                recomputed_ops=len(again),
+                recomputed_ops=again.total(),
                 lower_bound_seconds=bound_seconds,
                 gap=(seconds - bound_seconds) / seconds if seconds > 0 else 0.0,
                 solve_seconds=solution.solve_seconds,
@@ -108,5 +108,5 @@ def _undominated(plans: Sequence[GraphPlan]) -> list[GraphPlan]:
 
 def _evaluations(plan: GraphPlan) -> float:
     """How often a step runs forward and backward, as what runs again tells; 1 where nothing does."""
-    seconds = sum(plan.graph.ops[ordinal].seconds for ordinal in second_runs(plan.runs))
+    seconds = sum(plan.graph.ops[ordinal].seconds for ordinal in plan.runs.again.elements())
     return plan.recomputed_seconds / seconds if seconds > 0 else 1.0

@@ -88,12 +88,12 @@ class Snapshot:
             return back
         items = [remember(item) for item in value]
 
-        def refill(now: Any) -> Any:
+        def refilled(now: Any) -> Any:
             target = now if self._is(now) else copy.copy(shell)
             old = {id(item): item for item in target}
             return filled(target, target.extend, [item.put_back(old.get(item._identity)) for item in items])
 
-        return refill
+        return refilled
 
 
 def filled(container: Any, fill: Callable[[Any], None], items: Any) -> Any:

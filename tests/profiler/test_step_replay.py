@@ -48,6 +48,11 @@ def test_what_runs_again_is_not_handed_over_but_the_state_of_its_random_numbers_
     assert replay.backward.end_bytes == 320
 
 
+def test_what_runs_again_is_counted_beyond_the_first_run() -> None:
+    assert StepRuns((0, 1, 2, 1), (0, 1, 3, 4)).again == {0: 1, 1: 2}
+    assert not runs_once(step()).again
+
+
 def test_what_is_made_twice_is_two_storages_one_after_the_other() -> None:
     again = StepRuns((0, 1, 2, 1), (3, 4))
     replay = replay_step(step(), again, held=True)
