@@ -48,6 +48,7 @@ def main() -> None:
     print(f"rank {rank}: budget {plan.budget_bytes} bytes, measured {measured.rank_peak_bytes[rank]}")
     if losses:
         print(f"loss {torch.stack(losses).mean():.4f}")
+    dist.barrier()  # A rank may abort where it ends before gloo's threads are done with its last backward.
     dist.destroy_process_group()
 
 

@@ -44,6 +44,7 @@ def main() -> None:
         optimizer.step()
     if dist.get_rank() == 0:
         print(f"budget {plan.budget_bytes} bytes, measured on each rank {measured.rank_peak_bytes}, loss {loss:.4f}")
+    dist.barrier()  # A rank may abort where it ends before gloo's threads are done with its last backward.
     dist.destroy_process_group()
 
 

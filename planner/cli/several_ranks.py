@@ -65,7 +65,9 @@ def on_ranks(engine: Engine | None) -> Iterator[None]:
     dist.init_process_group()
     speak_as(dist.get_rank())
     yield
-    # After an error other ranks may not come here any more.
+    # After an error other ranks may not come here any more. Without the barrier gloo's threads may still be letting go of
+    # what the last backward gave them when Python ends, which aborts (torch 2.13).
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -13,6 +13,7 @@ import tempfile
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -117,6 +118,8 @@ def main() -> None:
         "measured_peak_bytes": callback.training.measured_peak_bytes,
     }
     sys.stdout.write(f"\n{json.dumps(said)}\n")
+    dist.barrier()  # As in examples/ddp.py.
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
