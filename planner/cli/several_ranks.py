@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +27,7 @@ ShardOption = Annotated[
     ),
 ]
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LETTING_GO_SECONDS = 0.1
 
 
 def engine_named(shard: str | None) -> Engine | None:
@@ -65,9 +67,10 @@ def on_ranks(engine: Engine | None) -> Iterator[None]:
     dist.init_process_group()
     speak_as(dist.get_rank())
     yield
-    # After an error other ranks may not come here any more. Without the barrier gloo's threads may still be letting go of
-    # what the last backward gave them when Python ends, which aborts (torch 2.13).
+    # After an error other ranks may not come here any more. Gloo's threads may still be letting go of what the last
+    # backward gave them; if Python ends meanwhile, the process aborts (torch 2.13), so they get time without its lock.
     dist.barrier()
+    time.sleep(_LETTING_GO_SECONDS)
     dist.destroy_process_group()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 from typing import Any
 
 import torch
@@ -118,7 +119,8 @@ def main() -> None:
         "measured_peak_bytes": callback.training.measured_peak_bytes,
     }
     sys.stdout.write(f"\n{json.dumps(said)}\n")
-    dist.barrier()  # As in examples/ddp.py.
+    dist.barrier()  # As in planner/cli/several_ranks.py.
+    time.sleep(0.1)
     dist.destroy_process_group()
 
 
