@@ -123,7 +123,7 @@ def _advise_rank(
         show(rank_report_of(advice))
     if not advice.fits:
         short = format_bytes(advice.minimum_budget_bytes - (advice.budget_bytes or 0))
-        complain(f"infeasible: no plan of a rank fits; the smallest that recomputes is {short} above the budget")
+        complain(f"nothing found fits: the smallest plan of a rank that recomputes is {short} above the budget")
         raise typer.Exit(NO_PLAN)
 
 
@@ -151,5 +151,5 @@ def _tell(advice: Advice, output: Path | None, report: Path | None, target: Targ
     )
     if not advice.fits:
         short = format_bytes(advice.nearest.short_bytes)
-        complain(f"infeasible: no combination fits; {advice.nearest.title} comes nearest, {short} above the budget")
+        complain(f"nothing found fits: {advice.nearest.title} comes nearest, {short} above the budget")
         raise typer.Exit(NO_PLAN)

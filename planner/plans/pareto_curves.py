@@ -15,6 +15,7 @@ from planner.plans.given_sources import given_profile
 from planner.plans.graph_solving import runs_of, solution_within
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.problem_files import Source, read_source
+from planner.plans.solving import accepted_by
 from planner.steps.graph_problem import StepSurroundings, step_problem
 from profiler.graph_profile import GraphProfile
 from profiler.records import Profile
@@ -91,7 +92,9 @@ def pareto(
         return _graph_curves(source, solvers, time_limit_seconds)
     if isinstance(source, GraphProfile):
         return _step_curves(source, solvers, time_limit_seconds)
-    chain, record = (chain_of(source), source.link) if isinstance(source, Profile) else (source, None)
+    profiled = isinstance(source, Profile)
+    chain, record = (chain_of(source), source.link) if profiled else (source, None)
+    accepts = accepted_by(source) if profiled else None
     offload_request = offload_from(offload)
     link, why = usable_link(offload_request, chain, record)
     if isinstance(source, Profile):
@@ -103,7 +106,7 @@ def pareto(
     rows = [unplanned]
     chain_solvers = () if offload_request.mode == "only" else CHAIN_SOLVERS
     for name in solvers or dict.fromkeys((*chain_solvers, *(LINK_SOLVERS if link else ()))):
-        solutions = solver_frontier(chain, name, time_limit_seconds, link)
+        solutions = solver_frontier(chain, name, time_limit_seconds, link, accepts)
         rows += [_row(solution, name, outside_seconds=seconds_outside_chain) for solution in _complete(solutions)]
     peaks = [row.budget_bytes for row in rows]
     budgets = _evenly_spaced(min(peaks), max(peaks))

@@ -27,6 +27,7 @@ from profiler.state_bytes import states_bytes
 from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
 from solvers.chain.micro_batches import Beside, solve_beside_others, without_others
 from solvers.graph.registry import DEFAULT_GAP
+from solvers.problem.solution import Accepts
 
 OFFLOAD_ONLY = "offload_only"
 Reshard = Literal["profiled", "solve"]
@@ -112,7 +113,7 @@ def _solved(
     link, why = usable_link(offload_request, chain, profile.link)
     seconds_outside_chain = profile.unplanned_seconds - chain.unplanned_seconds
     method = solver_for(offload_request, solver)
-    accepts = partial(can_carry_out, [undecided_stage(profile, k) for k in range(len(profile.stages))])
+    accepts = accepted_by(profile)
 
     def plan_gathering(gathered: tuple[int, ...], planned_bytes: int) -> Plan:
         with_units = with_units_gathered(chain, profile, gathered)
@@ -134,6 +135,11 @@ def _solved(
         return _fastest(plan, profile, others) if others and not plan.interrupted else plan
 
     return plan_with_headroom(budget_bytes, headroom, plan_within)
+
+
+def accepted_by(profile: Profile) -> Accepts:
+    """Whether the profile's model can carry a schedule out."""
+    return partial(can_carry_out, [undecided_stage(profile, k) for k in range(len(profile.stages))])
 
 
 def _ways_to_gather(profile: Profile) -> list[tuple[int, ...]]:

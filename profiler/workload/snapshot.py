@@ -73,8 +73,9 @@ def captured(workload: Workload) -> Callable[[], None]:
 
 def _remember(workload: Workload, back: Restoring) -> None:
     modules = modules_of(workload)
-    reached = [] if workload.own is None else reached_from(workload.own.function)
-    for what, put_back in bindings_of(reached):
+    functions = (None if workload.own is None else workload.own.function, workload.loss)
+    plain = [each for each in functions if each is not None and not isinstance(each, nn.Module)]
+    for what, put_back in bindings_of([reached for function in plain for reached in reached_from(function)]):
         back.add(what, put_back)
     for root in (workload.model, workload.loss):
         if isinstance(root, nn.Module):
@@ -206,6 +207,9 @@ def _named_parameters(workload: Workload, modules: Mapping[nn.Module, str]) -> l
     named += [("an input", tensor) for tensor in tensors_in(workload.inputs)]
     if workload.own is not None:
         named += [("a tensor of the step", t) for t in tensors_of(reached_from(workload.own.function)) if t.is_leaf]
+    if not isinstance(workload.loss, nn.Module):  # A teacher's weights are many, and none of a loss's own.
+        held = [t for t in workload.held_by_loss if t.is_leaf and not isinstance(t, nn.Parameter)]
+        named += [("a tensor of the loss", t) for t in held]
     return list({id(tensor): (name, tensor) for name, tensor in reversed(named)}.values())[::-1]
 
 

@@ -34,7 +34,7 @@ from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Schedule
 from solvers.problem.link import Link
 from solvers.problem.number_checks import check_time_limit
-from solvers.problem.solution import Candidate, Problem, Solution, undominated
+from solvers.problem.solution import Accepts, Candidate, Problem, Solution, undominated
 
 NAMES: tuple[str, ...] = (*BASELINES, "rotor", "ilp", "exhaustive", *NEED_LINK, "auto")
 
@@ -97,22 +97,27 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
 
 
 def frontier(
-    chain: Chain, solver: str = "auto", time_limit_seconds: float | None = None, link: Link | None = None
+    chain: Chain,
+    solver: str = "auto",
+    time_limit_seconds: float | None = None,
+    link: Link | None = None,
+    accepts: Accepts | None = None,
 ) -> list[Solution]:
     """Solutions that no other one of the method beats, by rising peak and falling seconds.
 
     Each one is the answer to its own peak as a budget. ``rotor`` and ``auto`` return at most about 100 of them (30 for
     more than 250 stages), ``ilp`` a handful, between the smallest and the unplanned peak. With a link that can carry
-    something the methods that weigh it answer two dozen budgets beside.
+    something the methods that weigh it answer two dozen budgets beside. What ``accepts`` refuses is left out.
     """
     _check(solver, time_limit_seconds, link)
     start = time.perf_counter()
     if solver in ("ilp", "exhaustive", "offload_ilp"):
-        return _frontier_of_budgets(chain, solver, time_limit_seconds or DEFAULT_ILP_SECONDS, link)
+        problem = Problem(chain=chain, budget_bytes=0, link=link, accepts=accepts)
+        return _frontier_of_budgets(problem, solver, time_limit_seconds or DEFAULT_ILP_SECONDS)
     schedules = _frontier_schedules(chain, solver)
     if link is not None and solver in USE_LINK and can_offload(chain, link):
         schedules += frontier_with_copies(chain, solver, link)
-    best = undominated(schedules, _PROVEN)
+    best = undominated((each for each in schedules if accepts is None or accepts(each.schedule)), _PROVEN)
     spent = (time.perf_counter() - start) / max(1, len(best))
     problems = [Problem(chain=chain, budget_bytes=entry.peak_bytes, link=link) for entry in best]
     return [_solution(entry, _bound(problem), spent) for entry, problem in zip(best, problems, strict=True)]
@@ -289,12 +294,12 @@ def _frontier_schedules(chain: Chain, solver: str) -> list[ReplayedSchedule]:
     return [*(all_baseline_schedules(chain) if solver == "auto" else []), *rotor_frontier(chain)]
 
 
-def _frontier_of_budgets(chain: Chain, solver: str, time_limit_seconds: float, link: Link | None) -> list[Solution]:
-    budgets = even_budgets(chain, shortage(chain).minimum_budget_bytes, FRONTIER_BUDGETS)
+def _frontier_of_budgets(problem: Problem, solver: str, time_limit_seconds: float) -> list[Solution]:
+    budgets = even_budgets(problem.chain, shortage(problem.chain).minimum_budget_bytes, FRONTIER_BUDGETS)
     share = time_limit_seconds / len(budgets)
     solutions: list[Solution[Schedule]] = []
     for budget_bytes in budgets:
-        solutions.append(solve_chain(Problem(chain=chain, budget_bytes=budget_bytes, link=link), solver, share))
+        solutions.append(solve_chain(replace(problem, budget_bytes=budget_bytes), solver, share))
         if solutions[-1].interrupted:
             break
     return undominated((solution for solution in solutions if solution.schedule is not None), _PROVEN)

@@ -16,6 +16,7 @@ from solvers.problem.number_checks import check_budget
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 OF_A_NODE = "run"  # the moment of a graph's shortage
 AnySchedule = TypeVar("AnySchedule", Schedule, GraphSchedule)
+Accepts = Callable[[Schedule], bool]  # whether a schedule can be carried out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class Problem:
     chain: Chain
     budget_bytes: int
     link: Link | None = None
-    accepts: Callable[[Schedule], bool] | None = field(default=None, compare=False, repr=False)
+    accepts: Accepts | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_budget(self.budget_bytes)

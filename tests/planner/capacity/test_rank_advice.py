@@ -87,7 +87,7 @@ def test_the_command() -> None:
     ]
     result = run("advise", "zoo:mlp", *asked, "--budget", "1KB")
     document = json.loads(result.stdout)
-    assert result.exit_code == 3 and "no plan of a rank fits" in result.stderr
+    assert result.exit_code == 3 and "nothing found fits: the smallest plan of a rank" in result.stderr
     assert document["plan"] is None and not document["fits"] and document["predicted"]
     assert (document["world_size"], document["shard"], document["samples"]) == (64, "fsdp2", 64)
     assert document["minimum_budget_bytes"] == document["smallest"]["predicted_peak_bytes"]

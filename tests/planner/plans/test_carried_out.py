@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from planner.plans.lowering import can_carry_out
-from solvers import Chain, Option, Problem, Stage, replay, solve_chain
+from solvers import Chain, Option, Problem, Stage, frontier, replay, solve_chain
 from solvers.chain.minimum_memory import shortage
 from tests.support.chains import random_chain
 from tests.support.planned_blocks import planned_block
@@ -64,6 +64,17 @@ def test_a_model_gets_the_fastest_schedule_that_it_can_carry_out(solver: str) ->
     solution = solve_chain(problem, solver)
     assert (solution.status, solution.seconds, solution.lower_bound_seconds) == ("feasible", 10.0, 8.5)
     assert solution.schedule is not None and problem.accepts(solution.schedule)
+
+
+@pytest.mark.parametrize("solver", ["ilp", "exhaustive", "auto", "rotor"])
+def test_a_frontier_has_no_others(solver: str) -> None:
+    accepts = problem_of_a_model(CHAIN, 0).accepts
+    assert accepts is not None
+    solutions = frontier(CHAIN, solver, accepts=accepts)
+    assert solutions and all(each.schedule is not None and accepts(each.schedule) for each in solutions)
+    if solver in ("ilp", "exhaustive"):
+        refused = [each.schedule for each in frontier(CHAIN, solver) if each.schedule and not accepts(each.schedule)]
+        assert refused
 
 
 @pytest.mark.slow

@@ -163,6 +163,32 @@ def test_what_is_inside_of_objects_is_put_back_as_well(own: bool, trained: bool)
     assert scheduled.seen() == expected
 
 
+class Balanced:
+    """A loss that is no module: counts its calls, and keeps a mean in a tensor."""
+
+    def __init__(self) -> None:
+        self.calls, self.mean, self.scale = 0, torch.zeros(16), nn.Parameter(torch.ones(16))
+
+    def __call__(self, y: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean.add_(y.detach().mean(0))
+        return (y * self.scale).square().mean() + self.calls
+
+
+def test_so_is_what_a_loss_counts_that_is_no_module() -> None:
+    torch.manual_seed(0)
+    loss, ahead = Balanced(), [0]
+
+    def counted(y: Tensor) -> Tensor:
+        ahead[0] += 1
+        return loss(y)
+
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(8, 16)
+    for each in (loss, counted):
+        planner.profile(Workload(model=model, inputs=x, loss=each), menus=False)
+        assert (loss.calls, ahead, loss.mean.tolist()) == (0, [0], [0.0] * 16)
+
+
 class Pair(NamedTuple):
     first: Any
     second: Any
