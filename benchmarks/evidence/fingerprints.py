@@ -83,7 +83,7 @@ def of_commit(commit: str) -> Read:
     if made.returncode:
         raise ValueError(f"git archive {commit}: {made.stderr.decode().strip()}")
     with tarfile.open(fileobj=io.BytesIO(made.stdout)) as archive:
-        streams = ((member.name, archive.extractfile(member)) for member in archive)
+        streams = ((member.name, archive.extractfile(member)) for member in archive if member.isfile())
         texts = {name: stream.read().decode() for name, stream in streams if stream is not None}
     return texts.get
 

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -315,3 +316,17 @@ def test_a_row_that_we_lose_stays_and_says_why(tmp_path):
 
 def test_a_plan_that_does_not_fit_is_said():
     assert why_slower(float("nan"), 0.1, {}) == "no plan of ours fits"
+
+
+def test_files_of_a_commit_are_read_whatever_links_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "planner"
+    package.mkdir()
+    (package / "code.py").write_text("x = 1\n")
+    (package / "words.md").symlink_to("../elsewhere.md")
+    git = ["git", "-c", "user.name=test", "-c", "user.email=test@example.org"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    monkeypatch.setattr(fingerprints, "ROOT", tmp_path)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    read = fingerprints.of_commit(commit.stdout.strip())
+    assert (read("planner/code.py"), read("planner/words.md")) == ("x = 1\n", None)
