@@ -95,8 +95,8 @@ def test_so_does_one_that_only_some_steps_and_some_blocks_have(way: str) -> None
     plain, ours = build(), build()
     with planner.apply(ours.model, plan_of(way)):
         for work in (plain, ours):
-            forward = work.model.blocks[1].forward  # type: ignore[union-attr,index]
-            work.model.blocks[1].forward = functools.partial(checkpoint, forward, use_reentrant=False)  # type: ignore
+            block: Any = work.model.blocks[1]  # type: ignore[index]
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         assert_same(state_after(ours, 1), state_after(plain, 1))
         for work in (plain, ours):
             del work.model.blocks[1].forward  # type: ignore[union-attr,index]
