@@ -15,7 +15,7 @@ from planner.plans.given_sources import given_profile
 from planner.plans.graph_solving import runs_of, solution_within
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.problem_files import Source, read_source
-from planner.plans.solving import accepted_by
+from planner.plans.stage_decisions import accepted_by
 from planner.steps.graph_problem import StepSurroundings, step_problem
 from profiler.graph_profile import GraphProfile
 from profiler.records import Profile

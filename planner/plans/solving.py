@@ -19,7 +19,13 @@ from planner.plans.offload_request import Offload, OffloadMode, offload_from, us
 from planner.plans.plan import Plan, PlannedStage, chain_in
 from planner.plans.plan_claims import Interrupted
 from planner.plans.refusals import NoPlan, require_schedule
-from planner.plans.stage_decisions import undecided_stage, units_that_may_stay, with_decisions, with_units_gathered
+from planner.plans.stage_decisions import (
+    accepted_by,
+    undecided_stages,
+    units_that_may_stay,
+    with_decisions,
+    with_units_gathered,
+)
 from planner.units import format_bytes, parse_bytes
 from profiler.graph_profile import GraphProfile
 from profiler.records import MenuRecord, Profile
@@ -27,7 +33,6 @@ from profiler.state_bytes import states_bytes
 from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
 from solvers.chain.micro_batches import Beside, solve_beside_others, without_others
 from solvers.graph.registry import DEFAULT_GAP
-from solvers.problem.solution import Accepts
 
 OFFLOAD_ONLY = "offload_only"
 Reshard = Literal["profiled", "solve"]
@@ -135,11 +140,6 @@ def _solved(
         return _fastest(plan, profile, others) if others and not plan.interrupted else plan
 
     return plan_with_headroom(budget_bytes, headroom, plan_within)
-
-
-def accepted_by(profile: Profile) -> Accepts:
-    """Whether the profile's model can carry a schedule out."""
-    return partial(can_carry_out, [undecided_stage(profile, k) for k in range(len(profile.stages))])
 
 
 def _ways_to_gather(profile: Profile) -> list[tuple[int, ...]]:
@@ -337,8 +337,7 @@ def plan_of(
 
     ``gathered``: stages that keep their parameters so in the problem's chain.
     """
-    undecided = [undecided_stage(profile, k) for k in range(len(profile.stages))]
-    stages = [replace(stage, keeps_gathered=True) if k in gathered else stage for k, stage in enumerate(undecided)]
+    stages = undecided_stages(profile, gathered)
     saved_seconds = chain_of(profile).unplanned_seconds - problem.chain.unplanned_seconds if gathered else 0.0
     # Seconds outside forward and backward (optimizer) are those of the unplanned step.
     seconds_outside_chain = profile.unplanned_seconds - saved_seconds - problem.chain.unplanned_seconds

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
-from planner.plans.lowering import LoweredSchedule, lower_schedule
+from planner.plans.lowering import LoweredSchedule, can_carry_out, lower_schedule
 from planner.plans.offloadable import input_offload_units, offload_units_among, sent_bytes
 from planner.plans.plan import PlannedStage, StageDecision
 from profiler.records import MenuRecord, OptionRecord, Profile
 from solvers import Chain, Schedule
 from solvers.problem.chain_schedule import RUNS
 from solvers.problem.chain_simulator import Replay
+from solvers.problem.solution import Accepts
 
 _ROUNDING_SECONDS = 1e-12  # less is what sums leave
 
 
-def undecided_stage(profile: Profile, k: int) -> PlannedStage:
-    """What a plan says of a stage whatever its schedule is; the rest as for a stage that is kept."""
+def undecided_stages(profile: Profile, gathered: Collection[int] = ()) -> list[PlannedStage]:
+    """What a plan says of the stages whatever its schedule is; the rest as for stages that are kept.
+
+    Args:
+        profile: whose stages they are.
+        gathered: positions of those that keep their parameters gathered.
+    """
+    return [_undecided_stage(profile, k, keeps_gathered=k in gathered) for k in range(len(profile.stages))]
+
+
+def _undecided_stage(profile: Profile, k: int, *, keeps_gathered: bool) -> PlannedStage:
     record = profile.stages[k]
     inside = record.kind == "stage"
     return PlannedStage(
@@ -42,7 +53,13 @@ def undecided_stage(profile: Profile, k: int) -> PlannedStage:
         recompute_ops=record.recompute_ops,
         saved_bytes=record.kept_bytes if inside else max(0, record.forward.end_bytes - record.forward.start_bytes),
         boundary_bytes=record.boundary_bytes,
+        keeps_gathered=keeps_gathered,
     )
+
+
+def accepted_by(profile: Profile) -> Accepts:
+    """Whether the profile's model can carry a schedule out."""
+    return partial(can_carry_out, undecided_stages(profile))
 
 
 def units_that_may_stay(profile: Profile) -> list[int]:

@@ -19,7 +19,7 @@ from planner.plans.refusals import Infeasible, require_schedule
 from planner.plans.rule_resolution import ResolvedRules, StageDirective, resolve_rules
 from planner.plans.rules import Rule, Rules, rules_from
 from planner.plans.solving import complete, plan_of, plan_with_headroom
-from planner.plans.stage_decisions import undecided_stage
+from planner.plans.stage_decisions import undecided_stages
 from planner.plans.stated_graph_plan import SOLVER, state_ops
 from planner.units import parse_bytes
 from profiler.graph_profile import GraphProfile
@@ -160,7 +160,7 @@ def _partly_stated(
 ) -> Plan:
     """A part is stated: the solver plans for the chain in which that part is fixed."""
     seconds_outside_chain = profile.unplanned_seconds - problem.chain.unplanned_seconds
-    stages = [undecided_stage(profile, k) for k in range(len(profile.stages))]
+    stages = undecided_stages(profile)
     smaller = replace(
         problem,
         chain=restricted(problem.chain, spans),
