@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from planner.plans.plan import Plan
-from planner.plans.refusals import Infeasible
+from planner.plans.refusals import Infeasible, NoPlanStatus
 from planner.units import format_bytes
 
 TrainingMode = Literal["none", "recompute", "offload"]
@@ -96,15 +97,16 @@ class StateBytes:
 
 
 class NoBatch(Infeasible):
-    """Not even the smallest size fits the budget, whatever is recomputed or sent.
+    """No plan was found even for the smallest size; ``status`` says whether it is proven that there is none.
 
     Attributes:
+        refusal: of the plan at the smallest size.
         vary, size: the key and its smallest value.
         states: of the model.
     """
 
     def __init__(self, refusal: Infeasible, *, vary: str, size: int, states: StateBytes) -> None:
-        self.vary, self.size, self.states = vary, size, states
+        self.refusal, self.vary, self.size, self.states = refusal, vary, size, states
         super().__init__(
             minimum_budget_bytes=refusal.minimum_budget_bytes,
             reason=refusal.reason,
@@ -113,6 +115,13 @@ class NoBatch(Infeasible):
             lower_bound_seconds=refusal.lower_bound_seconds,
             solve_seconds=refusal.solve_seconds,
         )
+
+    def __reduce__(self) -> Any:
+        return functools.partial(NoBatch, self.refusal, vary=self.vary, size=self.size, states=self.states), ()
+
+    @property
+    def status(self) -> NoPlanStatus:
+        return self.refusal.status
 
     @property
     def short_bytes(self) -> int:

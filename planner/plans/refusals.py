@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from planner.units import format_bytes, format_seconds
 from profiler.records import LeftOutRecord
@@ -15,13 +15,14 @@ from solvers.problem.solution import OF_A_NODE, AnySchedule, Solution
 # A budget of so few bytes, where a real step needs so many, is a share whose % was forgotten.
 _MOST_SHARE, _REAL_BYTES = 100, 2**16
 
+NoPlanStatus = Literal["infeasible", "unknown"]
+
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NoPlan(ValueError):
     """No schedule came out, and what is known instead.
 
     Attributes:
-        status: ``infeasible`` (proven) or ``unknown``.
         minimum_budget_bytes: the smallest budget that is known to be feasible.
         reason: the stage and moment, or the node, that force it.
         solver: the method that was asked.
@@ -32,8 +33,6 @@ class NoPlan(ValueError):
         left_out: blocks that keep much and cannot run again.
     """
 
-    status: ClassVar[Literal["infeasible", "unknown"]]
-
     minimum_budget_bytes: int
     reason: str
     solver: str
@@ -42,6 +41,11 @@ class NoPlan(ValueError):
     solve_seconds: float | None = None
     remedy: str = "raise the budget, make the batch smaller"
     left_out: tuple[LeftOutRecord, ...] = ()
+
+    @property
+    def status(self) -> NoPlanStatus:
+        """Whether it is proven that there is none."""
+        raise NotImplementedError
 
     def __post_init__(self) -> None:
         super().__init__(self._message())
@@ -78,7 +82,9 @@ class Infeasible(NoPlan):
     Of plans of stages it is raised where nothing was found and nothing ruled out, too: ``status`` is ``unknown`` then.
     """
 
-    status = "infeasible"
+    @property
+    def status(self) -> NoPlanStatus:
+        return "infeasible"
 
     def _message(self) -> str:
         return (
@@ -90,7 +96,9 @@ class Infeasible(NoPlan):
 class NothingFound(NoPlan):
     """The search ended without a schedule, and without a proof that there is none."""
 
-    status = "unknown"
+    @property
+    def status(self) -> NoPlanStatus:
+        return "unknown"
 
     def _message(self) -> str:
         spent = "" if self.solve_seconds is None else f" in {format_seconds(self.solve_seconds)}"
@@ -105,7 +113,9 @@ class NothingFound(NoPlan):
 class NothingFoundOfStages(Infeasible, NothingFound):
     """No plan of stages was found, and it is not proven that there is none; a larger budget is known to be enough."""
 
-    status = "unknown"
+    @property
+    def status(self) -> NoPlanStatus:
+        return "unknown"
 
     def _message(self) -> str:
         return (

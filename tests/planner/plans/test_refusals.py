@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 import planner
+from planner.capacity.batch_limits import StateBytes
 from planner.plans.refusals import NothingFoundOfStages, require_schedule
 from solvers import Solution
 from solvers.problem.solution import Shortage, Status
@@ -39,3 +40,14 @@ def test_where_nothing_is_proven_of_single_ops_it_is_not_infeasible() -> None:
     with pytest.raises(planner.NothingFound) as refused:
         require_schedule(none_found("unknown", "run"), 380, "auto")
     assert not isinstance(refused.value, planner.Infeasible)
+
+
+@pytest.mark.parametrize("status", ["infeasible", "unknown"])
+def test_no_batch_is_as_proven_as_that_there_is_no_plan_at_the_smallest_size(status: Status) -> None:
+    with pytest.raises(planner.Infeasible) as refused:
+        require_schedule(none_found(status, "backward"), 380, "auto")
+    states = StateBytes(total_bytes=100, optimizer_bytes=50, halves=True)
+    no_batch = planner.NoBatch(refused.value, vary="batch", size=1, states=states)
+    again = pickle.loads(pickle.dumps(no_batch))
+    for refusal in (no_batch, again):
+        assert (refusal.status, refusal.short_bytes, refusal.size, str(refusal)) == (status, 21, 1, str(no_batch))
