@@ -21,14 +21,13 @@ from torch import Tensor, nn
 
 import planner
 from benchmarks.catalogue_families import FAMILIES, Batch, Family
+from benchmarks.outside_meter import OutsideMeter
 from benchmarks.reporting import RESULTS, write_result
 from profiler.workload.workload import own_loss
 
 STEPS = 3
 # Between the smallest feasible budget (0) and the unplanned peak (1).
 DEPTHS = (0.0, 0.4, 0.9)
-_STEP = "catalogue: a step"
-_PROFILED_EVENTS = [torch.profiler.ProfilerActivity.CPU]
 
 
 def rows_of(family: Family, *, menus: bool = True) -> Iterator[dict[str, Any]]:
@@ -67,8 +66,7 @@ def trained(family: Family, plan: planner.Plan | None) -> tuple[dict[str, Any], 
     The first step makes the optimizer's states; the others are metered. No model builds a cache of keys and values,
     which planned training leaves out: with one, matrix products read another layout, and round otherwise.
     """
-    # From before the model is made: what it did not see allocated, it does not see freed.
-    with torch.profiler.profile(activities=_PROFILED_EVENTS, profile_memory=True) as profiled:
+    with OutsideMeter() as meter:
         model, batch = _built(family)
         configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
         for config in configs if plan is None else []:
@@ -76,23 +74,28 @@ def trained(family: Family, plan: planner.Plan | None) -> tuple[dict[str, Any], 
                 config.use_cache = False
         optimizer = _optimizer(model)
         handle = None if plan is None else planner.apply(model, plan)
+        loss_of = family.loss or own_loss
         _seed(1)
-        losses, before = [_step(family, model, batch, optimizer)], []
-        for _ in range(STEPS - 1):
-            gc.collect()
-            optimizer.zero_grad()
-            before.append(_alive_bytes(model, batch, optimizer))
-            with torch.profiler.record_function(_STEP):
-                losses.append(_step(family, model, batch, optimizer))
-    peaks = [alive + most for alive, most in zip(before, _highest(profiled), strict=True)]
-    left: dict[str, Any] = {f"loss {k}": loss for k, loss in enumerate(losses)}
+        losses: list[float] = []
+        for number in range(STEPS):
+            gc.collect()  # Some outputs are in reference cycles.
+            if number == 1:
+                meter.begin()
+            outputs = model(**batch)
+            loss = loss_of(outputs)
+            loss.backward()
+            optimizer.step()
+            if number < STEPS - 1:
+                optimizer.zero_grad()
+            losses.append(loss.item())  # A tensor would stay.
+    left: dict[str, Any] = {"losses": torch.tensor(losses)}
     left |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
     left |= {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     left |= {"torch's random state": torch.get_rng_state(), "Python's random state": random.getstate()}
     left["numpy's random state"] = torch.from_numpy(np.random.get_state()[1].astype(np.int64))  # type: ignore[index]
     if handle is not None:
         handle.remove()
-    return left, max(peaks)
+    return left, meter.peak_bytes
 
 
 def differences(expected: dict[str, Any], got: dict[str, Any]) -> set[str]:
@@ -121,41 +124,6 @@ def _seed(seed: int) -> None:
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-
-def _step(family: Family, model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> Tensor:
-    optimizer.zero_grad()
-    loss = (family.loss or own_loss)(model(**batch))
-    loss.backward()
-    value = loss.detach()
-    del loss
-    optimizer.step()
-    return value
-
-
-def _alive_bytes(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> int:
-    """Parameters, buffers, optimizer states and the batch, each storage once."""
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    tensors = [t for t in (*model.parameters(), *model.buffers(), *states, *batch.values()) if isinstance(t, Tensor)]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
-def _highest(profiled: torch.profiler.profile) -> list[int]:
-    """Of each step, the highest sum of what was allocated and not yet freed, in bytes above what was there before."""
-    kineto = profiled.profiler
-    assert kineto is not None and kineto.kineto_results is not None
-    events: list[Any] = [e for e in kineto.kineto_results.events() if e.name() in ("[memory]", _STEP)]
-    alive, begin, highest = 0, 0, []
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name() == _STEP:
-            begin = alive
-            highest.append(0)
-            continue
-        alive += event.nbytes()
-        if highest:
-            highest[-1] = max(highest[-1], alive - begin)
-    return highest
 
 
 def _smallest_budget(profile: planner.Profile) -> int:

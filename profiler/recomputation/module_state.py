@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +45,9 @@ MOST_ARRAY_BYTES = 2**20
 _DEPTH = 3  # of containers in containers, from a module's attribute on
 _OBJECT_DEPTH = 2  # of objects in objects
 _OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}
+# A forward may register hooks, as where a model of transformers is first asked for its hidden states, or take them out.
+_HOOKS = sorted(name for name in _OF_MODULES if "_hooks" in name and "state_dict" not in name)
+_registers_of = operator.itemgetter("_buffers", "_modules", *_HOOKS)
 
 
 class ModuleState:
@@ -111,7 +115,7 @@ class ModuleState:
         attributes = module.__dict__
         self._contents.append((attributes, attributes.copy()))
         parameters, buffers = attributes["_parameters"], attributes["_buffers"]
-        tables = (buffers, attributes["_modules"])
+        tables = _registers_of(attributes)
         for table in tables if self._units.manage(module) else (parameters, *tables):
             if table:
                 self._contents.append((table, table.copy()))
@@ -273,7 +277,7 @@ class ModuleState:
                 ways[1](generator, state)
             for value, now in slotted:
                 set_slots(value, now)
-            for table in self._empty:
+            for table in filter(None, self._empty):
                 table.clear()
             for table, now in filled:
                 table.update(now)

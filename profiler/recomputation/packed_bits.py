@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -18,6 +17,9 @@ _CPU_VALUES, _DEVICE_VALUES = 2**18, 2**24
 _PER_BYTE = 8
 # Times this, eight bytes of 0 or 1 in a word have their bits beside each other in its highest byte, the first lowest.
 _GATHERING = 0x0102040810204080
+# Times this, a byte stands in all eight bytes of a word; of these the first is to have its lowest bit, and so on.
+_EVERYWHERE = 0x0101010101010101
+_ITS_OWN = 0x8040201008040201 - 2**64
 
 
 class PackedBits:
@@ -52,10 +54,11 @@ class PackedBits:
 
     def unpack_into(self, tensor: Tensor) -> Tensor:
         """Give a tensor that lies as the one before did the same values, and return it."""
-        values, table = _in_memory_order(tensor), _words(tensor.device)
+        values = _in_memory_order(tensor)
         for start, end in _pieces(self._count, tensor.device):
-            places = self._bits[start // _PER_BYTE : end // _PER_BYTE].int()
-            values[start:end] = table.index_select(0, places).view(torch.bool)
+            words = self._bits[start // _PER_BYTE : end // _PER_BYTE].to(torch.int64)
+            own_bits = words.mul_(_EVERYWHERE).bitwise_and_(_ITS_OWN).view(torch.uint8)
+            values[start:end] = own_bits.ne_(0).view(torch.bool)
         values[self._count :] = self._rest
         return tensor
 
@@ -89,10 +92,3 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 def _pieces(count: int, device: torch.device) -> list[tuple[int, int]]:
     most = _CPU_VALUES if device.type == "cpu" else _DEVICE_VALUES
     return [(start, min(start + most, count)) for start in range(0, count, most)]
-
-
-@functools.cache
-def _words(device: torch.device) -> Tensor:
-    """For each byte, a word of eight bytes that are its bits."""
-    words = [sum((byte >> bit & 1) << 8 * bit for bit in range(8)) for byte in range(256)]
-    return torch.tensor(words, dtype=torch.int64, device=device)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.outside_meter import live_tensor_bytes
 from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStorage
 from profiler.recomputation import packed_bits
 from profiler.recomputation.packed_bits import PackedBits, is_packable
@@ -50,6 +51,13 @@ def test_a_part_of_a_storage_and_what_is_no_plain_tensor_is_not_packed() -> None
     assert is_packable(whole) and is_packable(whole.t())
     assert not any(map(is_packable, (whole[1:], whole[:, :2], whole[:1].expand(4, 6), whole[:0], 3, None)))
     assert not is_packable(torch.eye(3).to_sparse())
+
+
+def test_nothing_stays_behind() -> None:
+    packed = PackedBits(torch.rand(3, 5) < 0.5)
+    before_bytes = live_tensor_bytes()
+    assert torch.equal(packed.unpacked(), packed.unpacked())
+    assert live_tensor_bytes() == before_bytes
 
 
 # In a stage
