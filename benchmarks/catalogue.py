@@ -81,12 +81,11 @@ def trained(family: Family, plan: planner.Plan | None) -> tuple[dict[str, Any], 
             gc.collect()  # Some outputs are in reference cycles.
             if number == 1:
                 meter.begin()
+            optimizer.zero_grad()
             outputs = model(**batch)
             loss = loss_of(outputs)
             loss.backward()
             optimizer.step()
-            if number < STEPS - 1:
-                optimizer.zero_grad()
             losses.append(loss.item())  # A tensor would stay.
     left: dict[str, Any] = {"losses": torch.tensor(losses)}
     left |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}

@@ -44,7 +44,7 @@ class NoPlan(ValueError):
 
     @property
     def status(self) -> NoPlanStatus:
-        """Whether it is proven that there is none."""
+        """``infeasible``: it is proven that there is none; ``unknown``: it is not."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:

@@ -15,6 +15,15 @@ from tests.support.exactness import assert_same, budgets, state_after
 WIDTH = 32
 
 
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
 class Collecting(nn.Module):
     """Asks its layer for what it returns, by a hook that the first call registers, as models of transformers do."""
 
@@ -37,38 +46,33 @@ class Collecting(nn.Module):
         return x + self.out(hidden) * inside.sigmoid()
 
 
-class Preparing(nn.Module):
+class Preparing(Plain):
     """Has a hook that takes itself out in the first call, as lazy modules do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
         self.handle = self.layer.register_forward_pre_hook(self._prepared, with_kwargs=True)
 
     def _prepared(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.handle.remove()
         return tuple(torch.exp(-each) for each in args), kwargs
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.layer(x))
 
-
-class Counting(nn.Module):
+class Counting(Plain):
     """Registers a backward hook in every call, and takes out that of the call before."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
         self.handle: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.handle is not None:
             self.handle.remove()
         self.handle = self.layer.register_full_backward_hook(lambda module, of_inputs, of_outputs: None)
-        return x + torch.tanh(self.layer(x))
+        return super().forward(x)
 
 
-def chain_of(kind: type[nn.Module]) -> Workload:
+def workload_of(kind: type[nn.Module]) -> Workload:
     torch.manual_seed(0)
     model = nn.Sequential(*(kind() for _ in range(4)), nn.Linear(WIDTH, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -86,24 +90,15 @@ def hooks_of(model: nn.Module) -> list[int]:
 
 @pytest.mark.parametrize("kind", [Collecting, Preparing, Counting])
 def test_hooks_that_a_stage_registers_or_takes_out_as_it_runs(kind: type[nn.Module]) -> None:
-    work = chain_of(kind)
+    work = workload_of(kind)
     expected = state_after(work, steps=3)
-    profile = planner.profile(chain_of(kind), menus=False)
-    planned = chain_of(kind)
+    profile = planner.profile(workload_of(kind), menus=False)
+    planned = workload_of(kind)
     plan = planner.solve(profile, next(budgets(profile)))
     assert plan.recomputed_ops
     with planner.apply(planned.model, plan):
         assert_same(state_after(planned, steps=3), expected)
     assert hooks_of(planned.model) == hooks_of(work.model)
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.layer(x))
 
 
 def doubled(module: nn.Module, given: Any, returned: Any) -> Tensor:
@@ -122,7 +117,7 @@ def test_a_hook_that_is_gone_before_backward() -> None:
         loss.backward()
         return [parameter.grad for parameter in work.model.parameters()]
 
-    profile = planner.profile(chain_of(Plain), menus=False)
-    planned = chain_of(Plain)
+    profile = planner.profile(workload_of(Plain), menus=False)
+    planned = workload_of(Plain)
     with planner.apply(planned.model, planner.solve(profile, next(budgets(profile)))):
-        assert_same(gradients(planned), gradients(chain_of(Plain)))
+        assert_same(gradients(planned), gradients(workload_of(Plain)))
