@@ -22,14 +22,13 @@ from profiler.trace.partition import ChosenStage, StagePattern, choose_stages
 from profiler.trace.stage_names import StateChoices
 from profiler.trace.step_record import Trace
 from profiler.trace.step_trace import StepRecorder, named_modules, trace_forward
-from profiler.workload.loop_state import kept_by_nodes
 from profiler.workload.snapshot import RandomState
-from profiler.workload.steps import TensorsOfState, first_step
+from profiler.workload.steps import TensorsOfState, first_step, held_by_nodes
 from profiler.workload.workload import OnPhase, Workload
 
 _KEPT_BY_NODES = (
-    "a function keeps tensors as attributes (ctx.x = x), until the output goes: in stages that ran again they were not "
-    "seen; use ctx.save_for_backward"
+    "the graph keeps tensors beyond backward, until the output goes (a function's ctx.x = x, outputs that have no part "
+    "in the loss): in stages that ran again they were not seen; use ctx.save_for_backward, or keeps_output=False"
 )
 
 
@@ -86,7 +85,7 @@ class FrugalMeasuring(Measuring):
         self._add_backward(probe)
         meters = self._from_the_same(self._memory_meter)
         step = self._step("memory, a few stages kept at a time", lambda: probe.saving_steps(meters))
-        self._nodes_keep = bool(kept_by_nodes(self._workload.held_by_loop))
+        self._nodes_keep = bool(held_by_nodes(self._workload))
         return step
 
     def _timed_step(self, probe: StageProbe) -> MarkedPhases:

@@ -206,8 +206,9 @@ def _warmed_up_for_the_largest(
     report("look for what is drawn at random")
     steps = largest_steps(workload, randomness, keeps=limit_bytes is None)
     is_plain = len(steps) == 1 and steps[0].randomness is randomness and not steps[0].instead
-    # The search has run forwards alone, which leave no graph whose nodes could keep tensors.
-    if is_plain and not (workload.nodes_keep and limit_bytes is None):
+    # The search ran forwards alone: what nodes keep beyond backward is gone, what a step of the user's holds stays.
+    keeps_graph = limit_bytes is None and (workload.nodes_keep or workload.own is not None)
+    if is_plain and not keeps_graph:
         return steps[0]
     for step in steps:
         report("warm up, as drawn")

@@ -74,7 +74,7 @@ def first_step(workload: Workload, run: Callable[[OnPhase], object] | None = Non
     watch = _UnknownOptimizers(workload)
     checked_step(workload, lambda: run(watch.note))
     watch.check()
-    workload.nodes_keep = bool(kept_by_nodes(workload.held_by_loop))
+    workload.nodes_keep = bool(held_by_nodes(workload))
     # The second step is the first that has a history, and the last that makes buckets anew.
     if any(map(wants_closure, workload.optimizers)) or buckets_change(workload.model):
         checked_step(workload, lambda: run(_ignore))
@@ -230,6 +230,11 @@ def held_by_loop(workload: Workload) -> list[Tensor]:
     others = [*kept_in_attributes(workload), *beside_the_inputs(workload)]
     counted = {storage_key(tensor) for tensor in others}
     return [t for t in _not_counted(workload, workload.held_by_loop) if storage_key(t) not in counted]
+
+
+def held_by_nodes(workload: Workload) -> list[Tensor]:
+    """What the graph of the last step still keeps, but for tensors that are counted as something else."""
+    return _not_counted(workload, kept_by_nodes(workload.held_by_loop))
 
 
 def beside_the_inputs(workload: Workload) -> list[Tensor]:
