@@ -41,6 +41,7 @@ from profiler.workload.steps import (
     TensorsOfState,
     first_step,
     gradient_bytes,
+    held_by_nodes,
     resident_bytes_of,
 )
 from profiler.workload.workload import Workload
@@ -206,8 +207,8 @@ def _warmed_up_for_the_largest(
     report("look for what is drawn at random")
     steps = largest_steps(workload, randomness, keeps=limit_bytes is None)
     is_plain = len(steps) == 1 and steps[0].randomness is randomness and not steps[0].instead
-    # The search ran forwards alone: what nodes keep beyond backward is gone, what a step of the user's holds stays.
-    keeps_graph = limit_bytes is None and (workload.nodes_keep or workload.own is not None)
+    # The search ran forwards alone: what nodes keep beyond backward went, what backward would have freed may be there.
+    keeps_graph = limit_bytes is None and (workload.nodes_keep or bool(held_by_nodes(workload)))
     if is_plain and not keeps_graph:
         return steps[0]
     for step in steps:
