@@ -1,5 +1,7 @@
 """Solvers for checkpointing plans: chain and graph problems in, replayed schedules with certificates out. No torch."""
 
+import sys
+
 from solvers.chain import revolve
 from solvers.chain.registry import frontier, solve_chain, solver_names
 from solvers.graph.registry import graph_frontier, graph_solver_names, solve_graph
@@ -43,3 +45,5 @@ __all__ = [
     "graph_solver_names",
     "revolve",
 ]
+
+sys.modules["solvers.revolve"] = revolve  # For ``from solvers.revolve import forward_runs``, too.

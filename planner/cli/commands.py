@@ -162,6 +162,13 @@ def train_command(
         ),
     ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="With --budget: plan single ops, instead of stages.")] = False,
+    backend: Annotated[
+        str,
+        typer.Option(
+            metavar="eager|inductor",
+            help="Of a plan of single ops: run the ops as they are, or let Inductor compile them.",
+        ),
+    ] = "eager",
     settings: Settings = None,
     device: Device = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 3,
@@ -183,11 +190,11 @@ def train_command(
     Under torchrun on several ranks, each with a batch of its own; the first one prints.
     """
     engine = engine_named(shard)
-    from planner.cli.train import PlanRequest, run_train
+    from planner.cli.train import PlanRequest, backend_named, run_train
 
     with on_ranks(engine):
         run_train(
-            PlanRequest(file=plan, budget=budget, graph=graph),
+            PlanRequest(file=plan, budget=budget, graph=graph, backend=backend_named(backend)),
             TargetRequest(text=target, settings=settings, device=device),
             lambda chosen: workload_of(chosen, engine),
             steps=steps,

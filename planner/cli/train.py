@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 
@@ -26,6 +26,7 @@ from planner.cli.shell import (
     show_json,
     working,
 )
+from planner.compiled.applying import Backend
 from planner.distributed.rank_failures import RankError
 from planner.distributed.rank_workloads import sharded_together
 from planner.distributed.sharding import Engine
@@ -52,32 +53,44 @@ LOSSES_SAID = 20  # lines of a long training
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """Where the plan to train under comes from: a file, or a budget to profile and solve for.
+    """Where the plan to train under comes from, a file, or a budget to profile and solve for; and what runs its ops.
 
     Attributes:
         file: of a plan.
         budget: as text.
         graph: plan single ops.
+        backend: of a plan of single ops.
     """
 
     file: Path | None
     budget: str | None
     graph: bool
+    backend: Backend = "eager"
 
     def read(self) -> Plan | GraphPlan | None:
         """The file's plan; None where it is to be made.
 
         Raises:
-            ValueError: not one of both is given, or the file is no plan.
+            ValueError: not one of both is given, the file is no plan, or the backend is for plans of another kind.
         """
         if (self.file is None) == (self.budget is None):
             got = "neither" if self.file is None else "both"
             raise ValueError(f"--plan, --budget: expected one of them, got {got}; give a plan's file, or a budget")
         if self.file is None:
+            self._check_backend(of_single_ops=self.graph)
             return None
         if self.graph:
             raise ValueError("--graph: expected it with --budget, got --plan, which says by itself; leave it out")
-        return plan_from_file(self.file)
+        plan = plan_from_file(self.file)
+        self._check_backend(of_single_ops=isinstance(plan, GraphPlan))
+        return plan
+
+    def _check_backend(self, *, of_single_ops: bool) -> None:
+        if self.backend != "eager" and not of_single_ops:
+            raise ValueError(
+                f"--backend: expected a plan of single ops, got one of stages, for which there is no {self.backend}; "
+                "leave it out, or plan single ops (--budget with --graph, or a plan solved from profile --graph)"
+            )
 
     def made_for(self, workload: Workload, target: TargetRecord, progress: Progress) -> Plan | GraphPlan:
         """The plan for the workload of a target, profiled and solved for."""
@@ -127,7 +140,13 @@ def run_train(
         with working() as progress:
             progress("measure a step", 0, 1)
             run = train_planned(
-                workload, plan, steps=steps, retries=retries, on_failure=_say, on_step=_loss_told(steps)
+                workload,
+                plan,
+                steps=steps,
+                backend=wanted.backend,
+                retries=retries,
+                on_failure=_say,
+                on_step=_loss_told(steps),
             )
     except TrainingInterrupted as interrupt:
         if as_json:
@@ -171,6 +190,14 @@ def run_train(
         write_snapshot(run.plan, snapshot)
         say_written(snapshot)
     return run
+
+
+def backend_named(name: str) -> Backend:
+    """The backend that ``--backend`` names; raises ValueError where there is no such."""
+    for backend in get_args(Backend):
+        if backend == name:
+            return backend
+    raise ValueError(f"--backend: expected {' or '.join(get_args(Backend))}, got {name!r}; use one of them")
 
 
 def _loss_told(steps: int) -> Callable[[int, float], None]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from planner.compiled.applying import Backend
 from planner.distributed.collective import apply, measure
 from planner.distributed.rank_failures import RankError
 from planner.distributed.solving import ranks_if_any
@@ -87,6 +88,7 @@ def train_planned(
     plan: Plan | GraphPlan,
     *,
     steps: int,
+    backend: Backend = "eager",
     retries: int = 0,
     on_failure: Callable[[FailureReport], None] | None = None,
     on_step: Callable[[int, float], None] | None = None,
@@ -101,6 +103,7 @@ def train_planned(
         workload: the training step.
         plan: for it, of stages or of single ops.
         steps: to train.
+        backend: of a plan of single ops, as for ``apply``.
         retries: how many smaller plans to try; a plan of single ops cannot be solved again. Above 0, model and
             optimizer states are copied to host memory, so that an optimizer's step that fails half way can be undone,
             too.
@@ -112,7 +115,8 @@ def train_planned(
         OutOfMemory: and no retry is left, or no smaller plan; carries the reports.
         PlanMismatch: a plan for another model or another precision.
         RankError: memory ran out on this one of several ranks; the others wait for it in vain.
-        ValueError: no steps, a plan for another kind of device, retries on several ranks, or a step that fails.
+        ValueError: no steps, a plan for another kind of device, retries on several ranks, a backend that the plan or
+            the device has not, or a step that fails.
     """
     if steps < 1:
         raise ValueError(f"--steps: expected at least 1, got {steps}; give a whole number above zero")
@@ -132,7 +136,7 @@ def train_planned(
     if is_short(plan.predicted_peak_bytes):
         give_back_freed_memory(workload.device)
     check_precision(workload.model, plan.precision, workload.autocast)
-    training = _Training(workload, steps, copies=retries > 0, on_step=on_step)
+    training = _Training(workload, steps, backend=backend, copies=retries > 0, on_step=on_step)
     try:
         return _train(training, plan, retries, on_failure)
     except KeyboardInterrupt as interrupt:
@@ -173,8 +177,15 @@ class _Training:
     """The steps that are trained, over all attempts."""
 
     def __init__(
-        self, workload: Workload, steps: int, *, copies: bool, on_step: Callable[[int, float], None] | None
+        self,
+        workload: Workload,
+        steps: int,
+        *,
+        backend: Backend,
+        copies: bool,
+        on_step: Callable[[int, float], None] | None,
     ) -> None:
+        self._backend: Backend = backend
         self._on_step = on_step
         self.plan: Plan | GraphPlan | None = None
         self._workload = workload
@@ -188,7 +199,7 @@ class _Training:
         """Measure, and train what is left of the steps; where memory ran out, if it did."""
         self.measured, self.plan = None, plan
         try:
-            with apply(self._workload.model, plan):
+            with apply(self._workload.model, plan, backend=self._backend):
                 check_inputs(self._workload, plan)
                 self.measured = measure(self._workload)
                 while len(self.losses) < self._steps:

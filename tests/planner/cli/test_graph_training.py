@@ -11,6 +11,7 @@ import torch
 
 import planner
 import planner.zoo
+from planner.training import training
 from tests.support.command_line import done, refused, run
 from tests.support.small_device import Limit
 
@@ -36,6 +37,25 @@ def test_a_plan_trains_within_its_budget_as_predicted(files: Path) -> None:
     assert "measured peak" in said and "within the budget" in said
 
 
+def test_inductor_compiles_a_plan_and_trains_to_the_same_losses(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(training, "apply", _noting(made, training.apply))
+    eager, compiled = (
+        json.loads(done(*TRAIN, "--plan", files / "plan.json", "--backend", each, "--json").stdout)
+        for each in ("eager", "inductor")
+    )
+    assert made == ["eager", "inductor"]
+    assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-5) and compiled["measured_peak_bytes"] > 0
+
+
+def _noting(made: list[str], apply: Any) -> Any:
+    def noted(model: Any, plan: Any, *, backend: str) -> Any:
+        made.append(backend)
+        return apply(model, plan, backend=backend)
+
+    return noted
+
+
 def test_a_budget_is_profiled_and_solved_for(tmp_path: Path) -> None:
     for options, kind in [(["--graph"], planner.GraphPlan), ([], planner.Plan)]:
         done(*TRAIN, "--budget", "90%", *options, "--save-plan", tmp_path / "plan.json")
@@ -52,6 +72,8 @@ def test_a_budget_is_profiled_and_solved_for(tmp_path: Path) -> None:
         (["--plan", "plan.json", "--graph"], "--graph: expected it with --budget, got --plan"),
         (["--plan", "plan.json", "--retry"], "--retry: expected a plan of stages"),
         (["--plan", "profile.json"], "expected a file of format planner-plan"),
+        (["--budget", "90%", "--backend", "inductor"], "--backend: expected a plan of single ops, got one of stages"),
+        (["--plan", "plan.json", "--backend", "xla"], "--backend: expected eager or inductor, got 'xla'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(files: Path, options: list[str], said: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -106,3 +107,8 @@ def test_numbers_that_mean_nothing_are_refused(bad: object) -> None:
         forward_runs(bad, 3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="slots: expected a whole number above zero"):
         forward_runs(3, bad)  # pyright: ignore[reportArgumentType]
+
+
+def test_its_public_name_is_a_module_of_the_package() -> None:
+    """As others import it: ``from solvers.revolve import forward_runs``."""
+    assert importlib.import_module("solvers.revolve").forward_runs is forward_runs
