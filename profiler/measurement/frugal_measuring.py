@@ -27,8 +27,8 @@ from profiler.workload.steps import TensorsOfState, first_step, held_by_nodes
 from profiler.workload.workload import OnPhase, Workload
 
 _KEPT_BY_NODES = (
-    "the graph keeps tensors beyond backward, until the output goes (a function's ctx.x = x, outputs that have no part "
-    "in the loss): in stages that ran again they were not seen; use ctx.save_for_backward, or keeps_output=False"
+    "the graph keeps tensors beyond backward (a function's ctx.x = x, outputs or attributes without "
+    "a part in the loss): in stages that ran again they were not seen; use ctx.save_for_backward, and detach() the rest"
 )
 
 

@@ -1,4 +1,4 @@
-"""Outputs that have no part in the loss keep their graph, and what it saved, for as long as the loop holds them."""
+"""What has no part in the loss keeps its graph, and what that saved, for as long as the loop or a module holds it."""
 
 from __future__ import annotations
 
@@ -48,6 +48,15 @@ class WithLeaf(Pooled):
         return {"hidden": self.blocks(x) + made.sum(1)}
 
 
+class WithAttribute(Pooled):
+    """Keeps what has no part in the loss on a module, as a mixture of experts may keep its balance."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.blocks(x)
+        self.balance = self.pooler(hidden).exp()
+        return {"hidden": hidden}
+
+
 def built(kind: type[nn.Module]) -> tuple[nn.Module, Tensor, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = kind()
@@ -75,7 +84,7 @@ def peak_bytes_of_a_loop(kind: type[nn.Module], plan: planner.Plan | None) -> in
     return meter.peak_bytes
 
 
-@pytest.mark.parametrize("kind", [Pooled, WithLeaf])
+@pytest.mark.parametrize("kind", [Pooled, WithLeaf, WithAttribute])
 def test_the_bytes_are_those_of_the_loop(kind: type[nn.Module]) -> None:
     model, x, optimizer = built(kind)
     profile = planner.profile(Workload(model=model, inputs=x, loss=loss_of, optimizer=optimizer), menus=False)
