@@ -227,14 +227,16 @@ def kept_in_attributes(workload: Workload) -> list[Tensor]:
 
 def held_by_loop(workload: Workload) -> list[Tensor]:
     """What loop and graphs hold of the last step, but for tensors that are counted as something else."""
-    in_attributes = kept_in_attributes(workload)
-    counted = {storage_key(tensor) for tensor in [*in_attributes, *beside_the_inputs(workload)]}
-    held = [*workload.held_by_loop, *kept_by_nodes(in_attributes)]
-    return [t for t in _not_counted(workload, held) if storage_key(t) not in counted]
+    counted = {storage_key(tensor) for tensor in [*kept_in_attributes(workload), *beside_the_inputs(workload)]}
+    held = [*_not_counted(workload, workload.held_by_loop), *held_by_nodes(workload)]
+    return [t for t in held if storage_key(t) not in counted]
 
 
 def held_by_nodes(workload: Workload) -> list[Tensor]:
-    """What the graph of the last step still keeps, but for tensors that are counted as something else."""
+    """What the graph of the last step still keeps, but for tensors that are counted as something else.
+
+    The graph is held by what the loop refers to, and by what modules keep as plain attributes.
+    """
     return _not_counted(workload, kept_by_nodes([*workload.held_by_loop, *kept_in_attributes(workload)]))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import map_tensors, tensors_in
-from profiler.workload.loop_state import kept_by_modules, kept_by_nodes, reached_from, reached_from_loss, tensors_of
+from profiler.workload.loop_state import kept_by_modules, reached_from, reached_from_loss, tensors_of
 from profiler.workload.optimizers import (
     Optimizers,
     given_optimizers,
@@ -160,13 +160,12 @@ class Workload:
 
     @property
     def held_by_loop(self) -> list[Tensor]:
-        """What the loop holds until the next step: the last output and loss, or what the user's step refers to."""
+        """What the loop refers to until the next step: the last output and loss, or what the user's step refers to."""
         if self.own is not None:
             reached = [*reached_from(self.own.function), *reached_from(self.own.result)]
         else:
             reached = reached_from((self._output, self._loss))
-        held = tensors_of(reached)  # Caches are objects of many kinds.
-        return [*held, *kept_by_modules(reached), *kept_by_nodes(held)]
+        return [*tensors_of(reached), *kept_by_modules(reached)]  # Caches are objects of many kinds.
 
     @property
     def held_loss(self) -> list[Tensor]:
