@@ -68,7 +68,7 @@ class LoopWatch:
         if self._forwards > WATCHED:
             return
         if self._forwards > 1:
-            more_bytes += self._look_for_outputs()
+            more_bytes += self._look_for_outputs(max(0, -more_bytes))
             self._take_peak(more_bytes)
 
     @contextlib.contextmanager
@@ -135,16 +135,22 @@ class LoopWatch:
         beside = 0 if plan.chain is None else max(0, plan.chain.resident_bytes - plan.resident_bytes)
         return resident + beside
 
-    def _look_for_outputs(self) -> int:
-        """By how many bytes outputs that are still held are more than those that the plan counts on."""
+    def _look_for_outputs(self, spare_bytes: int) -> int:
+        """By how many bytes outputs that are still held are more than those that the plan counts on between two steps.
+
+        Args:
+            spare_bytes: by which gradients are fewer than what the plan counts on beside that: within a step of
+                several forwards, where the measured one began, there may be outputs of those before.
+        """
         if self._plan.beside:
             return 0  # Those of the micro-batches in flight are counted with what each of them keeps.
         self._outputs = [entry for entry in self._outputs if entry[0]() is not None]
         expected_bytes = 0 if self._plan.resident is None else self._plan.resident.loop
         more_bytes = sum(size for _, size, _ in self._outputs) - expected_bytes
-        if more_bytes > 0 and self._names == "unknown":
+        said_bytes = more_bytes - spare_bytes
+        if said_bytes > 0 and self._names == "unknown":
             self._names = "wanted"
-        elif more_bytes > 0:
+        elif said_bytes > 0:
             _, size, maker = max(self._outputs, key=lambda entry: (entry[1], bool(entry[2])))
             made_by = f", made by {maker}" if maker else ""
             remedy = "delete it before backward" if not expected_bytes else "keep one at a time"
@@ -152,7 +158,7 @@ class LoopWatch:
             self._say(
                 "outputs",
                 f"planner.apply: your loop still holds the model's output, {format_bytes(size)}{made_by}: the peak may "
-                f"be {format_bytes(more_bytes)} higher than the plan's; {remedy}, or profile with {known}"
+                f"be {format_bytes(said_bytes)} higher than the plan's; {remedy}, or profile with {known}"
                 "Workload(step=...)",
             )
         # What a step of the user's own refers to stays, whatever becomes of an output.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from profiler.agreement import agreed, is_together, largest
+from profiler.agreement import agreed, any_rank, is_together, largest
 from profiler.measurement.assembly import assemble
 from profiler.measurement.device_memory import (
     RoomWatch,
@@ -205,11 +205,14 @@ def _warmed_up_for_the_largest(
 ) -> DrawnStep:
     """The largest step that the workload may draw; all that any step runs has been run, with its optimizer's states."""
     report("look for what is drawn at random")
+    before = resident_bytes_of(workload)
     steps = largest_steps(workload, randomness, keeps=limit_bytes is None)
     is_plain = len(steps) == 1 and steps[0].randomness is randomness and not steps[0].instead
     # The search ran forwards alone: what nodes keep beyond backward went, what backward would have freed may be there.
     keeps_graph = limit_bytes is None and (workload.nodes_keep or bool(held_by_nodes(workload)))
-    if is_plain and not keeps_graph:
+    # One that failed at numbers that are never drawn leaves other gradients and outputs than a step does.
+    is_left_otherwise = resident_bytes_of(workload) != before
+    if not any_rank(not is_plain or keeps_graph or is_left_otherwise):
         return steps[0]
     for step in steps:
         report("warm up, as drawn")

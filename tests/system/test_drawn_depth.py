@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import random
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import planner
+from benchmarks.outside_meter import OutsideMeter
 from planner.plans.cost_model import chain_of
 from profiler.workload.workload import Workload
 from solvers.chain.segments import droppable_runs, segmented_schedule
@@ -90,3 +95,65 @@ def test_transformers_with_layerdrop_keep_their_budgets(name: str) -> None:
     expected = run_of(work, fresh(work))
     for budget_bytes in budgets(profile):
         assert_promises_kept(work, planner.solve(profile, budget_bytes, solver="rotor"), expected, fresh(work))
+
+
+class NearlyAlways(nn.Module):
+    """Leaves all of its blocks out at numbers that hardly any run draws; there is nothing to go backward through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if random.random() > 1e-9:
+                x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_draws_at_which_a_step_fails_leave_gradients_and_outputs_as_they_are_between_steps(own: bool) -> None:
+    def parts() -> tuple[nn.Module, Tensor, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = NearlyAlways()
+        return model, torch.randn(128, 64), torch.optim.AdamW(model.parameters())
+
+    def step_of(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        held: dict[str, Tensor] = {}
+
+        def step() -> None:
+            if own:
+                optimizer.zero_grad()
+            held["output"] = model(x)
+            held["loss"] = held["output"].square().mean()
+            held["loss"].backward()
+            optimizer.step()
+            if not own:
+                optimizer.zero_grad()
+
+        return step
+
+    def peak_bytes(plan: planner.Plan | None) -> int:
+        gc.collect()
+        with OutsideMeter() as meter:
+            model, x, optimizer = parts()
+            step = step_of(model, x, optimizer)
+            if plan is not None:
+                planner.apply(model, plan)
+            for number in range(3):
+                if number == 1:
+                    meter.begin()
+                step()
+        return meter.peak_bytes
+
+    model, x, optimizer = parts()
+    if own:
+        work = Workload(model=model, step=step_of(model, x, optimizer), optimizer=optimizer)
+    else:
+        work = Workload(model=model, inputs=x, loss=lambda output: output.square().mean(), optimizer=optimizer)
+    profile = planner.profile(work)
+    assert profile.unsteady == ()
+    assert profile.unplanned_peak_bytes == peak_bytes(None)
+    for budget_bytes in budgets(profile):
+        plan = planner.solve(profile, budget_bytes)
+        assert peak_bytes(plan) <= plan.predicted_peak_bytes

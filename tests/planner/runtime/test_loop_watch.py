@@ -130,6 +130,25 @@ def test_the_peak_of_a_step_of_ones_own_has_what_the_step_refers_to() -> None:
     assert handle.measured_peak_bytes == plan.predicted_peak_bytes
 
 
+def test_an_output_bound_from_one_micro_batch_to_the_next_is_in_a_plan_of_that_step() -> None:
+    torch.manual_seed(0)
+    model, batches = Classifier(), torch.randn(3, BATCH, WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for batch in batches:
+            scores = model(batch)
+            loss_of(scores).backward()
+        optimizer.step()
+
+    plan = planner.solve(planner.profile(Workload(model=model, step=step, optimizer=optimizer)), "100%")
+    with warnings.catch_warnings(), planner.apply(model, plan):
+        warnings.simplefilter("error")
+        for _ in range(3):
+            step()
+
+
 class DeviceCounters:
     """Of a CUDA device, in place of one: bytes that tensors ask for."""
 
