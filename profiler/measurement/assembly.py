@@ -16,6 +16,7 @@ from profiler.measurement.joined_phases import PhasesOfMark, extended, highest, 
 from profiler.measurement.meter import Mark, Place
 from profiler.measurement.stage_marks import StageTensor
 from profiler.measurement.stage_reruns import RerunTimes
+from profiler.recomputation.op_schema import overload_of, traits_of
 from profiler.records import (
     LeftOutRecord,
     MenuRecord,
@@ -117,8 +118,8 @@ def _collective_bytes(workload: Workload, trace: Trace) -> int:
 
 
 def _forward_nodes(workload: Workload, trace: Trace) -> int:
-    if is_compiled(workload.model):
-        return 0
+    if is_compiled(workload.model) or any(traits_of(overload_of(op.name)).casts for op in trace.ops):
+        return 0  # Of the latter a trace does not see the casts.
     return sum(call.end_node - call.first_node for call in trace.calls if call.parent < 0)
 
 

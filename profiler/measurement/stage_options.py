@@ -11,6 +11,7 @@ from torch import nn
 
 from profiler.measurement.meter import Mark, Place
 from profiler.op_graph import Choice, ChoiceError, StageOps
+from profiler.recomputation.op_schema import overload_of, traits_of
 from profiler.recomputation.selection import Selection
 from profiler.records import Phase
 from profiler.trace.partition import ChosenStage
@@ -76,6 +77,7 @@ class ChoiceCost:
 
 
 _UNITS_INSIDE = "its stage has units of fully_shard inside, whose parameters are there for their own calls only"
+_CASTING = "one of its ops casts within its kernel under autocast, and does not where ops are recorded one by one"
 # What the stages of one step do: stage -> (group, choice); choice ``KEEP`` is to keep everything.
 Assignment = dict[int, tuple[int, int]]
 KEEP = -1
@@ -111,8 +113,8 @@ def grouped(
     for group in groups.values():
         group.ops = pooled([flows[k] for k in group.members])
         group.choices = list({stated[k].again: stated[k] for k in group.members if k in stated}.values())
-        if any(stages[k].call.distributed for k in group.members):
-            group.reason = DISTRIBUTED
+        group.reason = _why_unrecorded(group, stages)
+        if group.reason:
             _refuse_stated(group, stages[group.members[0]].name)
         elif group.ops.saved_bytes * len(group.members) >= SMALLEST_SHARE * all_bytes:
             proposals[id(group)] = propose(group.ops)
@@ -131,6 +133,13 @@ def _rerunnable(ops: StageOps, stage: ChosenStage) -> StageOps:
     if not units_of(stage.call.module).inside:
         return ops
     return replace(ops, ops=tuple(replace(op, not_rerunnable_reason=_UNITS_INSIDE) for op in ops.ops))
+
+
+def _why_unrecorded(group: OptionGroup, stages: Sequence[ChosenStage]) -> str:
+    """Why the ops of these stages cannot be recorded one by one; empty where they can."""
+    if any(stages[k].call.distributed for k in group.members):
+        return DISTRIBUTED
+    return _CASTING if any(traits_of(overload_of(op.op)).casts for op in group.ops.ops) else ""
 
 
 def _refuse_stated(group: OptionGroup, name: str) -> None:

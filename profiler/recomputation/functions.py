@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -122,6 +123,7 @@ class _RerunnableOps(TorchDispatchMode):
         self._ordinal = 0
         self._read: set[int] = set()  # storages from outside that recorded ops read
         self._paused = False
+        self._autocast = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -134,9 +136,11 @@ class _RerunnableOps(TorchDispatchMode):
         given = _tensors((*args, *kwargs.values()))
         self._before_writing(func, args, kwargs)
         plain = all(type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided for tensor in given)
-        if not plain or why_not_rerunnable(traits_of(func), args, kwargs):
+        traits = traits_of(func)
+        if not plain or why_not_rerunnable(traits, args, kwargs):
             self.tape.keep_written(func, args, kwargs)
-            return func(*args, **kwargs)
+            with self._casting() if traits.casts else contextlib.nullcontext():
+                return func(*args, **kwargs)
         self._read.update(storage_key(tensor) for tensor in given if self.tape.recomputed_storage_of(tensor) is None)
         self._ordinal += 1
         return self.tape.run(self._ordinal, func, args, kwargs)
@@ -152,6 +156,14 @@ class _RerunnableOps(TorchDispatchMode):
             self.tape.end_recording()
             self.tape = OpTape()
             self._read.clear()
+
+    @contextmanager
+    def _casting(self) -> Iterator[None]:
+        """Autocast is on inside, as it was where the function began; torch turns it off below a mode."""
+        with contextlib.ExitStack() as contexts:
+            for kind in self._autocast:
+                contexts.enter_context(torch.autocast(kind, dtype=torch.get_autocast_dtype(kind)))
+            yield
 
     @contextmanager
     def not_recording(self) -> Iterator[None]:

@@ -34,6 +34,9 @@ _FILLING = frozenset(
 _STATISTICS = ("running_mean", "running_var")
 # Returns of attention kernels that are only written where they drop values out: memory as it was found else.
 _UNWRITTEN = frozenset({"rng_state", "unused", "philox_seed", "philox_offset"})
+# Their kernels call others that autocast casts for, though it has no cast for these themselves. Where a mode sees ops,
+# autocast is off below it, and they give something else.
+_CASTING = frozenset({"aten::affine_grid_generator", "aten::_trilinear", "aten::linalg_pinv", "aten::linalg_lstsq"})
 _COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 
 
@@ -52,6 +55,7 @@ class OpTraits:
         state: position of an argument that a random generator keeps its state in; -1 where it has none.
         aliases: it returns its arguments or views of them, and nothing new.
         unwritten: positions of those of its results that may hold nothing, which differs from run to run.
+        casts: its kernel casts within itself under autocast, but not where a dispatch mode sees it.
         not_rerunnable_reason: why it must not run again; empty where nothing in its schema speaks against it.
     """
 
@@ -65,6 +69,7 @@ class OpTraits:
     state: int = -1
     aliases: bool = False
     unwritten: tuple[int, ...] = ()
+    casts: bool = False
     not_rerunnable_reason: str = ""
 
     def writes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -79,6 +84,14 @@ class OpTraits:
 
 
 _UNKNOWN = OpTraits(not_rerunnable_reason="it is no plain op")
+
+
+def overload_of(name: str) -> Any:
+    """``torch.ops.aten.mm.default`` of ``aten.mm.default``; None of what is no plain op here."""
+    op: Any = torch.ops
+    for part in name.split("."):
+        op = getattr(op, part, None)
+    return op
 
 
 @functools.cache
@@ -106,8 +119,15 @@ def traits_of(op: Any) -> OpTraits:
         unwritten=tuple(
             k for k, result in enumerate(schema.returns) if "attention" in schema.name and result.name in _UNWRITTEN
         ),
-        not_rerunnable_reason="it communicates with other processes" if op.namespace in _COLLECTIVES else "",
+        casts=schema.name in _CASTING,
+        not_rerunnable_reason=_why_never(op),
     )
+
+
+def _why_never(op: Any) -> str:
+    if op.namespace in _COLLECTIVES:
+        return "it communicates with other processes"
+    return "its kernel casts by itself under autocast" if op._schema.name in _CASTING else ""
 
 
 def why_not_rerunnable(traits: OpTraits, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

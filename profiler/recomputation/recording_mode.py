@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.recomputation.module_rerun import RERUN_DEPTH
-from profiler.recomputation.op_schema import traits_of
+from profiler.recomputation.op_schema import overload_of, traits_of
 from profiler.recomputation.op_tape import OpTape
 from profiler.recomputation.selection import ModuleSwitch, Selection
 from profiler.tensors.local_tensors import any_distributed
@@ -184,13 +184,5 @@ def _module_at(stage: nn.Module, name: str) -> nn.Module | None:
 @functools.lru_cache(maxsize=256)
 def _overloads(names: tuple[str, ...]) -> tuple[tuple[Any, ...], frozenset[int]]:
     """The ops of these names, and which of them change something in place."""
-    ops = tuple(_overload(name) for name in names)
+    ops = tuple(overload_of(name) for name in names)
     return ops, frozenset(k for k, op in enumerate(ops) if op is None or traits_of(op).written)
-
-
-def _overload(name: str) -> Any:
-    """``torch.ops.aten.mm.default`` of ``aten.mm.default``; None of what is no plain op here."""
-    op: Any = torch.ops
-    for part in name.split("."):
-        op = getattr(op, part, None)
-    return op

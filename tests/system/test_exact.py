@@ -268,7 +268,7 @@ def test_nothing_stays_behind_when_backward_never_comes(monkeypatch: pytest.Monk
     first = DroppedStage.run_first
     monkeypatch.setattr(DroppedStage, "run_first", lambda self, *a: stages.append(weakref.ref(self)) or first(self, *a))
     work = workload("dropout")
-    profile = planner.profile(work)
+    profile = planner.profile(work, menus=False)  # So that a stage is dropped.
     with planner.apply(work.model, planner.solve(profile, next(budgets(profile)), solver="rotor")):
         gc.disable()  # No cycles: everything goes when the graph does.
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import planner
@@ -247,6 +249,48 @@ def test_evaluating_in_another_precision_is_no_business_of_the_plan(plans: Any) 
     work = in_precision("float32")
     with planner.apply(work.model, plans["float32"]), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         work.model(work.inputs)
+
+
+class Warps(nn.Module):
+    """Moves what it sees by an affine grid, whose kernel casts within itself under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets, self.mix = nn.Conv2d(8, 2, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        still = F.affine_grid(torch.eye(2, 3).expand(len(x), 2, 3), list(x.shape), align_corners=False)
+        grid = still + 0.1 * torch.tanh(self.offsets(x)).permute(0, 2, 3, 1)
+        return x + F.leaky_relu(self.mix(F.grid_sample(x, grid, align_corners=False)), 0.1)
+
+
+class Multiplies(nn.Module):
+    """The same of ``nn.Bilinear``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.both = nn.Linear(32, 32), nn.Bilinear(32, 32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.both(x, torch.sigmoid(self.up(x)).float()))
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(Warps, (4, 8, 24, 24)), (Multiplies, (64, 32))])
+def test_ops_that_cast_within_their_kernels_are_exact_under_autocast(kind: Any, shape: tuple[int, ...]) -> None:
+    def made() -> planner.Workload:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(*(kind() for _ in range(4))), torch.randn(shape)
+        loss, optimizer = (lambda y: y.float().square().mean()), torch.optim.SGD(model.parameters(), 0.1)
+        return planner.Workload(model=model, inputs=x, loss=loss, optimizer=optimizer, autocast=torch.bfloat16)
+
+    expected, profile = state_after(made()), planner.profile(made())
+    assert "casts within its kernel" in {menu.reason for menu in profile.menus}.pop()
+    for budget_bytes in budgets(profile):
+        plan, work = planner.solve(profile, budget_bytes), made()
+        with warnings.catch_warnings(), planner.apply(work.model, plan):
+            warnings.simplefilter("error")
+            assert_same(state_after(work), expected)
+            assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
 
 
 class Layers(nn.Module):

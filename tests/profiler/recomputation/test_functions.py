@@ -111,6 +111,16 @@ def compare(function: Callable[..., Any], *shapes: tuple[int, ...], repeat: int 
         assert torch.equal(expected, found)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: F.affine_grid(x, [4, 1, 8, 8], align_corners=False).sin().float(), lambda x: nn.Bilinear(3, 3, 2)(x, x)],
+    ids=["affine grid", "bilinear"],
+)
+def test_kernels_that_cast_within_themselves_do_so_inside_of_it(function: Callable[..., Any]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        compare(function, (4, 2, 3))
+
+
 def changes_own_tensors(x: Tensor) -> Tensor:
     h = x + 1
     h[:, 1:] *= 2
