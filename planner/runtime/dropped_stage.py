@@ -15,7 +15,7 @@ from planner.plans.lowering import Rerun
 from planner.plans.plan import PlannedStage
 from planner.runtime.kept_runs import KeptRuns
 from planner.runtime.offloaded_tensors import OffloadedStorage
-from planner.runtime.plan_checks import warn_once
+from planner.runtime.plan_checks import warn_of_a_retained_graph, warn_once
 from planner.runtime.stage_input import StageInput, StageOutput
 from profiler.recomputation.module_rerun import CallState, copies_of_parameters, rerun_dropping, rerun_until_saved
 from profiler.recomputation.outer_hooks import SavedParameters
@@ -181,6 +181,7 @@ class DroppedStage:
 
     def materialise(self) -> None:
         """Make again what this stage saved, and whatever the plan makes along with it."""
+        warn_of_a_retained_graph()
         output: _RerunOutput | None = None
         for position in self._runs.backward_reaches(self.position):
             stage = self._others.get(position)

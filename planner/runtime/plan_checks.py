@@ -84,6 +84,17 @@ def warn_of_a_larger_step(nodes: int) -> None:
     )
 
 
+def warn_of_a_retained_graph() -> None:
+    """Say once that a backward under way leaves its graph for another one."""
+    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  # without a stub
+    if torch._C._current_graph_task_id() != -1 and autograd._get_current_graph_task_keep_graph():
+        say_once(
+            "planner.apply: expected a backward that frees its graph, got retain_graph=True or create_graph=True: what "
+            "it passes, and what runs again for it, is held until the graph goes; the peak is not promised. Add the "
+            "losses up and call backward once"
+        )
+
+
 def warn_once(stage: str, what: str) -> None:
     """Warn of a planned stage, each thing once in a process."""
     say_once(f"planned stage {stage!r}: {what}")

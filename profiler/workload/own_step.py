@@ -37,6 +37,7 @@ class OwnStep:
     Attributes:
         measured: which of the forwards is measured.
         forwards: how many the last run had.
+        retains: whether backward went more than once through the graph of the measured one, in the last run.
         stepped: the optimizers whose step the last run called and did not skip.
         result: what the last run returned; bound until the next one returns, as in ``loss = step()``.
         autocast: the type that autocast cast to in the last call of the model; None where it was off.
@@ -49,6 +50,7 @@ class OwnStep:
         self.model = model
         self.measured = 0
         self.forwards = 0
+        self.retains = False
         self.stepped: list[torch.optim.Optimizer] = []
         self.result: Any = None
         self.autocast: torch.dtype | None = None
@@ -86,6 +88,7 @@ class OwnStep:
             patches.remove()
         watch.check()
         self.forwards, self.input_elements = watch.backwards, watch.input_elements
+        self.retains = watch.measured_backwards > 1
         loss = _number(result)
         self.result = result
         del result
@@ -103,6 +106,7 @@ class _Watch:
         self._inside = False
         self._over = False
         self.backwards = 0
+        self.measured_backwards = 0
         self.input_elements: list[int] = []
         self.called_at_all = False
         self.loss = float("nan")
@@ -154,6 +158,7 @@ class _Watch:
         if root.numel() == 1:
             self.loss = float(root.detach())
         if self._is_measured:
+            self.measured_backwards += 1
             self._begin("backward", root)
         del roots, root
         yield

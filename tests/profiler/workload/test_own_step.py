@@ -312,6 +312,24 @@ def test_what_grows_from_step_to_step_is_said() -> None:
         planner.profile(Workload(model=model, step=step), menus=False)
 
 
+@pytest.mark.parametrize("how", ["once", "backward twice", "gradient norm first"])
+def test_a_graph_that_backward_goes_through_twice_is_said(how: str) -> None:
+    model, x, optimizer = made()
+
+    def step() -> None:
+        loss = model(x).square().mean()
+        if how == "backward twice":
+            (0.5 * loss).backward(retain_graph=True)
+        elif how == "gradient norm first":
+            torch.autograd.grad(loss, next(model.parameters()), retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    profile = planner.profile(Workload(model=model, step=step), menus=False)
+    assert any("more than once through one graph" in line for line in profile.unsteady) == (how != "once")
+
+
 def test_a_plan_for_a_step_of_micro_batches_keeps_its_budget_and_its_losses() -> None:
     def losses(budget: int | None) -> tuple[list[float], int]:
         model, x, optimizer = made()
