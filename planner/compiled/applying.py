@@ -43,6 +43,11 @@ def apply(
                 "(torch.compile), before or after"
             )
         return applier.apply(model, plan, watch=watch)
+    if watch:
+        raise ValueError(
+            "watch: expected a plan of stages to watch the loop of, got one of single ops; leave watch out, and hold "
+            "planner.measure(Workload(..., step=...)) against the plan's predicted_peak_bytes"
+        )
     if plan.copies and backend != "eager":
         raise ValueError(
             f"backend: expected 'eager' for a plan of single ops that sends values to host memory, got {backend!r}; "

@@ -23,7 +23,7 @@ from planner.plans.given_sources import plan_from_file
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.plans.rules import Rule, Rules
-from planner.runtime.applier import Handle
+from planner.runtime.applier import Handle, handle_of
 from profiler.graph_profile import GraphProfile
 from profiler.measurement import step_measurement
 from profiler.measurement.measuring import Progress
@@ -162,9 +162,10 @@ def apply(
         model: the model that was profiled, or one with the same stages; also where it was compiled, or wrapped by
             DistributedDataParallel or fully_shard since.
         plan: from ``planner.solve`` or ``Plan.load``, or the path of its file.
-        watch: take the peak of the first steps, and say once where it is above the budget, by how much and what holds
-            it. None does so on CUDA, where it is free; on the CPU the profiler runs for two steps. That a loop holds
-            gradients or outputs which the plan does not count on is said in any case. Plans of stages only.
+        watch: take the peak of the first steps, from one update to the next, and say once where it is above the
+            budget, by how much and what holds it. None does so on CUDA, where it is free; on the CPU the profiler runs
+            for two steps. That a loop holds gradients or outputs which the plan does not count on is said in any case.
+            Plans of stages only.
         backend: of a plan of single ops: ``"eager"`` runs the ops as they are; ``"inductor"`` has Inductor compile
             them, faster and with a peak near the predicted one: ``planner.verify`` finds a plan that is within its
             budget then. It needs a C++ compiler on the CPU.
@@ -178,7 +179,8 @@ def apply(
         RankError: ranks apply different plans (of another ``fingerprint``), or it failed on one of them.
         UnsupportedPlan: the plan's schedule cannot be carried out.
         ValueError: another plan is applied already, an argument is of another kind, the file is no plan,
-            checkpointing of the model's own is switched on, or there is no such backend.
+            checkpointing of the model's own is switched on, there is no such backend, or ``watch`` is given with a plan
+            of single ops.
     """
     ranks = current_ranks()
     if ranks is None:
@@ -209,7 +211,12 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
         ValueError: ``repeats`` is below one.
     """
     check_workload(workload, "measure")
-    ranks = current_ranks()
+    ranks, handle = current_ranks(), handle_of(workload.model)
+    with contextlib.nullcontext() if handle is None else handle.outside_loop():
+        return _measured(workload, repeats, ranks)
+
+
+def _measured(workload: Workload, repeats: int, ranks: Ranks | None) -> Measurement:
     if ranks is None:
         return step_measurement.measure(workload, repeats=repeats)
     with ranks.together("measure"):

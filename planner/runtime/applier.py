@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable
@@ -90,10 +91,16 @@ class Handle(Generic[AnyPlan]):
                 'profiled, or solve without reshard="solve"'
             ) from error
 
+    def outside_loop(self) -> contextlib.AbstractContextManager[None]:
+        """Steps within it are none of the loop that ``apply`` watches."""
+        return contextlib.nullcontext() if self._watch is None else self._watch.outside_loop()
+
     def remove(self) -> None:
         """Take the plan off; calling it again does nothing."""
         while self._units:
             self._units.pop()()
+        if self._watch is not None:
+            self._watch.end()
         self._patches.remove()
         model = self._model()
         if model is not None and _PLANNED.get(model) is self:

@@ -12,26 +12,26 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from planner.plans.plan import Plan
+from planner.runtime.loop_peak import LoopPeak
 from planner.runtime.plan_checks import say_once
 from planner.units import format_bytes
-from profiler.measurement.device_memory import requested_bytes
-from profiler.measurement.meter import Mark, Meter, memory_meter
 from profiler.tensors.storages import distinct_bytes, has_storage, storage_key, storage_of
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import CompiledForward, Forward, is_compiled, leave_uncompiled
 
 leave_uncompiled(__name__)
 
-# Forwards whose outputs are looked after; a meter runs from the begin of the second to that of the last.
-WATCHED = 4
-_STEP = Mark("forward")
+_LOST = (
+    "planner.apply: expected the profiler to run for two steps (watch=True), got another one that was begun meanwhile: "
+    "the peak of this loop is not taken; begin yours after the fourth step, or leave watch=True out"
+)
+WATCHED = 4  # forwards whose outputs are looked after, and more as long as a peak is still to be taken
 
 
 class LoopWatch:
     """What a loop holds beside what its plan counts on, looked at as forwards begin.
 
-    That gradients or outputs are there costs nothing to see. The peak is read from the allocator's counters on CUDA,
-    where this is free, and from the profiler's events on the CPU.
+    That gradients or outputs are there costs nothing to see.
 
     Args:
         plan: that is applied.
@@ -46,7 +46,6 @@ class LoopWatch:
     def __init__(self, plan: Plan, model: nn.Module, device: torch.device, *, metered: bool) -> None:
         self._plan = plan
         self._model = weakref.ref(model)
-        self._device = device
         self.peak_bytes: int | None = None
         self._forwards = 0
         self._outputs: list[tuple[weakref.ref[Any], int, str]] = []  # storages with their bytes and who made them
@@ -55,8 +54,8 @@ class LoopWatch:
         self._names: Literal["unknown", "wanted", "seen"] = "unknown"
         self._said: set[str] = set()
         if plan.beside and device.type == "cpu":
-            metered = False  # From one forward to the next is no step.
-        self._meter = None if not metered else _CudaPeak(device, plan) if device.type == "cuda" else _CpuPeak()
+            metered = False  # Several micro-batches are in flight as one of them begins.
+        self._peak = LoopPeak(plan, model, device) if metered else None
 
     def forward_begins(self) -> None:
         """Look at what is there."""
@@ -65,11 +64,31 @@ class LoopWatch:
         if model is None:
             return
         more_bytes = self._look_for_gradients(model)
-        if self._forwards > WATCHED:
-            return
-        if self._forwards > 1:
+        if self._looks_after_outputs and self._forwards > 1:
             more_bytes += self._look_for_outputs(max(0, -more_bytes))
-            self._take_peak(more_bytes)
+        if self._peak is not None:
+            self._take_peak(self._peak, more_bytes)
+
+    @contextlib.contextmanager
+    def outside_loop(self) -> Iterator[None]:
+        """Of the steps within it no peak is taken: they are metered by themselves, and none of the loop's."""
+        peak, self._peak = self._peak, None
+        if peak is not None:
+            peak.pause()
+        try:
+            yield
+        finally:
+            self._peak = peak
+
+    def end(self) -> None:
+        """Take no more peaks: the plan is taken off."""
+        if self._peak is not None:
+            self._peak.stop()
+            self._peak = None
+
+    @property
+    def _looks_after_outputs(self) -> bool:
+        return self._forwards <= WATCHED or self._peak is not None
 
     @contextlib.contextmanager
     def forward(self, forward: Forward) -> Iterator[None]:
@@ -100,7 +119,7 @@ class LoopWatch:
 
     def forward_ends(self, output: Any) -> None:
         """Remember what the model returned, without holding it."""
-        if self._forwards > WATCHED:
+        if not self._looks_after_outputs:
             return
         seen: set[int] = set()
         for tensor in tensors_in(output):
@@ -147,34 +166,38 @@ class LoopWatch:
         self._outputs = [entry for entry in self._outputs if entry[0]() is not None]
         expected_bytes = 0 if self._plan.resident is None else self._plan.resident.loop
         more_bytes = sum(size for _, size, _ in self._outputs) - expected_bytes
+        # What a step of the user's own refers to stays, whatever becomes of an output.
+        own_step = self._plan.resident is not None and not self._plan.resident.inputs
         said_bytes = more_bytes - spare_bytes
         if said_bytes > 0 and self._names == "unknown":
             self._names = "wanted"
         elif said_bytes > 0:
             _, size, maker = max(self._outputs, key=lambda entry: (entry[1], bool(entry[2])))
             made_by = f", made by {maker}" if maker else ""
-            remedy = "delete it before backward" if not expected_bytes else "keep one at a time"
-            known = "" if expected_bytes else "keeps_output=True or "
+            if own_step:
+                remedy = "delete it before the next forward, or profile a step that holds it as this loop does"
+            elif expected_bytes:
+                remedy = "keep one at a time, or profile with Workload(step=...)"
+            else:
+                remedy = "delete it before backward, or profile with keeps_output=True or Workload(step=...)"
             self._say(
                 "outputs",
                 f"planner.apply: your loop still holds the model's output, {format_bytes(size)}{made_by}: the peak may "
-                f"be {format_bytes(said_bytes)} higher than the plan's; {remedy}, or profile with {known}"
-                "Workload(step=...)",
+                f"be {format_bytes(said_bytes)} higher than the plan's; {remedy}",
             )
-        # What a step of the user's own refers to stays, whatever becomes of an output.
-        own_step = self._plan.resident is not None and not self._plan.resident.inputs
         return max(0, more_bytes) if own_step else more_bytes
 
-    def _take_peak(self, more_bytes: int) -> None:
-        """Of the step before.
+    def _take_peak(self, peak: LoopPeak, more_bytes: int) -> None:
+        """Of the step before, where a forward begins another one.
 
         Args:
+            peak: takes it.
             more_bytes: by which there is more now than the plan counts on.
         """
-        if self._meter is None:
-            return
         resident_bytes = self._plan.resident_bytes if self._plan.chain is None else self._plan.chain.resident_bytes
-        peak_bytes = self._meter.begin(resident_bytes + more_bytes)
+        peak_bytes = peak.forward_begins(resident_bytes + more_bytes)
+        if peak.is_lost:
+            self._say("lost", _LOST)
         if peak_bytes is not None:
             self.peak_bytes = max(peak_bytes, self.peak_bytes or 0)
         over_bytes = 0 if peak_bytes is None else peak_bytes - self._plan.budget_bytes
@@ -186,59 +209,8 @@ class LoopWatch:
                 f"planner.apply: a step of your loop takes {format_bytes(self._plan.budget_bytes + over_bytes)}, "
                 f"{format_bytes(over_bytes)} above the budget{what}. Profile the loop as it is: Workload(step=...)",
             )
-        if self._forwards == WATCHED:
-            self._meter.stop()
-            self._meter = None
-
-
-class _CudaPeak:
-    """The allocator's own peak, read at the begin of every step; nothing of it is reset where that can be helped.
-
-    What others have on the device (workspaces of libraries, other models) is in its counters and left out here.
-    """
-
-    def __init__(self, device: torch.device, plan: Plan) -> None:
-        self._device = device
-        if requested_bytes(device).peak > plan.budget_bytes:  # An unplanned step ran before.
-            torch.cuda.reset_peak_memory_stats(device)
-        self._before_bytes = requested_bytes(device).peak
-
-    def begin(self, resident_bytes: int) -> int | None:
-        """Most bytes at once in the step before, by what is there now; None where it was no new peak."""
-        found = requested_bytes(self._device)
-        before_bytes, self._before_bytes = self._before_bytes, found.peak
-        return resident_bytes + found.peak - found.now if found.peak > before_bytes else None
-
-    def stop(self) -> None:
-        """Nothing runs."""
-
-
-class _CpuPeak:
-    """The memory meter over two steps: in the second it sees what the first one left go."""
-
-    def __init__(self) -> None:
-        self._meter: Meter | None = None
-        self._began = 0
-
-    def begin(self, resident_bytes: int) -> int | None:
-        """Most bytes at once in the step before, by what is there now; None where it was not metered."""
-        self._began += 1
-        if self._began == 1 and not torch.autograd._profiler_enabled():
-            self._meter = memory_meter(torch.device("cpu"), 0)
-            self._meter.start(_STEP)
-        elif self._began == 2 and self._meter is not None:
-            self._meter.mark(_STEP)
-        elif self._began == 3 and self._meter is not None:
-            meter, self._meter = self._meter, None
-            _, step = meter.stop()[-1]
-            return resident_bytes + step.peak_bytes - step.start_bytes
-        return None
-
-    def stop(self) -> None:
-        """Stop a meter that still runs."""
-        if self._meter is not None:
-            self._meter.stop()
-            self._meter = None
+        if peak.is_over:
+            self._peak = None
 
 
 def is_metered(watch: bool | None, device: torch.device) -> bool:

@@ -276,3 +276,10 @@ def test_an_op_that_fails_on_its_input_is_said_in_its_own_words_with_the_line(pr
     plan = planner.solve(profiled, "85%", time_limit_seconds=2)
     with planner.apply(work.model, plan), pytest.raises(planner.CaptureError, match=said):
         work.model(torch.randn(BATCH, WIDTH + 1))
+
+
+def test_a_loop_under_a_plan_of_single_ops_is_not_watched(profiled: GraphProfile) -> None:
+    work = work_of()
+    with pytest.raises(ValueError, match="watch: expected a plan of stages to watch the loop of"):
+        planner.apply(work.model, planner.solve(profiled, "100%"), watch=True)
+    planner.apply(work.model, planner.solve(profiled, "100%")).remove()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner.runtime import loop_watch
+from planner.runtime import loop_peak, loop_watch
 from profiler.measurement.device_memory import RequestedBytes
 from profiler.workload.workload import Workload
 
@@ -154,12 +154,13 @@ class DeviceCounters:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, now: int, peak: int) -> None:
         self.now, self.peak = now, peak
-        monkeypatch.setattr(loop_watch, "requested_bytes", lambda device: RequestedBytes(self.now, self.peak))
+        monkeypatch.setattr(loop_peak, "requested_bytes", lambda device: RequestedBytes(self.now, self.peak))
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(self, "peak", self.now))
 
-    def run_step(self, step_bytes: int, left_bytes: int = 0) -> None:
+    def run_step(self, model: nn.Module, step_bytes: int, left_bytes: int = 0) -> None:
         self.peak = max(self.peak, self.now + left_bytes + step_bytes)
         self.now += left_bytes
+        torch.optim.SGD(model.parameters()).step()
 
 
 @pytest.mark.parametrize("others_bytes", [0, 2**30])
@@ -175,14 +176,115 @@ def test_on_cuda_others_on_the_device_are_no_part_of_a_steps_peak(
         warnings.simplefilter("always")
         watch = loop_watch.LoopWatch(plan, model, torch.device("cuda", 0), metered=True)
         watch.forward_begins()
-        counters.run_step(step_bytes, left_bytes=2**25)  # The first step makes a workspace, which stays.
+        counters.run_step(model, step_bytes, left_bytes=2**25)  # The first step makes a workspace, which stays.
         watch.forward_begins()
         assert watch.peak_bytes == plan.budget_bytes
         counters.now -= others_bytes // 2
+        counters.run_step(model, 0)
         watch.forward_begins()  # No new peak: what is there now says nothing of the one before.
         assert watch.peak_bytes == plan.budget_bytes
         assert not [each for each in caught if "above the budget" in str(each.message)]
-        counters.run_step(2**31)
+        counters.run_step(model, 2**31)
         watch.forward_begins()
     assert watch.peak_bytes == plan.resident_bytes + 2**31
     assert len([each for each in caught if "above the budget" in str(each.message)]) == 1
+
+
+def stack_and_step(micro_batches: int, *, fused: bool = False) -> tuple[nn.Module, Callable[[], None], list[int]]:
+    """A model, a step of so many micro-batches, and bytes that it takes beside them, before its update, in a list."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    x, beside_bytes = torch.randn(512, 64), [0]
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=not fused)
+        for part in x.chunk(micro_batches):
+            (model(part).square().mean() / micro_batches).backward()
+        del part
+        torch.empty(beside_bytes[0], dtype=torch.uint8)
+        optimizer.step()
+
+    return model, step, beside_bytes
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
+def test_a_step_lasts_from_update_to_update_however_many_forwards_it_has(micro_batches: int, fused: bool) -> None:
+    model, step, beside_bytes = stack_and_step(micro_batches, fused=fused)
+    plan = planner.solve(planner.profile(planner.Workload(model=model, step=step), menus=False), "100%")
+    with planner.apply(model, plan, watch=True) as handle:
+        for _ in range(4):
+            step()
+    assert handle.measured_peak_bytes == plan.predicted_peak_bytes
+    beside_bytes[0] = 50_000_000
+    with warnings.catch_warnings(record=True) as caught, planner.apply(model, plan, watch=True) as handle:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            step()
+    assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes > beside_bytes[0]
+    assert [each for each in caught if "a step of your loop takes" in str(each.message)]
+
+
+@pytest.mark.parametrize("before", range(4))
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_steps_that_are_measured_are_none_of_the_loop(micro_batches: int, before: int) -> None:
+    model, step, _ = stack_and_step(micro_batches)
+    workload = planner.Workload(model=model, step=step)
+    plan = planner.solve(planner.profile(workload, menus=False), "100%")
+    with planner.apply(model, plan, watch=True) as handle:
+        for _ in range(before):
+            step()
+        assert planner.measure(workload, repeats=1).peak_bytes == plan.predicted_peak_bytes
+        assert handle.measured_peak_bytes is None
+        for _ in range(4):
+            step()
+    assert handle.measured_peak_bytes == plan.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("before", range(6))
+def test_a_profiler_of_the_users_own_sees_its_steps(before: int) -> None:
+    model, step, _ = stack_and_step(1)
+    plan = planner.solve(planner.profile(planner.Workload(model=model, step=step), menus=False), "100%")
+    with warnings.catch_warnings(record=True) as caught, planner.apply(model, plan, watch=True) as handle:
+        warnings.simplefilter("always")
+        for _ in range(before):
+            step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+            for _ in range(3):
+                step()
+        for _ in range(4):
+            step()
+    assert sum(event.key == "Optimizer.step#AdamW.step" for event in profiled.key_averages()) == 1
+    assert sum(event.name == "aten::addmm" for event in profiled.events() or []) == 18
+    taken_away = 2 <= before < 4
+    assert (handle.measured_peak_bytes is None) == taken_away
+    assert any("got another one" in str(each.message) for each in caught) == taken_away
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_no_profiler_runs_once_the_plan_is_taken_off(steps: int) -> None:
+    model, step, _ = stack_and_step(1)
+    plan = planner.solve(planner.profile(planner.Workload(model=model, step=step), menus=False), "100%")
+    with planner.apply(model, plan, watch=True):
+        for _ in range(steps):
+            step()
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_an_output_that_a_step_of_ones_own_lets_go_of_is_to_be_let_go_of_in_the_loop() -> None:
+    torch.manual_seed(0)
+    model, x = Classifier(), torch.randn(BATCH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        let_go(model, x, optimizer, {})
+
+    plan = planner.solve(planner.profile(planner.Workload(model=model, step=step), menus=False), "100%")
+    held: dict[str, Tensor] = {}
+    with warnings.catch_warnings(record=True) as caught, planner.apply(model, plan):
+        warnings.simplefilter("always")
+        for _ in range(4):
+            usual(model, x, optimizer, held)
+    (found,) = [str(each.message) for each in caught if "still holds" in str(each.message)]
+    assert "delete it before the next forward, or profile a step that holds it" in found
