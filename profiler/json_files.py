@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -22,20 +24,37 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     Of a link, what it points to is replaced; into a device or a pipe, as ``/dev/stdout``, the content is written.
 
     Raises:
-        ValueError: the folder does not exist or cannot be written to.
+        ValueError: the folder does not exist or cannot be written to, there is no room, or the name is too long.
     """
     data = content.encode() if isinstance(content, str) else content
+    target = Path(path) if is_special(path) else Path(os.path.realpath(path))
+    try:
+        _write(target, data)
+    except OSError as error:
+        raise ValueError(_not_written(target, error)) from error
+
+
+def check_writable(path: str | Path) -> None:
+    """Refuse what ``write_whole`` could not write; raises ValueError as that does, but where there is no room."""
     if is_special(path):
-        with open(path, "wb") as stream:
-            stream.write(data)
         return
     target = Path(os.path.realpath(path))
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(target)  # The name itself: the one beside it is shorter.
+        handle, temporary = _beside(target)
+        os.close(handle)
+        os.unlink(temporary)
     except OSError as error:
-        raise ValueError(
-            f"{target}: expected a folder that can be written to, got {error.strerror}; create it or choose another"
-        ) from error
+        raise ValueError(_not_written(target, error)) from error
+
+
+def _write(target: Path, data: bytes) -> None:
+    if is_special(target):
+        with open(target, "wb") as stream:
+            stream.write(data)
+        return
+    handle, temporary = _beside(target)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -44,6 +63,18 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _beside(target: Path) -> tuple[int, str]:
+    return tempfile.mkstemp(dir=target.parent, prefix=target.name[:32], suffix=".part")
+
+
+def _not_written(target: Path, error: OSError) -> str:
+    if error.errno == errno.ENAMETOOLONG:
+        return f"{target}: expected a name that the file system can have, got one too long; choose a shorter one"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"{target}: expected room to write it, got {error.strerror}; make room or choose another place"
+    return f"{target}: expected a folder that can be written to, got {error.strerror}; create it or choose another"
 
 
 def is_special(path: str | Path) -> bool:
@@ -68,8 +99,10 @@ def read_document(path: str | Path, formats: dict[str, int]) -> dict[str, Any]:
     """
     from_input = str(path) == "-"
     path = "standard input" if from_input else path
+    if from_input and sys.stdin is None:
+        raise ValueError(f"{path}: expected a JSON document, got none: it is closed; pass the name of a file")
     try:
-        text = sys.stdin.read() if from_input else Path(path).read_text()
+        text = sys.stdin.read().removeprefix("\ufeff") if from_input else Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: expected a readable JSON file, got {error}; check the path") from error
     try:
@@ -77,12 +110,12 @@ def read_document(path: str | Path, formats: dict[str, int]) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError(f"{path}: expected a JSON document, got one nested without end; make it again") from error
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}: expected a whole JSON document, got one that breaks off: {error}; make it again"
-        ) from error
+        what = "more than one" if error.msg == "Extra data" else "one that breaks off"
+        raise ValueError(f"{path}: expected a whole JSON document, got {what}: {error}; make it again") from error
     kind = document.get("format") if isinstance(document, dict) else None
     if not isinstance(kind, str) or kind not in formats:
-        raise ValueError(f"{path}: expected a file of format {' or '.join(formats)}, got {kind!r}; pass another file")
+        got = "none" if kind is None else repr(kind)
+        raise ValueError(f"{path}: expected a file of format {' or '.join(formats)}, got {got}; pass another file")
     if document.get("version") != formats[kind]:
         raise ValueError(
             f"{path}: expected {kind} version {formats[kind]}, got {document.get('version')!r}; "

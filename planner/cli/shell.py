@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
 import math
 import os
@@ -25,11 +27,12 @@ from planner.cli.errors import UsageError, naming_option, option_in, own_line, u
 from planner.cli.interrupts import INTERRUPTED, say_interrupted
 from planner.cli.options import RECORDED
 from planner.units import format_bytes, show_sizes_like
-from profiler.json_files import is_special
+from profiler.json_files import check_writable, is_special
 
 WRONG_INPUT = 2
 NO_PLAN = 3
 RETRIES = 3  # of --retry without a number: each takes at least a twentieth off the budget
+LEAST_WIDTH = 40  # Below it numbers would be cut off.
 PLAIN_WIDTH = 100  # columns where the output is no terminal
 SEARCH_LINE_SECONDS = 10.0  # between lines of a search
 LINE_SECONDS = 2.0  # between lines of progress there: a log says what goes on without a line for every stage
@@ -91,6 +94,9 @@ class PlannerGroup(TyperGroup):
     """The commands, ending as the contract says: 2 for wrong input, 3 where no plan comes out, 130 by Ctrl-C."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # What its encoding lacks is no reason to lose a result.
+                stream.reconfigure(errors="replace")
         try:
             return super().main(*args, **extra)
         finally:  # Of what was said to this command, nothing holds for another one in this process.
@@ -130,6 +136,15 @@ class PlannerGroup(TyperGroup):
                 _refuse(message, error.status, known)
                 raise typer.Exit(NO_PLAN) from error
             _refuse(message, where="" if _talk.traceback else own_line(error))
+            raise typer.Exit(WRONG_INPUT) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # Whoever reads wants no more.
+                raise
+            _talk.answered = _talk.answered or error.filename is None
+            _refuse(
+                f"{error.filename or 'standard output'}: expected a place that can be written to, got "
+                f"{error.strerror or error}; make room or choose another"
+            )
             raise typer.Exit(WRONG_INPUT) from error
         except KeyboardInterrupt as error:
             say_interrupted()
@@ -226,6 +241,7 @@ def check_folder(path: Path | None) -> None:
         raise ValueError(f"{path}: expected a folder that exists, got none at {str(path.parent)!r}; create it first")
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"{path}: expected a folder that can be written to, got {str(path.parent)!r}; choose another")
+    check_writable(path)
 
 
 def show(*parts: RenderableType) -> None:
@@ -241,7 +257,8 @@ def show(*parts: RenderableType) -> None:
             console.print(part)
         return
     columns = os.environ.get("COLUMNS", "")
-    console = Console(width=int(columns) if columns.isdecimal() and int(columns) else PLAIN_WIDTH, highlight=False)
+    width = max(LEAST_WIDTH, int(columns)) if columns.isdecimal() and int(columns) else PLAIN_WIDTH
+    console = Console(width=width, highlight=False)
     with console.capture() as printed:
         for part in parts:
             console.print(part)

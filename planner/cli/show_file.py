@@ -266,6 +266,6 @@ def _verdict(plan: Plan, measured: MeasuredStep | None) -> list[RenderableType]:
     slowdown = planned.seconds / unplanned.seconds if unplanned.seconds else 1.0
     times = f"{slowdown:.2f} x the {format_seconds(unplanned.seconds)} without it"
     comparisons.append(
-        ("time with the plan", f"{format_seconds(planned.seconds)}: {times}, {plan.slowdown:.2f} x predicted")
+        ("time with the plan", f"{format_seconds(planned.seconds)}: {times} (predicted: {plan.slowdown:.2f} x)")
     )
     return ["", tables.facts(comparisons)]

@@ -114,6 +114,7 @@ def wrapped(text: Text, width: int) -> list[Text]:
     >>> [str(line) for line in wrapped(Text("encoder.layers.10 to 12, 2.57 MiB"), 10)]
     ['encoder.', 'layers.10', 'to 12,', '2.57 MiB']
     """
+    width = max(1, width)  # At least a character a line, where there is no room.
     lines: list[Text] = []
     for paragraph in text.split("\n", allow_blank=True):
         plain, begin = str(paragraph), 0

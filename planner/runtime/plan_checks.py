@@ -78,9 +78,9 @@ def running_backward() -> bool:
 def warn_of_a_larger_step(nodes: int) -> None:
     """Say once that a forward did more than the profiled one: what it saves besides is in no plan."""
     say_once(
-        f"planner.apply: expected the forward that was profiled, got one with {nodes} more differentiable ops (a rate "
-        "that was 0, a frozen part that is trained now, another branch); the peak is not promised. Profile it as it is "
-        "now"
+        f"planner.apply: expected the forward that was profiled, got one with {nodes} more differentiable ops (more "
+        "layers, a rate that was 0, a frozen part that is trained now, another branch); the peak is not promised. "
+        "Profile it as it is now"
     )
 
 

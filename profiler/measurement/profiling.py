@@ -161,13 +161,23 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
                 raise
             raise ProfileError(
                 f"profile: expected a step that runs the same way several times and under saved-tensor hooks, got "
-                f"{type(error).__name__}: {error}; leave what fails out of the workload"
+                f"{_failure(error)}"
             ) from error
         profile = replace(assemble(workload, measured, resident), frugal=limit_bytes is not None)
         if limit_bytes is None:
             profile = replace(profile, allocator_bytes=allocator_bytes_of(workload, set_aside_bytes))
         # A step that runs forward several times would send as often as that over the link.
         return replace(profile, link=measure_link(workload.device) if profile.evaluations == 1 else None)
+
+
+def _failure(error: Exception) -> str:
+    """What came of a step, and what helps."""
+    if isinstance(error, StopIteration):
+        return (
+            "StopIteration: profiling runs it some dozens of times; train on a batch that is there, not on the next "
+            "one of an iterator"
+        )
+    return f"{type(error).__name__}: {error}; leave what fails out of the workload"
 
 
 def first_plain_step(workload: Workload) -> None:

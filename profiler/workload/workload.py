@@ -364,10 +364,10 @@ class Workload:
                 message = "expected gradients to be enabled, got no_grad or inference_mode; leave that context"
                 raise ValueError(f"Workload: {message}")
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                f"Workload: expected a scalar loss that requires grad, got {got}; "
-                "pass loss=, a callable on the model's output, or labels in the inputs"
-            )
+            remedy = "pass loss=, a callable on the model's output, or labels in the inputs"
+            if isinstance(loss, Tensor) and loss.numel() == 1:
+                got, remedy = "one that nothing trained goes into", "unfreeze what is to be trained, or detach less"
+            raise ValueError(f"Workload: expected a scalar loss that requires grad, got {got}; {remedy}")
         return loss
 
 

@@ -218,7 +218,7 @@ def test_a_device_takes_what_is_written_and_stays_one(files):
 
 
 def test_a_file_name_that_no_folder_takes_is_refused(files, tmp_path):
-    assert "expected a folder that can be written to" in refused(
+    assert "expected a name that the file system can have" in refused(
         "solve", files / "profile.json", "--budget", "80%", "-o", tmp_path / ("x" * 300)
     )
 

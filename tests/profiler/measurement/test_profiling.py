@@ -250,3 +250,24 @@ def test_existing_gradients_are_resident() -> None:
     assert profile.resident.gradients == trainable
     assert all(p.grad is None for p in work.model.parameters())
     assert planner.measure(work, repeats=1).peak_bytes == profile.unplanned_peak_bytes
+
+
+def test_a_step_that_takes_the_next_batch_of_an_iterator_is_told_to_take_one_that_is_there() -> None:
+    model, batches = nn.Linear(4, 4), iter([torch.ones(2, 4)] * 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(next(batches)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(
+        planner.ProfileError, match="train on a batch that is there, not on the next one of an iterator"
+    ):
+        planner.profile(planner.Workload(model=model, step=step))
+
+
+def test_a_loss_that_nothing_trained_goes_into_says_so() -> None:
+    workload = planner.Workload(model=nn.Linear(4, 4).requires_grad_(False), inputs=torch.ones(2, 4), loss=torch.sum)
+    with pytest.raises(ValueError, match="got one that nothing trained goes into; unfreeze"):
+        planner.profile(workload)
