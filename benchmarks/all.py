@@ -11,7 +11,7 @@ from benchmarks.evidence.benchmark_list import BENCHMARKS
 from benchmarks.evidence.listing import Benchmark, Table
 from benchmarks.evidence.page import DOCS, PAGES
 from benchmarks.evidence.running import WORK, run_all
-from benchmarks.evidence.states import FRESH, RESULTS, changed_files, derive_missing, result_of, state_of
+from benchmarks.evidence.states import OF_TODAY, RESULTS, changed_files, derive_missing, result_of, review, state_of
 from profiler.json_files import write_whole
 
 
@@ -27,6 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1 if stale and options.check else 0
     if options.derive:
         print("\n".join(derive_missing()) or "every result has its fingerprint")
+        return 0
+    if options.review:
+        pairs = review(options.review, options.why, options.but)
+        print(f"written down: {pairs} fingerprints, with those of before")
         return 0
     if options.page:
         _write_pages()
@@ -56,13 +60,23 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--check", action="store_true", help="the same, with exit code 1 where one is")
     what.add_argument("--page", action="store_true", help="write the pages of results from the result files")
     what.add_argument("--derive", action="store_true", help="give results without a fingerprint that of their commit")
+    what.add_argument(
+        "--review",
+        metavar="COMMIT",
+        help="write down that what changed since then was read and changes nothing that is measured, for a reason "
+        "(--why), but for what --but names",
+    )
+    parser.add_argument("--why", default="", metavar="TEXT", help="of --review: in a sentence")
+    parser.add_argument("--but", nargs="+", metavar="NAME", default=[], help="of --review: benchmarks that it changes")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these benchmarks: names of --list")
     parser.add_argument("--again", action="store_true", help="also those that were done before on the same code")
     parser.add_argument("--work", type=Path, default=WORK, help="logs, and tables until they are whole")
     options = parser.parse_args(arguments)
-    unknown = [name for name in options.only or () if name not in BENCHMARKS]
-    if unknown:
-        parser.error(f"--only: expected names of --list, got {', '.join(unknown)}")
+    for option, names in (("--only", options.only or ()), ("--but", options.but)):
+        if unknown := [name for name in names if name not in BENCHMARKS]:
+            parser.error(f"{option}: expected names of --list, got {', '.join(unknown)}")
+    if bool(options.review) != bool(options.why):
+        parser.error("--why: expected a sentence with --review, and only there; say why nothing measured is another")
     return options
 
 
@@ -79,8 +93,8 @@ def _stale(chosen: Sequence[Benchmark]) -> int:
     for each in chosen:
         for table in each.tables:
             state = state_of(each, table, RESULTS)
-            stale += state != FRESH
-            changed = changed_files(each, table) if state != FRESH else []
+            stale += state not in OF_TODAY
+            changed = changed_files(each, table) if state not in OF_TODAY else []
             more = f", {len(changed)} files changed, as {changed[0]}" if changed else ""
             print(f"{table.name}: {state}{more}{_date(table)}")
     print(f"{stale} not of today's code" if stale else "all of today's code")

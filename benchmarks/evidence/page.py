@@ -18,7 +18,9 @@ INTRO = (
     "What was measured, each with the file that holds all rows, the command, versions and date. This page is written "
     "from these files by `python -m benchmarks.all --page`. Its last column says whether any statement of the "
     "benchmark, or of what it imports of our packages, has changed since: a result that is older may still hold, but "
-    "nobody has looked. It is as of the last writing of this page (in the site: of the build); "
+    "nobody has looked. Where somebody has read what changed, and says why nothing that is measured is another, the "
+    "column says so, and [reviews.json](../benchmarks/results/reviews.json) has the reason. It is as of the last "
+    "writing of this page (in the site: of the build); "
     "`python -m benchmarks.all --stale` says it of now, with the files that changed."
 )
 UNMEASURED = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,10 +14,13 @@ import pandas as pd
 from benchmarks.evidence.benchmark_list import BENCHMARKS
 from benchmarks.evidence.fingerprints import ROOT, Read, files_of, fingerprint, of_commit, statements, working_tree
 from benchmarks.evidence.listing import Benchmark, Table
+from benchmarks.evidence.reviews import add_review, is_reviewed
 from profiler.json_files import write_whole
 
 RESULTS = ROOT / "benchmarks" / "results"
 FRESH, OLDER, UNKNOWN, MISSING = "as measured", "older than the code", "unknown", "missing"
+REVIEWED = "as measured, changes read"
+OF_TODAY = (FRESH, REVIEWED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +71,31 @@ def state_of(benchmark: Benchmark, table: Table, folder: Path = RESULTS) -> str:
         return MISSING
     if not result.code:
         return UNKNOWN
-    return FRESH if result.code == code_today(benchmark.module) else OLDER
+    today = code_today(benchmark.module)
+    if result.code == today:
+        return FRESH
+    return REVIEWED if is_reviewed(result.code, today) else OLDER
 
 
 @cache
 def code_today(module: str) -> str:
     """The fingerprint of what a benchmark measures as it lies here."""
     return fingerprint(module)
+
+
+def review(commit: str, why: str, but: Collection[str] = ()) -> int:
+    """Write down that what has changed since a commit changes nothing that is measured; of how many fingerprints.
+
+    Args:
+        commit: before the change.
+        why: in a sentence.
+        but: names of benchmarks of which it does.
+    """
+    modules = {benchmark.module for name, benchmark in BENCHMARKS.items() if name not in but}
+    pairs = {code_today(module): _fingerprint_at(commit, module) for module in modules}
+    pairs = {after: before for after, before in pairs.items() if after != before}
+    add_review(_git("rev-parse", "--short", commit), why, pairs)
+    return len(pairs)
 
 
 def derive_missing(folder: Path = RESULTS) -> list[str]:
