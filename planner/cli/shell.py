@@ -239,8 +239,6 @@ def check_folder(path: Path | None) -> None:
         raise ValueError(f"{path}: expected the name of a file to write, got a folder; add a file name")
     if not os.path.isdir(path.parent):
         raise ValueError(f"{path}: expected a folder that exists, got none at {str(path.parent)!r}; create it first")
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{path}: expected a folder that can be written to, got {str(path.parent)!r}; choose another")
     check_writable(path)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import warnings
 
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 from planner.cli import shell
 from planner.cli.commands import app
 from planner.cli.errors import naming_option, option_in
+from profiler import json_files
 from tests.support.command_line import TARGETS, done, refused, run
 
 COMMANDS = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
@@ -136,8 +139,12 @@ def test_quiet_says_nothing_of_what_the_target_prints(own, tmp_path, monkeypatch
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_any_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(shell.os, "access", lambda path, mode: path != tmp_path)
-    assert "expected a folder that can be written to" in refused("profile", "zoo:mlp", "-o", tmp_path / "p.json")
+    def denied(dir, **_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(dir))
+
+    monkeypatch.setattr(json_files.tempfile, "mkstemp", denied)
+    assert "expected a folder that can be written to" in refused("profile", *TINY, "-o", tmp_path / "p.json")
+    assert run("profile", *TINY, "-o", tmp_path / "p.json").stderr.startswith("error: ")  # No progress before.
 
 
 def test_verbose_has_a_line_for_each_part_of_the_work(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 
 from planner.cli import shell
 from planner.explain.tables import plain_table
-from tests.support.command_line import done, refused
+from tests.support.command_line import done, refused, run
 
 ROOT = Path(__file__).parents[3]
 PROBLEM = ("solve", ROOT / "benchmarks" / "problems" / "vgg16-99.json", "--budget", "100%")
@@ -62,10 +62,11 @@ def test_a_closed_standard_input_is_said(tmp_path: Path) -> None:
     assert ran.returncode == 2 and b"standard input: expected a JSON document, got none: it is closed" in ran.stderr
 
 
-def test_a_name_that_cannot_be_is_refused_before_the_work(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(shell, "working", None)  # No work begins.
-    text = refused("profile", "zoo:mlp", "-o", tmp_path / f"{'a' * 300}.json")
+def test_a_name_that_cannot_be_is_refused_before_the_work(tmp_path: Path) -> None:
+    profile = ("profile", "zoo:mlp", "--set", "layers=2", "hidden=8", "-o", tmp_path / f"{'a' * 300}.json")
+    text = refused(*profile)
     assert "expected a name that the file system can have, got one too long; choose a shorter one" in text
+    assert run(*profile).stderr.startswith("error: ")  # No progress before.
     assert list(tmp_path.iterdir()) == []
 
 
