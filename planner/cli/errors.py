@@ -76,6 +76,8 @@ def naming_option(message: str, params: Iterable[Any]) -> str:
         return f"TARGET{message.removeprefix('target')}"
     if subject == "zoo":
         return f"TARGET: {rest}"
+    if subject.startswith("zoo:"):
+        return f"TARGET {message}"
     subject = re.sub("^an? ", "", subject)
     option = f"--{subject.replace(' ', '-').replace('_', '-')}"
     known = {name for param in params for name in param.opts}

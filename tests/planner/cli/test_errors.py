@@ -74,6 +74,8 @@ def test_commands_with_results_take_json(name):
         (["slove"], "COMMAND: expected a command of planner, got 'slove'; did you mean 'solve'?"),
         (["show", "a", "b"], "planner show: expected no further argument, got b; "),
         (["profile", "gpt2"], "TARGET: expected zoo:NAME, "),
+        (["profile", "zoo:mlp", "--set", "width=1"], "TARGET zoo:mlp: expected the settings "),
+        (["max-batch", "zoo:mlp", "--budget", "1GB", "--vary", "sq"], "TARGET zoo:mlp: expected the settings "),
         (["solve", "x.json", "--link-gbps", "-1"], "--link-gbps: expected a number greater than or equal to 0, got"),
         (["solve", "x.json", "--devices-per-link", "0"], "--devices-per-link: expected a number greater than or equal"),
         (["compare", "zoo:mlp", "--budget", "1GB", "--time-limit", "0"], "--time-limit: expected seconds above zero, "),
