@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,38 @@ def has_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
 
 
+class Region(NamedTuple):
+    """The elements of its storage that a tensor shows."""
+
+    storage: int
+    element_bytes: int
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Region:
+        """Of a tensor that lies in one storage."""
+        own = local_part(tensor)
+        sizes = tuple(size if stride else min(size, 1) for size, stride in zip(own.shape, own.stride(), strict=True))
+        return cls(storage_key(own), own.element_size(), int(own.storage_offset()), sizes, own.stride())
+
+    @property
+    def end(self) -> int:
+        """One more than the number of the last element."""
+        return self.offset + 1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+
+    def meets(self, other: Region) -> bool:
+        """Whether both show an element of one storage; where their elements are of other sizes, whether they may."""
+        if self.storage != other.storage or 0 in (*self.sizes, *other.sizes):
+            return False
+        if self.element_bytes != other.element_bytes:
+            return True
+        shown = torch.zeros(max(self.end, other.end), dtype=torch.bool)
+        shown.as_strided(self.sizes, self.strides, self.offset).fill_(True)
+        return bool(shown.as_strided(other.sizes, other.strides, other.offset).any())
+
+
 class StorageTable:
     """Numbers every storage it meets; a number is never given twice, also when memory is used again."""
 
@@ -36,8 +69,8 @@ class StorageTable:
         self.bytes_of: dict[int, int] = {}
 
     def number(self, tensor: Tensor) -> int | None:
-        """The number of the tensor's storage; None where it has none (sparse tensors)."""
-        if tensor.layout is not torch.strided:
+        """The number of the tensor's storage; None where it has none (sparse tensors, those that torch.func wraps)."""
+        if not has_storage(tensor):
             return None
         storage = storage_of(tensor)
         number = self._numbers.get(storage)

@@ -85,11 +85,16 @@ class Call:
 
 @dataclass(slots=True)
 class Save:
-    """A tensor that autograd saved: its storage, how many ops had run before, and in which module."""
+    """A tensor that autograd saved: its storage, how many ops had run before, and in which module.
+
+    Attributes:
+        filled_late: the op that it was saved for, or the next one, writes to it.
+    """
 
     storage: int | None
     op: int
     module: str = ""
+    filled_late: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

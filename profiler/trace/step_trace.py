@@ -17,7 +17,7 @@ from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
 from profiler.recomputation.saved_tensors import version_of
 from profiler.tensors.local_tensors import COLLECTIVES, any_distributed
-from profiler.tensors.storages import StorageTable
+from profiler.tensors.storages import Region, StorageTable, has_storage
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import opaque_holder, tensors_in
 from profiler.trace.call_changes import CallChanges
@@ -95,6 +95,7 @@ class StepRecorder(TorchDispatchMode):
         self._counts: dict[int, int] = {}
         self._identities: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._known_leaves = itertools.count()
+        self._just_saved: list[tuple[Save, Region]] = []  # since the last op
         self._versions: dict[int, int] = {}
         self._workload = workload
         self._persistent = [*workload.model.parameters(), *workload.model.buffers()]
@@ -201,6 +202,7 @@ class StepRecorder(TorchDispatchMode):
             self._note_distributed()
         known = self.trace.storages.numbers(tensors_in((args, kwargs)))
         access = self.access(func, args, kwargs)
+        self._note_filled(func, args, kwargs)
         self.note_values(func, args, kwargs)
         seconds, output = _timed(lambda: func(*args, **kwargs), self._device)
         self.record(str(func), seconds, tensors_in(output), known, access)
@@ -252,8 +254,7 @@ class StepRecorder(TorchDispatchMode):
         call.opaque = call.opaque or opaque_holder(changes.arguments) or opaque_holder(output)
         call.side_effect = changes.side_effect()
         call.scripted = _scripted_part(call.module)
-        ops, saves = self.trace.ops, self.trace.saves[call.first_save : call.end_save]
-        call.fills_late = any(save.storage in ops[save.op].access.writes for save in saves if save.op < len(ops))
+        call.fills_late = any(save.filled_late for save in self.trace.saves[call.first_save : call.end_save])
 
     def _leaf(self, tensor: Tensor) -> Leaf:
         # By a number that no other tensor gets, also when this one is gone: holding it would take memory.
@@ -267,7 +268,10 @@ class StepRecorder(TorchDispatchMode):
             if self.paused or self.side == "backward":
                 return tensor.detach()
             with self._not_recording():
-                self.trace.saves.append(Save(self.trace.storages.number(tensor), len(self.trace.ops), self.module))
+                save = Save(self.trace.storages.number(tensor), len(self.trace.ops), self.module)
+                self.trace.saves.append(save)
+                if has_storage(tensor):
+                    self._just_saved.append((save, Region.of(tensor)))
                 return (tensor.detach(), tuple(self._open)) if self._keeps else None
 
         def unpack(packed: Any) -> Tensor:
@@ -307,6 +311,14 @@ class StepRecorder(TorchDispatchMode):
         for number in writes:
             versions[number] = versions.get(number, 0) + 1
         return access
+
+    def _note_filled(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Of what has been saved since the last op, what this one writes to: other parts of its storage are none."""
+        if self._just_saved and (written := [t for t in traits_of(op).writes(args, kwargs) if has_storage(t)]):
+            regions = [Region.of(tensor) for tensor in written]
+            for save, saved in self._just_saved:
+                save.filled_late = any(saved.meets(region) for region in regions)
+        self._just_saved.clear()
 
     def record(self, name: str, seconds: float, outputs: list[Tensor], known: set[int], access: Access) -> None:
         table = self.trace.storages

@@ -99,6 +99,29 @@ class Noisy(nn.Module):
         return x + self.last(nn.functional.rrelu(self.first(x), training=True))
 
 
+class Gated(nn.Module):
+    """Its gates lie in one storage, and are saved and written to one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.cell = nn.GRU(WIDTH, WIDTH), nn.LSTMCell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.rows(x.reshape(4, 8, WIDTH))[0].reshape(32, WIDTH) + self.cell(x)[0]
+
+
+class Tangents(nn.Module):
+    """Calls a module on tensors that ``torch.func`` wraps, which have no storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, slope = torch.func.jvp(lambda z: torch.tanh(self.first(z)), (x,), (torch.ones_like(x),))
+        return x + torch.func.vmap(self.last)(y + slope)
+
+
 class Instances(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -142,6 +165,8 @@ def in_double(model: nn.Module, x: Tensor) -> Tensor:
         (Recurrent, plain),
         (Recurrent, evaluating),
         (Unfilled, plain),
+        (Gated, plain),
+        (Tangents, plain),
         (Instances, plain),
         (Norms, in_double),
     ],
