@@ -14,6 +14,7 @@ from planner.compiled.host_copies import HostCopies
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.graph_solving import first_difference
 from planner.runtime.model_match import PlanMismatch, check_precision
+from planner.runtime.plan_checks import speak_for
 from profiler.capture.backend import OrderOf
 from profiler.capture.detached_outputs import refusing_gradients, without_gradients
 from profiler.capture.joint_graph import JointGraph, compiled_whole, raise_as_said
@@ -43,6 +44,7 @@ class PlannedForward:
         self._compiled = compiled_whole(without_gradients(self._plain, unused), make_backend(self._order))
         self._caches = ModelCaches(model)
         self._copies = HostCopies(plan.model_class, plan.link, plan.host_bytes)
+        self._said: set[str] = set()
         self._autocast: torch.dtype | None = None  # where the forward is called; AOTAutograd traces outside of it
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,6 +52,7 @@ class PlannedForward:
         model = self._model()
         if model is None or not model.training or not torch.is_grad_enabled() or not _trains(model, (args, kwargs)):
             return self._plain(*args, **kwargs)
+        speak_for(self._said)
         self._autocast = autocast_now(self._device)
         with self._caches.off(kwargs):
             try:

@@ -27,6 +27,7 @@ from planner.runtime.plan_checks import (
     ParameterChecks,
     running_backward,
     say_what_hooks_do_not_see,
+    speak_for,
     transformed,
     warn_once,
 )
@@ -216,6 +217,7 @@ class PlannedCalls:
         self._lowered = lowered
         self._model = weakref.ref(model)
         self._parameters = ParameterChecks(model, plan.precision)
+        self._said: set[str] = set()
         self._step: PlannedStep | None = None
         self._bypassing: weakref.ref[PlannedStep] | None = None
         self._inside = False
@@ -296,6 +298,7 @@ class PlannedCalls:
 
     def _acts(self) -> bool:
         """Whether a forward that begins now is one of training, which the plan is for."""
+        speak_for(self._said)
         model = self._model()
         return model is not None and model.training and torch.is_grad_enabled() and not transformed()
 

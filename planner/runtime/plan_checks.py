@@ -1,4 +1,4 @@
-"""Whether a plan fits the model and the batch it is used with, and warnings that are given once where it does not."""
+"""Whether a plan fits the model and the batch it is used with, and warnings that it gives once where it does not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from profiler.workload.workload import Workload
 
 leave_uncompiled(__name__)
 
-_WARNED: set[str] = set()
+_WARNED: set[str] = set()  # By the plan whose forward began last: another one's overrun is to be said as well.
 
 
 def check_inputs(workload: Workload, plan: PlanClaims) -> None:
@@ -96,12 +96,18 @@ def warn_of_a_retained_graph() -> None:
 
 
 def warn_once(stage: str, what: str) -> None:
-    """Warn of a planned stage, each thing once in a process."""
+    """Warn of a planned stage, each thing once by the plan whose forward began last."""
     say_once(f"planned stage {stage!r}: {what}")
 
 
+def speak_for(said: set[str]) -> None:
+    """A planned forward begins: what it has said before is in this set, whatever other plans have said."""
+    global _WARNED
+    _WARNED = said
+
+
 def say_once(text: str) -> None:
-    """Warn, each thing once in a process."""
+    """Warn, each thing once by the plan whose forward began last."""
     if text not in _WARNED:
         _WARNED.add(text)
         warn_caller(text)

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import planner
 from planner.plans.cost_model import chain_of
-from planner.runtime.plan_checks import _WARNED
 from profiler.workload.workload import Workload
 from tests.support.exactness import assert_same, budgets, choosing_inside, following, state_after
 from tests.support.offload_plans import halves, planned
@@ -128,7 +127,6 @@ def test_so_does_one_around_the_model(way: str, around: dict[str, Any]) -> None:
 
 def test_that_the_plan_does_not_act_there_is_said_once() -> None:
     ours = build()
-    _WARNED.clear()
     with planner.apply(ours.model, plan_of("each")), pytest.warns(RuntimeWarning) as caught:
         ours.model.around = {"use_reentrant": False}  # type: ignore[assignment]
         state_after(ours)

@@ -92,4 +92,3 @@ def test_smaller_batches_are_named_once_and_larger_ones_each() -> None:
         assert "a batch of shapes [(3, 32), (3, 32)] is smaller than the profiled one of [(4, 32), (4, 32)]" in said[0]
         assert "needs less memory" in said[0]
         assert ["(6, 32)" in said[1], "(8, 32)" in said[2]] == [True, True]
-        planner.runtime.plan_checks._WARNED.clear()
