@@ -175,9 +175,11 @@ class _Programs:
         def on_phase(phase: StepPhase, _: Any) -> None:
             meter.mark(Mark(phase))
 
+        before = RandomState.capture()
+
         def warm_up() -> None:
             self._meter = None
-            workload.step()
+            before.repeat(workload.step)  # The step may have drawn already what it runs.
             self._meter = meter
 
         self._meter = meter

@@ -96,13 +96,16 @@ class _Search:
                 self._try(replace(self.largest, instead={**self.largest.instead, waiting[0]: value}))
 
     def vary_host(self) -> None:
-        """Try what generators of the host may give: only the smallest and the largest where that changes nothing."""
+        """Try what generators of the host may give: only the smallest and the largest where that changes nothing.
+
+        And one below a half: by it Python's generator draws the second of two things.
+        """
         if not self._host_moved:
             return
         calls, randomness = self.largest.calls, self.largest.randomness
-        levels = sorted(range(LEVELS), key=lambda level: level not in (0, LEVELS - 1))
-        for number, level in enumerate(levels):
-            if number == 2 and not any_rank(any(step.calls != calls for step in self._seen[-2:])):
+        first = (0, LEVELS // 2 - 1, LEVELS - 1)
+        for number, level in enumerate(sorted(range(LEVELS), key=lambda level: level not in first)):
+            if number == len(first) and not any_rank(any(step.calls != calls for step in self._seen[-len(first) :])):
                 return
             self._try(replace(self.largest, randomness=randomness.with_host_numbers(level)))
 

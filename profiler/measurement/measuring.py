@@ -29,6 +29,7 @@ from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.sharded_units import states_in
 from profiler.workload.snapshot import RandomState
 from profiler.workload.steps import (
+    ProfileError,
     Result,
     TensorsOfState,
     count_many_steps,
@@ -236,6 +237,12 @@ class Measuring:
         """A forward without keeping, and one rerun per distinct stage; ``known``: what is known of reruns already."""
         self._begin("time, nothing kept")
         timed = probe.dropping_forward(time_meter(self._device), hold_all=True)
+        if any_rank(len(timed.first_runs) != len(stages)):
+            raise ProfileError(
+                f"profile: expected a step that runs the same stages in every call, got {len(timed.first_runs)} of "
+                f"{len(stages)} in another call (a counter or a batch chose others); let the step that is profiled "
+                "always go the way that needs most memory"
+            )
         kinds = alike(stages)
         return timed.phases, rerun_stages(timed.first_runs, kinds, self._device, compiled=self._compiled, known=known)
 

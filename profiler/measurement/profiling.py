@@ -177,6 +177,8 @@ def _failure(error: Exception) -> str:
             "StopIteration: profiling runs it some dozens of times; train on a batch that is there, not on the next "
             "one of an iterator"
         )
+    if "torch.func" in str(error) and "saved tensor hooks" in str(error):
+        return f"{type(error).__name__}: {str(error).splitlines()[0]} Profile it by single ops: graph=True, or --graph"
     return f"{type(error).__name__}: {error}; leave what fails out of the workload"
 
 
@@ -244,9 +246,13 @@ def _choose_forward(workload: Workload, state: TensorsOfState, *, frugal: bool) 
         own.measured = agreed(max(range(own.forwards), key=lambda number: (own.input_elements[number], number)))
         return
     own.measured = -1
-    meter = memory_meter(workload.device, resident_bytes_of(workload).total, state)
+    meter, before = memory_meter(workload.device, resident_bytes_of(workload).total, state), RandomState.capture()
     phases = metered_step(
-        workload, meter, Mark, lambda phase, _: meter.mark(Mark(phase)), warm_up=lambda: workload.step()
+        workload,
+        meter,
+        Mark,
+        lambda phase, _: meter.mark(Mark(phase)),
+        warm_up=lambda: before.repeat(workload.step),  # The step may have drawn already what it runs.
     )
     peaks = largest([phase for begun, phase in phases if begun == Mark("evaluation")])
     own.measured = max(range(own.forwards), key=lambda number: (peaks[number].peak_bytes, number))

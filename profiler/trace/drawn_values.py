@@ -20,7 +20,7 @@ from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
 
-Site = tuple[str, int]  # the file and the line that reads
+Site = tuple[str, int, int]  # the file and the line that reads, and which of its instructions
 Number = bool | int | float
 
 _READS = ("__bool__", "__float__", "__int__", "__index__", "item", "tolist")
@@ -178,4 +178,4 @@ def _site() -> Site:
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_OF_TORCH, __file__)):
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_lasti

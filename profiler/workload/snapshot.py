@@ -248,6 +248,13 @@ class RandomState:
         np.random.set_state(self._numpy)
         random.setstate(self._python)
 
+    def repeat(self, run: Callable[[], object]) -> None:
+        """Call ``run`` from these states, and go on from those of now: it draws what was drawn since they were read."""
+        now = RandomState.capture()
+        self.restore()
+        run()
+        now.restore()
+
 
 def _set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
     parameter.grad = gradient

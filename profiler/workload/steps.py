@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from profiler.agreement import any_rank
 from profiler.records import ResidentBytes
 from profiler.tensors.storages import distinct_bytes, storage_key
+from profiler.tensors.tensor_parts import parts_of
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.gradient_buckets import bucket_bytes, buckets_change
 from profiler.workload.loop_state import kept_by_nodes
@@ -153,16 +154,27 @@ def until_stepped(workload: Workload, run: Callable[[], Result]) -> Result:
     """What ``run``, a whole step, returns the first time that the optimizer's step is a part of it.
 
     Raises:
-        ProfileError: the scaler leaves it out however small the scale becomes.
+        ProfileError: the scaler leaves it out however small the scale becomes, or a step of the user's own has none.
     """
     for _ in range(SKIPPED_STEPS):
         result = run()
         if not any_rank(not workload.stepped):
             return result
+    if workload.own is not None and _finite_gradients(workload):
+        raise ProfileError(
+            f"step: expected a step that updates the parameters, got no optimizer's step in {SKIPPED_STEPS} calls, "
+            "each from the same state; where every n-th call updates, let one call run the n micro-batches of an "
+            "update; where a scaler leaves it out, correct the loss"
+        )
     raise ProfileError(
         f"profile: expected finite gradients once the loss scale is small enough, got inf or NaN in {SKIPPED_STEPS} "
         "steps in a row; correct the loss, or use bfloat16"
     )
+
+
+def _finite_gradients(workload: Workload) -> bool:
+    gradients = [p.grad for p in workload.model.parameters() if p.grad is not None]
+    return all(bool(torch.isfinite(part).all()) for gradient in gradients for part in parts_of(gradient))
 
 
 def counts_steps(optimizer: torch.optim.Optimizer) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -109,3 +110,64 @@ def test_optimizer_states_of_all_that_may_run_are_there_while_it_is_measured() -
     states = sum(2 * p.numel() * 4 + 4 for p in work.model.parameters())
     assert profile.resident.optimizer == states
     assert len(profile.unseen) == 2 * DEPTH
+
+
+class Tasks(torch.nn.Module):
+    """A head of three layers, and one of nine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = torch.nn.ModuleDict(
+            {
+                name: torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(count)])
+                for name, count in (("a", 3), ("b", 9))
+            }
+        )
+
+    def forward(self, x: Tensor, task: str) -> Tensor:
+        return self.heads[task](x)
+
+
+def by_torch() -> str:
+    return "ab"[int(torch.randint(0, 2, ()))]
+
+
+def by_python() -> str:
+    return random.choice("ab")
+
+
+@pytest.mark.parametrize("draw", [by_torch, by_python])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_loop_that_draws_its_task_before_the_forward_is_profiled_with_the_larger_one(
+    draw: Callable[[], str], seed: int
+) -> None:
+    seed_all(seed)
+    model, x = Tasks(), torch.randn(64, 16)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        task = draw()
+        optimizer.zero_grad()
+        model(x, task).square().mean().backward()
+        optimizer.step()
+
+    profile = planner.profile(Workload(model=model, step=step, optimizer=optimizer), menus=False)
+    stages = [stage for stage in profile.stages if stage.kind == "stage"]
+    assert len(stages) == 9
+    assert {stage.reason for stage in stages} == {""}
+
+
+def test_what_torch_reads_in_the_line_that_reads_a_drawn_number_is_no_drawn_number() -> None:
+    seed_all(0)
+    model, x = Tasks(), torch.randn(64, 16)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:  # Adam reads how many steps there were; at 0 it would divide by zero.
+        # fmt: off
+        optimizer.zero_grad(); model(x, "ab"[int(torch.randint(0, 2, ()))]).sum().backward(); optimizer.step()  # noqa: E702
+        # fmt: on
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        profile = planner.profile(Workload(model=model, step=step, optimizer=optimizer), menus=False)
+        assert sum(stage.kind == "stage" for stage in profile.stages) == 9

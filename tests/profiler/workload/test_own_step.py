@@ -266,6 +266,45 @@ def test_a_step_that_is_none_is_refused(run: Callable[[nn.Module, Tensor], Any],
         planner.profile(Workload(model=model, step=lambda: run(model, x)))
 
 
+def test_a_step_that_updates_in_every_second_call_is_told_to_run_both_micro_batches() -> None:
+    model, x, optimizer = made()
+    calls = SimpleNamespace(count=0)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        calls.count += 1
+        if calls.count % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(ProfileError, match="let one call run the n micro-batches of an update"):
+        planner.profile(Workload(model=model, step=step, optimizer=optimizer))
+
+
+class Ways(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList([Blocks(4), Blocks(7)])
+
+    def forward(self, x: Tensor, way: int) -> Tensor:
+        return self.ways[way](x)
+
+
+def test_a_step_that_goes_another_way_in_every_second_call_is_named() -> None:
+    _, x, _ = made()
+    model, calls = Ways(), [0]
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        calls[0] += 1
+        optimizer.zero_grad()
+        model(x, calls[0] % 2).square().mean().backward()
+        optimizer.step()
+
+    with pytest.raises(ProfileError, match=r"the same stages in every call, got \d+ of \d+ in another call"):
+        planner.profile(Workload(model=model, step=step, optimizer=optimizer))
+
+
 def test_what_the_step_does_itself_is_refused_beside_it() -> None:
     model, _, _ = made()
     with pytest.raises(ValueError, match="no autocast, clip_norm beside step"):
