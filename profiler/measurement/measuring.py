@@ -42,8 +42,8 @@ Progress = Callable[[str, int, int], None]
 TURNS = 3  # of a plain step and a forward without keeping
 _RUNS = 5 + 2 * TURNS
 SEVERAL_CALLS = (
-    "profile: expected a step that calls the model once, got several calls (by the loss?); put what calls it into one "
-    "module and profile that"
+    "profile: expected a step that calls the model once, got several calls before one backward (by the loss?); put "
+    "what calls it into one module, and train that"
 )
 
 

@@ -176,7 +176,7 @@ class _Watch:
         if not self.called_at_all:
             raise ValueError(
                 "Workload: expected a step that calls the model in training mode with gradients enabled, got one that "
-                "does not; pass the module that it calls, and call model.train()"
+                "does not; pass the module that it calls as model(...), not by another method, and call model.train()"
             )
         if not self.backwards:
             raise ValueError(
