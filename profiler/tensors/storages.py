@@ -29,7 +29,7 @@ def has_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
 
 
-class Region(NamedTuple):
+class ShownElements(NamedTuple):
     """The elements of its storage that a tensor shows."""
 
     storage: int
@@ -39,7 +39,7 @@ class Region(NamedTuple):
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Region:
+    def of(cls, tensor: Tensor) -> ShownElements:
         """Of a tensor that lies in one storage."""
         own = local_part(tensor)
         sizes = tuple(size if stride else min(size, 1) for size, stride in zip(own.shape, own.stride(), strict=True))
@@ -50,7 +50,7 @@ class Region(NamedTuple):
         """One more than the number of the last element."""
         return self.offset + 1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
 
-    def meets(self, other: Region) -> bool:
+    def meets(self, other: ShownElements) -> bool:
         """Whether both show an element of one storage; where their elements are of other sizes, whether they may."""
         if self.storage != other.storage or 0 in (*self.sizes, *other.sizes):
             return False

@@ -17,7 +17,7 @@ from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
 from profiler.recomputation.saved_tensors import version_of
 from profiler.tensors.local_tensors import COLLECTIVES, any_distributed
-from profiler.tensors.storages import Region, StorageTable, has_storage
+from profiler.tensors.storages import ShownElements, StorageTable, has_storage
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import opaque_holder, tensors_in
 from profiler.trace.call_changes import CallChanges
@@ -95,7 +95,7 @@ class StepRecorder(TorchDispatchMode):
         self._counts: dict[int, int] = {}
         self._identities: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._known_leaves = itertools.count()
-        self._just_saved: list[tuple[Save, Region]] = []  # since the last op
+        self._just_saved: list[tuple[Save, ShownElements]] = []  # since the last op
         self._versions: dict[int, int] = {}
         self._workload = workload
         self._persistent = [*workload.model.parameters(), *workload.model.buffers()]
@@ -271,7 +271,7 @@ class StepRecorder(TorchDispatchMode):
                 save = Save(self.trace.storages.number(tensor), len(self.trace.ops), self.module)
                 self.trace.saves.append(save)
                 if has_storage(tensor):
-                    self._just_saved.append((save, Region.of(tensor)))
+                    self._just_saved.append((save, ShownElements.of(tensor)))
                 return (tensor.detach(), tuple(self._open)) if self._keeps else None
 
         def unpack(packed: Any) -> Tensor:
@@ -315,7 +315,7 @@ class StepRecorder(TorchDispatchMode):
     def _note_filled(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Of what has been saved since the last op, what this one writes to: other parts of its storage are none."""
         if self._just_saved and (written := [t for t in traits_of(op).writes(args, kwargs) if has_storage(t)]):
-            regions = [Region.of(tensor) for tensor in written]
+            regions = [ShownElements.of(tensor) for tensor in written]
             for save, saved in self._just_saved:
                 save.filled_late = any(saved.meets(region) for region in regions)
         self._just_saved.clear()

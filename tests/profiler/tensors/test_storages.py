@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from profiler.tensors.storages import Region
+from profiler.tensors.storages import ShownElements
 
 ROWS = torch.zeros(4, 6)
 
@@ -28,4 +28,8 @@ ROWS = torch.zeros(4, 6)
     ],
 )
 def test_regions_meet_where_both_show_an_element(one: Tensor, other: Tensor, meet: bool) -> None:
-    assert Region.of(one).meets(Region.of(other)) == Region.of(other).meets(Region.of(one)) == meet
+    assert (
+        ShownElements.of(one).meets(ShownElements.of(other))
+        == ShownElements.of(other).meets(ShownElements.of(one))
+        == meet
+    )
