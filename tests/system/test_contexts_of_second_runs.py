@@ -118,8 +118,8 @@ class Tangents(nn.Module):
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y, slope = torch.func.jvp(lambda z: torch.tanh(self.first(z)), (x,), (torch.ones_like(x),))
-        return x + torch.func.vmap(self.last)(y + slope)
+        pair: Any = torch.func.jvp(lambda z: torch.tanh(self.first(z)), (x,), (torch.ones_like(x),))
+        return x + torch.func.vmap(self.last)(pair[0] + pair[1])
 
 
 class Instances(nn.Module):

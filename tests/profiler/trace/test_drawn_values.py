@@ -69,7 +69,7 @@ def test_numbers_are_read_instead_at_their_place_only_and_drawn_all_the_same() -
 
 def test_tensors_read_as_before_afterwards_also_after_an_exception() -> None:
     before = dict(vars(Tensor))
-    with pytest.raises(ZeroDivisionError), read_instead({("nowhere", 1): 0.0}):
+    with pytest.raises(ZeroDivisionError), read_instead({("nowhere", 1, 0): 0.0}):
         assert dict(vars(Tensor)) != before
         raise ZeroDivisionError
     assert dict(vars(Tensor)) == before
