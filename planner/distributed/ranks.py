@@ -235,7 +235,8 @@ class Ranks:
         deadline, nap = time.monotonic() + self.timeout_seconds + GRACE_SECONDS, _naps()
         while not self._store.check(list(keys)):
             for call in self._calls:
-                if self._store.check([call.key("failure/1")]):
+                # A rank may send first and fail then: its message counts.
+                if self._store.check([call.key("failure/1")]) and not self._store.check(list(keys)):
                     raise FailedElsewhere(call.prefix)
             if time.monotonic() > deadline:
                 raise Unanswered([int(key.rpartition("/")[2]) for key in keys if not self._store.check([key])])

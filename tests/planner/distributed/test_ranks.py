@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 import planner
 from benchmarks.rank_processes import run_on_ranks, values_of_ranks
 from planner.distributed.rank_failures import RankError
-from planner.distributed.ranks import current_ranks, planning_among
+from planner.distributed.ranks import Ranks, _Call, current_ranks, planning_among
 from profiler.agreement import agreed, any_rank, first_failure, gathered
 
 
@@ -81,6 +83,24 @@ def test_what_ranks_tell_each_other():
     assert "measure: expected it on every rank, got profile on rank 0" in second["other function"]
     assert first["made"] == second["made"]
     assert [seen["fails on all"] for seen in (first, second)] == ["ValueError: no 0", "ValueError: no 1"]
+
+
+class LateStore:
+    """In which a message and a failure come between two looks at it."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def check(self, keys: Sequence[str]) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+
+def test_a_message_that_came_before_its_rank_failed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "timeout_seconds", 1.0)
+    ranks: Any = object.__new__(Ranks)
+    ranks._store, ranks._calls = LateStore(), [_Call("solve", "one")]
+    ranks._wait_for(["one/1/0"])
 
 
 HOW = ("in a step", "between messages", "swallowed", "inside")
