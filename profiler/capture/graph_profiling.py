@@ -175,11 +175,9 @@ class _Programs:
         def on_phase(phase: StepPhase, _: Any) -> None:
             meter.mark(Mark(phase))
 
-        before = RandomState.capture()
-
         def warm_up() -> None:
             self._meter = None
-            before.repeat(workload.step)  # The step may have drawn already what it runs.
+            workload.step()
             self._meter = meter
 
         self._meter = meter

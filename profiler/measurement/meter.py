@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
 import weakref
@@ -19,6 +20,7 @@ from profiler.records import Phase
 from profiler.tensors.storages import has_storage, storage_key
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.sharded_units import CopiesOfThreads, in_flight_bytes
+from profiler.workload.snapshot import RandomState
 from profiler.workload.steps import TensorsOfState, resident_bytes_of
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
@@ -364,9 +366,11 @@ def metered_step(
         first: the mark of that phase: the forward that is measured, or another one before it.
         on_phase: makes the marks of the later phases.
         until: the phase to stop at, as for ``Workload.step``.
-        warm_up: runs a whole step before that; needed for a step of the user's own.
+        warm_up: runs a whole step before that, which draws the same numbers; needed for a step of the user's own, which
+            may have drawn what it runs before its first phase.
     """
     phases: MarkedPhases = []
+    first_step = None if warm_up is None else functools.partial(RandomState.capture().repeat, warm_up)
     with contextlib.ExitStack() as on_exit:
         started = False
 
@@ -374,7 +378,7 @@ def metered_step(
             nonlocal started
             if not started:
                 started = True
-                meter.start(first(phase), warm_up)
+                meter.start(first(phase), first_step)
                 on_exit.callback(lambda: phases.extend(meter.stop()))
             else:
                 on_phase(phase, loss)

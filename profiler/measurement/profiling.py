@@ -246,13 +246,9 @@ def _choose_forward(workload: Workload, state: TensorsOfState, *, frugal: bool) 
         own.measured = agreed(max(range(own.forwards), key=lambda number: (own.input_elements[number], number)))
         return
     own.measured = -1
-    meter, before = memory_meter(workload.device, resident_bytes_of(workload).total, state), RandomState.capture()
+    meter = memory_meter(workload.device, resident_bytes_of(workload).total, state)
     phases = metered_step(
-        workload,
-        meter,
-        Mark,
-        lambda phase, _: meter.mark(Mark(phase)),
-        warm_up=lambda: before.repeat(workload.step),  # The step may have drawn already what it runs.
+        workload, meter, Mark, lambda phase, _: meter.mark(Mark(phase)), warm_up=lambda: workload.step()
     )
     peaks = largest([phase for begun, phase in phases if begun == Mark("evaluation")])
     own.measured = max(range(own.forwards), key=lambda number: (peaks[number].peak_bytes, number))

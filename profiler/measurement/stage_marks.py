@@ -14,7 +14,6 @@ from profiler.workload.autograd_nodes import graph_nodes, next_node
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.sharded_units import ends_unit, states_in
-from profiler.workload.snapshot import RandomState
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
 leave_uncompiled(__name__)
@@ -143,11 +142,9 @@ class MarkedStep:
         self._metered()
 
     def _metered(self, until: StepPhase | None = None) -> None:
-        before = None if self.warm_up is None else RandomState.capture()
-
         def warm_up() -> None:
-            if self.warm_up is not None and before is not None:
-                before.repeat(self.warm_up)  # The step may have drawn already what it runs.
+            if self.warm_up is not None:
+                self.warm_up()
             self._first_node = next_node()
 
         self._first_node = next_node()

@@ -202,7 +202,9 @@ class StepRecorder(TorchDispatchMode):
             self._note_distributed()
         known = self.trace.storages.numbers(tensors_in((args, kwargs)))
         access = self.access(func, args, kwargs)
-        self._note_filled(func, args, kwargs)
+        if access.writes:
+            self._note_filled(func, args, kwargs)
+        self._just_saved.clear()
         self.note_values(func, args, kwargs)
         seconds, output = _timed(lambda: func(*args, **kwargs), self._device)
         self.record(str(func), seconds, tensors_in(output), known, access)
@@ -314,11 +316,9 @@ class StepRecorder(TorchDispatchMode):
 
     def _note_filled(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Of what has been saved since the last op, what this one writes to: other parts of its storage are none."""
-        if self._just_saved and (written := [t for t in traits_of(op).writes(args, kwargs) if has_storage(t)]):
-            regions = [ShownElements.of(tensor) for tensor in written]
-            for save, saved in self._just_saved:
-                save.filled_late = any(saved.meets(region) for region in regions)
-        self._just_saved.clear()
+        written = [ShownElements.of(t) for t in traits_of(op).writes(args, kwargs) if has_storage(t)]
+        for save, saved in self._just_saved:
+            save.filled_late = any(saved.meets(elements) for elements in written)
 
     def record(self, name: str, seconds: float, outputs: list[Tensor], known: set[int], access: Access) -> None:
         table = self.trace.storages
