@@ -7,10 +7,15 @@ allocator around the whole step.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import itertools
+import multiprocessing
+import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +26,36 @@ from torch import Tensor, nn
 
 import planner
 from benchmarks.catalogue_families import FAMILIES, Batch, Family
-from benchmarks.outside_meter import OutsideMeter
-from benchmarks.reporting import RESULTS, write_result
+from benchmarks.outside_meter import meter_on
+from benchmarks.reporting import RESULTS, result_name, write_rows
+from profiler.tensors.tensor_trees import map_tensors
 from profiler.workload.workload import own_loss
 
 STEPS = 3
 # Between the smallest feasible budget (0) and the unplanned peak (1).
 DEPTHS = (0.0, 0.4, 0.9)
+COLUMNS = [
+    "model",
+    "stages",
+    "run_once",
+    "budget_bytes",
+    "of_unplanned",
+    "predicted_peak_bytes",
+    "measured_peak_bytes",
+    "unplanned_peak_bytes",
+    "recomputed_ops",
+    "differs",
+    "said",
+]
 
 
-def rows_of(family: Family, *, menus: bool = True) -> Iterator[dict[str, Any]]:
+def rows_of(family: Family, *, menus: bool = True, device: str = "cpu") -> Iterator[dict[str, Any]]:
     """One row per budget: predicted and measured peak, and what differs from the unplanned model's training."""
-    model, batch = _built(family)
+    model, batch = _built(family, device)
     loss = family.loss or own_loss
     work = planner.Workload(model=model, inputs=batch, loss=loss, optimizer=_optimizer(model))
     profile = planner.profile(work, menus=menus)
-    expected, plain_peak = trained(family, None)
+    expected, plain_peak = trained(family, None, device)
     smallest = _smallest_budget(profile)
     stages = [stage for stage in profile.stages if stage.kind == "stage"]
     for depth in DEPTHS:
@@ -44,7 +63,7 @@ def rows_of(family: Family, *, menus: bool = True) -> Iterator[dict[str, Any]]:
         plan = planner.solve(profile, budget)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            got, peak = trained(family, plan)
+            got, peak = trained(family, plan, device)
         yield {
             "model": family.model,
             "stages": len(stages),
@@ -60,14 +79,14 @@ def rows_of(family: Family, *, menus: bool = True) -> Iterator[dict[str, Any]]:
         }
 
 
-def trained(family: Family, plan: planner.Plan | None) -> tuple[dict[str, Any], int]:
+def trained(family: Family, plan: planner.Plan | None, device: str) -> tuple[dict[str, Any], int]:
     """What three steps leave (losses, gradients, state, random state), and the highest peak of those that are metered.
 
     The first step makes the optimizer's states; the others are metered. No model builds a cache of keys and values,
     which planned training leaves out: with one, matrix products read another layout, and round otherwise.
     """
-    with OutsideMeter() as meter:
-        model, batch = _built(family)
+    with meter_on(device) as meter:
+        model, batch = _built(family, device)
         configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
         for config in configs if plan is None else []:
             if hasattr(config, "use_cache"):
@@ -92,6 +111,8 @@ def trained(family: Family, plan: planner.Plan | None) -> tuple[dict[str, Any], 
     left |= {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     left |= {"torch's random state": torch.get_rng_state(), "Python's random state": random.getstate()}
     left["numpy's random state"] = torch.from_numpy(np.random.get_state()[1].astype(np.int64))  # type: ignore[index]
+    if device != "cpu":
+        left["the device's random state"] = torch.cuda.get_rng_state(device)
     if handle is not None:
         handle.remove()
     return left, meter.peak_bytes
@@ -110,9 +131,10 @@ def _equal(left: Any, right: Any) -> bool:
     return torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
-def _built(family: Family) -> tuple[nn.Module, Batch]:
+def _built(family: Family, device: str) -> tuple[nn.Module, Batch]:
     _seed(0)
-    return family.build()
+    model, batch = family.build()
+    return model.to(device), map_tensors(lambda tensor: tensor.to(device), batch)
 
 
 def _seed(seed: int) -> None:
@@ -133,21 +155,38 @@ def _smallest_budget(profile: planner.Profile) -> int:
     raise AssertionError("a budget of one byte cannot be feasible")
 
 
-def table(names: list[str], *, menus: bool) -> pd.DataFrame:
-    """The rows of these families; one that fails altogether has the error in its ``differs``."""
-    rows: list[dict[str, Any]] = []
-    for name in names:
-        try:
-            rows += rows_of(FAMILIES[name], menus=menus)
-        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError) as error:
-            rows.append({"model": name, "differs": f"{type(error).__name__}: {error}".splitlines()[0]})
+def all_rows(names: Sequence[str], *, menus: bool, device: str, jobs: int) -> Iterator[dict[str, Any]]:
+    """The rows of these families as they come, in the order of the names."""
+    found = functools.partial(rows_or_error, menus=menus, device=device)
+    if jobs == 1:
+        yield from itertools.chain.from_iterable(map(found, names))
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), begin, (device,)) as pool:
+        yield from itertools.chain.from_iterable(pool.map(found, names))
+
+
+def begin(device: str) -> None:
+    """Set up a process: one thread; on a CUDA device kernels that give the same bits every time, where there are."""
+    torch.set_num_threads(1)
+    if device != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def rows_or_error(name: str, *, menus: bool, device: str) -> list[dict[str, Any]]:
+    """The rows of a family; one that fails altogether has the error in its ``differs``."""
+    try:
+        return list(rows_of(FAMILIES[name], menus=menus, device=device))
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError) as error:
+        return [{"model": name, "differs": f"{type(error).__name__}: {error}".splitlines()[0]}]
+    finally:
         gc.collect()
         gc.freeze()  # Modules imported for a model stay: looking through them takes most of the time otherwise.
-    return pd.DataFrame(rows)
 
 
-def summary(frame: pd.DataFrame) -> list[str]:
+def summary(rows: list[dict[str, Any]]) -> list[str]:
     """What the table says about the promises."""
+    frame = pd.DataFrame(rows, columns=COLUMNS)
     over = frame[(frame["measured_peak_bytes"] > frame["budget_bytes"]) & (frame["said"] == "")]
     errors = frame["measured_peak_bytes"] - frame["predicted_peak_bytes"]
     return [
@@ -163,11 +202,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), metavar="CLASS")
     parser.add_argument("--no-menus", action="store_true", help="stages are kept or recomputed as a whole")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    frame = table(options.families, menus=not options.no_menus)
-    write_result(options.out, "catalogue", "Catalogue: families of transformers under a plan", frame, summary(frame))
+    begin(options.device)
+    rows = all_rows(options.families, menus=not options.no_menus, device=options.device, jobs=options.jobs)
+    name, title = result_name("catalogue", options.device), "Catalogue: families of transformers under a plan"
+    write_rows(options.out, name, title, rows, summary, COLUMNS)
 
 
 if __name__ == "__main__":

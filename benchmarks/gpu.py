@@ -16,6 +16,7 @@ import torch
 from benchmarks.evidence.listing import Benchmark, Table
 from benchmarks.evidence.running import run_all
 from benchmarks.fidelity import MODELS
+from benchmarks.loops import MODELS as LOOP_MODELS
 
 ROOT = Path(__file__).parent.parent
 PART_SECONDS = 540.0
@@ -33,6 +34,11 @@ def parts() -> Iterator[Benchmark]:
     for model in MODELS:
         full = f"--models {model} --device cuda"
         yield _part(f"fidelity-{model}", "benchmarks.fidelity", full, f"--models {model} --rounds 1", "fidelity-cuda")
+    for model in LOOP_MODELS:
+        full = f"--models {model} --device cuda"
+        yield _part(f"loops-{model}", "benchmarks.loops", full, f"--models {model}", "loops-cuda")
+    catalogue = "--no-menus --device cuda --jobs 8"
+    yield _part("catalogue", "benchmarks.catalogue", catalogue, "--families BertForMaskedLM", "catalogue-cuda")
     yield _part("overhead", "benchmarks.overhead", "--device cuda", "--rounds 1", "overhead-cuda")
     yield _part("nested", "benchmarks.nested", "--device cuda", "", "nested-cuda")
     for model in ("gpt2", "resnet50"):

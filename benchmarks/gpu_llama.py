@@ -30,7 +30,8 @@ def rows_of(settings: dict[str, Any], budget_bytes: int, limited: bool) -> Itera
         budget_bytes: that plans are solved for.
         limited: whether profiling keeps to the budget, too.
     """
-    workload = build("llama", **settings)
+    with torch.device(settings["device"]):  # Drawn there: a host takes minutes for as many numbers.
+        workload = build("llama", **settings)
     tokens = settings["batch"] * settings["seq"]
     yield _row("no plan", tokens, workload)
     profile = planner.profile(workload, limit=budget_bytes) if limited else planner.profile(workload)

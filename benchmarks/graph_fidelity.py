@@ -33,10 +33,13 @@ def rows_of(name: str, backend: Backend, seconds: float, device: str = "cpu") ->
     workload = workload_of(name, device)
     expected = values_of(workload)
     profile = planner.profile(workload, graph=True)
-    for budget in budgets_of(profile, seconds):
+    options: dict[str, Any] = {"time_limit_seconds": seconds}
+    if backend != "eager":
+        options["offload"] = "never"  # Only the eager programs send values to host memory.
+    for budget in budgets_of(profile, **options):
         row: dict[str, Any] = {"model": name, "budget_bytes": budget, "backend": backend, "rounds": 1}
         try:
-            plan = planner.solve(profile, budget, time_limit_seconds=seconds)
+            plan = planner.solve(profile, budget, **options)
             if backend == "eager":
                 with planner.apply(workload.model, plan):
                     measured_bytes = planner.measure(workload, repeats=1).peak_bytes
@@ -74,10 +77,10 @@ def is_same(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
     return len(expected) == len(found) and all(map(torch.equal, expected, found))
 
 
-def budgets_of(profile: planner.GraphProfile, seconds: float) -> list[int]:
-    """Equal steps from the peak of every op once to the smallest budget that is known."""
+def budgets_of(profile: planner.GraphProfile, **options: Any) -> list[int]:
+    """Equal steps from the peak of every op once to the smallest budget that is known; ``options`` as for solving."""
     try:
-        planner.solve(profile, 1, time_limit_seconds=seconds)
+        planner.solve(profile, 1, **options)
     except (planner.Infeasible, planner.NothingFound) as error:
         smallest = error.minimum_budget_bytes
         return [int(b) for b in np.linspace(profile.unplanned_peak_bytes, smallest, BUDGETS, dtype=np.int64)]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from benchmarks.outside_meter import OutsideMeter
-from benchmarks.reporting import RESULTS, write_result
+from benchmarks.outside_meter import meter_on
+from benchmarks.reporting import RESULTS, result_name, write_rows
 from planner.zoo import build
 from profiler.workload.workload import Workload
 
@@ -237,7 +237,7 @@ def row(name: str, loop: Loop, **settings: Any) -> dict[str, Any]:
 
 def peak_bytes(name: str, loop: Loop, plan: planner.Plan | None, **settings: Any) -> int:
     """Of the loop in a process that has nothing else, by the outside meter."""
-    with OutsideMeter() as meter:
+    with meter_on(settings.get("device", "cpu")) as meter:
         train = training(name, **settings)
         _, run = loop(train)
         if plan is not None:
@@ -247,30 +247,35 @@ def peak_bytes(name: str, loop: Loop, plan: planner.Plan | None, **settings: Any
     return meter.peak_bytes
 
 
-def rows(models: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """All rows, told as they come."""
+def rows(models: tuple[str, ...], **settings: Any) -> Iterator[dict[str, Any]]:
+    """All rows, as they come."""
     for name in models:
         for loop in LOOPS:
-            found = row(name, loop)
-            print(f"{name:10} {loop.__name__:20} {found['above_budget']:>10} above, {found['off']:+.3%}", flush=True)
-            yield found
+            yield row(name, loop, **settings)
 
 
 def main() -> None:
     """Measure, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    frame = pd.DataFrame(rows(tuple(options.models)))
+    name = result_name("loops", options.device)
+    found = rows(tuple(options.models), device=options.device)
+    write_rows(options.out, name, "Loops as people write them, at the smallest budget", found, summary)
+
+
+def summary(found: list[dict[str, Any]]) -> list[str]:
+    """What the table says about the promises."""
+    frame = pd.DataFrame(found)
     above = frame.above_budget > 0
-    notes = [
+    return [
         f"{len(frame)} loops of {STEPS} steps with AdamW at the smallest budget: {above.sum()} above it, "
         f"{(above & (frame.said == '')).sum()} of them without having said so; measured within "
         f"{frame.off.abs().max():.3%} of predicted, {(frame.off == 0).sum()} to the byte",
         "measured: every byte of the process's tensors, from before the model is made, by the allocator's events",
     ]
-    write_result(options.out, "loops", "Loops as people write them, at the smallest budget", frame, notes)
 
 
 if __name__ == "__main__":

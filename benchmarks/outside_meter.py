@@ -48,6 +48,41 @@ class OutsideMeter:
             self.peak_bytes = live if name == "outside meter: begin" else max(self.peak_bytes, live)
 
 
+class OutsideCudaMeter:
+    """The same of a CUDA device: bytes that tensors ask its allocator for.
+
+    A step has to have run before in the process: workspaces of libraries are made once.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.peak_bytes = 0
+        self._device = device
+        self._there_bytes = 0
+
+    def begin(self) -> None:
+        """From now on peaks count."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        self._there_bytes = self._asked_for("current")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.synchronize(self._device)
+        self.peak_bytes = self._asked_for("peak") - self._there_bytes
+
+    def _asked_for(self, what: str) -> int:
+        return torch.cuda.memory_stats(self._device)[f"requested_bytes.all.{what}"]
+
+
+def meter_on(device: str) -> OutsideMeter | OutsideCudaMeter:
+    """The meter for a device."""
+    return OutsideMeter() if device == "cpu" else OutsideCudaMeter(device)
+
+
 class StepPeaks:
     """Peaks of single steps in the midst of a run that meters something itself between them, as planning does.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import planner
+from benchmarks.fidelity import GPU_SETTINGS
 from benchmarks.peer_methods import AOT_EAGER, INDUCTOR, SOLVERS, Peer, compiled_peers, eager_peers, missing
 from benchmarks.peer_packages import package_peers
 from benchmarks.peer_turns import in_turns, timed_step
@@ -74,8 +75,9 @@ def planned_peak(workload: planner.Workload, plan: planner.Plan) -> int:
 
 
 def settings_of(name: str, device: str) -> dict[str, Any]:
-    """The device, and twelve layers where the zoo's model has layers."""
-    return {"device": device, **({"layers": LAYERS} if name in LAYERED else {})}
+    """The device, twelve layers where the zoo's model has layers, and sizes that keep a GPU busy on one."""
+    sizes = GPU_SETTINGS[name] if device.startswith("cuda") else {}
+    return {"device": device, **sizes, **({"layers": LAYERS} if name in LAYERED else {})}
 
 
 def fitting(name: str, peers: Iterable[Peer], settings: dict[str, Any]) -> tuple[list[Peer], list[str]]:

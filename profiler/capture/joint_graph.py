@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -241,7 +241,7 @@ def compiled_whole(forward: Forward, backend: Any) -> Forward:
     call.__code__ = call.__code__.replace()
     compiled = torch.compile(call, backend=backend, fullgraph=True, dynamic=False)
     patched = {
-        "ignore_logging_functions": {*torch._dynamo.config.ignore_logging_functions, *_log_calls()},
+        "ignore_logging_functions": _Functions({*torch._dynamo.config.ignore_logging_functions, *_log_calls()}),
         # What the cache gives back has lost the size of its storage: aten.copy of a part makes one like the whole.
         "fake_tensor_cache_enabled": False,
         "skip_nnmodule_hook_guards": False,  # A hook that comes after the first step would never run.
@@ -252,6 +252,27 @@ def compiled_whole(forward: Forward, backend: Any) -> Forward:
             return compiled(*args, **kwargs)
 
     return run
+
+
+class _Functions(dict[Any, Any]):
+    """Functions that JSON takes for an empty object.
+
+    torch 2.11 writes this setting as JSON beside the seconds of each compilation, sorted, and logs an error where it
+    cannot; newer ones leave it out.
+    """
+
+    def __init__(self, functions: Iterable[Any]) -> None:
+        super().__init__()
+        self._functions = frozenset(functions)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._functions)
+
+    def __contains__(self, function: object) -> bool:
+        return function in self._functions
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Functions:
+        return self
 
 
 def _log_calls() -> list[Any]:

@@ -71,7 +71,7 @@ def test_inductor_keeps_the_budget() -> None:
     work = work_of("gpt2")
     profile = planner.profile(work, graph=True)
     budget = (smallest_of(profile) + profile.unplanned_peak_bytes) // 2
-    plan = planner.solve(profile, budget, time_limit_seconds=5)
+    plan = planner.solve(profile, budget, time_limit_seconds=5, offload="never")  # Inductor's programs send nothing.
     verified = planner.verify(work, plan, backend="inductor", profile=profile)
     with planner.apply(work.model, verified.plan, backend="inductor"):
         assert planner.measure(work, repeats=1).peak_bytes <= budget
