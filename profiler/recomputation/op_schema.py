@@ -127,6 +127,8 @@ def traits_of(op: Any) -> OpTraits:
 def _why_never(op: Any) -> str:
     if op.namespace in _COLLECTIVES:
         return "it communicates with other processes"
+    if any("Storage" in str(argument.type) for argument in op._schema.arguments):
+        return "its result lies in a storage that it is given, and nothing says whose that is"
     return "its kernel casts by itself under autocast" if op._schema.name in _CASTING else ""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiler.recomputation.op_schema import traits_of
 from tests.support.op_cases.calls import ONE, Call, assert_exact
 from tests.support.op_cases.registry import ROWS, WIDTH, Pair
 from tests.support.op_cases.runs import total
@@ -280,3 +281,17 @@ def test_a_kept_result_does_not_keep_its_own_graph_alive() -> None:
         assert call.alive == 0
     finally:
         gc.enable()
+
+
+def laid_out(s: Pair, x: Tensor) -> Tensor:
+    """As cuDNN's weights are under autocast: tensors made over the storage of a buffer, and copied into."""
+    buffer = x.new_empty(2 * WIDTH)
+    scales = [x.new_empty(0).set_(buffer.untyped_storage(), k * WIDTH, (WIDTH,)) for k in range(2)]
+    for k, scale in enumerate(scales):
+        scale.copy_(s.a.weight.detach()[k])
+    return x * buffer[:WIDTH] * buffer[WIDTH:]
+
+
+def test_what_lies_over_the_storage_of_another_tensor_is_made_again_with_it() -> None:
+    assert "storage" in traits_of(torch.ops.aten.set_.source_Storage_storage_offset).not_rerunnable_reason
+    assert_exact(laid_out, ["new_empty", "copy_", "mul"])
