@@ -49,18 +49,28 @@ COLUMNS = [
 ]
 
 
-def rows_of(family: Family, *, menus: bool = True, device: str = "cpu") -> Iterator[dict[str, Any]]:
-    """One row per budget: predicted and measured peak, and what differs from the unplanned model's training."""
+def rows_of(
+    family: Family, *, menus: bool = True, device: str = "cpu", link_gbps: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """One row per budget: predicted and measured peak, and what differs from the unplanned model's training.
+
+    Args:
+        family: of the model.
+        menus: stages may keep a choice of what they save.
+        device: that it trains on.
+        link_gbps: of an artificial link to host memory, for a device that has none; plans may send over it.
+    """
+    offload = planner.Offload() if link_gbps is None else planner.Offload(link_gbps=link_gbps)
     model, batch = _built(family, device)
     loss = family.loss or own_loss
     work = planner.Workload(model=model, inputs=batch, loss=loss, optimizer=_optimizer(model))
     profile = planner.profile(work, menus=menus)
     expected, plain_peak = trained(family, None, device)
-    smallest = _smallest_budget(profile)
+    smallest = _smallest_budget(profile, offload)
     stages = [stage for stage in profile.stages if stage.kind == "stage"]
     for depth in DEPTHS:
         budget = int(smallest + depth * (profile.unplanned_peak_bytes - smallest))
-        plan = planner.solve(profile, budget)
+        plan = planner.solve(profile, budget, offload=offload)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             got, peak = trained(family, plan, device)
@@ -147,17 +157,19 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def _smallest_budget(profile: planner.Profile) -> int:
+def _smallest_budget(profile: planner.Profile, offload: planner.Offload) -> int:
     try:
-        planner.solve(profile, 1)
+        planner.solve(profile, 1, offload=offload)
     except planner.Infeasible as error:
         return error.minimum_budget_bytes
     raise AssertionError("a budget of one byte cannot be feasible")
 
 
-def all_rows(names: Sequence[str], *, menus: bool, device: str, jobs: int) -> Iterator[dict[str, Any]]:
+def all_rows(
+    names: Sequence[str], *, jobs: int, menus: bool, device: str, link_gbps: float | None
+) -> Iterator[dict[str, Any]]:
     """The rows of these families as they come, in the order of the names."""
-    found = functools.partial(rows_or_error, menus=menus, device=device)
+    found = functools.partial(rows_or_error, menus=menus, device=device, link_gbps=link_gbps)
     if jobs == 1:
         yield from itertools.chain.from_iterable(map(found, names))
         return
@@ -173,10 +185,10 @@ def begin(device: str) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def rows_or_error(name: str, *, menus: bool, device: str) -> list[dict[str, Any]]:
+def rows_or_error(name: str, **settings: Any) -> list[dict[str, Any]]:
     """The rows of a family; one that fails altogether has the error in its ``differs``."""
     try:
-        return list(rows_of(FAMILIES[name], menus=menus, device=device))
+        return list(rows_of(FAMILIES[name], **settings))
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError) as error:
         return [{"model": name, "differs": f"{type(error).__name__}: {error}".splitlines()[0]}]
     finally:
@@ -203,12 +215,15 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), metavar="CLASS")
     parser.add_argument("--no-menus", action="store_true", help="stages are kept or recomputed as a whole")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--link", type=float, metavar="GB/S", help="an artificial link to host memory")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     begin(options.device)
-    rows = all_rows(options.families, menus=not options.no_menus, device=options.device, jobs=options.jobs)
-    name, title = result_name("catalogue", options.device), "Catalogue: families of transformers under a plan"
+    settings = {"menus": not options.no_menus, "device": options.device, "link_gbps": options.link}
+    rows = all_rows(options.families, jobs=options.jobs, **settings)
+    base = "catalogue" if options.link is None else "catalogue-link"
+    name, title = result_name(base, options.device), "Catalogue: families of transformers under a plan"
     write_rows(options.out, name, title, rows, summary, COLUMNS)
 
 

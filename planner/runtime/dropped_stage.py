@@ -16,6 +16,7 @@ from planner.plans.plan import PlannedStage
 from planner.runtime.kept_runs import KeptRuns
 from planner.runtime.offloaded_tensors import OffloadedStorage
 from planner.runtime.plan_checks import warn_of_a_retained_graph, warn_once
+from planner.runtime.shared_outputs import SharedOutputs
 from planner.runtime.stage_input import StageInput, StageOutput
 from profiler.recomputation.module_rerun import CallState, copies_of_parameters, rerun_dropping, rerun_until_saved
 from profiler.recomputation.outer_hooks import SavedParameters
@@ -110,6 +111,7 @@ class DroppedStage:
         self._input: StageInput
         self._previous: DroppedStage | None = None
         self._state: CallState | None = None
+        self._returned: SharedOutputs | None = None
         self._set_parameters: list[Tensor] = []  # by its first run, and what they held before is not known
         self._signatures: list[SavedSignature | None] = []
         self._placeholders: list[Callable[[], SavedPlaceholder | None]] = []
@@ -168,6 +170,8 @@ class DroppedStage:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             output = self._forward(*args, **kwargs)
         parameters.pass_on()
+        if self.position in self._runs.shared:
+            self._returned = SharedOutputs(tensors_in(output))
         self._set_parameters = self._state.first_run_over(copies)
         self._input.copy_batch(self._runs.batch, saved_storages)
         return output
@@ -258,7 +262,10 @@ class DroppedStage:
             raise self._sets_parameters()
         state, given, named = self._state, in_new_containers(args), in_new_containers(kwargs)
         if rerun.mode == "drop":
-            return None, rerun_dropping(self._forward, state, given, named)
+            output = rerun_dropping(self._forward, state, given, named)
+            if self._returned is not None:
+                self._returned.take_the_place_of(outputs := tensors_in(output), outputs)
+            return None, output
         check = SignatureCheck(self._signatures, self._runs.deviations.undefined.get(self.position, ()))
         references = iter(self._placeholders)
 
@@ -271,7 +278,7 @@ class DroppedStage:
             output = None
         else:
             call = self._module, self._forward, state, given, named
-            saved, output = self._runs.rerun(self.position, rerun.option, *call, saw)
+            saved, output = self._runs.rerun(self.position, rerun.option, *call, saw, self._returned)
         if not check.difference and len(saved) != len(self._placeholders):
             check.difference = f"{len(saved)} tensors, not {len(self._placeholders)}"
         if check.difference:

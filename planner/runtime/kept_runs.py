@@ -14,6 +14,7 @@ from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.offload_matching import SavedTensorLog
 from planner.runtime.offloaded_tensors import OffloadableTensor
 from planner.runtime.plan_checks import is_larger, warn_once
+from planner.runtime.shared_outputs import SharedOutputs
 from planner.runtime.stage_input import BatchCopies
 from planner.runtime.transfers import TransferExecutor
 from profiler.recomputation.module_rerun import NOT_NEEDED, CallState, Saw, rerun_keeping
@@ -55,6 +56,9 @@ class KeptRuns:
         deviations: what was seen of the model's stages since the plan was applied; more may be added.
         batch: what the model was given.
         transfers: of the step; None where nothing is sent.
+
+    Attributes:
+        shared: stages of whose output others than the next stage hold something.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class KeptRuns:
         self.transfers = transfers
         self.deviations = deviations
         self.batch = batch
+        self.shared = frozenset(tensor.born for tensor in plan.chain.shared) if plan.chain is not None else frozenset()
         self._selections = selections
         self._backward_reached = len(plan.stages)
 
@@ -119,8 +124,16 @@ class KeptRuns:
         args: Any,
         kwargs: Any,
         saw: Saw,
+        returned: SharedOutputs | None,
     ) -> tuple[list[Any], Any]:
-        """Run a stage again to its end: what it saves in order, and its output cut off from the graph."""
+        """Run a stage again to its end: what it saves in order, and its output cut off from the graph.
+
+        Args:
+            position, option: of the stage, and what is kept of it.
+            module, forward, state, args, kwargs: what to run.
+            saw: is told of each tensor that is saved.
+            returned: what the stage returned before, where others hold that.
+        """
         transfers = self._transfers_of(position, option)
         keep = SavedTensor if transfers is None else OffloadableTensor
         if option:
@@ -131,6 +144,10 @@ class KeptRuns:
             call, (saved, output) = None, rerun_keeping(forward, state, args, kwargs, saw)
             if transfers is not None:
                 saved = [tensor if tensor is NOT_NEEDED else OffloadableTensor(tensor) for tensor in saved]
+        if returned is not None:
+            outputs = tensors_in(output)
+            inputs = [] if call is None else call.held_tensors()
+            returned.take_the_place_of(outputs, [*outputs, *_held_by(saved), *inputs])
         if transfers is not None:
             kept = [tensor if isinstance(tensor, OffloadableTensor) else None for tensor in saved]
             transfers.kept(position, option, kept, call)
@@ -163,3 +180,11 @@ class KeptRuns:
         )
         if stage.recomputable:
             self.deviations.diverged_stages.add(position)
+
+
+def _held_by(saved: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among what was saved, and those of the stand-ins among it."""
+    for each in saved:
+        tensor = each.held if isinstance(each, SavedTensor) else each
+        if isinstance(tensor, Tensor):
+            yield tensor

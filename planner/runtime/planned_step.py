@@ -59,7 +59,7 @@ class PlannedStep:
         """Run stage ``position`` for the first time, keeping on the device nothing but what the plan says."""
         transfers = self._transfers
         if transfers is not None:
-            transfers.forward_done(position - 1)
+            transfers.next_begins(position - 1)
             if position and self._plan.stages[position - 1].kind == "outside":
                 self._expect_backward(position - 1, tensors_in((args, kwargs)), self._node_after_stage)
         first_node = next_node()
@@ -107,7 +107,7 @@ class PlannedStep:
             warn_of_a_larger_step(made - self._plan.forward_nodes)
         if self._transfers is not None:
             last = len(self._plan.stages) - 1
-            self._transfers.forward_done(last)
+            self._transfers.forward_done(last)  # The loss comes yet.
             self._expect_backward(last, tensors_in(output), self._node_after_stage)
 
     def finish(self) -> None:

@@ -81,7 +81,14 @@ class TransferExecutor:
         }
 
     def forward_done(self, position: int) -> None:
-        """The first forward of a stage, and of all before it, is over."""
+        """The first forward of a stage, and of all before it, is over; what it has made for itself may still be there.
+
+        So nothing is brought back before ``next_begins``.
+        """
+        self._advance(TransferMoment(0, position + 1, 0), bring_back=False)
+
+    def next_begins(self, position: int) -> None:
+        """The first forward of the stage after this one begins."""
         self._advance(TransferMoment(0, position + 1, 0))
 
     def backward_begins(self, stage: int, reruns: int = _ALL_RERUNS) -> None:
@@ -98,9 +105,11 @@ class TransferExecutor:
                     for storage in _alive(references):
                         storage.finish_fetch()
 
-    def _advance(self, moment: TransferMoment) -> None:
+    def _advance(self, moment: TransferMoment, *, bring_back: bool = True) -> None:
         transfers = self._lowered.transfers
         while self._next < len(transfers) and transfers[self._next][0] <= moment:
+            if transfers[self._next][1].kind == "prefetch" and not bring_back:
+                return
             self._next += 1
             self._carry_out(transfers[self._next - 1][1])
 

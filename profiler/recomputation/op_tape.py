@@ -7,7 +7,7 @@ effects. What none of those ops makes is kept: in the graph, or by the op that r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -106,9 +106,13 @@ class OpTape:
 
     def settle_inputs(self) -> None:
         """The call was a second run, and has put back the buffers that it changed."""
+        for recorded_input in self.inputs():
+            recorded_input.settle()
+
+    def inputs(self) -> Iterator[RecordedInput]:
+        """What the recorded ops read from outside."""
         for values, _ in self._held.values():
-            for recorded_input in recorded_inputs_in(values):
-                recorded_input.settle()
+            yield from recorded_inputs_in(values)
 
     def pass_inputs_on(self, holder_of: Callable[[Tensor], TensorStandIn]) -> None:
         """Let other stand-ins hold what the recorded ops read from outside; for after the call."""

@@ -58,6 +58,11 @@ class SavedTensor:
         """The run that made this is over, and has put back what it changed in place: versions count from now on."""
         self._version = version_of(self._tensor)
 
+    @property
+    def held(self) -> Tensor | None:
+        """The tensor; None where another stand-in holds it."""
+        return self._tensor if self._holder is None else None
+
     def tensor(self) -> Tensor:
         """The tensor; raises RuntimeError where it was changed in place, as autograd does."""
         if self._holder is not None:

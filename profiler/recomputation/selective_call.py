@@ -102,6 +102,10 @@ class SelectiveCall:
             if isinstance(kept, SavedTensor):
                 kept.settle()
 
+    def held_tensors(self) -> list[Tensor]:
+        """What the ops that run again hold until then."""
+        return [tensor for recorded in self._tape.inputs() if (tensor := recorded.held) is not None]
+
     def recorded_inputs(self) -> list[tuple[int, RecordedInput]]:
         """What the ops that run again hold until then, each with the op's position in the selection.
 

@@ -46,6 +46,8 @@ class _Reader:
         saving = _innermost([(inner.first_save, inner.end_save, name) for inner, name in inside])
         for save, module in zip(trace.saves[call.first_save : call.end_save], saving, strict=True):
             self._saved.setdefault(save.storage, set()).add(module)
+        saves = trace.saves[call.first_save : call.end_save]
+        self._used = {save.storage for save in saves if not save.unused}
         self._modules = _innermost([(inner.first_op, inner.end_op, name) for inner, name in inside])
         self._returned = call.output_storages
 
@@ -87,12 +89,16 @@ class _Reader:
         """A storage that was there before the stage; its versions count from what it finds."""
         self._final[len(self._storages)] = self._trace.versions.get(storage, 0) - version
         held = storage in self._trace.always_alive or storage in self._saved
-        exclusive = storage in self._stage.boundary_storages
+        exclusive = storage in self._stage.boundary_storages and not self._goes_unused(storage)
         return self._add(storage, version, op=-1, always_live=held, dies_after_stage=exclusive)
 
     def _made(self, storage: int, ordinal: int, output: int) -> int:
         held = storage in self._trace.casts and storage in self._saved
-        return self._add(storage, 0, op=ordinal, output=output, always_live=held)
+        return self._add(storage, 0, op=ordinal, output=output, always_live=held or self._goes_unused(storage))
+
+    def _goes_unused(self, storage: int) -> bool:
+        """Whether it is saved, and goes before backward: then no plan can let go of it."""
+        return storage in self._saved and storage not in self._used
 
     def _add(self, storage: int, version: int, **fields: Any) -> int:
         self._base[storage] = version

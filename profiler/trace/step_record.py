@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from profiler.tensors.storages import StorageTable
 
@@ -89,12 +89,22 @@ class Save:
 
     Attributes:
         filled_late: the op that it was saved for, or the next one, writes to it.
+        unused: it was gone when backward began: the loss does not depend on it.
     """
 
     storage: int | None
     op: int
     module: str = ""
     filled_late: bool = False
+    unused: bool = False
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Packed:
+    """What the graph holds of a saved tensor, and the calls that are open; None where steps may keep nothing."""
+
+    tensor: Tensor | None
+    calls: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from profiler.tensors.tensor_trees import opaque_holder, tensors_in
 from profiler.trace.call_changes import CallChanges
 from profiler.trace.drawn_values import lists_noted
 from profiler.trace.hidden_tensors import note_hidden
-from profiler.trace.step_record import Access, Call, Leaf, Op, Save, Trace, ValueOp
+from profiler.trace.step_record import Access, Call, Leaf, Op, Packed, Save, Trace, ValueOp
 from profiler.trace.value_sized import is_branch, is_sized_by_values
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name, unwrapped
@@ -95,6 +96,7 @@ class StepRecorder(TorchDispatchMode):
         self._counts: dict[int, int] = {}
         self._identities: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._known_leaves = itertools.count()
+        self._packed: list[tuple[Save, weakref.ref[Packed]]] = []
         self._just_saved: list[tuple[Save, ShownElements]] = []  # since the last op
         self._versions: dict[int, int] = {}
         self._workload = workload
@@ -274,21 +276,22 @@ class StepRecorder(TorchDispatchMode):
                 self.trace.saves.append(save)
                 if has_storage(tensor):
                     self._just_saved.append((save, ShownElements.of(tensor)))
-                return (tensor.detach(), tuple(self._open)) if self._keeps else None
+                packed = Packed(tensor.detach() if self._keeps else None, tuple(self._open))
+                self._packed.append((save, weakref.ref(packed)))
+                return packed
 
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, Tensor):
                 return packed
-            if packed is None:
+            if packed.tensor is None:
                 raise ValueError(
                     "expected a forward that can be profiled within a limit, got one that goes backward through itself "
                     "(for forces, or a penalty on gradients); compute that in a step of its own"
                 )
-            tensor, calls = packed
             if self.side == "forward":
-                for position in calls:
+                for position in packed.calls:
                     self.trace.calls[position].goes_backward = True
-            return tensor
+            return packed.tensor
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -358,6 +361,8 @@ class StepRecorder(TorchDispatchMode):
 
     def begin_backward(self) -> None:
         self.side = "backward"
+        for save, packed in self._packed:
+            save.unused = packed() is None
         self.trace.versions = dict(self._versions)
 
     def finished_trace(self) -> Trace:

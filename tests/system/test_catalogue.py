@@ -40,3 +40,11 @@ def test_there_are_at_least_sixty_families_and_their_switches_are_defaults() -> 
 def _values(family: Family) -> list[object]:
     nested = [list(size.values()) if isinstance(size, dict) else [size] for size in family.sizes.values()]
     return [value for values in nested for value in values]
+
+
+# Of one a part of what a stage saves is not used, the other lets go of something after its last stage.
+@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "CanineForSequenceClassification"])
+def test_a_family_is_exact_and_within_its_budgets_over_a_link(name: str) -> None:
+    for row in rows_of(FAMILIES[name], menus=False, link_gbps=25.0):
+        assert not row["differs"] and not row["said"], row
+        assert row["measured_peak_bytes"] <= row["predicted_peak_bytes"] <= row["budget_bytes"], row

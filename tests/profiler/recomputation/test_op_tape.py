@@ -286,7 +286,8 @@ def test_a_kept_result_does_not_keep_its_own_graph_alive() -> None:
 def laid_out(s: Pair, x: Tensor) -> Tensor:
     """As cuDNN's weights are under autocast: tensors made over the storage of a buffer, and copied into."""
     buffer = x.new_empty(2 * WIDTH)
-    scales = [x.new_empty(0).set_(buffer.untyped_storage(), k * WIDTH, (WIDTH,)) for k in range(2)]
+    empty: Any = x.new_empty(0)  # The description of set_ knows no storage.
+    scales = [empty.clone().set_(buffer.untyped_storage(), k * WIDTH, (WIDTH,)) for k in range(2)]
     for k, scale in enumerate(scales):
         scale.copy_(s.a.weight.detach()[k])
     return x * buffer[:WIDTH] * buffer[WIDTH:]
