@@ -21,6 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FRESH, OLDER, UNKNOWN, MISSING = "as measured", "older than the code", "unknown", "missing"
 REVIEWED = "as measured, changes read"
 OF_TODAY = (FRESH, REVIEWED)
+_FACTS = ("command: ", "hardware: ", "versions: ", "date: ", "code: ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,12 @@ class ResultFile:
         """A fact, or nothing."""
         found = re.search(rf"^- {key}: (.*)$", self.path.read_text(encoding="utf-8"), re.M)
         return found[1] if found else ""
+
+    @property
+    def notes(self) -> list[str]:
+        """What it says of its rows."""
+        lines = re.findall(r"^- (.*)$", self.path.read_text(encoding="utf-8"), re.M)
+        return [line for line in lines if not line.startswith(_FACTS)]
 
     @property
     def command(self) -> str:
