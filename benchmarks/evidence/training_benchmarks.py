@@ -161,7 +161,7 @@ HEADLINE = Topic(
     heading="Ten times the batch in the same memory",
     intro="PaddlePaddle Fleet documents for BERT-Large on a V100 with 32 GB 10 times the batch at 0.744 of the speed "
     "with recomputation, 14.3 times at 0.646 with offload. The small BERT has as many layers, an eighth of the width "
-    "and half of the length; its cap is the peak of an unplanned step on 4 sequences. On a CPU offload is a prediction, "
+    "and half of the length; its cap is the peak of an unplanned step on 4 sequences. On a CPU offload is predicted, "
     "and recomputing costs more: torch draws dropout's random numbers on one core, and large steps leave the caches. "
     "BERT-Large itself has not been run: it needs a GPU for longer than there was (`python -m benchmarks.gpu`). "
     "`python -m benchmarks.headline` preloads tcmalloc where that is installed, for all ways of training alike.",
