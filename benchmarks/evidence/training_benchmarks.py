@@ -154,6 +154,20 @@ PREDICTED = Topic(
                 ),
             ),
         ),
+        Benchmark(
+            name="catalogue-link",
+            module="benchmarks.catalogue",
+            full="--no-menus --link 25 --jobs 1",
+            quick="--no-menus --link 25 --families LlavaForConditionalGeneration",
+            minutes=10,
+            tables=(
+                Table(
+                    name="catalogue-link",
+                    what="the same where plans may send over an artificial link of 25 GB/s",
+                    says=says.catalogue,
+                ),
+            ),
+        ),
     ),
 )
 
