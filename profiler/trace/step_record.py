@@ -100,7 +100,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class Packed:
+class SavedInGraph:
     """What the graph holds of a saved tensor, and the calls that are open; None where steps may keep nothing."""
 
     tensor: Tensor | None

@@ -24,7 +24,7 @@ from profiler.tensors.tensor_trees import opaque_holder, tensors_in
 from profiler.trace.call_changes import CallChanges
 from profiler.trace.drawn_values import lists_noted
 from profiler.trace.hidden_tensors import note_hidden
-from profiler.trace.step_record import Access, Call, Leaf, Op, Packed, Save, Trace, ValueOp
+from profiler.trace.step_record import Access, Call, Leaf, Op, Save, SavedInGraph, Trace, ValueOp
 from profiler.trace.value_sized import is_branch, is_sized_by_values
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name, unwrapped
@@ -96,7 +96,7 @@ class StepRecorder(TorchDispatchMode):
         self._counts: dict[int, int] = {}
         self._identities: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._known_leaves = itertools.count()
-        self._packed: list[tuple[Save, weakref.ref[Packed]]] = []
+        self._packed: list[tuple[Save, weakref.ref[SavedInGraph]]] = []
         self._just_saved: list[tuple[Save, ShownElements]] = []  # since the last op
         self._versions: dict[int, int] = {}
         self._workload = workload
@@ -276,7 +276,7 @@ class StepRecorder(TorchDispatchMode):
                 self.trace.saves.append(save)
                 if has_storage(tensor):
                     self._just_saved.append((save, ShownElements.of(tensor)))
-                packed = Packed(tensor.detach() if self._keeps else None, tuple(self._open))
+                packed = SavedInGraph(tensor.detach() if self._keeps else None, tuple(self._open))
                 self._packed.append((save, weakref.ref(packed)))
                 return packed
 
