@@ -11,7 +11,7 @@ from benchmarks.evidence.fingerprints import ROOT
 from benchmarks.evidence.listing import Benchmark, Table
 from benchmarks.evidence.peers_page import peers_page
 from benchmarks.evidence.states import RESULTS, ResultFile, result_of, state_of
-from benchmarks.gpu import parts
+from benchmarks.gpu import parts as gpu_parts
 
 DOCS = ROOT / "docs"
 WIDTH = 118
@@ -55,15 +55,13 @@ def _row(benchmark: Benchmark, table: Table, folder: Path) -> str:
 
 def _on_a_gpu(folder: Path = GPU_RESULTS) -> Iterator[str]:
     """The tables of the parts that were run on a device, each with what it says of itself."""
-    found = [(part, table) for part in parts() for table in part.tables if result_of(table, folder).exists]
-    places = {f"{result.fact('hardware').partition('; torch threads')[0]}; {result.fact('versions')}": None
-              for _, table in found if (result := result_of(table, folder))}  # fmt: skip
+    listed = [(part, table, result_of(table, folder)) for part in gpu_parts() for table in part.tables]
+    found = [(part, table, result) for part, table, result in listed if result.exists]
     yield "## On a GPU"
     yield _wrapped(ON_A_GPU)
-    yield _wrapped(f"Hardware and software: {'; '.join(places)}.")
+    yield _wrapped(f"Hardware and software: {'; '.join(dict.fromkeys(_place(result) for _, _, result in found))}.")
     lines = []
-    for part, table in found:
-        result = result_of(table, folder)
+    for part, table, result in found:
         link = f"[{table.name}](../benchmarks/{folder.name}/{table.name}.md), {result.date}"
         says = "; ".join(result.notes).replace("|", r"\|")
         lines.append(f"| {part.name} | {says} | {link} | {state_of(part, table, folder)} |")
@@ -74,14 +72,18 @@ def _places(folder: Path) -> Iterator[str]:
     """The hardware and versions that result files name: one paragraph, or one for each that differs."""
     known: dict[str, list[str]] = {}
     for result in _existing(folder):
-        hardware = result.fact("hardware").partition("; torch threads")[0]
-        known.setdefault(f"{hardware}; {result.fact('versions')}", []).append(result.path.stem)
+        known.setdefault(_place(result), []).append(result.path.stem)
     most = max(known, key=lambda place: len(known[place]), default="")
     if most:
         yield _wrapped(f"Hardware and software: {most}.")
     for place, names in known.items():
         if place != most:
             yield _wrapped(f"Of {', '.join(names)}: {place}.")
+
+
+def _place(result: ResultFile) -> str:
+    """The hardware and versions that a result file names."""
+    return f"{result.fact('hardware').partition('; torch threads')[0]}; {result.fact('versions')}"
 
 
 def _existing(folder: Path) -> Iterator[ResultFile]:

@@ -125,9 +125,11 @@ def test_an_own_step_keeps_its_budget_and_its_losses(name: str, precision: str) 
         assert abs(plan.predicted_peak_bytes - peak_bytes) <= 0.02 * peak_bytes
 
 
-def test_dropout_that_cudnn_draws_by_itself_is_right_or_said(recwarn: pytest.WarningsRecorder) -> None:
+def test_dropout_that_cudnn_draws_by_itself_is_right_or_said(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
     """Its state is made once in a process, and changes with every call."""
-    MODELS["dropped gru"] = (lambda: Recurrent(nn.GRU, dropout=0.1), SEQUENCES)
+    monkeypatch.setitem(MODELS, "dropped gru", (lambda: Recurrent(nn.GRU, dropout=0.1), SEQUENCES))
     model, optimizer, step = training("dropped gru", "float32")
     profile = planner.profile(planner.Workload(model=model, step=step, optimizer=optimizer))
     expected, _ = trained("dropped gru", "float32", None)
