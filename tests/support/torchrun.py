@@ -21,5 +21,5 @@ def output_of_ranks(*arguments: str, timeout_seconds: float = 240.0) -> str:
     ran = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_seconds, check=False
     )
-    assert ran.returncode == 0, ran.stderr
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"  # What was printed says how far it came.
     return ran.stdout
