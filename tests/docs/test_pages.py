@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import posixpath
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 import planner
 import profiler
 import solvers
-from docs.hooks.rooms_picture import PICTURE, drawn
+from docs.hooks.rooms_picture import PICTURE, WIDTH, drawn, laid_out
 from docs.hooks.rooms_table import rooms, rooms_in
 from tests.support.doc_blocks import PAGES, ROOT, RUN, WRITTEN, Block, PageError, blocks_in, blocks_of
 
@@ -192,6 +193,22 @@ def test_the_picture_has_every_room():
     assert re.findall(r">(\w+)</text>", drawn(table)) == [
         "profiler", "measures", "records", "trace", "links", "solvers", "choose", "problem",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_in_the_picture_lies_over_another_or_outside(seed):
+    draws = random.Random(seed)
+    table = {
+        package: [["a" * draws.randint(1, 24)] * draws.randint(1, 20) for _ in range(draws.randint(1, 20))]
+        for package in ("profiler", "solvers", "planner")
+    }
+    boxes = [box for row in laid_out(table) for line in row.lines for box in line]
+    height = float(re.search(r'viewBox="0 0 \d+ (\d+)"', drawn(table))[1])  # type: ignore[index]
+    for n, one in enumerate(boxes):
+        assert one.left >= 0 and one.top >= 0 and one.left + one.width <= WIDTH and one.top + one.height <= height
+        for other in boxes[:n]:
+            beside = one.left >= other.left + other.width or other.left >= one.left + one.width
+            assert beside or one.top >= other.top + other.height or other.top >= one.top + one.height
 
 
 def test_pages_name_no_path_of_a_machine():
