@@ -70,7 +70,8 @@ def drawn(table: dict[str, list[list[str]]]) -> str:
             'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="#555"/></marker></defs>',
             f'<rect width="{WIDTH}" height="{height}" rx="6" fill="#ffffff"/>',
             *(part for row in rows for part in _row(row)),
-            f'<text x="{WIDTH / 2:g}" y="{height - 14}" font-size="12" fill="#555" text-anchor="middle">{CAPTION}</text>',
+            f'<text x="{WIDTH / 2:g}" y="{height - 14}" font-size="12" fill="#555" text-anchor="middle">'
+            f"{CAPTION}</text>",
             "</svg>\n",
         ]
     )
