@@ -85,8 +85,7 @@ def pareto_figure(frame: pd.DataFrame, *, title: str = "", budget_bytes: int | N
     if bound is not None:
         _draw_bound(axes, bound)
     for solver, curve in sorted(curves.items(), key=lambda pair: pair[0] not in _WIDE):  # wide ones lie below
-        _draw_solver(axes, solver, curve)
-        _mark_beyond(axes, solver, curve, units.seconds_name)
+        _draw_solver(axes, solver, curve, units.seconds_name)
     if unplanned is not None:
         computed = "computed" in set(frame["status"][frame["solver"] == "none"])
         label = "unplanned, computed" if computed else "unplanned"
@@ -96,7 +95,7 @@ def pareto_figure(frame: pd.DataFrame, *, title: str = "", budget_bytes: int | N
         label = f"budget {format_bytes(budget_bytes)}"
         axes.axvline(budget_bytes / units.bytes_each, color="#222222", linestyle=":", linewidth=1.3, label=label)
     _label(axes, title, units)
-    figure.legend(loc="outside lower center", ncols=5, fontsize="small")  # beside the axes it hides no curve
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small")  # beside the axes it hides no curve
     return figure
 
 
@@ -154,7 +153,7 @@ def _draw_bound(axes: Axes, bound: _SolverCurve) -> None:
     )
 
 
-def _draw_solver(axes: Axes, solver: str, curve: _SolverCurve) -> None:
+def _draw_solver(axes: Axes, solver: str, curve: _SolverCurve, unit: str) -> None:
     style = _STYLES.get(solver, _OTHER)
     memory, time = curve
     marked = list(range(len(memory)))
@@ -173,27 +172,20 @@ def _draw_solver(axes: Axes, solver: str, curve: _SolverCurve) -> None:
         color=style.colour,
         markerfacecolor=style.colour if style.filled else "none",
         markeredgewidth=1.0 if style.filled else 1.6,
-        label=solver,
+        label=_label_of(axes, solver, curve, unit),
         zorder=3 if len(marked) > 1 else 4,
     )
 
 
-def _mark_beyond(axes: Axes, solver: str, curve: _SolverCurve, unit: str) -> None:
-    """An arrow at the upper edge where a curve leaves the axes, with the time it comes from."""
-    if max(curve.time) <= axes.get_ylim()[1]:
-        return
-    slowest, place = max(zip(curve.time, curve.memory, strict=True))
-    if place > axes.get_xlim()[1]:
-        return
-    axes.annotate(
-        f"\u2191 {slowest:,.0f} {unit}",
-        xy=(place, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(3, -12),
-        textcoords="offset points",
-        fontsize="small",
-        color=_STYLES.get(solver, _OTHER).colour,
-    )
+def _label_of(axes: Axes, solver: str, curve: _SolverCurve, unit: str) -> str:
+    """The solver's name for the legend, with its longest time where that lies above the axes.
+
+    It stands in the legend and not at the curve, where it would cover markers and the notes of other curves.
+    """
+    beyond = [
+        time for memory, time in zip(*curve, strict=True) if time > axes.get_ylim()[1] and memory <= axes.get_xlim()[1]
+    ]
+    return f"{solver} (up to {max(beyond):,.0f} {unit}, above the chart)" if beyond else solver
 
 
 def _add_ratios(axes: Axes, memory: list[float], time: list[float]) -> None:

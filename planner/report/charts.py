@@ -26,6 +26,7 @@ _ACTIONS = {
 }  # fmt: skip
 _COPIES = {"to_host": "to host", "to_device": "to device"}
 _PARTS = (BLUE, YELLOW, GREEN, PINK, SKY, ORANGE, RED, "#B8A100", GREY)
+_PATTERNS = ("", "/", "x", ".", "+", "-", "|", "\\")  # of parts that share a colour
 _HEADROOM = 1.12  # times the highest point
 
 
@@ -260,7 +261,7 @@ def peaks_figure(tables: Sequence[PeakTable]) -> go.Figure:
     bars = [
         go.Bar(
             y=names, x=[each.get(what, 0) / units.bytes_each for each in sizes], name=what, orientation="h",
-            marker={"color": _PARTS[k % len(_PARTS)]}, text=[what] * len(tables),
+            marker=part_marker(k), text=[what] * len(tables),
             customdata=[format_bytes(each.get(what, 0)) for each in sizes], textposition="none",
             hovertemplate="%{text}: %{customdata}<extra>%{y}</extra>",
         )
@@ -271,6 +272,12 @@ def peaks_figure(tables: Sequence[PeakTable]) -> go.Figure:
     figure.update_yaxes(autorange="reversed")
     figure.update_layout(showlegend=True, legend={"traceorder": "normal"})
     return figure
+
+
+def part_marker(number: int) -> dict[str, Any]:
+    """The colour of a figure's part, with a pattern where the colours are used up: no two of 72 parts look alike."""
+    round_, place = divmod(number, len(_PARTS))
+    return {"color": _PARTS[place], "pattern": {"shape": _PATTERNS[round_ % len(_PATTERNS)]}}
 
 
 def _by_what(table: PeakTable) -> dict[str, int]:
