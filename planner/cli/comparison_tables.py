@@ -64,7 +64,7 @@ def _below_comparison(row: ComparisonRow) -> str:
 
 def _comparison_cells(row: ComparisonRow, plain_seconds: float | None) -> list[str]:
     if row.predicted_peak_bytes is None:
-        return [row.solver, f"[red]{row.status}[/red]", *[_NOTHING] * 6]
+        return [row.solver, f"[red]{row.status_in_words}[/red]", *[_NOTHING] * 6]
     if row.measured_peak_bytes is None:
         predicted = (
             format_bytes(row.predicted_peak_bytes),
@@ -72,12 +72,12 @@ def _comparison_cells(row: ComparisonRow, plain_seconds: float | None) -> list[s
             _NOTHING,
             format_seconds(row.predicted_seconds or 0),
         )
-        return [row.solver, row.status, *predicted, _NOTHING, _NOTHING]
+        return [row.solver, row.status_in_words, *predicted, _NOTHING, _NOTHING]
     assert row.predicted_seconds is not None and row.measured_seconds is not None
     off = (row.predicted_peak_bytes - row.measured_peak_bytes) / row.measured_peak_bytes
     return [
         row.solver,
-        row.status,
+        row.status_in_words,
         format_bytes(row.predicted_peak_bytes),
         format_bytes(row.measured_peak_bytes),
         f"{off:+.2%}" if off else "0",

@@ -71,7 +71,7 @@ def _comparison_cells(row: ComparisonRow, plain_seconds: float | None) -> tuple[
     slowdown = f"{row.measured_seconds / plain_seconds:.2f} x" if row.measured_seconds and plain_seconds else _NOTHING
     return (
         row.solver,
-        row.status,
+        row.status_in_words,
         _size(row.predicted_peak_bytes),
         _size(row.measured_peak_bytes),
         _time(row.predicted_seconds),

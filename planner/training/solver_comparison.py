@@ -49,6 +49,11 @@ class ComparisonRow:
     minimum_budget_bytes: int | None = None
     reason: str | None = None
 
+    @property
+    def status_in_words(self) -> str:
+        """The status as tables say it: one method that has no plan for a budget proves nothing for the others."""
+        return "does not fit" if self.status == "unknown" else self.status
+
 
 def compare_solvers(
     workload: Workload,

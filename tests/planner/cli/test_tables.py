@@ -193,8 +193,10 @@ def test_a_comparison_shows_predicted_beside_measured_and_what_would_fit():
             predicted_seconds=0.012, measured_seconds=0.0125,
         ),
         ComparisonRow(solver="keep_all", status="infeasible", minimum_budget_bytes=100, reason="x needs 100 bytes"),
+        ComparisonRow(solver="chen_sqrt", status="unknown", minimum_budget_bytes=90, reason="x needs 90 bytes"),
     ]  # fmt: skip
     text = text_of(comparison_tables.comparison_report(rows, 60))
+    assert "does not fit" in line_with(text, "chen_sqrt") and "unknown" not in text
     assert "+2.00%" in line_with(text, "rotor") and "1.25 x" in line_with(text, "rotor")
     assert line_with(text, "keep_all", "infeasible").split()[2:] == ["-"] * 6
     assert "x needs 100 bytes" in text

@@ -23,6 +23,7 @@ ROWS = [
     ComparisonRow(solver="keep_all", status="infeasible", minimum_budget_bytes=9 * KIB, reason="too little"),
     ComparisonRow(solver="rotor", status="optimal", predicted_peak_bytes=5 * KIB, measured_peak_bytes=6 * KIB,
                   predicted_seconds=1.5, measured_seconds=1.25),
+    ComparisonRow(solver="chen_sqrt", status="unknown", minimum_budget_bytes=7 * KIB, reason="too little"),
 ]  # fmt: skip
 NO_PLAN = Limit(mode="none", size=64, predicted_size=64, peak_bytes=3 * KIB, predicted_peak_bytes=3 * KIB,
                 samples_per_second=20.0, throughput=20.0, relative=1.0, confirmed=True)  # fmt: skip
@@ -52,9 +53,10 @@ def test_solvers_stand_beside_what_was_measured():
         section.sentence == "Within 6.00 KiB the plan of rotor is the fastest, measured 1.25 times the unplanned step."
     )
     assert section.tables[0].rows[2] == ("rotor", "optimal", "5.00 KiB", "6.00 KiB", "1.50 s", "1.25 s", "1.25 x")
+    assert section.tables[0].rows[3][:2] == ("chen_sqrt", "does not fit")
     assert ("keep_all", "too little (9.00 KiB)") in section.facts
     assert section.chart is not None
-    assert section.chart.series[1] == ("measured", (9 * KIB, None, 6 * KIB))
+    assert section.chart.series[1] == ("measured", (9 * KIB, None, 6 * KIB, None))
     assert section_of_comparison(ROWS[:2], 6 * KIB).sentence.startswith("No solver has a plan within 6.00 KiB")
 
 
