@@ -211,6 +211,14 @@ def test_nothing_in_the_picture_lies_over_another_or_outside(seed):
             assert beside or one.top >= other.top + other.height or other.top >= one.top + one.height
 
 
+def test_no_page_denies_what_was_measured_on_a_gpu():
+    """There are tables from a GPU, so no page says that nothing was measured there."""
+    assert list((ROOT / "benchmarks" / "results-gpu").glob("*.csv"))
+    denial = re.compile(r"\b(?:nothing|never|not) (?:has )?been (?:measured|run|tried) on a GPU (?:yet|so far)", re.I)
+    texts = {page_name(page): " ".join(page.read_text(encoding="utf-8").split()) for page in PAGES}
+    assert [name for name, text in texts.items() if denial.search(text)] == []
+
+
 def test_pages_name_no_path_of_a_machine():
     pattern = re.compile(r"(?<![\w./])/(?:home|root|tmp|work|Users)/")
     assert [page_name(page) for page in PAGES if pattern.search(page.read_text(encoding="utf-8"))] == []
