@@ -309,6 +309,7 @@ class Profile:
         unseen: modules of the same class and parameter shapes as a stage's that the step did not call.
         forward_nodes: autograd nodes that the model's forward makes; 0 where that is not known, or it is compiled.
         unsteady: what takes other bytes in other steps, a line each; the peak is not promised where there is any.
+        batch_sized: what takes other bytes on another batch of the same shapes, a line each.
         left_out: blocks that no stage could be made of although they keep much.
         target: what the command line built it from; None for a workload that Python made.
     """
@@ -331,6 +332,7 @@ class Profile:
     link: LinkRecord | None = None
     unseen: tuple[str, ...] = ()
     unsteady: tuple[str, ...] = ()
+    batch_sized: tuple[str, ...] = ()
     forward_nodes: int = 0
     left_out: tuple[LeftOutRecord, ...] = ()
     evaluation: Phase = Phase()

@@ -259,6 +259,7 @@ def _step(profile: Profile) -> list[tuple[str, str]]:
     facts = [
         ("unplanned peak", exact_bytes(profile.unplanned_peak_bytes) + computed),
         *_unsteady(profile.unsteady),
+        *(("follows the batch", escape(line)) for line in profile.batch_sized),
         ("unplanned time", f"{format_seconds(profile.unplanned_seconds)} a step{computed}"),
         ("resident", f"{format_bytes(resident.total)}: {listed}"),
         ("measured on", f"{escape(profile.device_name)}, torch {profile.torch_version}"),

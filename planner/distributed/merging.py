@@ -35,6 +35,7 @@ def merged_profile(profiles: Sequence[Profile]) -> Profile:
                 "link": _slowest_link,
                 "device": lambda devices: devices[0],
                 "unsteady": _all_lines,
+                "batch_sized": _all_lines,
                 "unplanned_peak_bytes": max,
             },
         )

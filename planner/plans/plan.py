@@ -87,7 +87,7 @@ class Plan(PlanClaims):
         chain: the problem that the schedule solves; None in files of older releases.
         resident: what ``resident_bytes`` is made of; None in files of older releases.
         unseen: as in the profile.
-        unsteady, forward_nodes: as in the profile.
+        unsteady, batch_sized, forward_nodes: as in the profile.
         left_out: blocks that keep much and cannot run again, whatever the budget.
         beside: as in the profile.
         frugal: as in the profile: unplanned peak and seconds were computed, and never measured as a whole.
@@ -102,6 +102,7 @@ class Plan(PlanClaims):
     resident: ResidentBytes | None = None
     unseen: tuple[str, ...] = ()
     unsteady: tuple[str, ...] = ()
+    batch_sized: tuple[str, ...] = ()
     forward_nodes: int = 0
     left_out: tuple[LeftOutRecord, ...] = ()
     frugal: bool = False

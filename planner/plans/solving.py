@@ -361,6 +361,7 @@ def plan_of(
         offload_only=offload_only,
         unseen=profile.unseen,
         unsteady=profile.unsteady,
+        batch_sized=profile.batch_sized,
         frugal=profile.frugal,
         saved_gather_seconds=saved_seconds,
         beside=profile.beside,

@@ -25,6 +25,7 @@ from planner.runtime.model_match import PlanMismatch, check_model, check_precisi
 from planner.runtime.plan_checks import (
     BatchShapes,
     ParameterChecks,
+    SameBatch,
     running_backward,
     say_what_hooks_do_not_see,
     speak_for,
@@ -213,6 +214,7 @@ class PlannedCalls:
         self._selections = selections_of(plan)
         self._deviations = Deviations()
         self._shapes = BatchShapes(plan)
+        self._batch = SameBatch(plan)
         self._caches = ModelCaches(model)
         self._lowered = lowered
         self._model = weakref.ref(model)
@@ -231,6 +233,7 @@ class PlannedCalls:
                 return forward(*args, **kwargs)
             self._compiled.in_model(forward)
             self._deviations.other_batch = self._shapes.check((args, kwargs))
+            self._batch.check((args, kwargs))
             self.watch.forward_begins()
             self._step = self._begin(BatchCopies((args, kwargs)))
             try:

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.plans.plan import Plan
 from planner.plans.plan_claims import PlanClaims
 from profiler.caller_warnings import warn_caller
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.outer_hooks import hooks_of_the_user
+from profiler.tensors.storages import has_storage, storage_of
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
@@ -146,6 +148,34 @@ class BatchShapes:
                 f"{list(self._profiled)}: it needs less memory than the plan predicts"
             )
         return True
+
+
+class SameBatch:
+    """Says once that a batch is another one than before, where bytes follow the values of the batch.
+
+    Args:
+        plan: that the model has, which lists what follows them.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._follows = plan.batch_sized
+        self._seen: list[tuple[StorageWeakRef, int]] | None = None
+
+    def check(self, arguments: Any) -> None:
+        """Compare the storages with those of the forward before, and how often they were changed in place."""
+        if not self._follows:
+            return
+        # Such a reference keeps the storage's address from being used again, and none of its bytes.
+        given = [tensor for tensor in tensors_in(arguments) if has_storage(tensor)]
+        now = [(StorageWeakRef(storage_of(tensor)), tensor._version) for tensor in given]
+        if self._seen is not None and now != self._seen:
+            say_once(
+                "planner.apply: the batch is another one than in the step before, and the bytes of a step follow its "
+                f"values: the peak is not promised ({'; '.join(self._follows)}). Profile the batch that takes most, or "
+                "solve with headroom"
+            )
+            self._follows = ()
+        self._seen = now
 
 
 def is_larger(shapes: Sequence[Sequence[int]], profiled: Sequence[Sequence[int]]) -> bool:

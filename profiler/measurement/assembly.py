@@ -61,6 +61,7 @@ class Measured:
     menus: list[MenuRecord]
     menu_of: dict[int, int]
     unsteady: tuple[str, ...]
+    batch_sized: tuple[str, ...]
     unseen: tuple[str, ...] = ()
     left_out: tuple[LeftOutRecord, ...] = ()
 
@@ -96,6 +97,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         menus=tuple(measured.menus),
         unseen=measured.unseen,
         unsteady=measured.unsteady,
+        batch_sized=measured.batch_sized,
         forward_nodes=_forward_nodes(workload, measured.trace),
         left_out=measured.left_out,
         evaluation=_evaluation(workload, evaluations, measured.seconds.get(Mark("evaluation"), 0.0)),

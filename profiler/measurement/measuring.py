@@ -17,7 +17,7 @@ from profiler.measurement.stage_marks import PlainStep
 from profiler.measurement.stage_options import OptionGroup, ProposeChoices, grouped, steps_for, take_turns
 from profiler.measurement.stage_probe import StageProbe
 from profiler.measurement.stage_reruns import HELD, STORES, RerunTimes, kept_by_hooks, rerun_stages
-from profiler.measurement.unsteady_bytes import what_is_unsteady
+from profiler.measurement.unsteady_bytes import what_follows_the_batch, what_is_unsteady
 from profiler.records import MenuRecord, Phase, ResidentBytes
 from profiler.trace.compiled_trace import trace_compiled
 from profiler.trace.left_out import left_out_of
@@ -131,6 +131,7 @@ class Measuring:
             ],
             menu_of={k: number for number, group in enumerate(groups) for k in group.members},
             unsteady=what_is_unsteady(self._workload, uncompiled_trace, uncompiled_stages, self._resident, varied),
+            batch_sized=what_follows_the_batch(self._workload, uncompiled_trace, uncompiled_stages),
             left_out=left_out,
         )
 

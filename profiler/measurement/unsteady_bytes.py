@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor, nn
 
 from profiler.records import ResidentBytes
+from profiler.tensors.local_tensors import local_part
 from profiler.tensors.storages import distinct_bytes
 from profiler.trace.partition import ChosenStage
-from profiler.trace.step_record import Op, Trace
+from profiler.trace.step_record import Op, Trace, ValueOp
 from profiler.trace.value_sized import in_words
 from profiler.workload.optimizers import optimizer_tensors
 from profiler.workload.steps import held_by_loop, optimizer_state_bytes
@@ -31,8 +33,9 @@ def what_is_unsteady(
         resident: what was there after the first step.
         varied: names of stages that did not save as many tensors in every step; empty for the model itself.
     """
+    changing = _changing(trace, workload.model)
     return (
-        *in_words(_ops(trace, stages)),
+        *in_words(op for op in _value_ops(trace, stages) if _may_change(op, trace, changing)),
         *_steps(varied),
         *_gradients(trace),
         *_hooks(workload),
@@ -41,7 +44,55 @@ def what_is_unsteady(
     )
 
 
-def _ops(trace: Trace, stages: Sequence[ChosenStage]) -> Iterator[tuple[str, str]]:
+def what_follows_the_batch(workload: Workload, trace: Trace, stages: Sequence[ChosenStage]) -> tuple[str, ...]:
+    """One line for each kind of op whose bytes follow values of the batch, and of nothing that training changes.
+
+    They are the same in every step on one batch (the edges of a graph), and may differ on another one of its shapes.
+    """
+    changing, batch = _changing(trace, workload.model), _from_batch(trace, workload.model)
+    return tuple(
+        in_words(op for op in _value_ops(trace, stages) if not _may_change(op, trace, changing) and op.deciding & batch)
+    )
+
+
+def _may_change(op: ValueOp, trace: Trace, changing: set[int]) -> bool:
+    in_backward = op.position >= len(trace.ops)  # of which it is not known what it reads
+    return in_backward or not changing.isdisjoint(op.deciding)
+
+
+def _changing(trace: Trace, model: nn.Module) -> set[int]:
+    """Storages that differ from step to step: weights, random numbers, what a step writes for the next one to read
+    (counters, running statistics), and what is computed from these."""
+    learned = trace.storages.numbers(tensor for tensor in _of_the_model(model) if tensor.is_floating_point())
+    drawn = {storage for op in trace.ops if op.access.random for storage in (*op.storages, *op.access.writes)}
+    written = {storage for op in trace.ops for storage in (*op.access.writes, *op.access.renews)} - _made(trace)
+    return _reached(trace, learned | drawn | written)
+
+
+def _from_batch(trace: Trace, model: nn.Module) -> set[int]:
+    """Storages that were there before the step and are not the model's, and what is computed from them."""
+    given = {storage for op in trace.ops for storage in _reads(op)} - _made(trace)
+    return _reached(trace, given - trace.storages.numbers(_of_the_model(model)))
+
+
+def _made(trace: Trace) -> set[int]:
+    return {storage for op in trace.ops for storage in op.storages}
+
+
+def _of_the_model(model: nn.Module) -> list[Tensor]:
+    return [local_part(tensor) for tensor in (*model.parameters(), *model.buffers())]
+
+
+def _reached(trace: Trace, roots: set[int]) -> set[int]:
+    """Storages whose contents depend on those of ``roots``, these included."""
+    reached = set(roots)
+    for op in trace.ops:
+        if not reached.isdisjoint(_reads(op)):
+            reached.update(op.storages, op.access.writes, op.access.renews)
+    return reached
+
+
+def _value_ops(trace: Trace, stages: Sequence[ChosenStage]) -> Iterator[ValueOp]:
     """Branches outside of stages are left out: nearly every model asks there whether a mask is needed.
 
     So are those by numbers that are drawn: the profile is of the largest step that may be drawn.
@@ -50,8 +101,8 @@ def _ops(trace: Trace, stages: Sequence[ChosenStage]) -> Iterator[tuple[str, str
     drawn = _drawn(trace)
     for op in trace.by_values:
         inside = any(first <= op.position < end for first, end in spans)
-        if not op.branch or (inside and not (op.position < len(trace.ops) and _reads(trace.ops[op.position]) <= drawn)):
-            yield op.name, op.module
+        if not op.branch or (inside and not op.deciding <= drawn):
+            yield op
 
 
 def _drawn(trace: Trace) -> set[int]:

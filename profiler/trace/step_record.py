@@ -148,12 +148,20 @@ class Op:
 
 
 class ValueOp(NamedTuple):
-    """An op by whose values bytes differ: how many ops of the forward had run before, and whether it is a branch."""
+    """An op by whose values bytes differ.
+
+    Attributes:
+        position: how many ops of the forward had run before.
+        name, module: which op, and where it ran.
+        branch: it hands a value to Python, which may branch by it.
+        deciding: storages of the values.
+    """
 
     position: int
     name: str
     module: str
     branch: bool
+    deciding: frozenset[int]
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from profiler.trace.call_changes import CallChanges
 from profiler.trace.drawn_values import lists_noted
 from profiler.trace.hidden_tensors import note_hidden
 from profiler.trace.step_record import Access, Call, Leaf, Op, Save, SavedInGraph, Trace, ValueOp
-from profiler.trace.value_sized import is_branch, is_sized_by_values
+from profiler.trace.value_sized import deciding_tensors, is_branch
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name, unwrapped
 from profiler.workload.forward_patches import Forward, ForwardPatches
@@ -341,14 +341,17 @@ class StepRecorder(TorchDispatchMode):
 
     def note_values(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember an op by whose values bytes differ."""
-        branch = is_branch(op)
-        if branch or is_sized_by_values(op, args, kwargs):
-            self.trace.by_values.append(ValueOp(len(self.trace.ops), str(op.overloadpacket), self.module, branch))
+        if deciding := deciding_tensors(op, args, kwargs):
+            self._note_deciding(str(op.overloadpacket), deciding, is_branch(op))
 
     def note_list(self, tensor: Tensor) -> None:
         """Remember a tensor by whose values Python may divide others, as a mixture of experts does."""
         if not tensor.requires_grad:
-            self.trace.by_values.append(ValueOp(len(self.trace.ops), "tolist", self.module, False))
+            self._note_deciding("tolist", [tensor], False)
+
+    def _note_deciding(self, name: str, deciding: Sequence[Tensor], branch: bool) -> None:
+        numbers = frozenset(self.trace.storages.numbers(deciding))
+        self.trace.by_values.append(ValueOp(len(self.trace.ops), name, self.module, branch, numbers))
 
     def note_cast(self, op: Any, args: tuple[Any, ...], output: Any) -> None:
         """Autocast caches what it casts of trained float32 parameters, not of views of them (ATen's cached_cast)."""

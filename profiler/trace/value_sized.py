@@ -6,25 +6,27 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from profiler.tensors.tensor_trees import tensors_in
+from profiler.trace.step_record import ValueOp
 
 # A Taylor series of a degree that is chosen by the matrix's norm.
 _BY_NORM = ("aten::linalg_matrix_exp",)
 _MASKS = (torch.bool, torch.uint8)
 
 
-def is_sized_by_values(op: Any, args: Sequence[Any], kwargs: Any) -> bool:
-    """Whether an op with these arguments takes bytes that other values would change."""
+def deciding_tensors(op: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
+    """The tensors whose values decide how many bytes an op takes, or which way Python goes; none where shapes do."""
     if not isinstance(op, torch._ops.OpOverload):
-        return False
-    if op._schema.name in _BY_NORM:
-        return True
+        return []
+    if op._schema.name in _BY_NORM or is_branch(op):
+        return tensors_in([args, kwargs])
     if torch.Tag.dynamic_output_shape not in op.tags:
-        return False
-    # The tag stands for masks; with positions the result has their shape.
-    indexes = op._schema.name == "aten::index"
-    return not indexes or any(tensor.dtype in _MASKS for tensor in tensors_in([args[1:], kwargs]))
+        return []
+    if op._schema.name == "aten::index":  # The tag stands for masks; with positions the result has their shape.
+        return [tensor for tensor in tensors_in([args[1:], kwargs]) if tensor.dtype in _MASKS]
+    return tensors_in([args, kwargs])
 
 
 def is_branch(op: Any) -> bool:
@@ -32,10 +34,10 @@ def is_branch(op: Any) -> bool:
     return isinstance(op, torch._ops.OpOverload) and torch.Tag.data_dependent_output in op.tags
 
 
-def in_words(ops: Iterable[tuple[str, str]]) -> list[str]:
-    """One line for each kind of op, of pairs of its name and the module in which it ran."""
+def in_words(ops: Iterable[ValueOp]) -> list[str]:
+    """One line for each kind of op, with the modules in which it ran."""
     modules: dict[str, list[str]] = {}
-    for name, module in dict.fromkeys(ops):
+    for name, module in dict.fromkeys((op.name, op.module) for op in ops):
         modules.setdefault(name, []).append(module)
     return [f"{_what(name)} in {_places(inside)}: its bytes depend on values" for name, inside in modules.items()]
 

@@ -175,6 +175,80 @@ def test_bytes_that_are_others_in_other_steps_are_said_before_the_first_step(
     assert planner.Plan.from_document(plan.to_document(), "a plan").unsteady == profile.unsteady
 
 
+class Edges(nn.Module):
+    """Layers over the edges of a graph but for its loops, as graph networks have; and times that are all different."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        assert torch.arange(4).unique().numel() == 4
+        for layer in self.layers:
+            kept = edges[:, edges[0] != edges[1]]
+            x = x.index_add(0, kept[1], layer(x)[kept[0]].relu())
+        return x
+
+
+def test_an_index_that_is_the_same_in_every_step_is_no_reason_to_warn(recwarn: pytest.WarningsRecorder) -> None:
+    torch.manual_seed(0)
+    model, x, edges = Edges(), torch.rand(20, 8), torch.randint(20, (2, 60))
+    work = planner.Workload(model=model, inputs=(x, edges), loss=squared)
+    profile = planner.profile(work, menus=False)
+    assert profile.unsteady == ()
+    assert profile.batch_sized == ("index in the model: its bytes depend on values",)
+    with planner.apply(model, planner.solve(profile, "100%")):
+        for _ in range(3):
+            squared(model(x, edges)).backward()
+            model.zero_grad()
+        assert [str(w.message) for w in recwarn if issubclass(w.category, RuntimeWarning)] == []
+        for _ in range(3):
+            squared(model(x, torch.randint(20, (2, 60)))).backward()
+            model.zero_grad()
+    (said,) = [str(w.message) for w in recwarn if issubclass(w.category, RuntimeWarning)]
+    assert "the batch is another one than in the step before" in said and "index in the model" in said
+
+
+def test_a_batch_that_is_filled_again_is_another_one(recwarn: pytest.WarningsRecorder) -> None:
+    torch.manual_seed(0)
+    model, x, edges = Edges(), torch.rand(20, 8), torch.randint(20, (2, 60))
+    profile = planner.profile(planner.Workload(model=model, inputs=(x, edges), loss=squared), menus=False)
+    with planner.apply(model, planner.solve(profile, "100%")):
+        squared(model(x, edges)).backward()
+        edges.random_(20)
+        squared(model(x, edges)).backward()
+    assert any("another one than in the step before" in str(w.message) for w in recwarn)
+
+
+class Counting(nn.Module):
+    """Takes more rows in every step: what decides lies in a buffer that the step itself changes."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.arange(len(x)) < self.steps.add_(1)
+        return x.sum() + self.linear(x)[mask].sum()
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_what_a_step_changes_or_draws_itself_is_said_before_the_first_step(drawn: bool) -> None:
+    model = nn.Linear(8, 8) if drawn else Counting()
+    x, optimizer = torch.rand(16, 8), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(x[torch.rand(16) < 0.5] if drawn else x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    profile = planner.profile(planner.Workload(model=model, step=step, optimizer=optimizer), menus=False)
+    assert any("index" in line for line in profile.unsteady)
+
+
 class Growing(torch.optim.SGD):
     """Remembers every gradient."""
 

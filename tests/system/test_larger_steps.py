@@ -149,7 +149,8 @@ class Dividing(nn.Module):
 
 def test_sizes_that_python_reads_are_said() -> None:
     profile = planner.profile(workload([Dividing() for _ in range(3)]), stages=["head"], menus=False)
-    assert profile.unsteady == ("tolist in 'blocks.0' and 2 other modules: its bytes depend on values",)
+    assert profile.unsteady == ("tolist in 'blocks.1' and 1 other module: its bytes depend on values",)
+    assert profile.batch_sized == ("tolist in 'blocks.0': its bytes depend on values",)
 
 
 class Storing(nn.Module):
