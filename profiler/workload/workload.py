@@ -39,8 +39,8 @@ class Workload:
         inputs: one batch: a tensor, a tuple of positional arguments, or a dict
             of keyword arguments.
         loss: a callable on the model's output that returns a scalar tensor;
-            None takes the output's own ``.loss`` (or ``["loss"]``, or the output
-            itself where it is a scalar).
+            None takes the output's own ``.loss`` (or ``["loss"]``), else the one
+            scalar in it that requires grad (``return logits, loss``).
         optimizer: stepped after backward, or several of them in a list, stepped in its order; None leaves parameters
             alone. One that evaluates the loss itself (LBFGS) gets a closure: it clears gradients, runs forward and
             backward and clips; the first time it gives what the step has computed already.
@@ -376,12 +376,26 @@ class _Stopped(BaseException):
 
 
 def own_loss(output: Any) -> Any:
-    """The loss that a model's output carries itself; None where it has none."""
+    """The loss that a model's output carries itself; None where it has none, as where labels are left out.
+
+    Raises:
+        ValueError: several scalars that require grad, and none of them called loss.
+    """
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping) and "loss" in output:
         return output["loss"]
-    return getattr(output, "loss", None)
+    named: Any = output
+    if hasattr(named, "loss"):
+        return named.loss
+    scalars = [tensor for tensor in tensors_in(output) if tensor.numel() == 1 and tensor.requires_grad]
+    if len(scalars) > 1:
+        example = "sum(output.values())" if isinstance(output, Mapping) else "output[0]"
+        raise ValueError(
+            f"Workload: the output has {len(scalars)} scalars that require grad, and it is not known which is the loss "
+            f"or whether they are added up; pass loss=, for example loss=lambda output: {example}"
+        )
+    return scalars[0] if scalars else None
 
 
 _ARGUMENTS = ("model", "inputs", "loss", "optimizer", "autocast", "accumulate", "scaler", "clip_norm", "keeps_output")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -93,6 +94,59 @@ def test_the_held_output_is_in_the_profile_and_in_what_a_step_is_measured_to_tak
     assert (profile.resident.loop, profile.stages[0].forward.start_bytes) == (held, states + held)
     assert backward.start_bytes >= states + held + 64 * 500 * 4
     assert planner.measure(work).peak_bytes == profile.unplanned_peak_bytes
+
+
+class Returning(nn.Module):
+    """Returns its logits and losses in some form."""
+
+    def __init__(self, form: Any) -> None:
+        super().__init__()
+        self.linear, self.form = nn.Linear(4, 4), form
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.linear(x)
+        return self.form(logits, logits.square().mean(), logits.abs().mean())
+
+
+@dataclass
+class Result:
+    logits: Tensor
+    nll: Tensor
+
+
+class WithoutLabels(Result):
+    loss = None
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda logits, loss, other: (logits, loss),
+        lambda logits, loss, other: [loss, logits, other.detach()],
+        lambda logits, loss, other: {"logits": logits, "nll": loss},
+        lambda logits, loss, other: (logits, {"losses": [loss.view(1)]}),
+        lambda logits, loss, other: Result(logits, loss),
+        lambda logits, loss, other: {"loss": loss, "aux": other},
+    ],
+)
+def test_the_one_scalar_of_an_output_is_its_loss(form: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Returning(form), torch.rand(3, 4)
+    assert Workload(model=model, inputs=x).step() == model.linear(x).square().mean().item()
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (lambda logits, loss, other: {"a": loss, "b": other}, r"2 scalars .* loss=lambda output: sum\(output.values"),
+        (lambda logits, loss, other: (loss, other, logits), r"2 scalars .* loss=lambda output: output\[0\]"),
+        (lambda logits, loss, other: (logits, loss.detach()), "pass loss=, a callable on the model's output"),
+        (lambda logits, loss, other: WithoutLabels(logits, loss), "pass loss=, a callable on .* or labels in the"),
+    ],
+)
+def test_what_may_or_may_not_be_the_loss_is_asked_for(form: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Workload(model=Returning(form), inputs=torch.rand(3, 4)).step()
 
 
 def cross_entropy_to_zero(logits: Tensor) -> Tensor:
