@@ -25,6 +25,7 @@ from planner.targets import build_target
 from planner.units import parse_bytes
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress
+from profiler.progress import told_by
 from profiler.records import Profile
 from profiler.workload.precision import types_part
 from profiler.workload.steps import ProfileError
@@ -139,14 +140,13 @@ class _CountedReport:
     """Tells the parts of the search to ``progress``; how many there will be is not known before."""
 
     def __init__(self, progress: Progress | None, vary: str) -> None:
-        self._progress = progress
+        self._progress = progress or told_by("planner", "max_batch")
         self._vary = vary
         self._done = 0
 
     def __call__(self, what: str) -> None:
         self._done += 1
-        if self._progress is not None:
-            self._progress(what, self._done, 0)  # How many parts there will be is not known.
+        self._progress(what, self._done, 0)  # How many parts there will be is not known.
 
     def at(self, size: int) -> Progress:
         """For a profile at a size."""

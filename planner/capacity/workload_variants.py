@@ -16,6 +16,7 @@ from planner.plans.cost_model import chain_of
 from planner.targets import NoTarget, build_target
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress
+from profiler.progress import told_by
 from profiler.records import Profile
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.precision import type_name, types_part
@@ -61,7 +62,7 @@ class WorkloadVariants:
         self._batch_key = batch_key
         self._device = device
         self._menus = menus
-        self._progress = progress
+        self._progress = progress or told_by("planner", "advise")
         self._done = 0
         self._profiles: dict[tuple[str, int], Profile] = {}
         self.extrapolated: set[tuple[str, int]] = set()
@@ -122,8 +123,7 @@ class WorkloadVariants:
     def report(self, what: str) -> None:
         """Tell whoever wants to know what comes next; how much there will be is not known before."""
         self._done += 1
-        if self._progress is not None:
-            self._progress(what, self._done, 0)  # How many parts there will be is not known.
+        self._progress(what, self._done, 0)  # How many parts there will be is not known.
 
     def profile(self, precision: str, micro_batches: int) -> Profile:
         """The profile of one of some micro-batches, with gradients of earlier ones where there are.

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import json
+import logging
 import math
 import os
 import shlex
@@ -97,9 +98,13 @@ class PlannerGroup(TyperGroup):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # What its encoding lacks is no reason to lose a result.
                 stream.reconfigure(errors="replace")
+        logger = logging.getLogger("planner")
+        level = logger.level
+        logger.setLevel(logging.WARNING)  # Tables and the command's own progress say the same.
         try:
             return super().main(*args, **extra)
         finally:  # Of what was said to this command, nothing holds for another one in this process.
+            logger.setLevel(level)
             _talk.as_json = False
             show_sizes_like("")
 

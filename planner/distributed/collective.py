@@ -24,12 +24,14 @@ from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.plans.rules import Rule, Rules
 from planner.runtime.applier import Handle, handle_of
+from planner.units import format_bytes, format_seconds
 from profiler.graph_profile import GraphProfile
 from profiler.measurement import step_measurement
 from profiler.measurement.measuring import Progress
 from profiler.measurement.profiling import profile as measured_profile
 from profiler.measurement.stage_options import ProposeChoices
 from profiler.measurement.step_measurement import Measurement
+from profiler.progress import tell
 from profiler.records import Profile
 from profiler.trace.partition import StagePattern
 from profiler.workload.steps import check_workload
@@ -109,13 +111,23 @@ def profile(
         "graph": graph,
         "progress": progress,
     }
+    measured = _profiled(workload, settings)
+    tell(
+        "planner",
+        f"profiled {measured.model_class}: unplanned peak {format_bytes(measured.unplanned_peak_bytes)}, "
+        f"{format_seconds(measured.unplanned_seconds)} a step",
+    )
+    return measured
+
+
+def _profiled(workload: Workload, settings: dict[str, Any]) -> Profile | GraphProfile:
     ranks, schedule = current_ranks(), schedule_of(workload)
     if ranks is None:
         alone = profiling.profile if schedule is None else partial(profile_pipeline_stage, schedule=schedule)
         return alone(workload, **settings)
     with ranks.together("profile"):
         ranks.check_same("profile", {"pipeline schedule": type(schedule).__name__})
-        if graph:
+        if settings["graph"]:
             raise ValueError(
                 f"profile: expected a profile of stages on {ranks.size} ranks, got graph=True; leave it out, as plans "
                 "of single ops are for one process"
@@ -123,7 +135,7 @@ def profile(
         if schedule is not None:
             return profile_pipeline_stage(workload, schedule, **settings)
         check_alike(ranks, "profile", workload)
-        ranks.check_same("profile", {"limit": limit, "stages": str(stages)})
+        ranks.check_same("profile", {"limit": settings["limit"], "stages": str(settings["stages"])})
         return _of_all(ranks, profiling.profile(workload, **settings))
 
 

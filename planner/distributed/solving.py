@@ -12,7 +12,9 @@ from planner.plans.graph_plan import GraphPlan
 from planner.plans.offload_request import Offload, OffloadMode
 from planner.plans.plan import Plan
 from planner.plans.solving import Reshard
+from planner.units import format_bytes
 from profiler.graph_profile import GraphProfile
+from profiler.progress import tell
 from profiler.records import Profile
 
 if TYPE_CHECKING:
@@ -94,6 +96,15 @@ def solve(
         "gap": gap,
         "reshard": reshard,
     }
+    tell("planner", f"solving for a budget of {format_bytes(budget) if isinstance(budget, int) else budget}")
+    plan = _solved(profile, budget, settings)
+    tell("planner", plan.in_one_line())
+    return plan
+
+
+def _solved(
+    profile: Profile | GraphProfile | str | Path, budget: str | int, settings: dict[str, Any]
+) -> Plan | GraphPlan:
     ranks = ranks_if_any()
     if ranks is None:
         return solving.solve(profile, budget, **settings)

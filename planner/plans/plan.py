@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from planner.notebook_view import AliveDuring, html_table
 from planner.plans.offload_request import link_document, link_from
 from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
 from planner.plans.short_names import names_in_short
-from planner.units import format_bytes, format_seconds
+from planner.units import counted, format_bytes, format_seconds
 from profiler.json_files import from_plain, read_document, to_plain
 from profiler.records import KEYS as PROFILE_KEYS, KIND, LeftOutRecord, MenuRecord, ResidentBytes
 from solvers.problem.chain import Chain
@@ -21,6 +22,13 @@ from solvers.problem.chain_simulator import replay
 # Attributes that files of version 1 call otherwise.
 KEYS = {**PROFILE_KEYS, "offload_units": "parcels", "input_offload_units": "input_parcels"}
 StageDecision = Literal["keep", "selective", "offload", "recompute", "segment"]
+_DONE: dict[StageDecision, str] = {
+    "keep": "kept",
+    "selective": "recomputed in part",
+    "offload": "sent to host memory",
+    "recompute": "recomputed",
+    "segment": "recomputed in segments",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +124,11 @@ class Plan(PlanClaims):
             *PlanClaims._what_is_done(self),
             *(f"{what}: {names_in_short([stage.name for stage in stages])}" for what, stages in done.items()),
         ]
+
+    def _done_in_short(self) -> str:
+        decisions: Counter[StageDecision] = Counter(stage.decision for stage in self.stages if stage.kind == "stage")
+        counts = [f"{number} {_DONE[decision]}" for decision, number in decisions.items()]
+        return f"of {counted(decisions.total(), 'stage')} {', '.join(counts)}; {PlanClaims._done_in_short(self)}"
 
     def _by_decision(self) -> dict[str, list[PlannedStage]]:
         """Stages with what happens to them, in words; parts outside of stages left out."""

@@ -142,6 +142,16 @@ class PlanClaims:
         """
         return small_timeline(self._alive(), peak_bytes=self.predicted_peak_bytes, budget_bytes=self.budget_bytes)
 
+    def in_one_line(self) -> str:
+        """Model, peak, budget, slowdown, how good that is, and how much is done for it."""
+        found = f"{self.status}, by {self.solver}"
+        return f"plan of {self.model_class}: {'; '.join([*self._claims(), found, self._done_in_short()])}"
+
+    def _done_in_short(self) -> str:
+        """How much is done, in numbers."""
+        host = f", {format_bytes(self.host_bytes)} in host memory" if self.host_bytes else ""
+        return f"{counted(self.recomputed_ops, 'op')} run again{host}"
+
     def _claims(self) -> list[str]:
         """Peak and budget, and the time that it takes."""
         peak = f"peak {format_bytes(self.predicted_peak_bytes)} of {format_bytes(self.budget_bytes)} allowed"

@@ -26,6 +26,7 @@ from profiler.graph_profile import GraphProfile
 from profiler.measurement.joined_phases import typical_seconds
 from profiler.measurement.meter import Mark, MarkedPhases, Place, time_meter
 from profiler.measurement.planned_probe import PlannedProbe
+from profiler.progress import tell
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import first_step
@@ -166,6 +167,7 @@ def _verified(workload: Workload, plan: Plan, solver: str, time_limit_seconds: f
     with preserved(workload):
         randomness = RandomState.capture()
         while True:
+            tell("planner", f"holding the plan against its own steps: round {len(rounds) + 1} of {ROUNDS} at most")
             plain, planned = largest(_in_turns(workload, candidates[-1], randomness))
             chain, corrections = corrected(
                 candidates[-1], [typical_seconds([run]) for run in plain], [typical_seconds([run]) for run in planned]
@@ -192,9 +194,9 @@ def _verified(workload: Workload, plan: Plan, solver: str, time_limit_seconds: f
     if len(candidates) > 1:
         seconds = seconds_in_turns(workload, {str(number): each for number, each in enumerate(candidates)})
         best = candidates[agreed(int(min(seconds, key=lambda number: seconds[number])))]
-    return Verification(
-        plan=following(best, chain, lower_bound_seconds=again.lower_bound_seconds), rounds=tuple(rounds)
-    )
+    verified = following(best, chain, lower_bound_seconds=again.lower_bound_seconds)
+    tell("planner", verified.in_one_line())
+    return Verification(plan=verified, rounds=tuple(rounds))
 
 
 def can_verify(workload: Workload, plan: Plan) -> bool:

@@ -18,6 +18,7 @@ from profiler.measurement.stage_options import OptionGroup, ProposeChoices, grou
 from profiler.measurement.stage_probe import StageProbe
 from profiler.measurement.stage_reruns import HELD, STORES, RerunTimes, kept_by_hooks, rerun_stages
 from profiler.measurement.unsteady_bytes import what_follows_the_batch, what_is_unsteady
+from profiler.progress import told_by
 from profiler.records import MenuRecord, Phase, ResidentBytes
 from profiler.trace.compiled_trace import trace_compiled
 from profiler.trace.left_out import left_out_of
@@ -48,16 +49,15 @@ SEVERAL_CALLS = (
 
 
 class ProgressReporter:
-    """Tells what runs next, and how many runs there are."""
+    """Tells what runs next, and how many runs there are: to ``progress``, or to the log."""
 
     def __init__(self, progress: Progress | None) -> None:
-        self._progress = progress
+        self._progress = progress or told_by("profiler", "profiling")
         self._done = 0
         self.runs = _RUNS
 
     def __call__(self, what: str) -> None:
-        if self._progress is not None:
-            self._progress(what, self._done, max(self.runs, self._done + 1))
+        self._progress(what, self._done, max(self.runs, self._done + 1))
         self._done += 1
 
 
