@@ -1,12 +1,16 @@
-"""Nested arguments and outputs: finding and replacing the tensors in tuples, dicts, dataclasses and their like."""
+"""Nested arguments and outputs: finding and replacing the tensors in containers, dataclasses and plain objects."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,26 +18,34 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 _LEAVES = (str, bytes, int, float, bool, type(None))
+_DEPTH = 4  # of containers and objects in an object, down to its tensors
+_MOST_ITEMS = 1000  # of a container in an object: more are a table, which it would take long to go through
+# What objects of these packages hold is theirs.
+_CLOSED_PACKAGES = frozenset(("numpy", "planner", "profiler", "solvers", "torch")) | (
+    sys.stdlib_module_names - {"argparse", "collections", "types"}
+)
+_BASES: tuple[Any, ...] = (dict, list, tuple)
+_Known = dict[int, Any]  # what has been made of objects, by their ids
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Every tensor of ``tree`` in a fixed order; a tensor that stands twice is listed twice."""
+    """Every tensor of ``tree`` in a fixed order; a tensor that stands twice is listed twice, an object's once."""
     tensors: list[Tensor] = []
-    _add_tensors(tree, tensors)
+    _add_tensors(tree, tensors, {})
     return tensors
 
 
-def _add_tensors(tree: Any, tensors: list[Tensor]) -> None:
+def _add_tensors(tree: Any, tensors: list[Tensor], known: _Known) -> None:
     if isinstance(tree, Tensor):
         tensors.append(tree)
     elif type(tree) in (tuple, list):  # Nearly everything is one of these two, or a leaf: no copies are made of them.
         for item in tree:
-            _add_tensors(item, tensors)
+            _add_tensors(item, tensors, known)
     elif type(tree) is dict:
         for item in tree.values():
-            _add_tensors(item, tensors)
+            _add_tensors(item, tensors, known)
     elif not isinstance(tree, _LEAVES):
-        map_tensors(lambda tensor: tensors.append(tensor) or tensor, tree)
+        _map(lambda tensor: tensors.append(tensor) or tensor, tree, Tensor, known)
 
 
 def device_of(tree: Any) -> torch.device:
@@ -45,28 +57,102 @@ def device_of(tree: Any) -> torch.device:
 def map_tensors(change: Callable[[Any], Any], tree: Any, kind: type = Tensor) -> Any:
     """A copy of ``tree`` in which each tensor (or other ``kind`` of leaf) is replaced by ``change(leaf)``.
 
-    Containers are rebuilt with their own type; objects that are no container
-    stay the very same objects. The order of calls is that of ``tensors_in``.
+    Containers are rebuilt with their own type, and so are objects that hold tensors in their attributes, each once;
+    other objects stay the very same. The order of calls is that of ``tensors_in``.
     """
+    return _map(change, tree, kind, {})
+
+
+def _map(change: Callable[[Any], Any], tree: Any, kind: type, known: _Known) -> Any:
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, _LEAVES):
         return tree
-    container = type(tree)
+    container: Any = type(tree)
     if container in (tuple, list):
-        return container(map_tensors(change, item, kind) for item in tree)
+        return container(_map(change, item, kind, known) for item in tree)
     if container is dict:
-        return {key: map_tensors(change, item, kind) for key, item in tree.items()}
+        return {key: _map(change, item, kind, known) for key, item in tree.items()}
     if isinstance(tree, tuple) and hasattr(container, "_make"):  # a named tuple
-        return container._make(map_tensors(change, item, kind) for item in tree)
+        return container._make(_map(change, item, kind, known) for item in tree)
     if container in pytree.SUPPORTED_NODES:
         # Not by ``tree_flatten``: its inner function refers to itself, a cycle that would keep the tree alive.
         node = pytree.SUPPORTED_NODES[container]
         leaves, context = node.flatten_fn(tree)
-        return node.unflatten_fn([map_tensors(change, leaf, kind) for leaf in leaves], context)
+        return node.unflatten_fn([_map(change, leaf, kind, known) for leaf in leaves], context)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, Mapping)):
-        return _map_dataclass(change, tree, kind)
-    return tree
+        return _map_dataclass(change, tree, kind, known)
+    if id(tree) in known:
+        return known[id(tree)]
+    if isinstance(tree, weakref.ref):  # A part that refers to the object that it is in.
+        copied = known.get(id(tree()))
+        return tree if copied is None else weakref.ref(copied)
+    base = _base_of(container)
+    return _map_object(change, tree, kind, known, base) if base and _holds(tree, kind, _DEPTH) else tree
+
+
+@functools.cache
+def _base_of(kind: type) -> Any:
+    """How objects of a type can be made anew from what is in them: as a container, or as an ``object``; None if not."""
+    package = kind.__module__.partition(".")[0]
+    if package in _CLOSED_PACKAGES or issubclass(kind, (*_TRANSPARENT, OrderedDict)) or hasattr(kind, "__del__"):
+        return None
+    base: Any = next((base for base in (*_BASES, SimpleNamespace) if issubclass(kind, base)), object)
+    try:
+        base.__new__(kind)
+    except TypeError:  # It is of another base, which has values of its own.
+        return None
+    return base if base is not object or kind.__dictoffset__ or _slots_of(kind) else None
+
+
+def _map_object(change: Callable[[Any], Any], tree: Any, kind: type, known: _Known, base: Any) -> Any:
+    changed: Any
+    if base is tuple:
+        changed = tuple.__new__(type(tree), (_map(change, item, kind, known) for item in tuple.__iter__(tree)))
+    else:
+        changed = base.__new__(type(tree))
+    known[id(tree)] = changed  # Before what is in it: that may refer to it.
+    if base is list:
+        list.extend(changed, (_map(change, item, kind, known) for item in list.__iter__(tree)))
+    elif base is dict:
+        for key, item in dict.items(tree):
+            dict.__setitem__(changed, key, _map(change, item, kind, known))
+    for name in _slots_of(type(tree)):
+        if hasattr(tree, name):
+            object.__setattr__(changed, name, _map(change, getattr(tree, name), kind, known))
+    if attributes := getattr(tree, "__dict__", None):
+        changed.__dict__.update({name: _map(change, item, kind, known) for name, item in attributes.items()})
+    return changed
+
+
+@functools.cache
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """The names of the slots that a type and its bases declare, as they are for Python."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        names = [name for name in ((slots,) if isinstance(slots, str) else slots) if not name.endswith("__")]
+        private = f"_{base.__name__.lstrip('_')}"
+        found += [f"{private}{name}" if name.startswith("__") else name for name in names]
+    return tuple(found)
+
+
+def _holds(value: Any, kind: type, depth: int, but: Collection[int] = ()) -> bool:
+    """Whether a leaf of a kind is in a value, as far as ``_map`` goes; those with ids in ``but`` do not count."""
+    if isinstance(value, kind):
+        return id(value) not in but
+    if depth == 0 or isinstance(value, _TRANSPARENT):
+        return False
+    return any(_holds(item, kind, depth - 1, but) for item in _inside(value))
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    contents: Iterable[Any] = ()
+    for base in (*_BASES, set, frozenset, deque):
+        if isinstance(value, base) and base.__len__(value) <= _MOST_ITEMS:
+            contents = dict.values(value) if base is dict else base.__iter__(value)
+    slots = (getattr(value, name, None) for name in _slots_of(type(value)))
+    return [*contents, *getattr(value, "__dict__", {}).values(), *slots]
 
 
 def in_new_containers(tree: Any) -> Any:
@@ -76,30 +162,15 @@ def in_new_containers(tree: Any) -> Any:
 
 def opaque_holder(tree: Any) -> str:
     """Class of an object in ``tree`` that holds tensors out of ``map_tensors``'s sight; empty if there is none."""
-    holders: list[str] = []
-
-    def look(leaf: Any) -> Any:
-        if not holders and not isinstance(leaf, _TRANSPARENT) and _holds_tensor(leaf, depth=3):
-            holders.append(type(leaf).__name__)
-        return leaf
-
-    map_tensors(look, tree, kind=_NotAContainer)
-    return holders[0] if holders else ""
+    seen = {id(tensor) for tensor in tensors_in(tree)}
+    return next((type(leaf).__name__ for leaf in objects_in(tree) if _holds(leaf, Tensor, _DEPTH, seen)), "")
 
 
-def _holds_tensor(value: Any, depth: int) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    if depth == 0 or isinstance(value, _TRANSPARENT):
-        return False
-    if isinstance(value, Mapping):
-        inside: Any = list(value.values())
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        inside = list(value)
-    else:
-        slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ()) if isinstance(name, str)]
-        inside = [*getattr(value, "__dict__", {}).values(), *slots]
-    return any(_holds_tensor(item, depth - 1) for item in inside)
+def objects_in(tree: Any) -> list[Any]:
+    """The leaves of ``tree`` that are neither tensors nor plain values, nor in an object themselves."""
+    objects: list[Any] = []
+    map_tensors(lambda leaf: objects.append(leaf) or leaf, tree, kind=_NotAContainer)
+    return [leaf for leaf in objects if not isinstance(leaf, _TRANSPARENT)]
 
 
 class _ContainerCheck(type):
@@ -110,19 +181,19 @@ class _ContainerCheck(type):
 
 
 class _NotAContainer(metaclass=_ContainerCheck):
-    """Everything that ``map_tensors`` does not open."""
+    """Everything but containers and dataclasses."""
 
 
 # Values that hold no tensors of the step, or whose tensors are parameters and buffers.
 _TRANSPARENT = (Tensor, nn.Module, str, bytes, int, float, bool, complex, type, type(None), torch.dtype, torch.device)
 
 
-def _map_dataclass(change: Callable[[Any], Any], tree: Any, kind: type) -> Any:
+def _map_dataclass(change: Callable[[Any], Any], tree: Any, kind: type, known: _Known) -> Any:
     changed = copy.copy(tree)
     for field in dataclasses.fields(tree):
         value = getattr(tree, field.name, None)
         # object.__setattr__: frozen dataclasses are rebuilt too.
-        object.__setattr__(changed, field.name, map_tensors(change, value, kind))
+        object.__setattr__(changed, field.name, _map(change, value, kind, known))
     return changed
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from profiler.tensors.tensor_memory import same_values
 from profiler.tensors.tensor_parts import is_dense
-from profiler.tensors.tensor_trees import tensors_in
+from profiler.tensors.tensor_trees import objects_in, tensors_in
 from profiler.workload.snapshot import RandomState
 
 
@@ -19,6 +19,7 @@ class CallChanges:
         self._module = module
         self.arguments = arguments
         self.inputs = [(tensor, tensor._version) for tensor in tensors_in(arguments)]
+        self._objects = [(value, tensors_in(value)) for value in objects_in(arguments)]
         self.random = RandomState.capture()
         self._buffers = {name: (b, b.clone()) for name, b in module.named_buffers()}
         of_module = {id(buffer) for buffer, _ in self._buffers.values()}
@@ -27,6 +28,14 @@ class CallChanges:
     def inputs_changed(self) -> bool:
         """Whether an input was changed in place."""
         return _were_changed(self.inputs)
+
+    def filled(self, output: Any) -> str:
+        """Class of an object in its inputs that has tensors now that it had not, and that are not in the output."""
+        returned = {id(tensor) for tensor in tensors_in(output)}
+        for value, before in self._objects:
+            if {id(tensor) for tensor in tensors_in(value)} - {id(tensor) for tensor in before} - returned:
+                return type(value).__name__
+        return ""
 
     def changed_buffers(self) -> tuple[str, ...]:
         """Names of the buffers that are others now, or hold something else."""

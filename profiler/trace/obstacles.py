@@ -23,8 +23,8 @@ def _obstacle(call: Call) -> tuple[str, str]:
     """Reason and remedy."""
     if call.mutates_input:
         return "it changes its input in place", "write the result into a new tensor (x = x + y for x += y)"
-    if call.opaque:
-        return _opaque(call)
+    if call.opaque or call.fills:
+        return _holder(call)
     if call.scripted:
         reason = f"{call.scripted} is compiled by torch.jit, and saves other tensors in its first runs than later"
         return reason, "use the module as it was before torch.jit"
@@ -49,8 +49,10 @@ _SIDE_EFFECTS = {
 }
 
 
-def _opaque(call: Call) -> tuple[str, str]:
+def _holder(call: Call) -> tuple[str, str]:
     remedy = "pass its tensors in a tuple, a dict or a dataclass"
-    if "Cache" in call.opaque:
+    if "Cache" in call.fills + call.opaque:
         remedy = "pass no cache (use_cache=False)"
-    return f"it passes a {call.opaque} that holds tensors, which a second run would change", remedy
+    if call.fills:
+        return f"it puts tensors into a {call.fills} that it is given and does not return", remedy
+    return f"it passes a {call.opaque} that holds tensors, which a second run could not be given as they were", remedy

@@ -40,7 +40,8 @@ class Call:
         parent: position of the enclosing call in ``Trace.calls``; -1 for the model itself.
         first_op, end_op: its ops are ``Trace.ops[first_op:end_op]``.
         first_save, end_save: its saved tensors are ``Trace.saves[first_save:end_save]``.
-        opaque: class of an object in its arguments or output that holds tensors but is no known container.
+        opaque: class of an object in its arguments or output that holds tensors where they are not found.
+        fills: class of an object in its arguments that it put tensors into, and did not return.
         side_effect: what else it changed that a second run would change again.
         scripted: which part of its module ``torch.jit.script`` has compiled, in words; empty for none.
         fills_late: an op in it writes to a tensor that it has saved for backward before it ran.
@@ -66,6 +67,7 @@ class Call:
     draws_random: bool = False
     mutated_buffers: tuple[str, ...] = ()
     opaque: str = ""
+    fills: str = ""
     side_effect: str = ""
     scripted: str = ""
     fills_late: bool = False

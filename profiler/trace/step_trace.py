@@ -256,6 +256,7 @@ class StepRecorder(TorchDispatchMode):
         call.draws_random = changes.random.torch_differs()
         call.mutated_buffers = changes.changed_buffers()
         call.opaque = call.opaque or opaque_holder(changes.arguments) or opaque_holder(output)
+        call.fills = changes.filled(output)
         call.side_effect = changes.side_effect()
         call.scripted = _scripted_part(call.module)
         call.fills_late = any(save.filled_late for save in self.trace.saves[call.first_save : call.end_save])

@@ -226,7 +226,7 @@ class BoxBlock(nn.Module):
 
 
 class BoxModel(nn.Module):
-    """Blocks that hand on and change an opaque object: they must not be recomputed."""
+    """Blocks that hand on an object and change it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -241,9 +241,9 @@ def test_wrong_names_are_refused_before_anything_is_measured():
 def test_a_stage_that_cannot_be_recomputed_is_refused_with_the_reason_and_its_ops_are_not():
     work = workload("cache")
     profile = planner.profile(work, stages=["CachingBlock"], rules=[Rule(ops="*")], menus=False)
-    with pytest.raises(ValueError, match="rule 1 .*'blocks.0'.*Cache that holds tensors.*ops = "):
+    with pytest.raises(ValueError, match="rule 1 .*'blocks.0'.*puts tensors into a Cache.*ops = "):
         planner.state(profile, Rule(modules="*"))
-    with pytest.raises(ValueError, match="checkpoints blocks.1.*'blocks.0'.*Cache that holds"):
+    with pytest.raises(ValueError, match="checkpoints blocks.1.*'blocks.0'.*tensors into a Cache"):
         planner.state(profile, Rules(checkpoints="blocks.1"))
     plan = planner.state(profile, Rule(ops="*"))
     assert decisions(plan) == ["selective"] * 3

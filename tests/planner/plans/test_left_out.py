@@ -30,7 +30,7 @@ CASES = [
         "use_cache",
         tuple(f"transformer.h.{k}" for k in range(4)),
         "GPT2Block",
-        "passes a DynamicCache that holds tensors",
+        "puts tensors into a DynamicCache",
         "pass no cache (use_cache=False)",
     ),
 ]
