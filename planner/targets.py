@@ -67,10 +67,14 @@ def build_recorded(record: TargetRecord, settings: Mapping[str, Any]) -> Workloa
 
 
 def _found_again(record: TargetRecord) -> str:
-    """The target's text, as it is valid in the current folder; what lies in the recorded one comes first."""
+    """The target's text, as it is valid in the current folder.
+
+    A file is taken from the recorded folder first; a module from there only where nothing of the user's own, in the
+    current folder or installed, has its name.
+    """
     place, _, name = record.text.strip().rpartition(":")
     folder = Path(record.folder)
-    if not record.folder or folder == Path.cwd():
+    if record.of_zoo or not record.folder or folder == Path.cwd():
         return record.text
     if place.endswith(".py"):
         if found := next((path for path in (folder / place, Path(place)) if os.path.isfile(path)), None):
@@ -85,7 +89,8 @@ def _found_again(record: TargetRecord) -> str:
             "name the target at the command line"
         )
     _put_on_path(Path.cwd())
-    _put_on_path(folder)
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
     return record.text
 
 

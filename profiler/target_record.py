@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from profiler.made_here import is_proof, proof_of
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRecord:
@@ -17,12 +19,28 @@ class TargetRecord:
         settings: of ``--set``, as ``key=value``.
         device: of ``--device``; None where none was given.
         folder: the one in which paths and modules of ``text`` were looked up; empty for the zoo.
+        proof: that a user gave it on a machine, for that user there; empty for the zoo, and where no proof can be kept.
     """
 
     text: str
     settings: tuple[str, ...] = ()
     device: str | None = None
     folder: str = ""
+    proof: str = ""
+
+    @property
+    def of_zoo(self) -> bool:
+        """Whether it names a model of the zoo, and so none of anyone's code."""
+        return self.text.strip().rpartition(":")[0] == "zoo"
+
+    @property
+    def made_here(self) -> bool:
+        """Whether the user who asks gave it on this machine."""
+        return is_proof(self.proof, *self._said)
+
+    @property
+    def _said(self) -> tuple[str, tuple[str, ...], str | None, str]:
+        return self.text, self.settings, self.device, self.folder
 
     @property
     def arguments(self) -> str:
@@ -37,14 +55,18 @@ class TargetRecord:
     @classmethod
     def given(cls, text: str, settings: Sequence[str] | None, device: str | None) -> TargetRecord:
         """Of what is given at a command line that runs in the current folder."""
-        folder = "" if text.strip().startswith("zoo:") else os.getcwd()
-        return cls(text=text, settings=tuple(settings or ()), device=device, folder=folder)
+        record = cls(text=text, settings=tuple(settings or ()), device=device)
+        return record if record.of_zoo else replace(record, folder=os.getcwd()).proven()
+
+    def proven(self) -> TargetRecord:
+        """With the proof that this user gave it here; only for what the user gave, or has allowed."""
+        return self if self.of_zoo else replace(self, proof=proof_of(*self._said))
 
     def with_changes(self, settings: Sequence[str], device: str | None) -> TargetRecord:
-        """With other values for the keys in ``settings``, and another device where one is given."""
+        """With other values for the keys in ``settings``, and another device where one is given; without its proof."""
         changed = {_key(pair) for pair in settings}
         kept = [pair for pair in self.settings if _key(pair) not in changed]
-        return replace(self, settings=(*kept, *settings), device=device or self.device)
+        return replace(self, settings=(*kept, *settings), device=device or self.device, proof="")
 
 
 def _key(pair: str) -> str:

@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ THREADS = 2  # the same on every machine: reductions split over threads, so the 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(THREADS)
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()  # No secret of the tests' in the user's own state folder.
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

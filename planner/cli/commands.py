@@ -34,6 +34,7 @@ from planner.cli.options import (
     SnapshotFile,
     TargetArgument,
     TargetRequest,
+    Trust,
     budget_callback,
     offload_options,
     time_limit_callback,
@@ -171,6 +172,7 @@ def train_command(
     ] = "eager",
     settings: Settings = None,
     device: Device = None,
+    trust: Trust = False,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 3,
     retry: Annotated[
         int,
@@ -195,7 +197,7 @@ def train_command(
     with on_ranks(engine):
         run_train(
             PlanRequest(file=plan, budget=budget, graph=graph, backend=backend_named(backend)),
-            TargetRequest(text=target, settings=settings, device=device),
+            TargetRequest(text=target, settings=settings, device=device, trust=trust),
             lambda chosen: workload_of(chosen, engine),
             steps=steps,
             retries=retry,
@@ -271,6 +273,7 @@ def show_command(
     measure: Measure = None,
     settings: Settings = None,
     device: Device = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Print a plan: its stages, what happens to their ops and why, and what is alive at its peak.
@@ -281,7 +284,7 @@ def show_command(
 
     if measure is None and (settings or device):
         raise ValueError("--set, --device: expected them beside --measure, got it missing; add it, or leave them out")
-    target = TargetRequest(text=measure, settings=settings, device=device, option="--measure")
+    target = TargetRequest(text=measure, settings=settings, device=device, option="--measure", trust=trust)
     measured = None if measure is None else lambda recorded: workload_of(target.chosen(recorded, file))
     run_show(
         file,

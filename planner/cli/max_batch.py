@@ -97,7 +97,7 @@ def max_batch_command(
             show_json(no_batch_document(refusal))
         raise
     plan, size = limits.largest.plan, limits.largest.size
-    given = TargetRecord.given(target, settings, device).with_changes([f"{vary}={size}"], None)
+    given = TargetRecord.given(target, settings, device).with_changes([f"{vary}={size}"], None).proven()
     if output is not None and plan is not None and is_first():
         replace(plan, target=given).save(output)
     if plot is not None and is_first():

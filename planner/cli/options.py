@@ -78,6 +78,10 @@ OptionalTarget = Annotated[
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE ...", help="Arguments of the target's function.")
 ]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Run the target that a file records, whoever made the file."),
+]
 Device = Annotated[str | None, typer.Option(help="Move the model there first: cpu, cuda, cuda:1, ...")]
 _Budget = typer.Option(
     "--budget", metavar="B", callback=budget_callback, help="8GiB, 8GB, 512MiB, bytes, or 70% of the unplanned peak."
@@ -170,12 +174,14 @@ class TargetRequest:
         settings: of ``--set``.
         device: of ``--device``.
         option: where the target is written, for errors.
+        trust: ``--trust``: run the file's own, whoever made the file.
     """
 
     text: str | None
     settings: Sequence[str] | None
     device: str | None = None
     option: str = "TARGET"
+    trust: bool = False
 
     def chosen(self, recorded: TargetRecord | None, file: Path | None) -> TargetRecord:
         """The target that is named, else the recorded one with the settings and the device given here.
@@ -185,12 +191,18 @@ class TargetRequest:
             file: that it would be in; None where there is none.
 
         Raises:
-            ValueError: neither is there.
+            ValueError: neither is there; or only the file names it, and this user did not make the file here.
         """
         if self.text not in (None, RECORDED):
             return TargetRecord.given(self.text, self.settings, self.device)
         if recorded is not None:
-            return recorded.with_changes(self.settings or (), self.device)
+            if not (self.trust or recorded.of_zoo or recorded.made_here):
+                raise ValueError(
+                    f"{self.option}: {file} was not made by you on this machine, so the code that it names is not run: "
+                    f"{recorded.arguments} (in {recorded.folder!r}); if you know that code, name it as TARGET or add "
+                    "--trust"
+                )
+            return recorded.with_changes(self.settings or (), self.device).proven()
         got = "none" if file is None else f"none, and {file} records none (Python made it, or an older release)"
         raise ValueError(
             f"{self.option}: expected the model to train, got {got}; name it: zoo:NAME or path/to/file.py:function"

@@ -35,8 +35,8 @@ def stage_level(source: Source, rules: Rules | None) -> Profile:
     raise ValueError(f"--no-menus: expected a profile of stages alone, got {kind}; leave one of them out")
 
 
-def check_verifiable(source: Source) -> None:
-    """Refuse what is not held against its own run; raises ValueError."""
+def check_verifiable(source: Source) -> Profile:
+    """The profile, if its plan can be held against its own run; raises ValueError for all else."""
     if isinstance(source, GraphProfile):
         raise ValueError(
             "--verify: expected a profile of stages, got one of a graph; planner.verify in Python takes its plan, "
@@ -49,6 +49,7 @@ def check_verifiable(source: Source) -> None:
         )
     if not isinstance(source, Profile):
         raise ValueError("--verify: expected a profile, whose stages a model runs, got a problem file; leave it out")
+    return source
 
 
 def solve_source(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli.options import AsJson, Device, Measure, Settings, SnapshotFile, TargetRequest
+from planner.cli.options import AsJson, Device, Measure, Settings, SnapshotFile, TargetRequest, Trust
 from planner.cli.several_ranks import workload_of
 from planner.cli.shell import check_folder, given_command, is_first, note, say_written, show_json, working
 
@@ -30,6 +30,7 @@ def report_command(
     measure: Measure = None,
     settings: Settings = None,
     device: Device = None,
+    trust: Trust = False,
     time_limit: Annotated[
         float | None, typer.Option(help="Seconds for the other budgets of a plan of single ops; 15 if unset.")
     ] = None,
@@ -56,7 +57,7 @@ def report_command(
     check_folder(snapshot)
     check_time_limit(time_limit)
     plan = plan_from_file(file)
-    target = TargetRequest(text=measure, settings=settings, device=device, option="--measure")
+    target = TargetRequest(text=measure, settings=settings, device=device, option="--measure", trust=trust)
     chosen = None if measure is None else target.chosen(plan.target, file)
     step = None if chosen is None else _measured_step(plan, str(file), chosen)
     measured = None if step is None else _measured_run(step)

@@ -29,6 +29,7 @@ from planner.cli.options import (
     Settings,
     SolverName,
     TargetRequest,
+    Trust,
     offload_options,
     time_limit_callback,
 )
@@ -74,6 +75,7 @@ def solve_command(
         ),
     ] = None,
     settings: Settings = None,
+    trust: Trust = False,
     keep_best: Annotated[
         bool, typer.Option("--keep-best", help="After Ctrl-C, write the best plan until then to -o all the same.")
     ] = False,
@@ -106,8 +108,9 @@ def solve_command(
     stated = None if rules is None else Rules.load(rules)
     offload_request = offload_options(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
     source = problem_files.read_source(file)
+    target = TargetRequest(text=verify, settings=settings, option="--verify", trust=trust)
     if verify is not None:
-        problem_solving.check_verifiable(source)
+        target.chosen(problem_solving.check_verifiable(source).target, file)  # Refused before the search, not after.
     if no_menus:
         source = problem_solving.stage_level(source, stated)
     try:
@@ -137,7 +140,6 @@ def solve_command(
         note(f"without offload: {summary.no_offload}")
     verified = None
     if verify is not None and not summary.interrupted:
-        target = TargetRequest(text=verify, settings=settings, option="--verify")
         try:
             verified = _verified(document, target, file, solver=solver, time_limit_seconds=time_limit)
             summary, document = summary_of_plan(verified.plan), verified.plan.to_document()

@@ -131,3 +131,76 @@ def test_a_step_that_was_never_run_whole_is_not_verified(tiny, tmp_path):
     assert "--verify: expected the profile of a step that fits" in refused(
         "solve", tmp_path / "frugal.json", "--budget", "100%", "--verify"
     )
+
+
+@pytest.fixture
+def foreign(tiny, tmp_path, monkeypatch):
+    """A function that saves a plan of somebody else's whose target is the given one; the current folder is empty."""
+    monkeypatch.chdir(tmp_path)
+
+    def save(**target):
+        plan = replace(planner.Plan.load(tiny / "plan.json"), target=TargetRecord(**target))
+        plan.save("plan.json")
+        return "plan.json"
+
+    return save
+
+
+@pytest.mark.parametrize("how", [("train", "--plan"), ("show", "--measure"), ("report", "--measure")])
+def test_a_file_from_elsewhere_runs_no_code(foreign, tmp_path, how):
+    plan = foreign(text="os:system", settings=("command=touch ran",), folder="/somewhere", proof="0" * 64)
+    command, option = how
+    arguments = (command, option, plan) if option == "--plan" else (command, plan, option)
+    message = refused(*arguments)
+    assert "os:system --set 'command=touch ran'" in message and "--trust" in message
+    assert not (tmp_path / "ran").exists()
+
+
+def test_trust_and_a_named_target_run_it(plan_of_a_file):
+    plan = planner.Plan.load("plan.json")
+    target = plan.target
+    assert target is not None
+    replace(plan, target=replace(target, proof="")).save("plan.json")
+    assert "own.py:sized --set depth=3" in refused("train", "--plan", "plan.json")
+    assert len(losses_of("--plan", "plan.json", "--trust")) == 2
+    assert len(losses_of("../code/own.py:sized", "--set", "depth=3", "--plan", "plan.json")) == 2
+
+
+@pytest.mark.parametrize("change", [{"settings": ("depth=4",)}, {"folder": "/"}, {"device": "cpu"}, {"text": "a:b"}])
+def test_a_proof_is_of_one_target_alone(change):
+    record = TargetRecord.given("own.py:sized", ["depth=3"], None)
+    assert record.made_here and not replace(record, **change).made_here and not record.with_changes([], None).made_here
+
+
+def test_another_user_s_or_machine_s_proof_is_none_and_without_a_home_there_is_none(tmp_path, monkeypatch):
+    record = TargetRecord.given("own.py:sized", [], None)
+    with monkeypatch.context() as patch:
+        patch.setattr("platform.node", lambda: "another")
+        assert not record.made_here
+    assert record.made_here
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert not record.made_here and TargetRecord.given("own.py:sized", [], None).made_here
+    (secret,) = (tmp_path / "sublinear-planner").iterdir()
+    assert secret.stat().st_mode & 0o777 == 0o600 and secret.parent.stat().st_mode & 0o777 == 0o700
+    secret.chmod(0o644)  # Others may have read it.
+    assert TargetRecord.given("own.py:sized", [], None).proof == ""
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null/no-home")
+    assert TargetRecord.given("own.py:sized", [], None).proof == "" and not replace(record, proof="").made_here
+
+
+@pytest.mark.parametrize("text", ["zoo:own.py:sized", " zoo:x.py:f", "zoo.py:f"])
+def test_what_only_looks_like_the_zoo_is_refused(foreign, text):
+    assert "--trust" in refused("train", "--plan", foreign(text=text, folder="/"))
+
+
+def test_the_recorded_folder_adds_nothing_to_the_path_of_a_zoo_model_and_comes_last_of_all(tmp_path, monkeypatch):
+    import sys
+
+    from planner.targets import build_recorded
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    build_recorded(TargetRecord(text="zoo:mlp", folder=str(tmp_path)), {"layers": 1, "hidden": 4, "batch": 2})
+    assert str(tmp_path) not in sys.path
+    (tmp_path / "late_module.py").write_text(BUILD)
+    build_recorded(TargetRecord(text="late_module:talks", folder=str(tmp_path)), {})
+    assert sys.path[-1] == str(tmp_path)
