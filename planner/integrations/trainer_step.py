@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +51,7 @@ class TrainerStep:
             last = batch is self._run[-1]
             accelerator.gradient_state._set_sync_gradients(last)
             with contextlib.nullcontext() if last else accelerator.no_sync(model=self.model):
-                self._loss = trainer.training_step(self.model, dict(batch), self._items)
+                self._loss = trainer.training_step(self.model, copy.copy(batch), self._items)
         self._norm = accelerator.clip_grad_norm_(self.model.parameters(), trainer.args.max_grad_norm or float("inf"))
         trainer.optimizer.step()
         self.model.zero_grad()

@@ -94,6 +94,31 @@ def test_losses_are_those_without_it_and_peaks_are_within_the_budget(
     assert any(stage.decision != "keep" for stage in got.callback.training.plan.stages)
 
 
+def trainer_of_lists(folder: str, **settings: Any) -> Any:
+    """A trainer whose batches are lists of samples, as GRPO's: its own step makes tensors of them."""
+    made = plain_trainer(folder, **settings)
+    collate = made.data_collator
+    made.data_collator = lambda samples: samples
+
+    class OfLists(type(made)):
+        def training_step(self, model: Any, inputs: Any, items: Any = None) -> Any:
+            samples = [inputs.pop() for _ in range(len(inputs))]  # What a step does to its batch is done to a copy.
+            return super().training_step(model, collate(samples), items)
+
+        def _get_num_items_in_batch(self, batches: Any, device: Any) -> None:
+            return None
+
+    made.__class__ = OfLists
+    return made
+
+
+@pytest.mark.slow
+def test_a_trainer_whose_batches_are_lists_is_planned(tmp_path: Path) -> None:
+    settings = {"data": ROWS, "max_steps": 2}
+    expected = Run(trainer_of_lists, tmp_path / "plain", **settings)
+    assert_same_training(Run(trainer_of_lists, tmp_path / "planned", "80%", **settings), expected)
+
+
 class HandleKinds(TrainerCallback):
     """Sees what is applied as each step ends; no thread solves while the meter looks through Python's objects."""
 
