@@ -155,6 +155,21 @@ PREDICTED = Topic(
             ),
         ),
         Benchmark(
+            name="packages",
+            module="benchmarks.packages",
+            full="--jobs 2",
+            quick="--models 'transformers gpt2'",
+            minutes=20,
+            tables=(
+                Table(
+                    name="packages",
+                    what="models of timm, torchvision, diffusers, monai, PyG, e3nn and others at three budgets, beside "
+                    "their own checkpointing",
+                    says=says.packages,
+                ),
+            ),
+        ),
+        Benchmark(
             name="catalogue-link",
             module="benchmarks.catalogue",
             full="--no-menus --link 25 --jobs 1",

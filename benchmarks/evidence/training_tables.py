@@ -96,6 +96,20 @@ def loops(frame: Frame) -> str:
     )
 
 
+def packages(frame: Frame) -> str:
+    """Models of other packages."""
+    planned = frame[frame.measured_bytes.notna()]
+    silent = planned[(planned.above_bytes > 0) & planned.said.isna()]
+    own = frame[frame.own_bytes.notna()].groupby("model").first()
+    return (
+        f"{of(int(planned.differs.isna().sum()), len(planned))} plans of {frame.model.nunique()} models exact; "
+        f"{len(silent) or 'none'} above the budget without having said so; "
+        f"{of(int((planned.measured_bytes == planned.predicted_bytes).sum()), len(planned))} peaks equal to the "
+        f"predicted byte; smallest budget at most the peak of the package's own checkpointing in "
+        f"{of(int((own.smallest_bytes <= own.own_bytes).sum()), len(own))}"
+    )
+
+
 def catalogue(frame: Frame) -> str:
     """Families of transformers."""
     silent = frame[(frame.measured_peak_bytes > frame.budget_bytes) & frame.said.isna()]

@@ -1,0 +1,1 @@
+"""Models of packages that nobody here wrote, trained under a plan as their users train them."""
