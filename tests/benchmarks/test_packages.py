@@ -61,7 +61,7 @@ def test_the_rows_of_a_model_say_what_the_plans_are():
     assert [row["above_bytes"] for row in planned] == [0] * len(planned)
     assert f"models: 1; plans: {len(planned)}; with a difference or an error: 0" in table.summary(rows)[0]
     frame = pd.DataFrame(rows, columns=table.COLUMNS).replace("", None)
-    assert f"all {len(planned)} plans of 1 models exact" in training_tables.packages(frame)
+    assert f"{len(planned)} of {len(planned)} plans of 1 models exact" in training_tables.packages(frame)
 
 
 def test_a_difference_of_one_bit_and_a_missing_gradient_are_told():
