@@ -7,21 +7,37 @@ import errno
 import json
 import math
 import os
+import re
+import reprlib
+import secrets
+import stat
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks.
+    fcntl = None
+
 Record = TypeVar("Record")
+MOST = 2**50  # of any number in a file: bytes that large are more than any machine has, and thousands of them add up
+MOST_LEVELS = 64
+MOST_CHARACTERS = 2**29
+_NAME_KEPT = 32
+# Control characters but for tabs and line breaks, marks that change the direction of writing, halves of characters.
+UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
     """Write a file so that a reader sees the old one or the whole new one, never a half.
 
-    Of a link, what it points to is replaced; into a device or a pipe, as ``/dev/stdout``, the content is written.
+    It keeps the mode of the file that it replaces; a new one has what the umask leaves. What killed runs left beside it
+    is removed. Of a link, what it points to is replaced; into a device or a pipe, as ``/dev/stdout``, the content is
+    written.
 
     Raises:
         ValueError: the folder does not exist or cannot be written to, there is no room, or the name is too long.
@@ -54,19 +70,66 @@ def _write(target: Path, data: bytes) -> None:
         with open(target, "wb") as stream:
             stream.write(data)
         return
+    _clear_parts(target)
     handle, temporary = _beside(target)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
+            file.flush()
+            os.replace(temporary, target)  # Locked until then.
     except BaseException:
-        os.unlink(temporary)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
         raise
 
 
 def _beside(target: Path) -> tuple[int, str]:
-    return tempfile.mkstemp(dir=target.parent, prefix=target.name[:32], suffix=".part")
+    """A new file in the target's folder, of the mode that the target has or would get, locked by this process."""
+    while True:
+        temporary = f"{target.parent / target.name[:_NAME_KEPT]}.planner-{secrets.token_hex(8)}.part"
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # Less the umask.
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+            _lock(handle)
+            if os.path.exists(temporary):  # Else another write took it for one of a killed run, before it was locked.
+                return handle, temporary
+        except BaseException:
+            os.close(handle)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+        os.close(handle)
+
+
+def _clear_parts(target: Path) -> None:
+    """Remove what killed runs left of this target: files beside it that no living process has locked."""
+    name = re.compile(re.escape(target.name[:_NAME_KEPT]) + r"\.planner-[0-9a-f]{16}\.part")
+    try:
+        left = [path for path in target.parent.iterdir() if name.fullmatch(path.name)]
+    except OSError:  # A folder that may be written to, and not listed.
+        return
+    for path in left:
+        with contextlib.suppress(OSError):  # It is locked, or gone.
+            handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+            try:
+                _lock(handle, wait=False)
+                os.unlink(path)
+            finally:
+                os.close(handle)
+
+
+def _lock(handle: int, *, wait: bool = True) -> None:
+    """Lock an open file until it is closed; raises OSError where another process has, and ``wait`` is False."""
+    if fcntl is None:
+        if not wait:
+            raise OSError("this system does not say who has a file open")
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        if not wait:  # Where the file system knows no locks, a write goes on without.
+            raise
 
 
 def _not_written(target: Path, error: OSError) -> str:
@@ -97,42 +160,93 @@ def read_document(path: str | Path, formats: dict[str, int]) -> dict[str, Any]:
     Raises:
         ValueError: no such file, no JSON (truncated), another format or version, or NaN in it.
     """
-    from_input = str(path) == "-"
-    path = "standard input" if from_input else path
-    if from_input and sys.stdin is None:
-        raise ValueError(f"{path}: expected a JSON document, got none: it is closed; pass the name of a file")
-    try:
-        text = sys.stdin.read().removeprefix("\ufeff") if from_input else Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: expected a readable JSON file, got {error}; check the path") from error
+    where = "standard input" if str(path) == "-" else str(path)
+    text = read_text(path)
     try:
         document = json.loads(text)
     except RecursionError as error:
-        raise ValueError(f"{path}: expected a JSON document, got one nested without end; make it again") from error
+        raise ValueError(f"{where}: expected a JSON document, got one nested without end; make it again") from error
     except json.JSONDecodeError as error:
         what = "more than one" if error.msg == "Extra data" else "one that breaks off"
-        raise ValueError(f"{path}: expected a whole JSON document, got {what}: {error}; make it again") from error
+        raise ValueError(f"{where}: expected a whole JSON document, got {what}: {error}; make it again") from error
+    except ValueError as error:  # Python's limit of digits.
+        raise ValueError(
+            f"{where}: expected numbers up to 2**50, got one of thousands of digits; correct it"
+        ) from error
     kind = document.get("format") if isinstance(document, dict) else None
     if not isinstance(kind, str) or kind not in formats:
-        got = "none" if kind is None else repr(kind)
-        raise ValueError(f"{path}: expected a file of format {' or '.join(formats)}, got {got}; pass another file")
+        got = "none" if kind is None else reprlib.repr(kind)
+        raise ValueError(f"{where}: expected a file of format {' or '.join(formats)}, got {got}; pass another file")
     if document.get("version") != formats[kind]:
         raise ValueError(
-            f"{path}: expected {kind} version {formats[kind]}, got {document.get('version')!r}; "
+            f"{where}: expected {kind} version {formats[kind]}, got {reprlib.repr(document.get('version'))}; "
             "make it again with this release"
         )
-    _refuse_nan(document, str(path), "")
+    check_plain(document, where)
     return document
 
 
-def _refuse_nan(value: Any, path: str, where: str) -> None:
+def read_text(path: str | Path) -> str:
+    """The text of a file; ``-`` is standard input.
+
+    Raises:
+        ValueError: there is none, it is no text, it is larger than any that the planner writes, or it is a device or a
+            pipe, which may have no end.
+    """
+    from_input = str(path) == "-"
+    where = "standard input" if from_input else str(path)
+    if from_input and sys.stdin is None:
+        raise ValueError(f"{where}: expected a JSON document, got none: it is closed; pass the name of a file")
+    try:
+        if from_input:
+            text = sys.stdin.read(MOST_CHARACTERS + 1).removeprefix("\ufeff")
+        else:
+            if is_special(path):
+                raise ValueError(f"{where}: expected a file, got a device or a pipe; pass - and the content as input")
+            with open(path, encoding="utf-8-sig") as file:
+                text = file.read(MOST_CHARACTERS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where}: expected a readable file, got {error}; check the path") from error
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"{where}: expected at most {MOST_CHARACTERS:,} characters, got more; pass another file")
+    return text
+
+
+def check_plain(document: Any, where: str) -> None:
+    """Refuse plain data that no part of the planner could have written; ``where`` names it in errors.
+
+    Raises:
+        ValueError: a number that is not finite or too large to add up, deep nesting, or text that would do something
+            where it is shown: control characters but for line breaks and tabs, marks that turn the direction of
+            writing, halves of characters.
+    """
+    level: list[tuple[str, Any]] = [("", document)]
+    for _ in range(MOST_LEVELS):
+        below: list[tuple[str, Any]] = []
+        for place, value in level:
+            if isinstance(value, dict):
+                for key, item in value.items():
+                    if isinstance(key, str) and UNSHOWN.search(key):
+                        raise ValueError(f"{where}: expected names of plain characters, got {key!r}; correct it")
+                    below.append((f"{place}.{key}", item))
+            elif isinstance(value, list):
+                below += [(f"{place}.{k}", item) for k, item in enumerate(value)]
+            else:
+                _check_value(value, where, place.lstrip("."))
+        if not below:
+            return
+        level = below
+    raise ValueError(f"{where}: expected at most {MOST_LEVELS} levels of nesting, got more; make it again")
+
+
+def _check_value(value: Any, where: str, place: str) -> None:
+    if isinstance(value, str) and UNSHOWN.search(value):
+        raise ValueError(f"{where}: expected text of plain characters at {place}, got {value!r}; correct it")
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(
-            f"{path}: expected finite numbers, got {value} at {where.lstrip('.')}; correct it or profile again"
-        )
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        _refuse_nan(item, path, f"{where}.{key}")
+        raise ValueError(f"{where}: expected finite numbers, got {value} at {place}; correct it or profile again")
+    if isinstance(value, (int, float)) and abs(value) > MOST:
+        number = f"{value:.3g}" if abs(value) < 10**300 else "a longer one"
+        raise ValueError(f"{where}: expected numbers up to 2**50, got {number} at {place}; correct it or profile again")
 
 
 def to_plain(record: Any, keys: Mapping[str, str]) -> dict[str, Any]:

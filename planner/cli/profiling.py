@@ -15,7 +15,7 @@ import typer
 from planner.cli.options import AsJson, Device, RulesFile, Settings, TargetArgument, limit_callback
 from planner.cli.several_ranks import workload_of
 from planner.cli.shell import check_folder, is_first, say_written, show, show_json, working
-from profiler.json_files import to_plain
+from profiler.json_files import read_text, to_plain
 from profiler.records import FORMAT
 from profiler.target_record import TargetRecord
 
@@ -156,8 +156,8 @@ def default_file(target: TargetRecord, ending: str, folder: Path = Path(), **sam
 
 def _has(path: Path, expected: Mapping[str, Any]) -> bool:
     try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError):
+        document = json.loads(read_text(path))
+    except (ValueError, RecursionError):
         return False
     return isinstance(document, dict) and all(document.get(key) == value for key, value in expected.items())
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,7 +15,6 @@ from solvers.problem.graph import FORMAT as GRAPH_FORMAT, VERSION as GRAPH_VERSI
 
 Source: TypeAlias = Profile | GraphProfile | Chain | Graph
 FORMATS = {PROFILE_FORMAT: PROFILE_VERSION, CHAIN_FORMAT: CHAIN_VERSION, GRAPH_FORMAT: GRAPH_VERSION}
-_MOST_BYTES = 2**62  # what all nodes or stages need together; the solvers count in 64 bits
 
 
 def read_source(path: str | Path) -> Source:
@@ -34,50 +31,24 @@ def chain_from(document: Mapping[str, Any], where: str) -> Chain:
     """The chain of a problem file's document; ``where`` names it in errors.
 
     Raises:
-        ValueError: what ``Chain.from_dict`` refuses, or numbers too large to add up.
+        ValueError: what ``Chain.from_dict`` refuses.
     """
     try:
-        chain = Chain.from_dict(document)
-        fits = _sum_of(chain, "_bytes") < _MOST_BYTES and math.isfinite(_sum_of(chain, "_seconds"))
+        return Chain.from_dict(document)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    except OverflowError:  # of an integer that no float holds, given as seconds
-        fits = False
-    if not fits:
-        raise _too_large(where)
-    return chain
 
 
 def graph_from(document: Mapping[str, Any], where: str) -> Graph:
     """The graph of a problem file's document; ``where`` names it in errors.
 
     Raises:
-        ValueError: what ``Graph.from_dict`` refuses, or numbers too large to add up.
+        ValueError: what ``Graph.from_dict`` refuses.
     """
     try:
-        graph = Graph.from_dict(document)
-        fits = all_bytes(graph) < _MOST_BYTES and math.isfinite(graph.unplanned_seconds)
+        return Graph.from_dict(document)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    except OverflowError:  # of an integer that no float holds, given as seconds
-        fits = False
-    if not fits:
-        raise _too_large(where)
-    return graph
-
-
-def _too_large(where: str) -> ValueError:
-    return ValueError(
-        f"{where}: expected less than 2**62 bytes and finite seconds in all, got more; correct the largest"
-    )
-
-
-def _sum_of(chain: Chain, unit: str) -> float:
-    """All bytes or all seconds of a chain, whatever their sign, those of every option of its stages included."""
-    holders = [*chain.stages, *(option for stage in chain.stages for option in stage.options)]
-    total = sum(sum(each.offload_units) for each in holders) if unit == "_bytes" else 0
-    records = [chain, *chain.shared, *holders]
-    return total + sum(abs(getattr(each, f.name)) for each in records for f in fields(each) if f.name.endswith(unit))
 
 
 def all_bytes(graph: Graph) -> int:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
-from profiler.json_files import to_plain
+from profiler.json_files import check_plain, read_text, to_plain
 
 if TYPE_CHECKING:
     from torch import nn
@@ -168,13 +168,14 @@ def rules_from(given: Rules | Rule | Sequence[Rule] | str | Path) -> Rules:
 
 
 def _parsed(path: Path, read: Callable[[str], Any]) -> Any:
+    text = read_text(path)
     try:
-        return read(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: expected a readable file of rules, got {error}; check the path") from error
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
+        stated = read(text)
+    except (ValueError, RecursionError) as error:
         kind = path.suffix.removeprefix(".").upper()
         raise ValueError(f"{path}: expected {kind}, got something else: {error}; correct it there") from error
+    check_plain(stated, str(path))
+    return stated
 
 
 def _table_of(kind: type, data: Any, where: str) -> dict[str, Any]:
