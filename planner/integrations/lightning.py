@@ -86,7 +86,7 @@ class MemoryBudgetCallback(Callback):
             return Workload(model=planned, inputs=_as_inputs(inputs), step=step, optimizer=trainer.optimizers)
 
         self.training.begin_batch(batch)
-        if self.training.begin_step([batch], workload):
+        if self.training.begin_step([batch], workload, trainer.optimizers):
             self._say(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -96,9 +96,12 @@ class MemoryBudgetCallback(TrainerCallback):
         """See that there is a plan for the batches of the step."""
         trainer = self._the_trainer(args)
         batches, items = self._batches
+        optimizer: Any = trainer.optimizer
         try:
             with _attributes_kept(trainer):
-                made = self.training.begin_step(batches, lambda batch: _workload(trainer, batches, batch, items))
+                made = self.training.begin_step(
+                    batches, lambda batch: _workload(trainer, batches, batch, items), optimizer
+                )
         except ValueError as error:
             self.remove()
             if args.auto_find_batch_size and _is_shortage(error):

@@ -247,8 +247,10 @@ def compiled_whole(forward: Forward, backend: Any) -> Forward:
         "skip_nnmodule_hook_guards": False,  # A hook that comes after the first step would never run.
     }
 
+    settings = torch._dynamo.config.patch(patched)  # One for all calls: each keeps a context variable for good.
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(patched):
+        with settings:
             return compiled(*args, **kwargs)
 
     return run

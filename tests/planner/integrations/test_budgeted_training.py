@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner.integrations.budgeted_training import BudgetedTraining
+from planner.distributed.collective import profile
+from planner.integrations import budgeted_training
+from planner.integrations.budgeted_training import BudgetedTraining, state_of
 from planner.integrations.optional_packages import require
 from planner.training.dynamic_shapes import DynamicHandle
 from profiler.workload.workload import Workload
@@ -104,3 +108,126 @@ def test_a_missing_package_is_named_with_what_installs_it():
     require("transformers", "torch")
     with pytest.raises(ImportError, match="no no_such_package; pip install 'sublinear-planner\\[trl\\]'"):
         require("trl", "torch", "no_such_package")
+
+
+class Parts(Loop):
+    """The same loop of four blocks that share nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            *[
+                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH))
+                for _ in "4444"
+            ]
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+
+def freeze(loop: Parts) -> None:
+    for parameter in loop.model[0].parameters():
+        parameter.requires_grad_(False)
+
+
+def thaw(loop: Parts) -> None:
+    for parameter in loop.model.parameters():
+        parameter.requires_grad_(True)
+
+
+def replace_a_block(loop: Parts) -> None:
+    loop.model[1] = copy.deepcopy(loop.model[1])
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=0.01)
+
+
+def tie(loop: Parts) -> None:
+    first, second, *_ = (part for part in loop.model.modules() if isinstance(part, nn.Linear))
+    first.weight = second.weight
+
+
+def change_type(loop: Parts) -> None:
+    loop.model.to(torch.bfloat16)
+
+
+def drop_nothing(loop: Parts) -> None:
+    for part in loop.model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+
+
+def evaluate_a_part(loop: Parts) -> None:
+    loop.model[2].eval()
+
+
+CHANGES = (freeze, thaw, replace_a_block, tie, change_type, drop_nothing, evaluate_a_part)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_model_that_has_changed_is_another_state_and_one_that_has_not_is_the_same(change: Callable[[Parts], None]):
+    loop = Parts()
+    freeze(loop) if change is thaw else thaw(loop)
+    before = state_of(loop.model, loop.optimizer)
+    loop.step(torch.randn(4, WIDTH, requires_grad=True))
+    loop.model.eval().train()
+    assert state_of(loop.model, [loop.optimizer]) == before
+    change(loop)
+    assert state_of(loop.model, loop.optimizer) != before
+
+
+def test_parameters_that_the_optimizer_gets_make_another_state():
+    loop = Parts()
+    loop.optimizer = torch.optim.AdamW(loop.model[1:].parameters())
+    before = state_of(loop.model, loop.optimizer)
+    loop.optimizer.add_param_group({"params": list(loop.model[0].parameters())})
+    assert state_of(loop.model, loop.optimizer) != before
+
+
+@pytest.mark.slow
+def test_a_changed_model_is_planned_again_within_the_same_bytes_and_the_plan_of_a_state_comes_back(monkeypatch):
+    profiled: list[int] = []
+
+    def counted(workload: Workload, **options: Any) -> planner.Profile:
+        found = profile(workload, **options)
+        profiled.append(found.unplanned_peak_bytes)
+        return found
+
+    monkeypatch.setattr(budgeted_training, "profile", counted)
+    loop, batch = Parts(), torch.randn(64, WIDTH)
+    for parameter in loop.model[:3].parameters():
+        parameter.requires_grad_(False)
+    training = BudgetedTraining(200_000, verify=False)
+
+    def step() -> None:
+        training.begin_step([batch], loop.workload, loop.optimizer)
+        training.begin_batch(batch)
+        loop.step(batch)
+
+    step()
+    first = training.plan
+    step()
+    assert len(profiled) == 1
+    thaw(loop)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+    assert len(profiled) == 2 and profiled[1] > 200_000 >= training.facts()["predicted_peak_bytes"]
+    for parameter in loop.model[:3].parameters():
+        parameter.requires_grad_(False)
+    step()
+    assert len(profiled) == 2 and training.plan is first
+    training.remove()
+    assert planner.handle_of(loop.model) is None
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_the_changed_model_it_trains_on_with_what_needs_least_and_says_so():
+    loop, batch = Parts(), torch.randn(64, WIDTH)
+    for parameter in loop.model[:3].parameters():
+        parameter.requires_grad_(False)
+    training = BudgetedTraining("100%", verify=False)
+    training.begin_step([batch], loop.workload, loop.optimizer)
+    budget_bytes = training.facts()["budget_bytes"]
+    thaw(loop)
+    with pytest.warns(RuntimeWarning, match="no plan keeps it within the budget"):
+        training.begin_step([batch], loop.workload, loop.optimizer)
+    assert training.facts()["budget_bytes"] > budget_bytes
+    training.remove()
