@@ -24,6 +24,7 @@ from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import Forward
 from profiler.workload.model_caches import ModelCaches
 from profiler.workload.precision import autocast_now
+from profiler.workload.torch_flags import stacks_kept
 
 
 class PlannedForward:
@@ -54,7 +55,7 @@ class PlannedForward:
             return self._plain(*args, **kwargs)
         speak_for(self._said)
         self._autocast = autocast_now(self._device)
-        with self._caches.off(kwargs):
+        with stacks_kept(), self._caches.off(kwargs):
             try:
                 output = self._compiled(*args, **kwargs)
             except Exception as error:

@@ -43,6 +43,7 @@ from profiler.workload.forward_patches import Forward, ForwardPatches, is_patche
 from profiler.workload.model_caches import ModelCaches, check_no_checkpointing
 from profiler.workload.precision import autocast_now, autocast_part
 from profiler.workload.sharded_units import keep_gathered
+from profiler.workload.torch_flags import stacks_kept
 from profiler.workload.wrapped_models import autocasts_inside, inner_model
 from solvers.problem.chain_schedule import RUNS
 from solvers.problem.link import Link
@@ -235,16 +236,18 @@ class PlannedCalls:
             self._deviations.other_batch = self._shapes.check((args, kwargs))
             self._batch.check((args, kwargs))
             self.watch.forward_begins()
-            self._step = self._begin(BatchCopies((args, kwargs)))
-            try:
-                with self.watch.forward(forward), self._caches.off(kwargs):
-                    output = forward(*args, **kwargs)
-                self._step.leave(output)
-                self.watch.forward_ends(output)
-                return output
-            finally:
-                self._step.finish()
-                self._step = None
+            step = self._begin(BatchCopies((args, kwargs)))
+            with stacks_kept():
+                try:
+                    self._step = step
+                    with self.watch.forward(forward), self._caches.off(kwargs):
+                        output = forward(*args, **kwargs)
+                    step.leave(output)
+                    self.watch.forward_ends(output)
+                    return output
+                finally:
+                    self._step = None
+                    step.finish()
 
         return run
 
@@ -261,7 +264,7 @@ class PlannedCalls:
             self._device = device
             self._engine = engine_for(self._plan, self._lowered, device)
         say_what_hooks_do_not_see()
-        self._bypassing = None
+        self._bypassing, self._inside = None, False  # Whatever an interrupt has left of the one before.
         self._places.begin()
         return PlannedStep(self._plan, self._lowered, self._selections, self._deviations, batch, self._engine)
 
@@ -315,8 +318,8 @@ class PlannedCalls:
                 return forward(*args, **kwargs)
             if self._casts_inside and autocast_now(self._device) != self._autocast:
                 check_precision(self._model() or module, self._plan.precision, autocast_now(self._device))
-            self._inside = True
             try:
+                self._inside = True
                 if in_checkpoint():
                     warn_once(name, "torch.utils.checkpoint around it runs it again; the plan does not act in it")
                     return forward(*args, **kwargs)

@@ -72,10 +72,11 @@ class LoopWatch:
     @contextlib.contextmanager
     def outside_loop(self) -> Iterator[None]:
         """Of the steps within it no peak is taken: they are metered by themselves, and none of the loop's."""
-        peak, self._peak = self._peak, None
-        if peak is not None:
-            peak.pause()
+        peak = self._peak
         try:
+            self._peak = None
+            if peak is not None:
+                peak.pause()
             yield
         finally:
             self._peak = peak

@@ -179,8 +179,8 @@ class Switch:
             model = self._model()
             if self._now is not None or model is None or not (model.training and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
-            self._now = self._choose(model, self.reader(args, kwargs))
             try:
+                self._now = self._choose(model, self.reader(args, kwargs))
                 return self._now.whole(forward)(*args, **kwargs)
             finally:
                 self._now = None

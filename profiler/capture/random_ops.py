@@ -34,8 +34,8 @@ def state_bytes(op: fx.Node) -> int:
 def run_from_state(state: Tensor, device: torch.device, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run an op with the numbers that came from a state; the generator is as before then."""
     before = random_state(device)
-    _set_state(device, state)
     try:
+        _set_state(device, state)
         return op(*args, **kwargs)
     finally:
         _set_state(device, before)

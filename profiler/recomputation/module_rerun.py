@@ -19,6 +19,7 @@ from profiler.tensors.local_tensors import collectives_under_way, wait_for_resul
 from profiler.tensors.tensor_trees import map_tensors
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.sharded_units import units_of
+from profiler.workload.torch_flags import stacks_kept
 
 leave_uncompiled(__name__)
 
@@ -99,15 +100,25 @@ def copies_of_parameters(module: nn.Module) -> dict[int, UncountedCopy]:
 
 
 class running_again:  # as torch.no_grad; a generator would take longer than what it does
-    """Inside, ops run for the second time: what records the ops of a first run leaves them out."""
+    """Inside, ops run for the second time: what records the ops of a first run leaves them out.
 
-    __slots__ = ("_token",)
+    Where an error leaves it, torch's stacks are as on entering.
+    """
+
+    __slots__ = ("_depth", "_stacks")
 
     def __enter__(self) -> None:
-        self._token = RERUN_DEPTH.set(RERUN_DEPTH.get() + 1)
+        self._depth, self._stacks = RERUN_DEPTH.get(), stacks_kept()
+        try:
+            self._stacks.__enter__()
+            RERUN_DEPTH.set(self._depth + 1)
+        except BaseException:
+            RERUN_DEPTH.set(self._depth)
+            raise
 
     def __exit__(self, *error: object) -> None:
-        RERUN_DEPTH.reset(self._token)
+        RERUN_DEPTH.set(self._depth)
+        self._stacks.__exit__(*error)
 
 
 def rerun_dropping(call: Callable[..., Any], state: CallState, args: Any, kwargs: Any, saw: Saw | None = None) -> Any:

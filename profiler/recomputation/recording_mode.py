@@ -17,7 +17,7 @@ from profiler.recomputation.op_tape import OpTape
 from profiler.recomputation.selection import ModuleSwitch, Selection
 from profiler.tensors.local_tensors import any_distributed
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.forward_patches import replace_forward, reset_forward
+from profiler.workload.forward_patches import OF_CLASS, replace_forward, reset_forward
 from profiler.workload.sharded_units import SHARDING
 
 leave_uncompiled(__name__)
@@ -113,12 +113,12 @@ class RecordingMode(TorchDispatchMode):
         """
         self._rerun_depth = RERUN_DEPTH.get()
         self._hooks = hooks
-        replaced = [
-            (module, replace_forward(module, functools.partial(self._run_switched, switch, module.forward)))
-            for module, switch in self._switches
-            if module is not None
-        ]
+        replaced: list[tuple[nn.Module, Any]] = []
         try:
+            for module, switch in self._switches:
+                if module is not None:
+                    replaced.append((module, module.__dict__.get("forward", OF_CLASS)))
+                    replace_forward(module, functools.partial(self._run_switched, switch, module.forward))
             yield
         finally:
             self._hooks = None  # They refer to the call, and so to what the tape holds.

@@ -68,9 +68,9 @@ def drawing_from(recorded: RecordedState | None) -> Iterator[None]:
 def drawing_from_all(recorded: Sequence[RecordedState]) -> Iterator[None]:
     """The same for several generators."""
     now = [(device, _read(device, _state_on(device))) for device, _ in recorded]
-    for device, state in recorded:
-        _set_state(device, _read(device, state))
     try:
+        for device, state in recorded:
+            _set_state(device, _read(device, state))
         yield
     finally:
         for device, state in now:

@@ -222,8 +222,8 @@ def without_graph(tensor: Tensor) -> Tensor:
     There torch leaves out the layer that makes a detached tensor share the counter.
     """
     without = torch._C._dispatch_tls_is_dispatch_key_excluded(_VIEWS)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(_VIEWS, False)
     try:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_VIEWS, False)
         return tensor.detach()
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_VIEWS, without)
@@ -235,11 +235,15 @@ class below_autograd:  # as torch.no_grad; a generator would take several micros
     __slots__ = ("_grad_enabled", "_guards")
 
     def __enter__(self) -> None:
-        self._guards = torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast()
-        for guard in self._guards:
-            guard.__enter__()
         self._grad_enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
+        self._guards = torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast()
+        try:
+            for guard in self._guards:
+                guard.__enter__()
+            torch._C._set_grad_enabled(False)
+        except BaseException:  # An interrupt between two lines: nobody would leave what it has entered.
+            self.__exit__()
+            raise
 
     def __exit__(self, *error: object) -> None:
         torch._C._set_grad_enabled(self._grad_enabled)

@@ -17,7 +17,7 @@ from torch import nn
 from profiler.workload.compiled_forwards import Forward, between_graphs, leave_frame_uncompiled
 from profiler.workload.sharded_units import move_hooks_back, move_hooks_inside
 
-_OF_CLASS = object()  # stands for a forward that is not the instance's own
+OF_CLASS = object()  # stands for a forward that is not the instance's own
 
 
 class PatchedForward:
@@ -86,14 +86,14 @@ def is_patched(model: nn.Module) -> bool:
 
 def replace_forward(module: nn.Module, forward: Forward) -> Any:
     """Make ``forward`` the instance's own; returns what ``reset_forward`` needs to undo it."""
-    before = module.__dict__.get("forward", _OF_CLASS)
+    before = module.__dict__.get("forward", OF_CLASS)
     module.__dict__["forward"] = forward
     return before
 
 
 def reset_forward(module: nn.Module, before: Any) -> None:
     """Undo ``replace_forward``, which returned ``before``."""
-    if before is _OF_CLASS:
+    if before is OF_CLASS:
         module.__dict__.pop("forward", None)
     else:
         module.__dict__["forward"] = before
@@ -118,7 +118,7 @@ class ForwardPatches:
 
     def wrap(self, module: nn.Module, wrapper: Callable[[Forward], Forward], what: str = "it is measured") -> None:
         """Replace ``module.forward`` by ``wrapper(module.forward)``; ``what`` says why compiled code ends there."""
-        plain, before = module.forward, module.__dict__.get("forward", _OF_CLASS)
+        plain, before = module.forward, module.__dict__.get("forward", OF_CLASS)
         hooked = move_hooks_inside(module)
         if hooked is not None:
             outermost, around = wrapper, hooked

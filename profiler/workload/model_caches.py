@@ -43,9 +43,9 @@ class ModelCaches:
         configs = [] if brought else [config for config in self._configs if config.use_cache is True]
         if configs:
             _say(self._name)
-        for config in configs:
-            config.use_cache = False
         try:
+            for config in configs:
+                config.use_cache = False
             yield
         finally:
             for config in configs:

@@ -200,8 +200,8 @@ def _backward_seen(around: Callable[[Sequence[Any]], contextlib.AbstractContextM
             if inside:
                 return call(*args, **kwargs)
             roots = args[0] if args else next((kwargs[name] for name in ("tensors", "outputs") if name in kwargs), ())
-            inside = True
             try:
+                inside = True
                 with around([roots] if isinstance(roots, Tensor) else list(roots)):
                     del roots
                     return call(*args, **kwargs)
@@ -210,9 +210,9 @@ def _backward_seen(around: Callable[[Sequence[Any]], contextlib.AbstractContextM
 
         return run
 
-    for name, call in plain.items():
-        setattr(autograd, name, seen(call))
     try:
+        for name, call in plain.items():
+            setattr(autograd, name, seen(call))
         yield
     finally:
         for name, call in plain.items():

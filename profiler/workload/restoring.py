@@ -93,8 +93,8 @@ def _interrupts_later() -> Iterator[None]:
         yield
         return
     came: list[tuple[int, Any]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
     try:
+        signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
         yield
     finally:
         signal.signal(signal.SIGINT, before)

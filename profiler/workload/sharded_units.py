@@ -214,21 +214,23 @@ def is_unit(module: nn.Module) -> bool:
 @contextmanager
 def running_sharding() -> Iterator[None]:
     """Inside, ops are the sharding's own."""
-    token = SHARDING.set(True)
+    before = SHARDING.get()
     try:
+        SHARDING.set(True)
         yield
     finally:
-        SHARDING.reset(token)
+        SHARDING.set(before)
 
 
 @contextmanager
 def told_when_gathered(told: Callable[[nn.Module], None]) -> Iterator[None]:
     """Inside, a function is told of each patched unit whose parameters have come, before its forward."""
-    token = _GATHERED.set(told)
+    before = _GATHERED.get()
     try:
+        _GATHERED.set(told)
         yield
     finally:
-        _GATHERED.reset(token)
+        _GATHERED.set(before)
 
 
 # Second runs -----------------------------------------------------------------
@@ -312,8 +314,8 @@ def _as_in_backward(state: Any) -> Iterator[None]:
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     before, to_run = state._training_state, set(state._modules_to_run_forward)
-    state._training_state = TrainingState.PRE_BACKWARD
     try:
+        state._training_state = TrainingState.PRE_BACKWARD
         yield
     finally:
         state._training_state = before

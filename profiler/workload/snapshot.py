@@ -22,7 +22,7 @@ from profiler.workload.plain_objects import attributes_of, in_slots, inside_of, 
 from profiler.workload.ready_models import check_ready
 from profiler.workload.remembered_values import Attributes, Snapshot, filled
 from profiler.workload.restoring import Restoring
-from profiler.workload.torch_flags import current_flags
+from profiler.workload.torch_flags import current_flags, stacks_kept
 from profiler.workload.workload import Workload
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -42,7 +42,7 @@ def preserved(workload: Workload) -> Iterator[None]:
     """
     gc.collect()
     collects, back = gc.isenabled(), Restoring()
-    with torch.set_grad_enabled(torch.is_grad_enabled()):
+    with torch.set_grad_enabled(torch.is_grad_enabled()), stacks_kept():
         try:
             gc.disable()
             _remember(workload, back)

@@ -1,4 +1,4 @@
-"""The flags of torch that hold for all models and decide how kernels compute: read, set, and put back."""
+"""What torch keeps for all models, read, set and put back: flags that decide how kernels compute, and its stacks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _python_dispatch as dispatch
 
 _C: Any = torch._C
 # By what kernels of each kind compute in float32 where they may do so with fewer bits.
@@ -95,3 +96,44 @@ def current_flags() -> Callable[[], None]:
     """Read the flags; the returned function sets those that have changed since."""
     before = flags_now()
     return lambda: set_flags(before, flags_now())
+
+
+_IN_MODE = tuple(name for name in vars(dispatch) if name.startswith("_is_in_") and type(vars(dispatch)[name]) is bool)
+
+
+class stacks_kept:  # a generator would take longer, and this is around every forward and every second run
+    """Where an error leaves this, modes, saved-tensor hooks and whether gradients are on are as on entering.
+
+    Torch enters and leaves a mode in several lines of Python. An interrupt between two of them leaves on what no exit
+    will ever take off, and under a mode nothing is compiled any more.
+    """
+
+    __slots__ = ("_gradients", "_hooks", "_in_mode", "_modes")
+
+    def __enter__(self) -> None:
+        self._modes = dispatch._get_current_dispatch_mode_stack()
+        self._in_mode = [getattr(dispatch, name) for name in _IN_MODE]
+        self._hooks = _C._autograd._top_saved_tensors_default_hooks(False)
+        self._gradients = torch.is_grad_enabled()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        while dispatch._len_torch_dispatch_stack():
+            dispatch._pop_mode()
+        for mode in self._modes:
+            dispatch._push_mode(mode)
+        for name, value in zip(_IN_MODE, self._in_mode, strict=True):
+            setattr(dispatch, name, value)
+        if "_is_in_any_mode_without_ignore_compile_internals" in _IN_MODE:  # Torch's own C++ has it, too.
+            dispatch.set_is_in_mode_without_ignore_compile_internals(
+                dispatch._is_in_any_mode_without_ignore_compile_internals
+            )
+        hooks = _C._autograd
+        while (top := hooks._top_saved_tensors_default_hooks(False)) is not None and top != self._hooks:
+            hooks._pop_saved_tensors_default_hooks()
+        if top is None and self._hooks is not None:
+            hooks._push_saved_tensors_default_hooks(*self._hooks)
+        _C._set_grad_enabled(self._gradients)

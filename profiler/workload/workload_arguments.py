@@ -16,6 +16,14 @@ _AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16
 def check_kinds(model: Any, inputs: Any, loss: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"Workload: expected model to be a torch.nn.Module, got {type(model).__name__}; pass one")
+    # A pipeline's part, a scripted module and the like have their forward elsewhere.
+    if type(model).forward is nn.Module.forward and "forward" not in vars(model):
+        parts = ", ".join(repr(name) for name, _ in model.named_children()) or "none"
+        raise ValueError(
+            f"Workload: a {type(model).__name__} has no forward that a step could call, so there is nothing to plan in "
+            f"it; its modules are {parts}. Plan each that is large by itself, one after the other: profile and apply "
+            "the first one with step=, the whole step of your loop, then the next one with the same step and budget"
+        )
     if not isinstance(inputs, (Tensor, tuple, list, Mapping)):
         raise ValueError(
             "Workload: expected inputs to be a tensor, a tuple of arguments or a dict of keyword arguments, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -283,3 +284,21 @@ def test_a_loop_under_a_plan_of_single_ops_is_not_watched(profiled: GraphProfile
     with pytest.raises(ValueError, match="watch: expected a plan of stages to watch the loop of"):
         planner.apply(work.model, planner.solve(profiled, "100%"), watch=True)
     planner.apply(work.model, planner.solve(profiled, "100%")).remove()
+
+
+def test_a_forward_leaves_nothing_behind_in_torchs_settings(profiled: GraphProfile) -> None:
+    work = work_of()
+    settings = tracemalloc.Filter(inclusive=True, filename_pattern="*/torch/utils/_config_module.py")
+    with planner.apply(work.model, planner.solve(profiled, "100%")):
+        work.step()
+        tracemalloc.start()
+        try:
+            work.step()
+            before = tracemalloc.take_snapshot().filter_traces([settings])
+            for _ in range(20):
+                work.step()
+            after = tracemalloc.take_snapshot().filter_traces([settings])
+        finally:
+            tracemalloc.stop()
+    more = sum(each.count_diff for each in after.compare_to(before, "filename"))
+    assert more < 20

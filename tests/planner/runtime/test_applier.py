@@ -9,12 +9,13 @@ import gc
 import itertools
 import pickle
 import types
+import warnings
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import planner
 from planner.plans.lowering import Rerun, UnsupportedPlan, lower_schedule
@@ -292,3 +293,31 @@ def test_a_dropout_rate_and_a_norms_mode_changed_after_profiling_stay_exact() ->
             assert [planned.step() for _ in range(2)] == losses
         state = zip(plain.model.state_dict().values(), planned.model.state_dict().values(), strict=True)
         assert all(torch.equal(a, b) for a, b in state)
+
+
+@pytest.mark.slow
+def test_two_models_of_one_loop_are_planned_one_after_the_other_without_a_word_on_hooks():
+    torch.manual_seed(0)
+    first, second = (
+        nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)])
+        for _ in range(2)
+    )
+    x = torch.randn(128, 16)
+
+    def step() -> tuple[Tensor, ...]:
+        loss = first(x).square().mean() + second(x).square().mean()
+        loss.backward()
+        found = tuple(p.grad.clone() for each in (first, second) for p in each.parameters() if p.grad is not None)
+        first.zero_grad()
+        second.zero_grad()
+        return found
+
+    expected = step()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*saved-tensor hooks.*")
+        for model in (first, second):
+            profile = planner.profile(planner.Workload(model=model, step=step), menus=False)
+            with pytest.raises(planner.Infeasible) as refused:
+                planner.solve(profile, 1)
+            planner.apply(model, planner.solve(profile, refused.value.minimum_budget_bytes))
+        assert all(map(torch.equal, step(), expected))

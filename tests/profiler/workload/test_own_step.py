@@ -393,3 +393,11 @@ def test_a_plan_for_a_step_of_micro_batches_keeps_its_budget_and_its_losses() ->
         return [work.step() for _ in range(3)], 0
 
     assert losses(1) == losses(None)
+
+
+@pytest.mark.parametrize("described", ["step", "inputs"])
+def test_a_container_of_models_is_refused_with_what_works_for_several(described: str):
+    models = nn.ModuleDict({"generator": nn.Linear(2, 2), "critic": nn.Linear(2, 2)})
+    given: Any = {"step": lambda: None} if described == "step" else {"inputs": torch.ones(1, 2)}
+    with pytest.raises(ValueError, match=r"'generator', 'critic'. Plan each .* with the same step"):
+        Workload(model=models, **given)
