@@ -17,6 +17,12 @@ from solvers.highs import run
 Term = tuple[pulp.LpVariable | None, float]
 Terms = list[Term]
 
+# PuLP keeps the errors of solver libraries that it did not find, and their tracebacks keep the local variables of
+# whoever imported it first: the model and batch of a function that calls planner.profile.
+for _solver in vars(pulp.apis).values():
+    if isinstance(_missing := getattr(_solver, "err", None), BaseException):
+        _missing.__traceback__ = None
+
 _SECOND_SCALE = 1e3  # the unplanned seconds in the program's units
 _FEASIBLE = 2  # HiGHS: kSolutionStatusFeasible
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -58,3 +60,19 @@ def test_rows_that_exclude_each_other_bound_nothing() -> None:
     made.equal([(x, 1.0)], 1.0)
     made.at_most([(x, 1.0)])
     assert made.solve(10.0)[:2] == (False, math.inf)
+
+
+def test_importing_it_keeps_nothing_of_the_function_that_does():
+    """A model in such a function would never be freed."""
+    code = (
+        "import gc, importlib, weakref\n"
+        "class Model: pass\n"
+        "def training():\n"
+        "    model = Model()\n"
+        "    importlib.import_module('solvers.chain.ilp')\n"
+        "    return weakref.ref(model)\n"
+        "model = training()\n"
+        "gc.collect()\n"
+        "raise SystemExit(model() is not None)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
