@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from profiler.workload.optimizers import with_inner
 from profiler.workload.sharded_units import states_in
 from profiler.workload.workload import Workload, varied
 
@@ -105,7 +106,7 @@ def sharded(workload: Workload, engine: Engine) -> Workload:
         ValueError: as ``shard``, an optimizer has states already, or a step of the user's own calls a model that
             would have to be another object.
     """
-    if any(optimizer.state for optimizer in workload.optimizers):
+    if any(optimizer.state for optimizer in with_inner(workload.optimizers)):
         raise ValueError("shard: expected an optimizer without states, got a used one; shard before the first step")
     if workload.own is not None and engine == "ddp":
         raise ValueError(
@@ -117,7 +118,7 @@ def sharded(workload: Workload, engine: Engine) -> Workload:
     if engine == "ddp":
         return varied(workload, model=model)
     after = dict(model.named_parameters())
-    for optimizer in workload.optimizers:
+    for optimizer in with_inner(workload.optimizers):
         for group in optimizer.param_groups:  # The list stays the same object: some optimizers hold it themselves.
             group["params"][:] = [after[before[id(p)]] if id(p) in before else p for p in group["params"]]
     return varied(workload, model=model)

@@ -15,7 +15,7 @@ from planner.explain.optimizer_formulas import cast_bytes, state_bytes_of, weigh
 from planner.explain.tables import facts, plain_table
 from planner.units import format_bytes
 from profiler.measurement.model_states import MeasuredStates, measure_states
-from profiler.workload.optimizers import optimizer_names
+from profiler.workload.optimizers import optimizer_names, with_inner
 from profiler.workload.precision import precision_of
 from profiler.workload.workload import Workload
 
@@ -120,7 +120,7 @@ def _optimizer(workload: Workload, measured: MeasuredStates) -> Iterator[StateRo
     """The optimizer's states by name, and what its step holds besides."""
     if not workload.optimizers:
         return
-    formula, states = state_bytes_of(workload.optimizers), dict(measured.state_bytes)
+    formula, states = state_bytes_of(with_inner(workload.optimizers)), dict(measured.state_bytes)
     how = _UNKNOWN if formula is None else "from the parameters' shapes"
     names = dict.fromkeys(states) | dict.fromkeys(formula or {})
     for name in names:

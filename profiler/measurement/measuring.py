@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from profiler.agreement import agreed, any_rank, gathered, largest
 from profiler.measurement.alike_stages import alike
 from profiler.measurement.assembly import Measured
@@ -27,6 +29,7 @@ from profiler.trace.stage_names import StateChoices, names_unseen
 from profiler.trace.step_record import Trace
 from profiler.trace.step_trace import trace_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
+from profiler.workload.optimizers import with_inner
 from profiler.workload.sharded_units import states_in
 from profiler.workload.snapshot import RandomState
 from profiler.workload.steps import (
@@ -146,7 +149,7 @@ class Measuring:
 
     def _late_update(self, probe: StageProbe) -> list[Phase]:
         """The optimizers' part of a step late in training: some do more from a certain number of steps on."""
-        if not any(counts_steps(optimizer) for optimizer in self._workload.optimizers):
+        if not any(map(counts_steps, with_inner(self._workload.optimizers))):
             return []
         if self._late_phases:  # An option was measured in such a step.
             return self._late_phases
@@ -156,13 +159,12 @@ class Measuring:
 
     @contextmanager
     def _late_in_training(self) -> Iterator[None]:
-        counting = [optimizer for optimizer in self._workload.optimizers if counts_steps(optimizer)]
-        hooks = [each.register_step_pre_hook(lambda aged, *_: count_many_steps(aged)) for each in counting]
+        # Of all that step: one that stands around another may take no hooks of its own.
+        hook = register_optimizer_step_pre_hook(lambda stepping, *_: count_many_steps(stepping))
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            hook.remove()
 
     def _begin(self, what: str) -> None:
         self._report(what)

@@ -16,7 +16,7 @@ from profiler.measurement.meter import Mark, memory_meter, metered, metered_step
 from profiler.tensors.local_tensors import any_distributed
 from profiler.tensors.storages import distinct_bytes, storage_key, storage_of
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
-from profiler.workload.optimizers import optimizer_tensors
+from profiler.workload.optimizers import optimizer_tensors, with_inner
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import ProfileError, checked_step, optimizer_state_bytes, resident_bytes_of
 from profiler.workload.workload import StepPhase, Workload, varied
@@ -77,7 +77,7 @@ def measure_states(workload: Workload) -> MeasuredStates:
         raise ProfileError("model states: expected a model in training mode, got one in eval mode; call model.train()")
     with preserved(workload):
         randomness = RandomState.capture()
-        fresh = bool(workload.optimizers) and not any(each.state for each in workload.optimizers)
+        fresh = bool(workload.optimizers) and not any(each.state for each in with_inner(workload.optimizers))
         first_bytes = checked_step(workload, lambda: _step(workload))
         randomness.restore()
         steady = checked_step(workload, lambda: _step(workload))

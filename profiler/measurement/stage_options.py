@@ -14,6 +14,7 @@ from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.recomputation.op_schema import overload_of, traits_of
 from profiler.recomputation.selection import Selection
 from profiler.records import Phase
+from profiler.trace.obstacles import GOES_BACKWARD
 from profiler.trace.partition import ChosenStage
 from profiler.trace.stage_dataflow import pooled, stage_ops_of, without_seconds
 from profiler.trace.stage_names import StateChoices, names_outside, with_names
@@ -137,6 +138,8 @@ def _rerunnable(ops: StageOps, stage: ChosenStage) -> StageOps:
 
 def _why_unrecorded(group: OptionGroup, stages: Sequence[ChosenStage]) -> str:
     """Why the ops of these stages cannot be recorded one by one; empty where they can."""
+    if any(stages[k].call.goes_backward for k in group.members):
+        return GOES_BACKWARD
     if any(stages[k].call.distributed for k in group.members):
         return DISTRIBUTED
     return _CASTING if any(traits_of(overload_of(op.op)).casts for op in group.ops.ops) else ""

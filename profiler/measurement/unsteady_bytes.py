@@ -13,7 +13,7 @@ from profiler.tensors.storages import distinct_bytes
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Op, Trace, ValueOp
 from profiler.trace.value_sized import in_words
-from profiler.workload.optimizers import optimizer_tensors
+from profiler.workload.optimizers import optimizer_tensors, with_inner
 from profiler.workload.steps import held_by_loop, optimizer_state_bytes
 from profiler.workload.workload import Workload
 
@@ -141,7 +141,7 @@ def _hooks(workload: Workload) -> Iterator[str]:
 
 
 def _states(workload: Workload, first_bytes: int) -> Iterator[str]:
-    if any(group.get("line_search_fn") for each in workload.optimizers for group in each.param_groups):
+    if any(group.get("line_search_fn") for each in with_inner(workload.optimizers) for group in each.param_groups):
         yield "the optimizer's line search keeps more or fewer gradients as the loss goes: its bytes depend on values"
     tensors = optimizer_tensors(workload.optimizers)
     names = sorted({name for _, name, tensor in tensors if tensor.layout is not torch.strided})

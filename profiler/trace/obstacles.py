@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from profiler.trace.step_record import Call
 
+# What was dropped would be made again while forward goes on, and then be kept by the graph of that backward.
+GOES_BACKWARD = "the forward goes backward through it (for forces, or a penalty on gradients)"
 _HOST_RANDOM = "it draws from Python's or numpy's random generator"
 _FILLS_LATE = "an op in it saves a tensor for backward before it fills it (rrelu its noise)"
 _FOREIGN_CHANGE = "it changes a parameter, or a buffer of another module"
@@ -33,8 +35,8 @@ def _obstacle(call: Call) -> tuple[str, str]:
     if call.fills_late:
         return _FILLS_LATE, "use leaky_relu for rrelu, or draw the noise with torch.rand"
     if call.goes_backward:
-        reason = "the forward goes backward through it (for forces, or a penalty on gradients)"
-        return reason, "where that is a penalty, compute it in a step of its own: the gradients of both add up"
+        remedy = "where that is a penalty, compute it in a step of its own: the gradients of both add up"
+        return GOES_BACKWARD, f"{remedy}; for forces, take the batch in smaller pieces"
     if call.hides:
         reason = f"{call.hides} keeps tensors for backward in attributes of its context, where no hook can drop them"
         return reason, "have the function save them (ctx.save_for_backward); of bitsandbytes take a 4-bit base"

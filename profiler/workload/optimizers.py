@@ -9,26 +9,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiler.tensors.storages import storage_key
 from profiler.tensors.tensor_trees import tensors_in
+from profiler.workload.loop_state import reached_from
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
-def inner_optimizer(optimizer: Any) -> Any:
-    """The optimizer that steps, where another one stands around it (accelerate's, which ``prepare`` returns)."""
-    inner = getattr(optimizer, "optimizer", None)
-    return inner_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+def with_inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Optimizers, and those that they hold under any name (Lookahead, SAM, differential privacy, ZeRO), each once.
+
+    One that only stands around another, without groups of its own, is left out.
+    """
+    found: dict[int, torch.optim.Optimizer] = {}
+    pending = list(optimizers)
+    while pending:
+        if id(outer := pending.pop(0)) not in found:
+            found[id(outer)] = outer
+            held = reached_from(tuple(_attributes_of(outer).values()))
+            pending += [each for each in held if isinstance(each, torch.optim.Optimizer)]
+    return [each for each in found.values() if hasattr(each, "param_groups")]
+
+
+def _attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps beside states and groups; of its hooks nothing, which are of any purpose."""
+    beside = ("state", "param_groups", "defaults")
+    return {k: v for k, v in vars(optimizer).items() if k not in beside and not k.startswith("_optimizer_")}
+
+
+def _stepping(optimizer: Any) -> Any:
+    """The optimizer that steps: what accelerate's ``prepare`` returns has no step of its own."""
+    while type(optimizer).__module__.startswith("accelerate.") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def given_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """One, several in a list or tuple, or none, as a tuple; each without what stands around it.
+    """One, several in a list or tuple, or none, as a tuple; each without what accelerate puts around it.
 
     Raises:
         ValueError: something else, an empty list, or the same one twice.
     """
     if optimizer is None:
         return ()
-    several = tuple(map(inner_optimizer, optimizer if isinstance(optimizer, (tuple, list)) else (optimizer,)))
+    several = tuple(map(_stepping, optimizer if isinstance(optimizer, (tuple, list)) else (optimizer,)))
     wrong = next((each for each in several if not isinstance(each, torch.optim.Optimizer)), None)
     if wrong is not None:
         raise ValueError(
@@ -41,10 +65,18 @@ def given_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
     return several
 
 
-def optimizers_in(reached: Iterable[Any]) -> list[torch.optim.Optimizer] | None:
-    """Those among what a step refers to, each once, without what stands around them; None where there are none."""
-    found = [inner_optimizer(each) for each in reached if isinstance(each, torch.optim.Optimizer)]
-    return list({id(each): each for each in found}.values()) or None
+def optimizers_of(step: Any, given: Any) -> Any:
+    """Those of a user's own step: the given ones, else those that it refers to; the outermost, each once.
+
+    Where an optimizer is given that another one holds, which the step refers to, it is that one.
+    """
+    found = [_stepping(each) for each in reached_from(step) if isinstance(each, torch.optim.Optimizer)]
+    if given is not None:
+        named = given_optimizers(given)
+        inside = {id(each) for each in named}
+        found = [*named, *(each for each in found if inside & {id(held) for held in with_inner([each])})]
+    held = {id(inner) for outer in found for inner in with_inner([outer]) if inner is not outer}
+    return list({id(each): each for each in found if id(each) not in held}.values()) or None
 
 
 def optimizer_names(optimizers: Iterable[torch.optim.Optimizer]) -> str:
@@ -53,21 +85,32 @@ def optimizer_names(optimizers: Iterable[torch.optim.Optimizer]) -> str:
 
 
 def stepped_parameters(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    """What they step, group by group."""
-    return [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
+    """What they step, group by group, each once."""
+    groups = [group for each in with_inner(optimizers) for group in each.param_groups]
+    return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 
 
 def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[tuple[Any, str, Tensor]]:
     """Every tensor that optimizers keep, with whose it is (a parameter, mostly) and its name there."""
     tensors: list[tuple[Any, str, Tensor]] = []
-    for owner, state in (item for each in optimizers for item in each.state.items()):
+    every = with_inner(optimizers)
+    for owner, state in (item for each in {id(o.state): o.state for o in every}.values() for item in each.items()):
         named = state.items() if isinstance(state, Mapping) else [(owner if isinstance(owner, str) else "", state)]
         tensors += [(owner, str(name), tensor) for name, value in named for tensor in tensors_in(value)]
+    held = [(name, value) for each in every for name, value in _attributes_of(each).items()]
+    beside = [(name, t) for name, value in held for t in reached_from((value,)) if isinstance(t, Tensor)]
+    if beside:
+        parameters = {storage_key(parameter) for parameter in stepped_parameters(every)}
+        tensors += [(None, name, t) for name, t in beside if storage_key(t) not in parameters]
     return tensors
 
 
 def wants_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step has to be given a closure, which evaluates the loss and its gradients."""
+    return any(map(_takes_closure, with_inner([optimizer])))
+
+
+def _takes_closure(optimizer: torch.optim.Optimizer) -> bool:
     first = next(iter(inspect.signature(optimizer.step).parameters.values()), None)
     positional = first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
     return first is not None and positional and first.default is first.empty
@@ -79,7 +122,7 @@ def fill_history(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     LBFGS keeps a pair of vectors for every iteration, up to a number of them. Those that are missing are put in as
     zeros, which change no direction: each enters by its product with a gradient.
     """
-    for optimizer in optimizers:
+    for optimizer in with_inner(optimizers):
         if not isinstance(optimizer, torch.optim.LBFGS):
             continue
         most = optimizer.param_groups[0]["history_size"]

@@ -18,6 +18,7 @@ from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.gradient_buckets import buckets_restored
 from profiler.workload.host_numbers import host_states
 from profiler.workload.loop_state import bindings_of, reached_from, tensors_of
+from profiler.workload.optimizers import with_inner
 from profiler.workload.plain_objects import attributes_of, in_slots, inside_of, set_slots
 from profiler.workload.ready_models import check_ready
 from profiler.workload.remembered_values import Attributes, Snapshot, filled
@@ -94,7 +95,7 @@ def _remember(workload: Workload, back: Restoring) -> None:
     known = {id(parameter) for _, parameter in parameters}
     inputs = workload.inputs
     back.remember("inputs", lambda: _inputs_restore(inputs, known))
-    for optimizer in workload.optimizers:
+    for optimizer in with_inner(workload.optimizers):
         back.remember("optimizer", lambda o=optimizer: _optimizer_restore(o))
     if workload.scaler is not None:
         back.remember("scaler", lambda: Attributes([workload.scaler], ignored=()).restore)
@@ -282,6 +283,7 @@ def _optimizer_restore(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
             before = {name: value.put_back(group.get(name)) for name, value in values.items()}
             filled(group, group.update, {name: before.get(name, value) for name, value in items.items()})
         together[:] = [group for group, *_ in groups]
-        optimizer.param_groups = together
+        if optimizer.param_groups is not together:
+            optimizer.param_groups = together
 
     return restore

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import map_tensors, tensors_in
@@ -15,10 +16,11 @@ from profiler.workload.loop_state import kept_by_modules, reached_from, reached_
 from profiler.workload.optimizers import (
     Optimizers,
     given_optimizers,
-    optimizers_in,
+    optimizers_of,
     scaler_tensors,
     stepped_parameters,
     wants_closure,
+    with_inner,
 )
 from profiler.workload.own_step import OwnStep
 from profiler.workload.ready_models import check_ready
@@ -91,7 +93,7 @@ class Workload:
         self.inputs: Any = inputs
         self.own = None if step is None else OwnStep(step, model)
         self.loss = loss
-        self.optimizer: Any = optimizer if optimizer is not None or step is None else optimizers_in(reached_from(step))
+        self.optimizer: Any = optimizer if step is None else optimizers_of(step, optimizer)
         self.autocast = autocast_dtype(autocast)
         self.accumulate = accumulate
         check_update(self.optimizers, scaler, clip_norm)
@@ -129,7 +131,7 @@ class Workload:
             return self
         if target.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device: expected one that this machine has, got {str(device)!r}; use cpu")
-        if any(optimizer.state for optimizer in self.optimizers):
+        if any(optimizer.state for optimizer in with_inner(self.optimizers)):
             raise ValueError("device: expected an optimizer without states, got a used one; move the model first")
         if scaler_tensors(self.scaler):
             raise ValueError("device: expected a scaler that has not been used, got a used one; move the model first")
@@ -263,7 +265,7 @@ class Workload:
 
     def _check_known(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step of an optimizer whose states nobody would put back; raises ValueError."""
-        if optimizer not in self.optimizers:
+        if not any(optimizer is known for known in with_inner(self.optimizers)):
             raise ValueError(
                 f"Workload: expected the optimizers that the step uses, got a {type(optimizer).__name__} that it does "
                 "not refer to; pass optimizer=, or a list of them"
@@ -301,15 +303,15 @@ class Workload:
                 else:
                     optimizer.step()
             return
-        stepped: list[object] = []
-        hooks = [each.register_step_post_hook(lambda own, *_: stepped.append(own)) for each in self.optimizers]
+        stepped: set[int] = set()
+        # One that stands around another may not call hooks, where the other does.
+        hook = register_optimizer_step_post_hook(lambda own, *_: stepped.add(id(own)))
         try:
             for optimizer in self.optimizers:
                 self.scaler.step(optimizer)
         finally:
-            for hook in hooks:
-                hook.remove()
-        self.stepped = len(stepped) == len(self.optimizers)
+            hook.remove()
+        self.stepped = all(stepped & {id(held) for held in with_inner([each])} for each in self.optimizers)
         self.scaler.update()
 
     def _clip(self) -> None:

@@ -33,6 +33,7 @@ from profiler.measurement.stage_options import (
 from profiler.measurement.stage_probe import SelectiveStep, StageProbe
 from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStorage
 from profiler.records import MenuRecord, OptionRecord
+from profiler.trace.obstacles import GOES_BACKWARD, why_not_recomputable
 from profiler.trace.partition import choose_stages
 from profiler.trace.step_trace import trace_step
 from profiler.workload.snapshot import RandomState
@@ -318,3 +319,13 @@ def test_any_other_error_of_a_check_is_not_swallowed(error: Exception) -> None:
     with pytest.raises(type(error)) as caught:
         checking(error).check([group([0], 2)], propose)
     assert caught.value is error
+
+
+def test_nothing_is_offered_inside_a_stage_that_the_forward_goes_backward_through() -> None:
+    """What it dropped would be made again while forward goes on, and be kept by the graph of that backward."""
+    work = workload("forces")
+    trace = trace_step(work)
+    stages = choose_stages(trace, ["blocks.*"])
+    (own, *others) = grouped(trace, stages, [0] * len(stages), {}, propose)
+    assert {group.reason for group in (own, *others)} == {GOES_BACKWARD} and not own.choices
+    assert {why_not_recomputable(stage.call) for stage in stages} == {GOES_BACKWARD}

@@ -63,7 +63,7 @@ class Around(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
 
-def test_an_optimizer_around_another_one_means_the_inner_one() -> None:
+def test_an_optimizer_around_another_one_counts_with_the_inner_one() -> None:
     model = stack()
     inner = torch.optim.Adam(model.parameters(), 0.01)
     around, schedule = Around(inner), torch.optim.lr_scheduler.StepLR(inner, 10)
@@ -74,9 +74,9 @@ def test_an_optimizer_around_another_one_means_the_inner_one() -> None:
         model.zero_grad()
         schedule.step()
 
-    assert Workload(model=model, inputs=batch(), loss=squares, optimizer=around).optimizers == (inner,)
+    assert Workload(model=model, inputs=batch(), loss=squares, optimizer=around).optimizers == (around,)
     work = Workload(model=model, step=step)
-    assert work.optimizers == (inner,)  # The schedule refers to it, too.
+    assert work.optimizers == (around,)  # The schedule refers to the inner one.
     planner.profile(work)
     assert not inner.state
 
@@ -213,3 +213,89 @@ def test_a_closure_beside_a_scaler_is_refused() -> None:
             optimizer=torch.optim.LBFGS(model.parameters()),
             scaler=torch.amp.GradScaler("cpu"),
         )
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights, on an attribute, that follow an optimizer's; its groups and states are the inner one's."""
+
+    def __init__(self, fast: torch.optim.Optimizer) -> None:
+        self._fast, self.defaults = fast, fast.defaults
+        self.slow: list[Tensor] = []
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._fast.param_groups
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._fast.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._fast.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.slow = self.slow or [p.detach().clone() for p in parameters]
+        loss = self._fast.step(closure)
+        with torch.no_grad():
+            for slow, parameter in zip(self.slow, parameters, strict=True):
+                slow.lerp_(parameter, 0.5)
+                parameter.copy_(slow)
+        return loss
+
+
+class Sharpened(torch.optim.Optimizer):
+    """As SAM: an optimizer of its own with states, that has an inner one in a list, for the same groups."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.several = [inner]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[parameter]
+            state["before"] = parameter.grad.clone() if "before" not in state else state["before"].add_(parameter.grad)
+            parameter.grad.add_(state["before"], alpha=0.1)
+        return self.several[0].step(closure)
+
+
+def inner_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    return dict(optimizer._fast.state if isinstance(optimizer, Lookahead) else vars(optimizer)["several"][0].state)
+
+
+@pytest.mark.parametrize("around", [Lookahead, Sharpened])
+@pytest.mark.parametrize("given", ["outer", "inner", "neither", "no step"])
+def test_an_optimizer_around_another_one_under_any_name_is_counted_and_put_back(
+    around: type[Lookahead] | type[Sharpened], given: str
+) -> None:
+    def trained(planned: bool) -> list[Tensor]:
+        model, x = stack(2), batch()
+        inner = torch.optim.AdamW(model.parameters(), 0.01)
+        outer = around(inner)
+
+        def step() -> None:
+            outer.zero_grad()
+            squares(model(x)).backward()
+            outer.step()
+
+        if planned:
+            if given == "no step":
+                work = Workload(model=model, inputs=x, loss=squares, optimizer=outer)
+            else:
+                named = {"outer": outer, "inner": inner, "neither": None}[given]
+                work = Workload(model=model, step=step, optimizer=named)
+            assert work.optimizers == (outer,)
+            profile = planner.profile(work, menus=False)
+            weights = sum(p.nbytes for p in model.parameters())
+            counts = 4 * sum(1 for _ in model.parameters())
+            # AdamW's two moments and its numbers of steps, and one more tensor of each parameter's size.
+            assert profile.resident.optimizer == 3 * weights + counts
+            assert not inner_state(outer)
+            assert not getattr(outer, "slow", []) and (around is Lookahead or not outer.state)
+            planner.apply(model, planner.solve(profile, "100%"))
+        for _ in range(3):
+            step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(trained(False), trained(True), strict=True))
