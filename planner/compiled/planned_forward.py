@@ -71,7 +71,9 @@ class PlannedForward:
         if differs := first_difference(plan.graph, step_graph_of(graph)):
             raise PlanMismatch(
                 f"apply: expected the {plan.model_class} and batch that were profiled, got ops that differ: {differs}; "
-                "profile and solve for this model and batch"
+                "this model or batch is another, or a part was frozen, merged, replaced or put in evaluation since. "
+                "Take the plan off (planner.handle_of(model).remove()), and profile and solve for it as it is now; a "
+                "plan of stages (without graph=True) goes on where a model changes"
             )
         return StepOrder.of(plan.graph, plan.runs)._replace(copies=plan.copies, calls=self._copies.calls)
 
