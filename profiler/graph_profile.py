@@ -99,8 +99,10 @@ class GraphProfile:
             )
         data = {key: value for key, value in document.items() if key not in ("format", "version", "kind")}
         try:
-            return from_plain(cls, data, {})
+            profile = from_plain(cls, data, {})
+            profile.graph.check_positions()
         except ValueError as error:
             raise ValueError(
                 f"{where}: expected the fields of a profile, got a mismatch: {error}; profile again"
             ) from error
+        return profile

@@ -12,7 +12,7 @@ import reprlib
 import secrets
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -269,6 +269,13 @@ def from_plain(kind: type[Record], data: Mapping[str, Any], keys: Mapping[str, s
     if unknown := _unread(named, msgspec.to_builtins(record)):
         raise ValueError(f"expected fields of this release, got also {', '.join(sorted(unknown))}")
     return record
+
+
+def check_positions(what: str, numbers: Iterable[int], count: int, least: int = 0) -> None:
+    """Raises ValueError where a file refers to what is not there: to a number not from ``least`` to below ``count``."""
+    for number in numbers:
+        if not least <= number < count:
+            raise ValueError(f"expected {what} from {least} to {count - 1}, got {number}")
 
 
 def _unread(given: Any, read: Any) -> set[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from profiler.json_files import check_positions
+
 StorageVersion = tuple[int, int]
 NamedModule = tuple[str, str]  # a module's name, and the name of its class
 _KINDS_NAMED = 4
@@ -141,6 +143,20 @@ class StageOps:
     storages: tuple[StageStorage, ...]
     modules: tuple[NamedModule, ...] = ()
     saves: tuple[int, ...] = ()
+
+    def check_positions(self) -> None:
+        """Raises ValueError where it refers to an op or a storage that it does not have."""
+        for op in self.ops:
+            numbers = (*(number for number, _ in op.reads), *op.allocates, *op.writes)
+            check_positions("storages of an op", numbers, len(self.storages))
+        check_positions("ops of storages", (storage.op for storage in self.storages), len(self.ops), least=-1)
+        check_positions("storages that are saved", self.saves, len(self.storages), least=-1)
+        versions = [0] * len(self.storages)
+        for op in self.ops:
+            for number in op.writes:
+                versions[number] += 1
+        if any(storage.versions > count for storage, count in zip(self.storages, versions, strict=True)):
+            raise ValueError("expected storages that are changed as often as their ops do, got more versions")
 
     @property
     def saved_bytes(self) -> int:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from profiler.json_files import from_plain, read_document, to_plain, write_document
+from profiler.json_files import check_positions, from_plain, read_document, to_plain, write_document
 from profiler.op_graph import KEYS as OP_GRAPH_KEYS, StageOps
+from profiler.step_graph import Bytes, Seconds
 from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ KIND = "stages"  # of a profile or plan whose file does not say another one
 # Attributes that files of version 1 call otherwise.
 KEYS = {**OP_GRAPH_KEYS, "parents": "around"}
 
-Bytes = Annotated[int, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+Rate = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +91,15 @@ class StageRecord:
     dropped: Phase = Phase()
     recompute_seconds: Seconds = 0.0
     recompute_peak_bytes: Bytes = 0
-    recompute_ops: int = 0
-    forward_ops: int = 0
+    recompute_ops: Count = 0
+    forward_ops: Count = 0
     output_bytes: Bytes = 0
     boundary_bytes: Bytes = 0
     kept_output_bytes: Bytes = 0
     lasting_output_bytes: Bytes = 0
     own_output_bytes: Bytes = 0
     kept_bytes: Bytes = 0
-    saved_tensors: int = 0
+    saved_tensors: Count = 0
     links: tuple[tuple[int, int], ...] = ()
     parameter_bytes: Bytes = 0
     parameter_gradient_bytes: Bytes = 0
@@ -110,7 +112,7 @@ class StageRecord:
     remedy: str = ""
     menu: int = -1
     parents: tuple[tuple[str, str], ...] = ()
-    calls: int = 0
+    calls: Count = 0
     late_releases: tuple[tuple[int, int], ...] = ()
     gathered_bytes: Bytes = 0
     copied_bytes: Bytes = 0
@@ -167,6 +169,13 @@ class MenuRecord:
     keep_forward_seconds: Seconds = 0.0
     keep_backward_seconds: Seconds = 0.0
     reason: str = ""
+
+    def check_positions(self) -> None:
+        """Raises ValueError where it refers to an op or a storage that it does not have."""
+        self.ops.check_positions()
+        for option in self.options:
+            check_positions("storages that an option keeps", option.kept, len(self.ops.storages))
+            check_positions("ops that an option runs again", (*option.rerun, *option.packed), len(self.ops.ops))
 
     def extra_seconds(self, option: OptionRecord) -> tuple[float, float]:
         """By how much an option of these ops makes forward and backward longer than keeping everything does.
@@ -255,10 +264,10 @@ class LinkRecord:
         pinned: whether the host memory could be pinned.
     """
 
-    to_host_bytes_per_second: float
-    to_device_bytes_per_second: float
+    to_host_bytes_per_second: Rate
+    to_device_bytes_per_second: Rate
     latency_seconds: Seconds = 0.0
-    devices: int = 1
+    devices: Annotated[int, msgspec.Meta(ge=1)] = 1
     host_bytes: Bytes | None = None
     pinned: bool = True
 
@@ -336,7 +345,7 @@ class Profile:
     forward_nodes: int = 0
     left_out: tuple[LeftOutRecord, ...] = ()
     evaluation: Phase = Phase()
-    evaluations: int = 1
+    evaluations: Annotated[int, msgspec.Meta(ge=1)] = 1
     frugal: bool = False
     collective_bytes: Bytes = 0
     allocator_bytes: Bytes = 0
@@ -349,6 +358,21 @@ class Profile:
             f"<Profile of {self.model_class} on {self.device}, {self.precision}: {stages} stages, unplanned peak "
             f"{self.unplanned_peak_bytes:,} bytes, {self.unplanned_seconds:.3g} s a step>"
         )
+
+    def _check_positions(self) -> None:
+        """Raises ValueError where it refers to a stage or a menu that it does not have."""
+        if not self.stages:
+            raise ValueError("expected at least one stage, got none")
+        count = len(self.stages)
+        for menu in self.menus:
+            menu.check_positions()
+        for number, stage in enumerate(self.stages):
+            check_positions("menus", (stage.menu,), len(self.menus), least=-1)
+            check_positions("stages of late releases", (later for later, _ in stage.late_releases), count, number)
+        for shared in self.shared:
+            holders = (shared.born, *shared.readers, *shared.linked_readers, *shared.savers, *shared.recast_in)
+            check_positions("stages of shared tensors", holders, count)
+            check_positions("stages of shared tensors", (shared.death,), count, least=-1)
 
     def stage_level(self) -> Profile:
         """The same profile without options inside stages: each is kept, or recomputed, as a whole."""
@@ -394,6 +418,7 @@ class Profile:
         data = {key: value for key, value in document.items() if key not in header}
         try:
             profile = from_plain(cls, data, KEYS)
+            profile._check_positions()
         except ValueError as error:
             what = f"expected the fields of a profile, got a mismatch: {error}; profile again"
             raise ValueError(f"{where}: {what}") from error

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+import msgspec
+
+from profiler.json_files import check_positions
 from profiler.op_graph import kind_of
 
+Bytes = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Side = Literal["forward", "backward"]
 
 
@@ -37,10 +42,10 @@ class StepOp:
     makes: tuple[int, ...] = ()
     once_makes: tuple[int, ...] = ()
     once_reason: str = ""
-    seconds: float = 0.0
-    transient_bytes: int = 0
+    seconds: Seconds = 0.0
+    transient_bytes: Bytes = 0
     random: bool = False
-    state_bytes: int = 0
+    state_bytes: Bytes = 0
 
     @property
     def kind(self) -> str:
@@ -62,8 +67,8 @@ class StepStorage:
         of_loss: the loss makes it: the gradient of an output of the forward, with which backward begins.
     """
 
-    size_bytes: int
-    unseen_bytes: int = 0
+    size_bytes: Bytes
+    unseen_bytes: Bytes = 0
     returned: bool = False
     written: bool = False
     gradient: bool = False
@@ -87,4 +92,13 @@ class StepGraph:
 
     ops: tuple[StepOp, ...]
     storages: tuple[StepStorage, ...]
-    resident_bytes: int
+    resident_bytes: Bytes
+
+    def check_positions(self) -> None:
+        """Raises ValueError where an op refers to a storage that is not there, or reads one that none makes before."""
+        made: set[int] = {number for number, storage in enumerate(self.storages) if storage.of_loss}
+        for op in self.ops:
+            check_positions("storages of an op", (*op.reads, *op.makes, *op.once_makes), len(self.storages))
+            if missing := set(op.reads) - made - set(op.makes):
+                raise ValueError(f"expected ops that read what ops before them make, got storage {min(missing)}")
+            made.update(op.makes)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
+from rich.text import Text
 
 from planner.capacity.advice import Advice
 from planner.capacity.levers import Combination, Lever
@@ -79,15 +79,15 @@ def memory_table(title: str, moments: Sequence[MemoryBreakdown]) -> PlainTable:
         if not any(sizes):
             continue
         cells = [_share(size, breakdown) for size, breakdown in zip(sizes, moments, strict=True)]
-        table.add_row(f"[bold]{group}[/bold]", *cells)
+        table.add_row(Text(group, style="bold"), *cells)
         parts = [breakdown.by_what(group) for breakdown in moments]
         names = dict.fromkeys(name for sizes_by_name in parts for name in sizes_by_name)
         for name in names if len(names) > 1 else ():
             cells = [format_bytes(sizes_by_name[name]) if name in sizes_by_name else "-" for sizes_by_name in parts]
-            table.add_row(f"  {escape(name)}", *cells, style="dim")
+            table.add_row(f"  {name}", *cells, style="dim")
     marks = [" (the peak)" if breakdown is moments[0] else "" for breakdown in moments]
     sums = [f"{format_bytes(breakdown.peak_bytes)}{mark}" for breakdown, mark in zip(moments, marks, strict=True)]
-    table.add_row("[bold]together[/bold]", *(f"[bold]{cell}[/bold]" for cell in sums))
+    table.add_row("together", *sums, style="bold")
     return table
 
 
@@ -111,7 +111,7 @@ def _share_table(title: str, what: str, sizes: dict[str, int], whole: int) -> Pl
     table = plain_table(title, [what], ["size", "share"])
     held = {name: size for name, size in sizes.items() if size}
     for name, size in shortened(held, ROWS).items():
-        table.add_row(escape(name), format_bytes(size), f"{size / whole:.0%}")
+        table.add_row(name, format_bytes(size), f"{size / whole:.0%}")
     return table
 
 
@@ -165,15 +165,15 @@ def _combinations_table(title: str, rows: Iterable[Combination], advice: Advice)
     return table
 
 
-def _cells(combination: Combination, unplanned: Combination) -> list[str]:
+def _cells(combination: Combination, unplanned: Combination) -> list[str | Text]:
     spare = combination.budget_bytes - combination.peak_bytes
-    room = format_bytes(spare) if spare >= 0 else f"[red]{format_bytes(spare)}[/red]"
+    room = Text(format_bytes(spare), style="" if spare >= 0 else "red")
     peak = f"{format_bytes(combination.peak_bytes)} {_MARKS[combination.peak_basis]}"
     seconds = ratio = _NOTHING
     if combination.seconds is not None:
         seconds = f"{format_seconds(combination.seconds)} {_MARKS[combination.seconds_basis]}"
         ratio = f"{combination.seconds / unplanned.seconds:.2f} x" if unplanned.seconds else _NOTHING
-    return [escape(combination.title), _RESULTS[combination.result], peak, room, seconds, ratio]
+    return [combination.title, _RESULTS[combination.result], peak, room, seconds, ratio]
 
 
 _MARKS = {"measured": "m", "computed": "c", "solved": "s"}
@@ -185,8 +185,8 @@ def _outcome(advice: Advice) -> Facts:
             "numbers",
             "m measured in a profile of this step, c computed from measured parts, s solved for on a profile",
         ),
-        *((lever.name, f"does not apply: {escape(lever.reason)}") for lever in _idle(advice)),
-        *(("note", escape(note)) for note in advice.notes),
+        *((lever.name, f"does not apply: {lever.reason}") for lever in _idle(advice)),
+        *(("note", note) for note in advice.notes),
         *_advised(advice),
     ]
     return facts(rows)
@@ -195,7 +195,7 @@ def _outcome(advice: Advice) -> Facts:
 def _advised(advice: Advice) -> list[tuple[str, str]]:
     if advice.cheapest is None:
         nearest = advice.nearest
-        missed = f"{escape(nearest.title)}: {format_bytes(nearest.peak_bytes)}"
+        missed = f"{nearest.title}: {format_bytes(nearest.peak_bytes)}"
         return [("nothing fits", f"nearest is {missed}, {format_bytes(nearest.short_bytes)} above the budget")]
     rows = []
     if advice.exact is not None:
@@ -206,7 +206,7 @@ def _advised(advice: Advice) -> list[tuple[str, str]]:
     chosen = [each for each in (advice.exact, advice.cheapest) if each is not None]
     kinds = {kind for each in chosen for kind in each.kinds}
     names = {name for each in chosen for name in each.names}
-    return [*rows, *((f"  {lever.name}", escape(lever.change)) for lever in _used(advice.levers, kinds, names))]
+    return [*rows, *((f"  {lever.name}", lever.change) for lever in _used(advice.levers, kinds, names))]
 
 
 def _used(levers: Sequence[Lever], kinds: set[Any], names: set[str]) -> list[Lever]:
@@ -221,7 +221,7 @@ def _said(combination: Combination, advice: Advice) -> str:
     ratio = f" ({(combination.seconds or 0) / advice.unplanned.seconds:.2f} x)" if advice.unplanned.seconds else ""
     peak, seconds = format_bytes(combination.peak_bytes), format_seconds(combination.seconds or 0)
     samples = "1 sample" if advice.samples == 1 else f"{advice.samples} samples"
-    return f"[bold]{escape(combination.title)}[/bold]: {peak}, {seconds}{ratio} for {samples}"
+    return f"{combination.title}: {peak}, {seconds}{ratio} for {samples}"
 
 
 def _rounded(combination: Combination) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 
 from planner.capacity.batch_limits import MODE_NAMES, Limit, MaxBatch, NoBatch
 from planner.explain.tables import facts, plain_table
@@ -75,8 +74,8 @@ def limits_report(limits: MaxBatch) -> RenderableType:
         ("model states", f"{states} of the budget: parameters, gradients, optimizer states"),
         *(free if limits.headroom_bytes else []),
         ("profiled at", f"{limits.vary} {', '.join(str(size) for size in limits.profiled)}"),
-        *(("note", escape(note)) for note in limits.notes),
-        *((MODE_NAMES[mode], escape(limit.reason)) for mode in MODE_NAMES if (limit := getattr(limits, mode)).reason),
+        *(("note", note) for note in limits.notes),
+        *((MODE_NAMES[mode], limit.reason) for mode in MODE_NAMES if (limit := getattr(limits, mode)).reason),
     ]
     return Group(table, facts(rows))
 

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 
 from planner.capacity.advice_report import activation_tables, breakdown_document, memory_table
 from planner.capacity.rank_advice import NOTES, RankAdvice
@@ -108,6 +107,6 @@ def _facts(advice: RankAdvice) -> Facts:
         *([] if budget_bytes is None else [("budget", f"{exact_bytes(budget_bytes)} on each rank")]),
         ("batch", f"{counted(advice.samples, 'sample')} on each rank, {advice.samples * advice.world_size} together"),
         ("sent", f"{format_bytes(advice.sent_bytes)} by each rank in a step without a plan"),
-        *(("note", escape(each)) for each in NOTES),
+        *(("note", each) for each in NOTES),
     ]
     return facts(rows)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
+from rich.text import Text
 
 from planner.cli.tables import milliseconds
 from planner.explain.tables import facts, plain_table
@@ -58,13 +58,13 @@ def comparison_report(rows: Sequence[ComparisonRow], budget_bytes: int) -> Rende
 def _below_comparison(row: ComparisonRow) -> str:
     """What it would need, or what the allocator held for it; the table has no room for these within 100 columns."""
     if row.minimum_budget_bytes is not None:
-        return f"{escape(row.reason or '')} ({format_bytes(row.minimum_budget_bytes)})"
+        return f"{row.reason or ''} ({format_bytes(row.minimum_budget_bytes)})"
     return "" if row.reserved_bytes is None else f"reserved {exact_bytes(row.reserved_bytes)} of the device"
 
 
-def _comparison_cells(row: ComparisonRow, plain_seconds: float | None) -> list[str]:
+def _comparison_cells(row: ComparisonRow, plain_seconds: float | None) -> list[str | Text]:
     if row.predicted_peak_bytes is None:
-        return [row.solver, f"[red]{row.status_in_words}[/red]", *[_NOTHING] * 6]
+        return [row.solver, Text(row.status_in_words, style="red"), *[_NOTHING] * 6]
     if row.measured_peak_bytes is None:
         predicted = (
             format_bytes(row.predicted_peak_bytes),

@@ -55,7 +55,7 @@ def run_demo(
             training with the plan gives another result than without.
     """
     _make(folder)
-    show("[bold]1. Profile[/bold]: measure one training step of a GPT-2 (12 layers) on the CPU")
+    show("1. Profile: measure one training step of a GPT-2 (12 layers) on the CPU")
     with working() as progress:
         measured = profile(build(), progress=progress)
     frame = pareto(measured)
@@ -63,10 +63,10 @@ def run_demo(
     show(f"   {_said(whole, measured.unplanned_seconds)}; plans reach down to {format_bytes(smallest)}\n")
     plan = solve(measured, smallest + int(BUDGET_PART * (whole - smallest)))
     show(
-        f"[bold]2. Plan[/bold] for a budget of {format_bytes(plan.budget_bytes)}\n",
+        f"2. Plan for a budget of {format_bytes(plan.budget_bytes)}\n",
         solution_report(summary_of_plan(plan)),
     )
-    show(f"\n[bold]3. Train[/bold] {STEPS} steps without the plan and with it")
+    show(f"\n3. Train {STEPS} steps without the plan and with it")
     with working() as progress:
         progress("train without a plan", 0, 3)
         plain = _train(build(), None)
@@ -77,7 +77,7 @@ def run_demo(
     show(_outcome(plan, plain, planned, seconds))
     _check_same(plain, planned)
     picture = _draw(measured, frame, plan, folder)
-    show("\n[bold]5. Both kinds of plans[/bold] on a DenseNet, which is no chain")
+    show("\n5. Both kinds of plans on a DenseNet, which is no chain")
     return {
         "status": "trained",
         "plan": summary_of_plan(plan).to_document(),
@@ -112,7 +112,7 @@ def _outcome(plan: Plan, plain: _Trained, planned: _Trained, seconds: dict[str, 
         [
             ("   losses without", ", ".join(f"{loss:.9g}" for loss in plain.losses)),
             ("   losses with", ", ".join(f"{loss:.9g}" for loss in planned.losses)),
-            ("   the same", "losses and parameters, bit for bit" if _same(plain, planned) else "[red]no[/red]"),
+            ("   the same", "losses and parameters, bit for bit" if _same(plain, planned) else "no"),
             ("   peak without", f"{format_bytes(plain.peak_bytes)} measured"),
             (
                 "   peak with",
@@ -143,7 +143,7 @@ def _check_same(plain: _Trained, planned: _Trained) -> None:
 
 
 def _draw(measured: Profile, frame: pd.DataFrame, plan: Plan, folder: Path) -> Path:
-    show("\n[bold]4. Pareto curve[/bold]", frontier_report(frame, "Memory against time, by solver"))
+    show("\n4. Pareto curve", frontier_report(frame, "Memory against time, by solver"))
     title = f"{measured.model_class} on {measured.device} ({measured.device_name})"
     picture = folder / "pareto.png"
     draw_pareto(frame, picture, title=title, budget_bytes=plan.budget_bytes)

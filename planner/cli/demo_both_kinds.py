@@ -154,7 +154,7 @@ def _table(
     row("ops run again", lambda name: str(plans[name].recomputed_ops))
     row("predicted extra time", lambda name: more(plans[name].recomputed_seconds))
     row("measured extra time", lambda name: more(ran[name].seconds - plain.seconds))
-    row("losses, parameters", lambda name: "bit for bit" if _same(ran[name], plain) else "[red]others[/red]")
+    row("losses, parameters", lambda name: "bit for bit" if _same(ran[name], plain) else "others")
     return table
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
 from planner.cli.options import AsJson, BudgetText, Device, HeadroomText, Settings, TargetArgument, TargetRequest
 from planner.cli.profiling import default_file, profile_file, profile_of_target
@@ -124,7 +123,7 @@ def _answer(target: TargetRecord, run: TrainingRun) -> str:
     plan = run.plan
     does = "trains" if run.measured_peak_bytes <= plan.budget_bytes else "does not train"
     slowdown = run.measured_seconds / plan.unplanned_seconds if plan.unplanned_seconds else 1.0
-    return escape(
+    return (
         f"{target.text} {does} within {format_bytes(plan.budget_bytes)}: it takes "
         f"{format_bytes(run.measured_peak_bytes)} in place of {format_bytes(plan.unplanned_peak_bytes)}, and "
         f"{slowdown:.2f} times the time"

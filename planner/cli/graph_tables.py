@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 
 from planner.explain.tables import facts, plain_table
 from planner.plans.graph_plan import GraphPlan
@@ -30,7 +29,7 @@ def graph_profile_report(profile: GraphProfile) -> RenderableType:
         sides = [sum(op.side == side for op in ops) for side in ("forward", "backward")]
         beside = max(op.transient_bytes for op in ops)
         made = format_bytes(sum(_made_bytes(graph, op) for op in ops))
-        table.add_row(escape(kind), *map(str, sides), format_seconds(_seconds(ops)), made, format_bytes(beside))
+        table.add_row(kind, *map(str, sides), format_seconds(_seconds(ops)), made, format_bytes(beside))
     rest = len(kinds) - len(shown)
     more = [("", f"and {counted(rest, 'other kind')} of ops")] if rest > 0 else []
     return Group(table, facts([*more, *_step(profile)]))
@@ -55,8 +54,8 @@ def reruns_report(plan: GraphPlan, *, every_kind: bool = False) -> list[Renderab
     table = plain_table(title, ["module", "op"], ["ops", "extra runs", "extra time", "made again"])
     for (module, kind), ops in shown:
         table.add_row(
-            escape(module) or "-",
-            escape(kind),
+            module or "-",
+            kind,
             str(len(ops)),
             str(sum(again for _, again in ops)),
             format_seconds(sum(op.seconds * again for op, again in ops)),
@@ -79,7 +78,7 @@ def _step(profile: GraphProfile) -> list[tuple[str, str]]:
             f"{format_seconds(optimizer.seconds)}, peak {format_bytes(optimizer.peak_bytes)}",
         ),
         ("resident", format_bytes(profile.resident.total)),
-        ("measured on", f"{escape(profile.device_name)}, torch {profile.torch_version}"),
+        ("measured on", f"{profile.device_name}, torch {profile.torch_version}"),
     ]
 
 

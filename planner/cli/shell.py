@@ -28,7 +28,7 @@ from planner.cli.errors import UsageError, naming_option, option_in, own_line, u
 from planner.cli.interrupts import INTERRUPTED, say_interrupted
 from planner.cli.options import RECORDED
 from planner.units import format_bytes, show_sizes_like
-from profiler.json_files import check_writable, is_special
+from profiler.json_files import UNSHOWN, check_writable, is_special
 
 WRONG_INPUT = 2
 NO_PLAN = 3
@@ -250,18 +250,18 @@ def check_folder(path: Path | None) -> None:
 def show(*parts: RenderableType) -> None:
     """Print results for a person: to a terminal in its width, elsewhere plain, 100 columns wide or as COLUMNS says.
 
-    On stderr where stdout has a JSON document.
+    What strings hold is text, and no markup. On stderr where stdout has a JSON document.
     """
     if not is_first() or (_talk.as_json and _talk.quiet):
         return
     if (sys.stderr if _talk.as_json else sys.stdout).isatty():
-        console = Console(highlight=False, stderr=_talk.as_json)
+        console = Console(highlight=False, markup=False, emoji=False, stderr=_talk.as_json)
         for part in parts:
             console.print(part)
         return
     columns = os.environ.get("COLUMNS", "")
     width = max(LEAST_WIDTH, int(columns)) if columns.isdecimal() and int(columns) else PLAIN_WIDTH
-    console = Console(width=width, highlight=False)
+    console = Console(width=width, highlight=False, markup=False, emoji=False)
     with console.capture() as printed:
         for part in parts:
             console.print(part)
@@ -283,7 +283,8 @@ def note(text: str) -> None:
 
 def complain(text: str) -> None:
     """A line on stderr about what is wrong."""
-    typer.echo(f"rank {_rank}: {text}" if _rank else text, err=True)
+    plain = UNSHOWN.sub(lambda found: repr(found[0])[1:-1], text)  # What it names may be a file's or a model's.
+    typer.echo(f"rank {_rank}: {plain}" if _rank else plain, err=True)
 
 
 def say_written(*paths: Path | None) -> None:
@@ -356,7 +357,12 @@ def _bar() -> Iterator[Report]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     began = time.monotonic()
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:<24}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     columns = (*columns, TextColumn("{task.fields[left]}"))
     console = Console(stderr=True)
     with Progress(*columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as bar:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
+from rich.text import Text
 
 from planner.cli.solution_summary import SolutionSummary, StageSummary
 from planner.explain.stage_rows import note_on_rows, path_of, rows_of_stages
@@ -70,8 +70,8 @@ def _graph_report(summary: SolutionSummary) -> RenderableType:
     of_model = any(node.module for node in again)
     table = plain_table(title, ["op", "module"] if of_model else ["node"], ["runs", "extra time"])
     for node in shown:
-        module = [escape(node.module or _NOTHING)] if of_model else []
-        table.add_row(escape(node.name), *module, str(node.runs), milliseconds(node.extra_seconds))
+        module = [node.module or _NOTHING] if of_model else []
+        table.add_row(node.name, *module, str(node.runs), milliseconds(node.extra_seconds))
     return Group(claims, "", table)
 
 
@@ -86,8 +86,8 @@ def _plan_table(summary: SolutionSummary, rows: Sequence[tuple[str, Sequence[Sta
         stage, colour = stages[0], _COLOURS[stages[0].decision]
         extra_seconds = sum(each.extra_seconds for each in stages) / len(stages)
         table.add_row(
-            escape(name),
-            f"[{colour}]{stage.decision}[/{colour}]",
+            name,
+            Text(stage.decision, style=colour),
             _size(stage.kept_bytes),
             *([_size(stage.offloaded_bytes)] if offloads else []),
             str(stage.runs),
@@ -127,7 +127,7 @@ def _claims(summary: SolutionSummary) -> list[tuple[str, str]]:
 
 def _unsteady(lines: Sequence[str]) -> list[tuple[str, str]]:
     """Why the peak is not promised; no line where it is."""
-    return [("" if number else "not promised", escape(line)) for number, line in enumerate(lines)]
+    return [("" if number else "not promised", line) for number, line in enumerate(lines)]
 
 
 def _headroom(summary: SolutionSummary) -> list[tuple[str, str]]:
@@ -158,7 +158,7 @@ def _recomputed(summary: SolutionSummary) -> str:
 def _offloaded(summary: SolutionSummary) -> list[tuple[str, str]]:
     """What goes to host memory, over which link, and how long the step waits for it."""
     if summary.no_offload:
-        return [("offloaded", f"nothing: {escape(summary.no_offload)}")]
+        return [("offloaded", f"nothing: {summary.no_offload}")]
     link, sent_bytes = summary.link, sum(stage.offloaded_bytes or 0 for stage in summary.stages)
     if link is None:
         return []
@@ -173,7 +173,7 @@ def _offloaded(summary: SolutionSummary) -> list[tuple[str, str]]:
 
 def _stated(summary: SolutionSummary) -> list[tuple[str, str]]:
     """What was stated by hand, one line a rule."""
-    return [("" if number else "stated", escape(line)) for number, line in enumerate(summary.stated or ())]
+    return [("" if number else "stated", line) for number, line in enumerate(summary.stated or ())]
 
 
 def _times(summary: SolutionSummary) -> str:
@@ -212,7 +212,7 @@ def profile_report(profile: Profile) -> RenderableType:
     for name, records in rows:
         table.add_row(*_stage_cells(name, records, reasons), style="dim" if records[0].kind == "outside" else None)
     notes = [
-        (f"({number})", f"never runs again: {escape(reason)}{f'; remedy: {escape(remedy)}' if remedy else ''}")
+        (f"({number})", f"never runs again: {reason}{f'; remedy: {remedy}' if remedy else ''}")
         for (reason, remedy), number in reasons.items()
     ]
     notes += note_on_rows(path_of(profile.stages), any(len(records) > 1 for _, records in rows))
@@ -224,8 +224,8 @@ def _left_out(records: Sequence[LeftOutRecord]) -> list[tuple[str, str]]:
     """Blocks that cannot run again, two lines for each kind."""
     lines = []
     for record in records:
-        kept = f"{escape(blocks_in_words(record))}, {format_bytes(record.kept_bytes)}: {escape(record.reason)}"
-        lines += [("never runs again", kept), *([("", f"remedy: {escape(record.remedy)}")] if record.remedy else [])]
+        kept = f"{blocks_in_words(record)}, {format_bytes(record.kept_bytes)}: {record.reason}"
+        lines += [("never runs again", kept), *([("", f"remedy: {record.remedy}")] if record.remedy else [])]
     return lines
 
 
@@ -237,13 +237,13 @@ def _stage_cells(name: str, records: Sequence[StageRecord], reasons: dict[tuple[
         _mean_ms([r.backward.seconds for r in records]),
     ]
     if first.kind == "outside":
-        return [escape(name), *times, *[_NOTHING] * 4]
+        return [name, *times, *[_NOTHING] * 4]
     if first.recomputable:
         again = [_mean_ms([r.recompute_seconds for r in records]), str(first.recompute_ops)]
     else:
         reason = first.reason or "it does not repeat its result"
         again = [f"never ({reasons.setdefault((reason, first.remedy), len(reasons) + 1)})", _NOTHING]
-    return [escape(name), *times, format_bytes(first.kept_bytes), format_bytes(first.boundary_bytes), *again]
+    return [name, *times, format_bytes(first.kept_bytes), format_bytes(first.boundary_bytes), *again]
 
 
 def _mean_ms(seconds: Sequence[float]) -> str:
@@ -259,10 +259,10 @@ def _step(profile: Profile) -> list[tuple[str, str]]:
     facts = [
         ("unplanned peak", exact_bytes(profile.unplanned_peak_bytes) + computed),
         *_unsteady(profile.unsteady),
-        *(("follows the batch", escape(line)) for line in profile.batch_sized),
+        *(("follows the batch", line) for line in profile.batch_sized),
         ("unplanned time", f"{format_seconds(profile.unplanned_seconds)} a step{computed}"),
         ("resident", f"{format_bytes(resident.total)}: {listed}"),
-        ("measured on", f"{escape(profile.device_name)}, torch {profile.torch_version}"),
+        ("measured on", f"{profile.device_name}, torch {profile.torch_version}"),
         ("fingerprint", profile.fingerprint),
     ]
     if profile.optimizer.seconds:
@@ -287,8 +287,8 @@ def _op_cells(record: OpRecord) -> list[str]:
     kept = "kept" if record.kept else ""
     return [
         record.side,
-        escape(record.module or record.place),
-        escape(record.op),
+        record.module or record.place,
+        record.op,
         size,
         milliseconds(record.seconds),
         kept,
@@ -309,7 +309,7 @@ def training_report(run: TrainingRun, allocator_advice: str = "") -> RenderableT
     """Losses of a planned training run, predicted beside measured, and what to do about the device's allocator."""
     plan = run.plan
     within = run.measured_peak_bytes <= plan.budget_bytes
-    verdict = "within the budget" if within else "[red]above the budget[/red]"
+    verdict = Text("within the budget") if within else Text("above the budget", style="red")
     slowdown = run.measured_seconds / plan.unplanned_seconds if plan.unplanned_seconds else 1.0
     measured = f"{format_seconds(run.measured_seconds)} a step, {slowdown:.2f} x the profile's unplanned step"
     return facts(
@@ -317,10 +317,10 @@ def training_report(run: TrainingRun, allocator_advice: str = "") -> RenderableT
             ("losses", losses_in_short(run.losses)),
             ("budget", exact_bytes(plan.budget_bytes)),
             ("predicted peak", exact_bytes(plan.predicted_peak_bytes)),
-            ("measured peak", f"{exact_bytes(run.measured_peak_bytes)}: {verdict}"),
+            ("measured peak", Text(f"{exact_bytes(run.measured_peak_bytes)}: ") + verdict),
             *((f"of rank {rank}", exact_bytes(peak)) for rank, peak in enumerate(run.rank_peak_bytes)),
             *_reserved(run),
-            *([("allocator", escape(allocator_advice))] if allocator_advice else []),
+            *([("allocator", allocator_advice)] if allocator_advice else []),
             *_retries(run),
             ("predicted time", f"{format_seconds(plan.predicted_seconds)} a step"),
             ("measured time", measured),

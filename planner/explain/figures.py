@@ -38,6 +38,11 @@ def write_picture(figure: Figure, path: str | Path) -> None:
     Raises:
         ValueError: another kind of file, or a folder that is not there.
     """
+    from matplotlib.text import Text
+
+    ticks = {label for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for label in axis.get_ticklabels()}
+    for text in set(figure.findobj(Text)) - ticks:
+        text.set_parse_math(False)  # Names are text, dollars and all.
     content = BytesIO()
     figure.savefig(content, format=check_picture(path))
     write_whole(path, content.getvalue())

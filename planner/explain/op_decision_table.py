@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
+from rich.text import Text
 
 from planner.explain.op_decisions import OpDecision, OpOutcome, always_live_tensors, decisions_of_ops, grouped_decisions
 from planner.explain.stage_groups import StageGroup, groups_of_stages
@@ -36,7 +36,7 @@ def plan_ops_report(plan: Plan, *, every_op: bool = False) -> RenderableType:
     groups = [group for group in groups_of_stages(plan) if every_op or group.decision == "selective"]
     ranked = sorted(groups, key=lambda group: -(group.chosen.freed_bytes * len(group.members) if group.chosen else 0))
     with_table = {group.members for group in ranked[:TABLES_SHOWN]}
-    parts: list[RenderableType] = ["[bold]Ops, per kind of stage[/bold]"]
+    parts: list[RenderableType] = [Text("Ops, per kind of stage", style="bold")]
     for group in groups:
         parts += _group_report(plan, group, every_op, table=group.members in with_table)
     return Group(*parts)
@@ -45,7 +45,7 @@ def plan_ops_report(plan: Plan, *, every_op: bool = False) -> RenderableType:
 def _group_report(plan: Plan, group: StageGroup, every_op: bool, *, table: bool) -> Iterator[RenderableType]:
     path = common_path([stage.name for stage in plan.stages if stage.kind == "stage"])
     title = group.title.replace(path, "") if path else group.title
-    yield f"\n[bold]{escape(title)}[/bold], {group.decision}: {escape(_stage_decision(plan, group))}"
+    yield Text.assemble("\n", (title, "bold"), f", {group.decision}: {_stage_decision(plan, group)}")
     if group.menu is None:
         return
     if every_op:
@@ -57,7 +57,7 @@ def _group_report(plan: Plan, group: StageGroup, every_op: bool, *, table: bool)
         for outcome in ("recomputed", "packed"):
             short = [_in_short(ops) for ops in grouped_decisions(group) if ops.outcome == outcome]
             if short:
-                yield f"{outcome}: {escape(', '.join(short))}"
+                yield f"{outcome}: {', '.join(short)}"
 
 
 def _stage_decision(plan: Plan, group: StageGroup) -> str:
@@ -117,7 +117,7 @@ def _table(rows: Sequence[tuple[str, OpDecision]], first: str) -> PlainTable:
     table = plain_table("", [first, "op", "module", "decision", "why"], ["bytes", "time"])
     for number, ops in rows:
         size = format_bytes(ops.size_bytes) if ops.size_bytes else "-"
-        decision = f"[{_COLOURS[ops.outcome]}]{ops.outcome}[/]"
-        cells = (number, escape(ops.op), escape(ops.module), decision, escape(ops.why))
+        decision = Text(ops.outcome, style=_COLOURS[ops.outcome])
+        cells = (number, ops.op, ops.module, decision, ops.why)
         table.add_row(*cells, size, format_seconds(ops.seconds))
     return table

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 
 from planner.explain.peak import Peak, PeakPart
 from planner.explain.tables import plain_table
@@ -87,14 +86,14 @@ def alive_report(peak: Peak, plan: Plan | None = None, *, limit: int = ROWS_SHOW
     for row in shown:
         tensors = str(row.tensors) if row.tensors else "-"
         share = f"{row.size_bytes / peak.peak_bytes:.0%}" if peak.peak_bytes else "-"
-        cells = (row.what, escape(row.op) or "-", escape(row.where) or "-")
+        cells = (row.what, row.op or "-", row.where or "-")
         table.add_row(*cells, tensors, format_bytes(row.size_bytes), share)
     rest = [row.size_bytes for row in rows[len(shown) :]]
     smaller, twice = [size for size in rest if size >= 0], [size for size in rest if size < 0]
     notes = [f"and {len(smaller)} smaller ones: {format_bytes(sum(smaller))}"] if smaller else []
     notes += [f"less what is counted twice above: {format_bytes(-sum(twice))}"] if twice else []
     notes += [f"names of stages without {path_of(plan)!r}"] if path_of(plan) else []
-    return Group(table, *([escape("; ".join(notes))] if notes else []))
+    return Group(table, *(["; ".join(notes)] if notes else []))
 
 
 def peak_title(peak: Peak) -> str:

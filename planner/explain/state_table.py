@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import pandas as pd
 import torch
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from torch import Tensor, nn
 
 from planner.explain.optimizer_formulas import cast_bytes, state_bytes_of, weight_of
@@ -189,7 +188,7 @@ def states_report(states: ModelStates) -> RenderableType:
 
 def _cells(row: StateRow) -> list[str]:
     size = _NOTHING if row.formula_bytes is None else format_bytes(row.formula_bytes)
-    return [escape(row.part), escape(row.how), format_bytes(row.measured_bytes), size]
+    return [row.part, row.how, format_bytes(row.measured_bytes), size]
 
 
 def _sums(states: ModelStates) -> list[tuple[str, str]]:

@@ -28,10 +28,10 @@ class PlainTable:
         self._texts = len(texts)
         self._rows: list[list[Text]] = []
 
-    def add_row(self, *cells: str, style: str | None = None) -> None:
-        """Add a row, its cells as console markup."""
+    def add_row(self, *cells: str | Text, style: str | None = None) -> None:
+        """Add a row; what a string holds is text, and no markup."""
         assert len(cells) == len(self._heads)
-        self._rows.append([Text.from_markup(cell, style=style or "") for cell in cells])
+        self._rows.append([Text(cell, style=style or "") if isinstance(cell, str) else cell for cell in cells])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """What Rich prints, line by line."""
@@ -85,8 +85,8 @@ class PlainTable:
 class Facts:
     """Names in bold with what is said of each, beside each other."""
 
-    def __init__(self, rows: Sequence[tuple[str, str]]) -> None:
-        self._rows = [(Text.from_markup(name, style="bold"), Text.from_markup(text)) for name, text in rows]
+    def __init__(self, rows: Sequence[tuple[str, str | Text]]) -> None:
+        self._rows = [(Text(name, style="bold"), Text(text) if isinstance(text, str) else text) for name, text in rows]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """What Rich prints, line by line."""
@@ -103,8 +103,8 @@ def plain_table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Pla
     return PlainTable(title, texts, numbers)
 
 
-def facts(rows: Sequence[tuple[str, str]]) -> Facts:
-    """Names in bold with what is said of each, one a line, as console markup."""
+def facts(rows: Sequence[tuple[str, str | Text]]) -> Facts:
+    """Names in bold with what is said of each, one a line; what a string holds is text, and no markup."""
     return Facts(rows)
 
 

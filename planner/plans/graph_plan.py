@@ -104,6 +104,7 @@ class GraphPlan(PlanClaims):
         try:
             link = link_from(data.get("link"))
             plan = replace(from_plain(cls, {**data, "link": None}, {}), link=link)
+            plan.graph.check_positions()
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{where}: expected the fields of a plan, got a mismatch: {error}; solve again") from error
         if not all(0 <= ordinal < len(plan.graph.ops) for side in plan.runs for ordinal in side):

@@ -13,7 +13,7 @@ from planner.plans.offload_request import link_document, link_from
 from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
 from planner.plans.short_names import names_in_short
 from planner.units import counted, format_bytes, format_seconds
-from profiler.json_files import from_plain, read_document, to_plain
+from profiler.json_files import check_positions, from_plain, read_document, to_plain
 from profiler.records import KEYS as PROFILE_KEYS, KIND, LeftOutRecord, MenuRecord, ResidentBytes
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Action, Schedule
@@ -217,6 +217,9 @@ class Plan(PlanClaims):
             link = link_from(data.get("link"))
             plain = {**data, "schedule": {"actions": []}, "chain": None, "link": None}
             plan = replace(from_plain(cls, plain, KEYS), schedule=schedule, chain=chain, link=link)
+            for menu in plan.menus:
+                menu.check_positions()
+            check_positions("menus", (stage.menu for stage in plan.stages), len(plan.menus), least=-1)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{where}: expected the fields of a plan, got a mismatch: {error}; solve again") from error
         if any(not 0 <= action.stage < len(plan.stages) for action in plan.schedule.actions):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -129,7 +130,8 @@ def _curve(number: int, step: ExplainedStep, units: AxisUnits) -> go.Scatter:
 
 def _action_in_words(span: Span) -> str:
     names = {"optimizer": "the optimizer's step", "loss": "the loss"}
-    return names.get(span.action, f"{span.action} of {stage_in_words(span.stage)}")
+    # Plotly reads its texts as HTML, and a stage has the name that somebody gave it.
+    return names.get(span.action, f"{span.action} of {html.escape(stage_in_words(span.stage))}")
 
 
 def _measured_curve(timeline: Timeline, units: AxisUnits) -> go.Scatter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 
 from planner.explain.tables import facts, plain_table
 from planner.training.verification import Correction, Verification, VerifiedRound
@@ -29,9 +28,9 @@ def verification_report(verified: Verification) -> RenderableType:
 
 
 def _in_words(correction: Correction) -> str:
-    what = escape(correction.option) or "run again whole"
+    what = correction.option or "run again whole"
     return (
-        f"{escape(correction.stages[0])} ({counted(len(correction.stages), 'stage')}), {what}: predicted "
+        f"{correction.stages[0]} ({counted(len(correction.stages), 'stage')}), {what}: predicted "
         f"{format_seconds(correction.predicted_seconds)} more, measured {format_seconds(correction.measured_seconds)}"
     )
 

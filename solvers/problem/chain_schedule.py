@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,7 +67,7 @@ class Schedule:
 
 
 def _action(row: Sequence[Any]) -> Action:
-    if isinstance(row, (str, Mapping)) or len(row) != 3:
+    if not isinstance(row, (list, tuple)) or len(row) != 3:
         raise ValueError(f"a schedule's action: expected [kind, stage, option], got {row!r}; save the plan again")
     kind, stage, option = row
     if kind not in KINDS or not is_whole(stage) or not (option is None or is_whole(option)):

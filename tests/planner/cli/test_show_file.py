@@ -171,3 +171,18 @@ def test_a_stage_of_a_chain_s_solution_lacks_nothing(tmp_path, field) -> None:
     write_document(tmp_path / "solution.json", document)
     message = refused("show", tmp_path / "solution.json")
     assert "solution.json: expected" in message and field in message and "solve again" in message
+
+
+ODD = "[/]:smile:[bold red]$x^$"
+
+
+def test_what_others_call_their_modules_is_text(files, tmp_path):
+    document = json.loads((files / "plan.json").read_text())
+    name = next(stage["name"] for stage in document["stages"] if stage["kind"] == "stage")
+    odd = json.dumps({**document, "model_class": ODD}).replace(f'"{name}"', json.dumps(ODD))
+    (tmp_path / "plan.json").write_text(odd)
+    text = done("show", tmp_path / "plan.json", "--ops", "--timeline", tmp_path / "t.png", "--csv", tmp_path / "t.csv")
+    assert f"Plan of {ODD}" in text.stdout and text.stdout.count(ODD) > 2
+    assert ODD in {row["stage"] for row in rows_of(tmp_path / "t.csv")}
+    (tmp_path / "plan.json").write_text(odd.replace("smile", "\\u001b[31m"))
+    assert "plain characters" in refused("show", tmp_path / "plan.json")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import html
+import json
+
 import pytest
 
 import planner
@@ -28,6 +31,10 @@ def opened(files, browser, tmp_path_factory):
     """Opens the report; in the end nothing went wrong in it, and nothing was asked of a network."""
     path = tmp_path_factory.mktemp("browser") / "report.html"
     write_report(planner.Plan.load(files / "plan.json"), path)
+    yield from pages_of(browser, path)
+
+
+def pages_of(browser, path):
     troubles, pages = [], []
 
     def open_page(**options):
@@ -149,3 +156,22 @@ def test_paper_and_charts_follow_the_colours_of_the_screen(phone):
 
 def hexed(colour):
     return "#" + "".join(f"{part:02x}" for part in colour)
+
+
+ODD = "[/]<img src=x onerror=document.title='ran'><b>$x^$"
+
+
+def test_what_others_call_their_modules_is_text(files, browser, tmp_path):
+    document = json.loads((files / "plan.json").read_text())
+    name = next(stage["name"] for stage in document["stages"] if stage["kind"] == "stage")
+    (tmp_path / "plan.json").write_text(json.dumps(document).replace(f'"{name}"', json.dumps(ODD)))
+    write_report(planner.Plan.load(tmp_path / "plan.json"), tmp_path / "report.html")
+    opened = pages_of(browser, tmp_path / "report.html")
+    page = next(opened)()
+    assert ODD in page.locator("body").inner_text() and page.title() != "ran"
+    assert page.locator("img").count() == 0
+    texts = page.evaluate(
+        "[...document.querySelectorAll('[data-figure]')].flatMap(each => (each.data || []).flatMap(t => t.text || []))"
+    )
+    assert any(html.escape(ODD) in text for text in texts) and not any(ODD in text for text in texts)
+    assert next(opened, None) is None
