@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.plans.plan import Plan
@@ -20,6 +19,7 @@ from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.precision import types_part
+from profiler.workload.torch_flags import under_transform
 from profiler.workload.workload import Workload
 
 leave_uncompiled(__name__)
@@ -52,8 +52,7 @@ def transformed() -> bool:
 
     Its tensors stand for others, for a batch of them or with tangents: what is saved of them cannot be made again.
     """
-    level = torch._C._functorch.maybe_current_level()  # type: ignore[attr-defined]  # without a stub
-    if level is None and forward_ad._current_level < 0:
+    if not under_transform():
         return False
     say_once(
         "planner.apply: the model runs under torch.func or forward-mode differentiation; the plan does not act there: "

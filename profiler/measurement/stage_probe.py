@@ -200,7 +200,7 @@ def storages_of(position: int, tree: Any) -> dict[StageTensor, weakref.ref[Any]]
     return {
         (position, leaf): weakref.ref(storage_of(tensor))
         for leaf, tensor in enumerate(tensors_in(tree))
-        if tensor.layout is torch.strided
+        if has_storage(tensor)
     }
 
 
@@ -356,7 +356,7 @@ class DroppingForward(MarkedStep):
         dropped, goes_backward = self._dropped, call.goes_backward
 
         def pack(tensor: Tensor) -> Tensor | None:
-            if not goes_backward and tensor.layout is torch.strided:
+            if not goes_backward and has_storage(tensor):
                 dropped[position, len(saved)] = weakref.ref(storage_of(tensor))
             saved.append((sizes_of(tensor), tensor.dtype))
             signatures.append(None if is_there_anyway(tensor) else signature_of(tensor))
@@ -386,7 +386,7 @@ class DroppingForward(MarkedStep):
         for leaf, tensor in enumerate(tensors_in((args, kwargs))):
             if leaf not in linked:
                 self._held.append(tensor.detach())
-            elif not self._hold_all and tensor.layout is torch.strided:
+            elif not self._hold_all and has_storage(tensor):
                 self._linked.append((position, weakref.ref(storage_of(tensor))))
 
     def _check_freed(self) -> None:

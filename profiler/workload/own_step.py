@@ -16,6 +16,7 @@ from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.autograd_nodes import graph_nodes, next_node
 from profiler.workload.compiled_forwards import is_compiled, leave_uncompiled
 from profiler.workload.forward_patches import Forward, ForwardPatches
+from profiler.workload.torch_flags import under_transform
 
 leave_uncompiled(__name__)
 
@@ -108,7 +109,7 @@ class _Watch:
         self.backwards = 0
         self.measured_backwards = 0
         self.input_elements: list[int] = []
-        self.called_at_all = False
+        self.called_at_all = self.transformed = False
         self.loss = float("nan")
 
     @property
@@ -131,6 +132,7 @@ class _Watch:
             if self._over:
                 self.begin_forward()
             self.called_at_all = True
+            self.transformed |= under_transform()
             inputs = tensors_in((args, kwargs))
             self.input_elements[-1] += sum(tensor.numel() for tensor in inputs)
             if self._is_measured:
@@ -177,6 +179,12 @@ class _Watch:
             raise ValueError(
                 "Workload: expected a step that calls the model in training mode with gradients enabled, got one that "
                 "does not; pass the module that it calls as model(...), not by another method, and call model.train()"
+            )
+        if self.transformed:
+            raise ValueError(
+                "the step calls the model under torch.func (jvp, grad, vmap) or forward-mode differentiation, whose "
+                "tensors stand for others and cannot be made again; call torch.func inside the forward of a module, "
+                "train that, and plan it by single ops (graph=True, or --graph)"
             )
         if not self.backwards:
             raise ValueError(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils import _python_dispatch as dispatch
 
 _C: Any = torch._C
@@ -137,3 +138,9 @@ class stacks_kept:  # a generator would take longer, and this is around every fo
         if top is None and self._hooks is not None:
             hooks._push_saved_tensors_default_hooks(*self._hooks)
         _C._set_grad_enabled(self._gradients)
+
+
+def under_transform() -> bool:
+    """Whether a transform of ``torch.func`` or forward-mode differentiation is under way."""
+    level = torch._C._functorch.maybe_current_level()  # type: ignore[attr-defined]  # without a stub
+    return level is not None or forward_ad._current_level >= 0

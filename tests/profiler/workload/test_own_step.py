@@ -401,3 +401,16 @@ def test_a_container_of_models_is_refused_with_what_works_for_several(described:
     given: Any = {"step": lambda: None} if described == "step" else {"inputs": torch.ones(1, 2)}
     with pytest.raises(ValueError, match=r"'generator', 'critic'. Plan each .* with the same step"):
         Workload(model=models, **given)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_model_under_a_transform_is_refused_with_what_works_and_not_sent_in_a_circle(graph: bool) -> None:
+    model, x, _ = made()
+
+    def step() -> None:
+        output, slope = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+        (output - slope).square().mean().backward()
+        model.zero_grad()
+
+    with pytest.raises(ProfileError, match=r"torch.func inside the forward of a module.*graph=True"):
+        planner.profile(Workload(model=model, step=step), graph=graph)
