@@ -30,6 +30,7 @@ from planner.runtime.plan_checks import (
     say_what_hooks_do_not_see,
     speak_for,
     transformed,
+    warn_of_compiled_autograd,
     warn_once,
 )
 from planner.runtime.planned_step import PlannedStep
@@ -306,7 +307,10 @@ class PlannedCalls:
         """Whether a forward that begins now is one of training, which the plan is for."""
         speak_for(self._said)
         model = self._model()
-        return model is not None and model.training and torch.is_grad_enabled() and not transformed()
+        if model is None or not model.training or not torch.is_grad_enabled() or transformed():
+            return False
+        warn_of_compiled_autograd()
+        return True
 
     def stage(self, forward: Forward, name: str, module: nn.Module) -> Forward:
         """A stage's forward: keeps what the plan says while a planned step is under way."""

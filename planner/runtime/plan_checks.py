@@ -19,7 +19,7 @@ from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.precision import types_part
-from profiler.workload.torch_flags import under_transform
+from profiler.workload.torch_flags import under_compiled_autograd, under_transform
 from profiler.workload.workload import Workload
 
 leave_uncompiled(__name__)
@@ -59,6 +59,15 @@ def transformed() -> bool:
         "everything is kept, and the peak is not promised"
     )
     return True
+
+
+def warn_of_compiled_autograd() -> None:
+    """Say once that backward is compiled."""
+    if under_compiled_autograd():
+        say_once(
+            "planner.apply: compiled autograd is on (torch._dynamo.config.compiled_autograd): it makes everything that "
+            "was dropped at once; the peak is not promised. Turn it off"
+        )
 
 
 def say_what_hooks_do_not_see() -> None:

@@ -44,6 +44,7 @@ from profiler.workload.steps import (
     held_by_nodes,
     resident_bytes_of,
 )
+from profiler.workload.torch_flags import under_compiled_autograd
 from profiler.workload.workload import Workload
 from profiler.workload.wrapped_models import inner_model
 
@@ -110,6 +111,11 @@ def check_profilable(workload: Workload) -> None:
     """Refuse a workload of which nobody could make a plan; raises ProfileError."""
     if not workload.model.training:
         raise ProfileError("profile: expected a model in training mode, got one in eval mode; call model.train()")
+    if under_compiled_autograd():
+        raise ProfileError(
+            "profile: compiled autograd is on (torch._dynamo.config.compiled_autograd): it makes everything that a "
+            "plan drops at once, and no budget would hold; turn it off while the model trains under a plan"
+        )
     if is_patched(workload.model):
         raise ProfileError(
             "profile: expected a model without a plan, got a planned one; call its handle's remove() first"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -144,3 +145,9 @@ def under_transform() -> bool:
     """Whether a transform of ``torch.func`` or forward-mode differentiation is under way."""
     level = torch._C._functorch.maybe_current_level()  # type: ignore[attr-defined]  # without a stub
     return level is not None or forward_ad._current_level >= 0
+
+
+def under_compiled_autograd() -> bool:
+    """Whether compiled autograd is on: it asks for all that was saved before it runs anything of a backward."""
+    enabled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
+    return enabled or getattr(sys.modules.get("torch._dynamo.config"), "compiled_autograd", False)
