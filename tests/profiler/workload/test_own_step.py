@@ -408,7 +408,7 @@ def test_a_model_under_a_transform_is_refused_with_what_works_and_not_sent_in_a_
     model, x, _ = made()
 
     def step() -> None:
-        output, slope = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+        output, slope, *_ = torch.func.jvp(model, (x,), (torch.ones_like(x),))
         (output - slope).square().mean().backward()
         model.zero_grad()
 
