@@ -178,7 +178,8 @@ class _Watch:
         if not self.called_at_all:
             raise ValueError(
                 "Workload: expected a step that calls the model in training mode with gradients enabled, got one that "
-                "does not; pass the module that it calls as model(...), not by another method, and call model.train()"
+                "does not; pass the module that it calls as model(...), or a module whose forward calls the method "
+                "that trains (log_prob, loss), call that in the step, and call model.train()"
             )
         if self.transformed:
             raise ValueError(
