@@ -23,7 +23,7 @@ CALLS = (
     *("skip", "concat", "branch", "drop", "autocast", "checkpoint", "added_in_place", "twice", "no_grad", "keyword"),
     *("watched", "watched_before"),
 )
-INPUTS = ("vector", "raw", "tokens", "sparse_tokens", "image", "pair", "leaf", "named")
+INPUTS = ("vector", "raw", "tokens", "sparse_tokens", "image", "pair", "leaf", "named", "object")
 OUTPUTS = ("tensor", "tensor", "tuple", "named", "loss")
 OPTIMIZERS = ("momentum", "sgd", "adam", "adamw")
 SOLVERS = ("auto",) * 12 + ("rotor", "recompute_all", "chen_greedy", "revolve")

@@ -7,11 +7,22 @@ from collections.abc import Sequence
 from benchmarks.fuzz.backward_habits import BACKWARDS, CONTEXTS
 from benchmarks.fuzz.forward_habits import FORWARDS
 from benchmarks.fuzz.habit import Habit
-from benchmarks.fuzz.model_habits import CHANGES, UPDATES
+from benchmarks.fuzz.model_habits import CHANGES, CHANGING, KEPT_ON_PARAMETERS, UPDATES
 from benchmarks.fuzz.state_habits import FLAGS, TENSORS
 
 HABITS: dict[str, Habit] = {
-    habit.name: habit for habit in (*FLAGS, *TENSORS, *FORWARDS, *CONTEXTS, *BACKWARDS, *CHANGES, *UPDATES)
+    habit.name: habit
+    for habit in (
+        *FLAGS,
+        *TENSORS,
+        *FORWARDS,
+        *CONTEXTS,
+        *BACKWARDS,
+        *CHANGES,
+        *CHANGING,
+        *KEPT_ON_PARAMETERS,
+        *UPDATES,
+    )
 }
 
 

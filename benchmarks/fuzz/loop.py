@@ -12,6 +12,17 @@ import torch
 from torch import Tensor, nn
 
 
+class Fields:
+    """A batch that is none of Python's containers, as those of graphs and of tokenizers are."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class InFields(tuple[Tensor, ...]):
+    """The tensors of a batch that comes to the model as one object with them."""
+
+
 def tensors_of(inputs: Any) -> list[Tensor]:
     """The tensors of a batch, a tuple or a dict."""
     return list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
@@ -28,7 +39,7 @@ def refill(inputs: Any) -> None:
 def copied(inputs: Any) -> Any:
     """Another batch in tensors of its own."""
     copies = [tensor.detach().flip(0).requires_grad_(tensor.requires_grad) for tensor in tensors_of(inputs)]
-    return dict(zip(inputs, copies, strict=True)) if isinstance(inputs, dict) else tuple(copies)
+    return dict(zip(inputs, copies, strict=True)) if isinstance(inputs, dict) else type(inputs)(copies)
 
 
 def cast(inputs: Any, dtype: torch.dtype) -> Any:
@@ -37,16 +48,27 @@ def cast(inputs: Any, dtype: torch.dtype) -> Any:
         tensor.detach().to(dtype).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
         for tensor in tensors_of(inputs)
     ]
-    return dict(zip(inputs, parts, strict=True)) if isinstance(inputs, dict) else tuple(parts)
+    return dict(zip(inputs, parts, strict=True)) if isinstance(inputs, dict) else type(inputs)(parts)
 
 
 def halved(inputs: Any) -> Any:
     """The first half of a batch."""
     parts = [tensor[: len(tensor) // 2] for tensor in tensors_of(inputs)]
-    return dict(zip(inputs, parts, strict=True)) if isinstance(inputs, dict) else tuple(parts)
+    return dict(zip(inputs, parts, strict=True)) if isinstance(inputs, dict) else type(inputs)(parts)
 
 
-def args_of(inputs: Any) -> tuple[Tensor, ...]:
+def joined(inputs: Any) -> Any:
+    """The same batch twice, as one."""
+    parts = [
+        torch.cat([tensor.detach(), tensor.detach()]).requires_grad_(tensor.requires_grad)
+        for tensor in tensors_of(inputs)
+    ]
+    return dict(zip(inputs, parts, strict=True)) if isinstance(inputs, dict) else type(inputs)(parts)
+
+
+def args_of(inputs: Any) -> tuple[Any, ...]:
+    if isinstance(inputs, InFields):
+        return (Fields(*inputs),)
     return () if isinstance(inputs, dict) else inputs
 
 

@@ -78,6 +78,41 @@ backward(0.1 * loss)
 loss = loss_fn(call(model, inputs))"""),
 ]  # fmt: skip
 
+# What loops change from the second step on
+CHANGING = [
+    Habit(name="a frozen part is trained from the second step", promised=False, begin="""\
+for p in list(model.parameters())[::2]:
+    p.requires_grad_(step > 0)"""),
+    Habit(name="a part is frozen from the second step", promised=False, begin="""\
+for p in list(model.parameters())[::3]:
+    p.requires_grad_(step < 1)"""),
+    Habit(name="a part is evaluated from the second step", promised=False, begin="""\
+model.train()
+if step:
+    next(iter(net_of(model).blocks.values())).eval()"""),
+    Habit(name="a bias is gone from the second step", promised=False, begin=each_module(_HAS_INNER, """\
+if step == 1:
+    part.inner.bias = None""")),
+    Habit(name="a block is another one from the second step", promised=False, begin="""\
+if step == 1:
+    name, part = next(iter(net_of(model).blocks.items()))
+    net_of(model).blocks[name] = copy.deepcopy(part)
+    optimizer = remade(optimizer, model)"""),
+    Habit(name="each batch has another size", promised=False, begin="""\
+inputs = halved(inputs) if step == 1 else joined(inputs) if step else inputs"""),
+]  # fmt: skip
+
+# What hooks keep on parameters, and change as they are called
+KEPT_ON_PARAMETERS = [
+    Habit(name="main gradients on parameters", promised=False, unless=("sparse",), setup="""\
+def adding(p):
+    p.main_grad.add_(p.grad)
+for p in model.parameters():
+    p.main_grad = torch.zeros_like(p)
+    if p.requires_grad:
+        p.register_post_accumulate_grad_hook(adding)"""),
+]  # fmt: skip
+
 UPDATES = [
     Habit(name="gradients clipped", promised=False, unless=("scaler", "sparse"),
           after="torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)"),

@@ -46,6 +46,7 @@ class Watch:
         found |= {"random python": hash(random.getstate()), "random numpy": hash(str(np.random.get_state()))}
         for name, p in model.named_parameters():
             found[f"gradient of {name}"] = None if p.grad is None else bytes_of(p.grad)
+            found |= {f"attribute of {name}.{key}": plain(value) for key, value in vars(p).items()}
         found |= {f"state {name}": bytes_of(value) for name, value in model.state_dict(keep_vars=True).items()}
         found |= attributes_of(model)
         self.records |= {f"step {self._step}: {name}": value for name, value in found.items()}

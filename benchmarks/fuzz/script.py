@@ -50,6 +50,7 @@ _INPUTS = {
     "image": "(torch.randn({batch}, 3, 4, 8),)",
     "pair": "(torch.randn({batch}, 8, 8), torch.randn({batch}, 4, 8))",
     "leaf": "(torch.randn({batch}, 8, 8, requires_grad=True),)",
+    "object": "InFields((torch.randn({batch}, 8, 8),))",
     "named": '{{"x": torch.randn({batch}, 8, 8)}}',
 }
 _STEMS = {
@@ -190,7 +191,7 @@ _WATCH = ["with torch.no_grad():", "    seen = h.detach().float().repeat(1, 1, 9
 
 
 def _forward(model: Model) -> list[str]:
-    first = {"image": "h = self.stem(x).transpose(1, 2)", "raw": "h = x + self.shift"}
+    first = {"image": "h = self.stem(x).transpose(1, 2)", "raw": "h = x + self.shift", "object": "h = self.stem(x.x)"}
     lines = [first.get(model.inputs, "h = self.stem(x)")]
     if model.inputs == "pair":
         lines.append("memory = torch.tanh(self.memory(y))")
@@ -255,7 +256,7 @@ def build():
 
 def workload():
     model, inputs, optimizer, scaler = build()
-    return planner.Workload(model=model, inputs=inputs, {", ".join(settings)})
+    return planner.Workload(model=model, inputs=kwargs_of(inputs) or args_of(inputs), {", ".join(settings)})
 """
 
 
