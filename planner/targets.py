@@ -120,7 +120,11 @@ def _completed(text: str) -> str:
     """What to write in place of half a target."""
     if text in zoo.names():
         return f"did you mean zoo:{text}?"
-    return f"add its function, as {text}:build" if text.endswith(".py") else "write both sides of the colon"
+    if text.endswith(".py"):
+        return f"add its function, as {text}:build"
+    if text.endswith(".json"):
+        return "name what builds the model; planner solve, show and report take files"
+    return "write both sides of the colon"
 
 
 def on_device(workload: Workload, device: str | None) -> Workload:
@@ -138,8 +142,12 @@ def on_device(workload: Workload, device: str | None) -> Workload:
     except (RuntimeError, AssertionError) as error:  # torch says so of names and numbers that it does not know
         if isinstance(error, torch.OutOfMemoryError):
             raise
+        said = str(error).splitlines()[0]
+        why = (
+            "" if "at start of device string" in said else f": {said}"
+        )  # which names all that torch could be built for
         raise NoTarget(
-            f"--device: expected one that this machine has, got {device!r}: {str(error).splitlines()[0]}; use cpu"
+            f"--device: expected one that this machine has, as cpu or cuda, got {device!r}{why}; use cpu"
         ) from error
 
 

@@ -62,23 +62,46 @@ def _from_number(number: int) -> int:
             return index(number)
     except TypeError:
         pass
-    raise ValueError(f"size: {_EXPECTED}, got {number!r}; pass bytes as an int or a text with a unit")
+    meant = _meant(Fraction(number), f"{number:g}") if isinstance(number, float) and 0 < number < 1e15 else ""
+    raise ValueError(
+        f"size: {_EXPECTED}, got {number!r}; {meant or 'pass bytes as an int, or a text with a unit or a %'}"
+    )
+
+
+def _meant(number: Fraction, written: str) -> str:
+    """What to write in place of a number without a unit: a share, gibibytes, or so many bytes."""
+    if number <= 1:
+        return f"write {_plain(number * 100)}% for that part of the unplanned peak"
+    return f"write {written}GiB, or {written}% for a share" if number <= 100 else f"write {int(number)} for bytes"
+
+
+def _plain(number: Fraction) -> str:
+    return f"{float(number):g}"
+
+
+def _in_bytes(text: str) -> str:
+    """What to write for a number such as 1e9; empty where it is none."""
+    try:
+        number = float(text)
+    except ValueError:
+        return ""
+    return f"write {int(number)} for bytes" if 1 <= number < 1e15 else ""
 
 
 def _from_text(text: str, whole_bytes: int | None) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"size: {_EXPECTED}, got {text!r}; write a positive number and a unit")
+        raise ValueError(f"size: {_EXPECTED}, got {text!r}; {_in_bytes(text) or 'write a positive number and a unit'}")
     number, unit = Fraction(match[1]), match[2].lower()
     if unit == "%":
         if whole_bytes is None:
             raise ValueError(
-                f"size: expected bytes, got {text!r} where no unplanned peak is known to take a part of; "
+                f"size: expected bytes, got {text!r} where no unplanned peak is known that it could be a part of; "
                 "give the size in bytes, for example 8GiB"
             )
         return int(number * whole_bytes / 100)
     if not unit and number.denominator != 1:
-        raise ValueError(f"size: {_EXPECTED}, got {text!r} without a unit; add one, for example {text.strip()}GiB")
+        raise ValueError(f"size: {_EXPECTED}, got {text!r} without a unit; {_meant(number, text.strip())}")
     if unit not in _UNITS:
         raise ValueError(
             f"size: {_EXPECTED}, got {text!r} with the unknown unit {match[2]!r}; "

@@ -32,6 +32,19 @@ _NAME_KEPT = 32
 UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
+# What the commands write, as people call it.
+_WRITTEN_BY = {
+    "planner-profile": "a profile, which planner profile writes",
+    "planner-plan": "a plan, which planner solve writes",
+}
+
+
+def _in_words(formats: Mapping[str, int]) -> str:
+    return "a file of format " + " or ".join(
+        f"{kind} ({_WRITTEN_BY[kind]})" if kind in _WRITTEN_BY else kind for kind in formats
+    )
+
+
 def write_whole(path: str | Path, content: str | bytes) -> None:
     """Write a file so that a reader sees the old one or the whole new one, never a half.
 
@@ -161,12 +174,17 @@ def read_document(path: str | Path, formats: dict[str, int]) -> dict[str, Any]:
         ValueError: no such file, no JSON (truncated), another format or version, or NaN in it.
     """
     where = "standard input" if str(path) == "-" else str(path)
-    text = read_text(path)
+    text = read_text(path, _in_words(formats))
     try:
         document = json.loads(text)
     except RecursionError as error:
         raise ValueError(f"{where}: expected a JSON document, got one nested without end; make it again") from error
     except json.JSONDecodeError as error:
+        if not text.lstrip().startswith(("{", "[")):
+            raise ValueError(
+                f"{where}: expected {_in_words(formats)}, got a file that is no JSON document; "
+                "pass one that planner wrote"
+            ) from error
         what = "more than one" if error.msg == "Extra data" else "one that breaks off"
         raise ValueError(f"{where}: expected a whole JSON document, got {what}: {error}; make it again") from error
     except ValueError as error:  # Python's limit of digits.
@@ -176,7 +194,8 @@ def read_document(path: str | Path, formats: dict[str, int]) -> dict[str, Any]:
     kind = document.get("format") if isinstance(document, dict) else None
     if not isinstance(kind, str) or kind not in formats:
         got = "none" if kind is None else reprlib.repr(kind)
-        raise ValueError(f"{where}: expected a file of format {' or '.join(formats)}, got {got}; pass another file")
+        got = f"{kind!r}: {_WRITTEN_BY[kind]}" if isinstance(kind, str) and kind in _WRITTEN_BY else got
+        raise ValueError(f"{where}: expected {_in_words(formats)}, got the format {got}; pass another file")
     if document.get("version") != formats[kind]:
         raise ValueError(
             f"{where}: expected {kind} version {formats[kind]}, got {reprlib.repr(document.get('version'))}; "
@@ -186,8 +205,8 @@ def read_document(path: str | Path, formats: dict[str, int]) -> dict[str, Any]:
     return document
 
 
-def read_text(path: str | Path) -> str:
-    """The text of a file; ``-`` is standard input.
+def read_text(path: str | Path, what: str = "a readable file") -> str:
+    """The text of a file; ``-`` is standard input. ``what`` names in errors what is expected.
 
     Raises:
         ValueError: there is none, it is no text, it is larger than any that the planner writes, or it is a device or a
@@ -205,6 +224,8 @@ def read_text(path: str | Path) -> str:
                 raise ValueError(f"{where}: expected a file, got a device or a pipe; pass - and the content as input")
             with open(path, encoding="utf-8-sig") as file:
                 text = file.read(MOST_CHARACTERS + 1)
+    except FileNotFoundError as error:
+        raise ValueError(f"{where}: expected {what}, got no file of that name; check the path") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{where}: expected a readable file, got {error}; check the path") from error
     if len(text) > MOST_CHARACTERS:

@@ -229,7 +229,7 @@ def compare_command(
     from planner.cli import documents
     from planner.cli.comparison_tables import comparison_report
     from planner.distributed.collective import profile
-    from planner.plans.refusals import Infeasible, NothingFoundOfStages
+    from planner.plans.refusals import Infeasible
     from planner.report.command_results import section_of_comparison
     from planner.training.solver_comparison import compare_solvers
 
@@ -250,7 +250,8 @@ def compare_command(
     write_result(report, title, lambda: section_of_comparison(rows, budget_bytes))
     least = documents.least_demanding(rows)
     if least is not None:
-        raise (Infeasible if documents.none_can_fit(rows) else NothingFoundOfStages)(
+        raise Infeasible(
+            proven=documents.none_can_fit(rows),
             minimum_budget_bytes=least.minimum_budget_bytes or 0,
             reason=least.reason or "",
             solver="auto",

@@ -174,10 +174,18 @@ class ManyValues(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         global _command
         _command = shlex.join(["planner", str(ctx.info_name), *args])
+        check_settings(args)
         spelled = with_default(spread(args), "--retry", str(RETRIES), lambda text: text.lstrip("-").isdigit())
         for option in ("--verify", "--measure"):
             spelled = with_default(spelled, option, RECORDED, lambda text: ":" in text)
         return super().parse_args(ctx, spelled)
+
+
+def check_settings(args: Sequence[str]) -> None:
+    """Refuse a setting that is written with a space; raises ValueError."""
+    for option, key, value in zip(args, args[1:], args[2:], strict=False):
+        if option == "--set" and "=" not in key + value and ":" not in value and not (key + value).startswith("-"):
+            raise ValueError(f"--set: expected KEY=VALUE, got '{key} {value}'; write --set {key}={value}")
 
 
 def with_default(args: Sequence[str], option: str, default: str, is_value: Callable[[str], bool]) -> list[str]:

@@ -71,9 +71,10 @@ class PlannedForward:
         if differs := first_difference(plan.graph, step_graph_of(graph)):
             raise PlanMismatch(
                 f"apply: expected the {plan.model_class} and batch that were profiled, got ops that differ: {differs}; "
-                "this model or batch is another, or a part was frozen, merged, replaced or put in evaluation since. "
-                "Take the plan off (planner.handle_of(model).remove()), and profile and solve for it as it is now; a "
-                "plan of stages (without graph=True) goes on where a model changes"
+                "this batch is of another size (leave out a last, smaller one: drop_last=True), or a part of the model "
+                "was frozen, merged, replaced or put in evaluation since. Take the plan off "
+                "(planner.handle_of(model).remove()), and profile and solve for it as it is now; a plan of stages "
+                "(without graph=True) goes on where a model changes or a batch is smaller"
             )
         return StepOrder.of(plan.graph, plan.runs)._replace(copies=plan.copies, calls=self._copies.calls)
 

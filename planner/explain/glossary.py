@@ -28,6 +28,10 @@ def explanation(word: str) -> tuple[str, str]:
         for known, text in words.items():
             if _plain(known) == spelled:
                 return known, text
+    from solvers import graph_solver_names, solver_names
+
+    if word in (*solver_names(), *graph_solver_names()):
+        return word, "A solver: a method that --solver names; docs/solvers.md says how each works and when to take it."
     near = difflib.get_close_matches(asked, words, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else "planner explain lists them"
     raise ValueError(f"WORD: expected a word of the glossary, got {word!r}; {hint}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 
-def require(extra: str, *packages: str) -> None:
+def require(install: str, *packages: str) -> None:
     """Refuse to go on where a package is missing.
 
     Args:
-        extra: of this project, that brings the packages.
+        install: what pip is to install, one name or several.
         packages: names by which they are imported.
 
     Raises:
@@ -19,5 +19,5 @@ def require(extra: str, *packages: str) -> None:
     if missing:
         raise ImportError(
             f"planner.integrations: expected {' and '.join(packages)}, got no {' and no '.join(missing)}; "
-            f"pip install 'sublinear-planner[{extra}]'"
+            f"run pip install {install}"
         )

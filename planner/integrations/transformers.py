@@ -17,7 +17,7 @@ from profiler.measurement.device_memory import ran_out
 from profiler.workload.steps import ProfileError, causes_of
 from profiler.workload.workload import Workload
 
-require("transformers", "transformers", "accelerate")
+require("transformers accelerate", "transformers", "accelerate")
 
 from transformers import Trainer, TrainerCallback  # noqa: E402
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from planner.units import format_bytes, format_seconds
@@ -14,6 +16,11 @@ from solvers.problem.solution import OF_A_NODE, AnySchedule, Solution
 
 # A budget of so few bytes, where a real step needs so many, is a share whose % was forgotten.
 _MOST_SHARE, _REAL_BYTES = 100, 2**16
+
+# What helps where the batch makes no difference.
+FEWER_STATES = (
+    "raise the budget, or take another optimizer or precision (planner advise compares them), or a smaller model"
+)
 
 NoPlanStatus = Literal["infeasible", "unknown"]
 
@@ -31,6 +38,7 @@ class NoPlan(ValueError):
         solve_seconds: time that the solver took; None where it is not known.
         remedy: what to do.
         left_out: blocks that keep much and cannot run again.
+        unplanned_peak_bytes: what the budget was asked for as a share of; 0 where it was asked for in bytes.
     """
 
     minimum_budget_bytes: int
@@ -41,6 +49,7 @@ class NoPlan(ValueError):
     solve_seconds: float | None = None
     remedy: str = "raise the budget, make the batch smaller"
     left_out: tuple[LeftOutRecord, ...] = ()
+    unplanned_peak_bytes: int = 0
 
     @property
     def status(self) -> NoPlanStatus:
@@ -61,11 +70,20 @@ class NoPlan(ValueError):
     def _asked(self) -> str:
         shared = self.budget_bytes <= _MOST_SHARE and self.minimum_budget_bytes >= _REAL_BYTES
         asking = f"; did you mean {self.budget_bytes}%?" if shared else ""
+        asking = asking or self._share(self.budget_bytes, round)
         return f"{self.budget_bytes} ({format_bytes(self.budget_bytes)}{asking}) with solver {self.solver!r}"
 
     @property
     def _known(self) -> str:
-        return f"{self.minimum_budget_bytes} bytes ({format_bytes(self.minimum_budget_bytes)})"
+        share = self._share(self.minimum_budget_bytes, math.ceil)
+        return f"{self.minimum_budget_bytes} bytes ({format_bytes(self.minimum_budget_bytes)}{share})"
+
+    def _share(self, size: int, whole: Callable[[float], int]) -> str:
+        """Of the unplanned peak, where the budget was one, rounded so that it is within what is told."""
+        if not self.unplanned_peak_bytes:
+            return ""
+        tenths = whole(size * 1000 / self.unplanned_peak_bytes)
+        return f", {tenths / 10:g}% of the unplanned peak"
 
     @property
     def _advised(self) -> str:
@@ -76,20 +94,27 @@ class NoPlan(ValueError):
         return "" if self.solver == "auto" else " or try solver 'auto'"
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Infeasible(NoPlan):
     """No plan fits the budget; ``minimum_budget_bytes`` is the smallest one that is known to be enough.
 
     Of plans of stages it is raised where nothing was found and nothing ruled out, too: ``status`` is ``unknown`` then.
+
+    Attributes:
+        proven: that none fits.
     """
+
+    proven: bool = True
 
     @property
     def status(self) -> NoPlanStatus:
-        return "infeasible"
+        return "infeasible" if self.proven else "unknown"
 
     def _message(self) -> str:
+        unproven = "" if self.proven else "no plan was found, and it is not proven that there is none; "
         return (
             f"budget: expected at least {self._known}, the least known to be enough, got {self._asked}: {self.reason}; "
-            f"{self.remedy}{self._or_auto}"
+            f"{unproven}{self.remedy}{self._or_auto}"
         )
 
 
@@ -110,20 +135,6 @@ class NothingFound(NoPlan):
         )
 
 
-class NothingFoundOfStages(Infeasible, NothingFound):
-    """No plan of stages was found, and it is not proven that there is none; a larger budget is known to be enough."""
-
-    @property
-    def status(self) -> NoPlanStatus:
-        return "unknown"
-
-    def _message(self) -> str:
-        return (
-            f"budget: expected at least {self._known}, the least known to be enough, got {self._asked}: {self.reason}; "
-            f"no plan was found, and it is not proven that there is none; {self.remedy}{self._or_auto}"
-        )
-
-
 def require_schedule(
     solution: Solution[AnySchedule], budget_bytes: int, solver: str, seconds_outside_chain: float = 0.0
 ) -> Solution[AnySchedule]:
@@ -139,12 +150,14 @@ def require_schedule(
         raise KeyboardInterrupt
     assert solution.shortage is not None
     bound = solution.lower_bound_seconds + seconds_outside_chain
-    unproven = NothingFound if solution.shortage.moment == OF_A_NODE else NothingFoundOfStages
-    raise (Infeasible if solution.status == "infeasible" else unproven)(
+    of_stages = partial(Infeasible, proven=solution.status == "infeasible")
+    unproven_of_ops = solution.shortage.moment == OF_A_NODE and solution.status != "infeasible"
+    raise (NothingFound if unproven_of_ops else of_stages)(
         minimum_budget_bytes=solution.shortage.minimum_budget_bytes,
         reason=solution.shortage.reason,
         solver=solver,
         budget_bytes=budget_bytes,
         lower_bound_seconds=bound if math.isfinite(bound) else None,
         solve_seconds=solution.solve_seconds,
+        remedy=FEWER_STATES if solution.shortage.moment == "optimizer" else NoPlan.remedy,
     )

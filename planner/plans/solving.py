@@ -18,7 +18,7 @@ from planner.plans.lowering import can_carry_out
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link, usable_link_for
 from planner.plans.plan import Plan, PlannedStage, chain_in
 from planner.plans.plan_claims import Interrupted
-from planner.plans.refusals import NoPlan, require_schedule
+from planner.plans.refusals import FEWER_STATES, NoPlan, require_schedule
 from planner.plans.stage_decisions import (
     accepted_by,
     undecided_stages,
@@ -41,9 +41,6 @@ _WAYS = 8  # numbers of units that are tried, each with a chain to solve; a mode
 SEARCH_SECONDS = 1e-3
 COMPARE_SECONDS = 10.0  # for ilp and for auto, where all solvers are compared
 NO_LINK = "no link is known: run on a device that has one, or give its speed with --link-gbps"
-_FEWER_STATES = (
-    "raise the budget, or take another optimizer or precision (planner advise compares them), or a smaller model"
-)
 
 
 @overload
@@ -85,24 +82,29 @@ def solve(
 ) -> Plan | GraphPlan:
     """What ``planner.solve`` does in the process that solves; arguments and errors are as there."""
     profile = profile_of_either_kind(profile, "solve")
-    budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
-    offload_request = offload_from(offload)
-    if isinstance(profile, GraphProfile):
-        link, why = usable_link_for(offload_request, smallest_sendable(profile), profile.link)
-        within = partial(
-            solve_graph_profile,
-            profile,
-            solver=solver,
-            time_limit_seconds=time_limit_seconds,
-            gap=DEFAULT_GAP if gap is None else gap,
-            link=link,
-            rerun=offload_request.mode != "only",
-        )
-        plan = plan_with_headroom(budget_bytes, headroom_from(headroom, profile), within)
-        return complete(replace(plan, no_offload=why))
-    ways = [()] if reshard == "profiled" else _ways_to_gather(profile)
-    left_free = headroom_from(headroom, profile)
-    return complete(_solved(profile, budget_bytes, solver, time_limit_seconds, offload_request, left_free, ways))
+    try:
+        budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
+        offload_request = offload_from(offload)
+        if isinstance(profile, GraphProfile):
+            link, why = usable_link_for(offload_request, smallest_sendable(profile), profile.link)
+            within = partial(
+                solve_graph_profile,
+                profile,
+                solver=solver,
+                time_limit_seconds=time_limit_seconds,
+                gap=DEFAULT_GAP if gap is None else gap,
+                link=link,
+                rerun=offload_request.mode != "only",
+            )
+            plan = plan_with_headroom(budget_bytes, headroom_from(headroom, profile), within)
+            return complete(replace(plan, no_offload=why))
+        ways = [()] if reshard == "profiled" else _ways_to_gather(profile)
+        left_free = headroom_from(headroom, profile)
+        return complete(_solved(profile, budget_bytes, solver, time_limit_seconds, offload_request, left_free, ways))
+    except NoPlan as refusal:
+        if not str(budget).strip().endswith("%"):
+            raise
+        raise replace(refusal, unplanned_peak_bytes=profile.unplanned_peak_bytes) from refusal
 
 
 def _solved(
@@ -173,7 +175,7 @@ def _fastest(plan: Plan, profile: Profile, others: Sequence[Callable[[], Plan]])
 def explained(refusal: NoPlan, profile: Profile) -> NoPlan:
     """A refusal with what of the profile forces it, and what helps then."""
     if excess := _states_excess(profile, refusal.budget_bytes):
-        return replace(refusal, reason=f"{refusal.reason}, and {excess}", remedy=_FEWER_STATES)
+        return replace(refusal, reason=f"{refusal.reason}, and {excess}", remedy=FEWER_STATES)
     left_out = never_rerun(profile)
     if not left_out:
         return refusal

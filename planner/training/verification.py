@@ -29,7 +29,7 @@ from profiler.measurement.planned_probe import PlannedProbe
 from profiler.progress import tell
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
 from profiler.workload.snapshot import RandomState, preserved
-from profiler.workload.steps import first_step
+from profiler.workload.steps import check_workload, first_step
 from profiler.workload.workload import Workload
 from solvers import Chain, Option
 from solvers.problem.chain_schedule import RUNS
@@ -152,6 +152,7 @@ def verify(
         ValueError: the plan is stated by hand, without its chain, or of a step that did not fit; the model is
             compiled, or the batch or the device another one.
     """
+    check_workload(workload, "verify")
     if isinstance(plan, GraphPlan):
         return verify_graph_plan(
             workload, plan, backend=backend, profile=profile, solver=solver, time_limit_seconds=time_limit_seconds

@@ -12,7 +12,7 @@ from planner.zoo.densenet import build_densenet
 from planner.zoo.language import build_bert, build_gpt2, build_llama, build_t5
 from planner.zoo.mindspore import build_mindspore_blocks
 from planner.zoo.mlp import build_mlp
-from planner.zoo.training import COMMON, Unknown, ZooModel, checked_settings, in_training, seeded
+from planner.zoo.training import COMMON, Unknown, ZooModel, checked_settings, did_you_mean, in_training, seeded
 from planner.zoo.unet import build_unet
 from planner.zoo.vision import build_resnet50, build_vit
 from profiler.workload.workload import Workload
@@ -54,7 +54,7 @@ def build(name: str, **settings: Any) -> Workload:
         ModuleNotFoundError: the model needs transformers and it is not installed.
     """
     if name not in _BUILDERS:
-        raise Unknown(f"zoo: expected one of {', '.join(_BUILDERS)}, got {name!r}; use one of them")
+        raise Unknown(f"zoo: expected one of {', '.join(_BUILDERS)}, got {name!r}; {did_you_mean(name, _BUILDERS)}")
     sizes = checked_settings(name, _BUILDERS[name], settings)
     common = {key: sizes.pop(key) for key in COMMON}
     with seeded(common.pop("seed")):

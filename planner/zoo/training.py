@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -93,9 +94,15 @@ def transformers() -> Any:
         if error.name != "transformers":  # it is there, and something that it needs is not
             raise
         raise ModuleNotFoundError(
-            "zoo: expected the package transformers, got none installed; run pip install 'sublinear-planner[zoo]'",
+            "zoo: expected the package transformers, got none installed; run pip install transformers",
             name="transformers",
         ) from error
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What to write in place of an unknown name."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]}?" if near else "use one of them"
 
 
 def checked_settings(name: str, builder: Callable[..., ZooModel], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +116,9 @@ def checked_settings(name: str, builder: Callable[..., ZooModel], settings: Mapp
     accepted = ", ".join(f"{key}={value}" for key, value in defaults.items())
     for key, value in settings.items():
         if key not in defaults:
-            raise Unknown(f"zoo:{name}: expected the settings {accepted} (defaults), got {key!r}; use one of them")
+            raise Unknown(
+                f"zoo:{name}: expected the settings {accepted} (defaults), got {key!r}; {did_you_mean(key, defaults)}"
+            )
         _check_value(f"zoo:{name}", key, value, defaults[key])
     merged = {**defaults, **settings}
     if merged["optimizer"] == "none" and merged["precision"] == "amp-fp16":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +24,19 @@ def check_kinds(model: Any, inputs: Any, loss: Any) -> None:
             f"it; its modules are {parts}. Plan each that is large by itself, one after the other: profile and apply "
             "the first one with step=, the whole step of your loop, then the next one with the same step and budget"
         )
+    if inputs is None:
+        raise ValueError("Workload: expected inputs, one batch as the model takes it, got none; pass inputs=batch")
     if not isinstance(inputs, (Tensor, tuple, list, Mapping)):
         raise ValueError(
             "Workload: expected inputs to be a tensor, a tuple of arguments or a dict of keyword arguments, "
-            f"got {type(inputs).__name__}; wrap it in a tuple"
+            f"got {type(inputs).__name__}; {_remedy(inputs)}"
         )
     if loss is not None and not callable(loss):
         raise ValueError(f"Workload: expected loss to be callable or None, got {type(loss).__name__}; pass one")
+
+
+def _remedy(inputs: Any) -> str:
+    return "pass one batch of it" if isinstance(inputs, Iterable) else "wrap it in a tuple"
 
 
 def check_own(step: Any, *others: Any) -> None:

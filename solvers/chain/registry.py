@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import time
 from collections.abc import Iterable
@@ -125,7 +126,9 @@ def frontier(
 
 def _check(solver: str, time_limit_seconds: float | None, link: Link | None) -> None:
     if solver not in NAMES:
-        raise ValueError(f"a solver: expected one of {', '.join(NAMES)}, got {solver!r}; choose one of them")
+        near = difflib.get_close_matches(solver, NAMES, n=1)
+        meant = f"did you mean {near[0]}?" if near else "choose one of them; others are for graphs of ops"
+        raise ValueError(f"a solver: expected one of {', '.join(NAMES)}, got {solver!r}; {meant}")
     if solver in NEED_LINK and (link is None or not link.usable):
         raise ValueError(
             f"{solver}: expected a link with rates above zero and host memory, got {link!r}; give one, or choose 'auto'"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -241,9 +242,9 @@ def graph_frontier(
 
 def _check(solver: str, time_limit_seconds: float | None, gap: float) -> None:
     if solver not in METHODS:
-        raise ValueError(
-            f"a solver of graphs: expected one of {', '.join(METHODS)}, got {solver!r}; choose one of them"
-        )
+        near = difflib.get_close_matches(solver, METHODS, n=1)
+        meant = f"did you mean {near[0]}?" if near else "choose one of them"
+        raise ValueError(f"a solver of graphs: expected one of {', '.join(METHODS)}, got {solver!r}; {meant}")
     check_time_limit(time_limit_seconds)
     if not 0 <= gap < 1:
         raise ValueError(f"a gap: expected a share from 0 to below 1, got {gap!r}; leave it out for the default")

@@ -63,7 +63,7 @@ DAMAGES = [
     (with_nan, "finite"),
     (without_stages, "stages"),
     (lambda text: "[]", "format"),
-    (lambda text: "\x00", "whole JSON document"),
+    (lambda text: "\x00", "no JSON document"),
 ]
 
 
