@@ -195,7 +195,7 @@ def read_document(path: str | Path, formats: dict[str, int]) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in formats:
         got = "none" if kind is None else reprlib.repr(kind)
         got = f"{kind!r}: {_WRITTEN_BY[kind]}" if isinstance(kind, str) and kind in _WRITTEN_BY else got
-        raise ValueError(f"{where}: expected {_in_words(formats)}, got the format {got}; pass another file")
+        raise ValueError(f"{where}: expected {_in_words(formats)}, got {got}; pass another file")
     if document.get("version") != formats[kind]:
         raise ValueError(
             f"{where}: expected {kind} version {formats[kind]}, got {reprlib.repr(document.get('version'))}; "

@@ -41,7 +41,7 @@ def test_apply_says_what_to_pass_instead(
         pass
     wrong: list[tuple[Any, Any, str]] = [
         (work.model, profile, r"got a Profile; solve it first: plan = planner.solve\(profile, budget="),
-        (work.model, tmp_path / "profile.json", "expected a file of format planner-plan, got 'planner-profile'"),
+        (work.model, tmp_path / "profile.json", "got 'planner-profile': a profile, which planner profile writes"),
         (work.model, work, r"got a Workload; profile and solve first"),
         (work.model, handle, "got a Handle; pass its plan attribute"),
         (work.model, None, "got None; pass what planner.solve returned"),
