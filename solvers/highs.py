@@ -6,6 +6,7 @@ here a row goes straight into the arrays that HiGHS reads, a start solution can 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -13,6 +14,7 @@ import highspy
 import numpy as np
 
 from solvers.arrays import Floats
+from solvers.problem.deadline import check_deadline, left_seconds
 
 INFINITE = highspy.kHighsInf
 
@@ -68,6 +70,7 @@ class Program:
 
     def row(self, terms: Iterable[tuple[int, float]], *, lower: float = -INFINITE, upper: float = INFINITE) -> None:
         """``lower <= sum of coefficient * variable <= upper``."""
+        check_deadline()
         for column, coefficient in terms:
             self._columns.append(column)
             self._coefficients.append(coefficient)
@@ -87,14 +90,15 @@ class Program:
             return self._empty_answer()
         highs = highspy.Highs()
         highs.setOptionValue("output_flag", False)
-        highs.setOptionValue("time_limit", max(0.01, float(time_limit_seconds)))
+        limit_seconds = max(0.01, min(time_limit_seconds, left_seconds()))
+        highs.setOptionValue("time_limit", limit_seconds)
         highs.setOptionValue("mip_rel_gap", relative_gap)
         highs.passModel(self._model())
         if start is not None:
             solution = highspy.HighsSolution()
             solution.col_value = [float(value) for value in start]
             highs.setSolution(solution)
-        run(highs)
+        run(highs, limit_seconds)
         return _answer_of(highs)
 
     def _empty_answer(self) -> ProgramAnswer:
@@ -137,13 +141,18 @@ def _answer_of(highs: highspy.Highs) -> ProgramAnswer:
 _LISTEN_SECONDS = 0.5  # a person who presses Ctrl-C does not wait longer
 
 
-def run(highs: highspy.Highs) -> None:
-    """Solve; after Ctrl-C HiGHS stops, keeps what it has found, and KeyboardInterrupt is raised."""
+def run(highs: highspy.Highs, limit_seconds: float = INFINITE) -> None:
+    """Solve; after Ctrl-C HiGHS stops, keeps what it has found, and KeyboardInterrupt is raised.
+
+    ``limit_seconds``: it is stopped then too, where it does not keep the limit that it was given.
+    """
     highs.HandleUserInterrupt = True
+    end = time.perf_counter() + limit_seconds
     highs.startSolve()
     try:
-        while not highs.wait(_LISTEN_SECONDS)[0]:
-            pass
+        while not highs.wait(min(_LISTEN_SECONDS, max(0.01, end - time.perf_counter())))[0]:
+            if time.perf_counter() > end:
+                highs.cancelSolve()
     except KeyboardInterrupt:
         highs.cancelSolve()
         highs.wait()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pulp
 
 from solvers.highs import run
+from solvers.problem.deadline import check_deadline, left_seconds
 
 Term = tuple[pulp.LpVariable | None, float]
 Terms = list[Term]
@@ -66,6 +67,7 @@ class PulpProgram:
 
     def variable(self, name: str, *index: int, most: float = 1.0, integral: bool = True) -> pulp.LpVariable:
         """A variable from 0 to ``most``. HiGHS sees variables in the order of their names."""
+        check_deadline()
         category = pulp.LpInteger if integral else pulp.LpContinuous
         return self.problem.add_variable("_".join([name, *map(str, index)]), 0, most, category)
 
@@ -76,6 +78,7 @@ class PulpProgram:
 
     def at_most(self, terms: Iterable[Term], limit: float = 0.0) -> None:
         """The sum is not above the limit."""
+        check_deadline()
         total, constant = _merged(terms)
         self._add_at_most(total, limit - constant)
 
@@ -107,7 +110,7 @@ class PulpProgram:
         # ``solvers.chain.ilp`` optimal that CBC and the exhaustive search beat; at 12 stages it is as fast without.
         solver = _InterruptibleHiGHS(
             msg=False,
-            timeLimit=max(0.01, time_limit_seconds),
+            timeLimit=max(0.01, min(time_limit_seconds, left_seconds())),
             gapRel=1e-9,
             gapAbs=1e-7,
             presolve="choose" if presolve else "off",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
@@ -15,6 +15,7 @@ from solvers.problem.chain_simulator import replay
 from solvers.problem.link import Link
 from solvers.problem.solution import Problem
 
+# The cheapest first: where the time is short, those are known.
 BASELINES: dict[str, Callable[[Chain], list[Schedule]]] = {
     "keep_all": baselines.keep_all,
     "recompute_all": baselines.recompute_all,
@@ -46,19 +47,24 @@ def replayed(chain: Chain, solver: str, schedule: Schedule, link: Link | None = 
     return ReplayedSchedule(solver, schedule, result.peak_bytes, result.seconds)
 
 
-def baseline_schedules(chain: Chain, solver: str) -> list[ReplayedSchedule]:
+def baseline_schedules(chain: Chain, solver: str) -> Iterator[ReplayedSchedule]:
     """All schedules of one baseline."""
-    return [replayed(chain, solver, schedule) for schedule in BASELINES[solver](chain)]
+    return (replayed(chain, solver, schedule) for schedule in BASELINES[solver](chain))
 
 
-def all_baseline_schedules(chain: Chain) -> list[ReplayedSchedule]:
+def all_baseline_schedules(chain: Chain) -> Iterator[ReplayedSchedule]:
     """Schedules of all baselines; of long chains an even sample of them, since each one is replayed."""
     limit = LONG_CANDIDATES if len(chain.stages) > LONG_CHAIN else None
-    schedules_by_name = [(name, evenly_picked(schedules(chain), limit)) for name, schedules in BASELINES.items()]
-    return [replayed(chain, name, schedule) for name, picked in schedules_by_name for schedule in picked]
+    schedules_by_name = ((name, evenly_picked(schedules(chain), limit)) for name, schedules in BASELINES.items())
+    return (replayed(chain, name, schedule) for name, picked in schedules_by_name for schedule in picked)
 
 
-def rotor_schedules(problem: Problem) -> list[ReplayedSchedule]:
+def quick_schedules(chain: Chain) -> Iterator[ReplayedSchedule]:
+    """Of the baselines that take a moment on whatever chain."""
+    return (each for name in ("keep_all", "recompute_all", "chen_sqrt") for each in baseline_schedules(chain, name))
+
+
+def rotor_schedules(problem: Problem) -> Iterator[ReplayedSchedule]:
     """The table's answer, and the two extremes that its grid may miss: nothing recomputed, and the smallest peak.
 
     Where stages share tensors, the table counts them throughout and true peaks lie lower: then every schedule of the
@@ -66,17 +72,23 @@ def rotor_schedules(problem: Problem) -> list[ReplayedSchedule]:
     another one, and more options must never make a plan slower.
     """
     chain = problem.chain
-    schedules = _table_schedules(chain, problem.budget_bytes)
+    variants = [chain]
     if any(len(stage.options) > 1 for stage in chain.stages):
-        schedules += _table_schedules(chain.without_menus(), problem.budget_bytes)
-    return [replayed(chain, "rotor", schedule) for schedule in schedules]
+        variants.append(chain.without_menus())
+    for variant in variants:
+        for schedule in _table_schedules(variant, problem.budget_bytes):
+            yield replayed(chain, "rotor", schedule)
 
 
-def _table_schedules(chain: Chain, budget_bytes: int) -> list[Schedule]:
+def _table_schedules(chain: Chain, budget_bytes: int) -> Iterator[Schedule]:
+    yield from baselines.keep_all(chain)
     table = _table(chain.folded())
     points = [point for point in table.points() if point.peak_bytes <= budget_bytes]
-    schedules = [*([table.schedule(points[-1])] if points else []), *extreme_schedules(chain)]
-    return schedules + [entry.schedule for entry in rotor_frontier(chain)] if chain.shared else schedules
+    if points:
+        yield table.schedule(points[-1])
+    yield smallest_schedule(chain)
+    if chain.shared:
+        yield from (entry.schedule for entry in rotor_frontier(chain))
 
 
 def extreme_schedules(chain: Chain) -> list[Schedule]:
@@ -96,12 +108,18 @@ _table = lru_cache(maxsize=4)(rotor.Table)  # remembered: asking for several bud
 @lru_cache(maxsize=1)
 def rotor_frontier(chain: Chain) -> tuple[ReplayedSchedule, ...]:
     """Schedules from all over the frontier of the rotor's table, and the extremes."""
-    schedules = extreme_schedules(chain)
+    return tuple(rotor_points(chain))
+
+
+def rotor_points(chain: Chain) -> Iterator[ReplayedSchedule]:
+    """The same one by one, as they are found."""
     for variant in dict.fromkeys((chain.folded(), replace(chain, shared=()))):
         table = _table(variant)
         limit = LONG_FRONTIER_POINTS if len(chain.stages) > LONG_CHAIN else FRONTIER_POINTS
-        schedules += [table.schedule(point) for point in evenly_picked(table.points(), limit)]
-    return tuple(replayed(chain, "rotor", schedule) for schedule in schedules)
+        for point in evenly_picked(table.points(), limit):
+            yield replayed(chain, "rotor", table.schedule(point))
+    for schedule in extreme_schedules(chain):
+        yield replayed(chain, "rotor", schedule)
 
 
 def evenly_picked(items: list[_Item], limit: int | None) -> list[_Item]:

@@ -20,6 +20,7 @@ from itertools import pairwise
 from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
+from solvers.problem.deadline import check_deadline
 
 
 def sqrt_segments(chain: Chain) -> list[Schedule]:
@@ -67,6 +68,7 @@ def greedy_segments(chain: Chain) -> list[Schedule]:
 def _cut_at_bytes(runs: list[Segment], sizes: list[int], segment_budget: int) -> tuple[Segment, ...]:
     segments: list[Segment] = []
     for run in runs:
+        check_deadline()
         start, filled = run.start, 0
         for k in range(run.start, run.end):
             if filled and filled + sizes[k] > segment_budget:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from solvers.problem.chain import Chain, Shared
 from solvers.problem.chain_schedule import Action, Schedule
+from solvers.problem.deadline import check_deadline
 from solvers.problem.number_checks import check_size
 from solvers.problem.solution import Candidate, Problem
 
@@ -67,6 +68,7 @@ def _search(chain: Chain, start: SearchState, budget_bytes: int) -> Candidate:
     queue: list[tuple[float, int, SearchState, _Path]] = [(0, next(tie), start, None)]
     done: set[SearchState] = set()
     while queue:
+        check_deadline()
         seconds, _, state, path = heapq.heappop(queue)
         if state in done:
             continue

@@ -31,6 +31,7 @@ import numpy as np
 
 from solvers.arrays import Floats
 from solvers.problem.chain import Chain, Option, Stage
+from solvers.problem.deadline import check_deadline
 from solvers.problem.link import Link
 
 _PRICES = 256  # 3200 raise the bound of random chains of 200 and 1000 stages by 0.001 %
@@ -69,7 +70,7 @@ class _Bounds:
         self._seconds = [_sums(chain, weights, self._prices) for weights in weightings]
         only_bytes = _Weights(0.0, 0.0, math.inf if link is None else 0.0)
         self._least_bytes = _priced(chain, only_bytes, np.array([1.0]))[:, 0]
-        self._fixed = np.array([_fixed_bytes(chain, t) for t in range(len(chain.stages))], dtype=np.float64)
+        self._fixed = np.array(_fixed_bytes(chain), dtype=np.float64)
 
     def seconds(self, budget_bytes: int) -> float:
         """The bound within a budget."""
@@ -108,6 +109,7 @@ def _priced(chain: Chain, weights: _Weights, prices: Floats) -> Floats:
     alive, dead = np.zeros(prices.size), np.full(prices.size, math.inf)
     cheapest = []
     for k, stage in enumerate(chain.stages):
+        check_deadline()
         cheapest.append(alive)
         before_bytes = chain.stages[k - 1].boundary_bytes if k else chain.resident_bytes
         either = np.minimum(alive - (prices - away) * min(before_bytes, sum(stage.offload_units)), dead)
@@ -160,14 +162,18 @@ def _least_seconds(stage: Stage, weights: _Weights = _BOTH) -> float:
     return min(kept, weights.before * stage.forward_seconds + again)
 
 
-def _fixed_bytes(chain: Chain, t: int) -> int:
-    """Bytes at the backward of stage t in any state: all but kept stages (less their residues) and boundaries."""
-    stages, stage = chain.stages, chain.stages[t]
-    fixed = chain.resident_bytes + stage.gradient_bytes + sum(s.parameter_gradient_bytes for s in stages[t + 1 :])
-    fixed += sum(s.residue_bytes for s in stages[:t])
-    return fixed + min(
-        o.kept_bytes + min(o.kept_output_bytes, stage.boundary_bytes) + o.backward_peak_bytes for o in stage.options
-    )
+def _fixed_bytes(chain: Chain) -> list[int]:
+    """Bytes at the backward of each stage in any state: all but kept stages (less their residues) and boundaries."""
+    residues = accumulate((stage.residue_bytes for stage in chain.stages), initial=0)
+    later = sum(stage.parameter_gradient_bytes for stage in chain.stages)
+    fixed: list[int] = []
+    for stage, earlier in zip(chain.stages, residues, strict=False):
+        later -= stage.parameter_gradient_bytes
+        own = min(
+            o.kept_bytes + min(o.kept_output_bytes, stage.boundary_bytes) + o.backward_peak_bytes for o in stage.options
+        )
+        fixed.append(chain.resident_bytes + earlier + later + stage.gradient_bytes + own)
+    return fixed
 
 
 def _prices(chain: Chain, away: list[float]) -> Floats:

@@ -15,11 +15,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from solvers.chain.candidates import BASELINES, all_baseline_schedules, baseline_schedules, replayed
 from solvers.chain.lower_bound import bound_seconds
+from solvers.chain.minimum_memory import smallest_schedule
 from solvers.chain.registry import frontier, solve_chain
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
 from solvers.problem.chain_simulator import replay
+from solvers.problem.deadline import Deadline, check_deadline
 from solvers.problem.solution import Problem, Shortage, Solution
 
 # What is alive beside one micro-batch at some moments: how many others have gone forward and not yet backward, and the
@@ -75,7 +78,8 @@ def solve_beside_others(
     Args:
         problem: of one micro-batch alone; its budget is that of the whole step.
         beside: what there is beside it.
-        solver, time_limit_seconds: as for ``solve_chain``.
+        solver: as for ``solve_chain``.
+        time_limit_seconds: of all solves together.
     """
     alone, budget_bytes = problem.chain, problem.budget_bytes
     simple = [*_schedules(alone, "keep_all"), *_schedules(alone, "recompute_all"), *_smallest(alone, solver)]
@@ -83,12 +87,16 @@ def solve_beside_others(
         Solution(solver=solver, status="feasible", schedule=schedule, lower_bound_seconds=0, solve_seconds=0)
         for schedule in simple
     ]
-    for kept_bytes in _limits(alone, simple):
-        limited = _limited(with_others(alone, beside, kept_bytes), budget_bytes, kept_bytes)
-        if limited is not None:
-            found.append(solve_chain(replace(problem, chain=limited, link=None), solver, time_limit_seconds))
-            if found[-1].interrupted:
-                break
+    limits = _limits(alone, simple)
+    with Deadline(time_limit_seconds or math.inf) as deadline:
+        for position, kept_bytes in enumerate(limits):
+            limited = _limited(with_others(alone, beside, kept_bytes), budget_bytes, kept_bytes)
+            if limited is not None:
+                share = None if time_limit_seconds is None else deadline.left_seconds() / (len(limits) - position)
+                check_deadline()
+                found.append(solve_chain(replace(problem, chain=limited, link=None), solver, share))
+                if found[-1].interrupted:
+                    break
     replayed = []
     for solution in found:
         if solution.schedule is not None:
@@ -129,10 +137,10 @@ def solve_beside_others(
 
 def _smallest(alone: Chain, solver: str) -> Iterator[Schedule]:
     """The solver's schedule with the smallest peak of one micro-batch by itself."""
-    shortage = solve_chain(Problem(chain=alone, budget_bytes=1), solver, 1e-3).shortage
-    if shortage is not None:
-        smallest = solve_chain(Problem(chain=alone, budget_bytes=shortage.minimum_budget_bytes), solver, 1e-3)
-        yield from () if smallest.schedule is None else (smallest.schedule,)
+    known = [] if solver in BASELINES else [replayed(alone, solver, smallest_schedule(alone))]
+    known += baseline_schedules(alone, solver) if solver in BASELINES else []
+    known += all_baseline_schedules(alone) if solver == "auto" else []
+    yield min(known, key=lambda each: each.peak_bytes).schedule
 
 
 def _limits(alone: Chain, schedules: Sequence[Schedule]) -> list[int]:

@@ -21,6 +21,7 @@ from solvers.chain.persistent import ChainBytes, PersistentChoice, persistent_sc
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Schedule
 from solvers.problem.chain_simulator import replay
+from solvers.problem.deadline import check_deadline
 from solvers.problem.link import Link
 from solvers.problem.solution import Shortage
 
@@ -74,6 +75,7 @@ class _Needs:
         self._rests = np.full(square, _NEVER, dtype=np.int64)  # as a drop before sees it; row: last stage
         self._drop_needs = np.full(square, _NEVER, dtype=np.int64)
         for start, needs in enumerate(sizes.rerun_needs):
+            check_deadline()
             self._drop_needs[start, : needs.size] = needs
         self._reach = np.array(sizes.run_end) - np.arange(count)
         self._entries, self._boundaries = sizes.entries, sizes.boundaries
@@ -89,6 +91,7 @@ class _Needs:
         return self._best(start, end)[1], token, token
 
     def _fill(self, length: int) -> None:
+        check_deadline()
         rows = self._entries.size - length
         entries = self._entries[length:]
         best = self._kept(length) if length else self._single()
@@ -124,6 +127,7 @@ class _Needs:
         return np.array(needs, dtype=np.int64)
 
     def _best(self, start: int, end: int) -> tuple[int, PersistentChoice]:
+        check_deadline()
         choices = self._candidates(start, end)
         drops = self._drops(start, end)
         if drops.size:

@@ -21,6 +21,7 @@ import numpy as np
 from solvers.arrays import Integers
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Action, Schedule
+from solvers.problem.deadline import check_deadline
 
 
 class PersistentChoice(NamedTuple):
@@ -104,6 +105,7 @@ class ChainBytes:
         return np.add(self.residues_before[:-1], peaks, dtype=np.int64)
 
     def _drop_needs(self, start: int, steps: Integers) -> Integers:
+        check_deadline()
         dropped = slice(start, self.run_end[start])
         needs = steps[dropped] + self.boundaries[dropped]
         needs[:1] -= self.boundaries[start]  # the boundary before the range is counted elsewhere
@@ -121,6 +123,7 @@ def persistent_schedule(
     actions: list[Action] = []
     remaining: list[tuple[int, int, int] | Action] = [(0, stage_count, token)]
     while remaining:  # a stack rather than recursion: chains may be longer than Python's recursion limit
+        check_deadline()
         item = remaining.pop()
         if isinstance(item, Action):
             actions.append(item)

@@ -26,6 +26,7 @@ from solvers.chain.offload_choices import ChoiceStep, schedule_of, steps_from
 from solvers.chain.persistent import ChainBytes, PersistentChoice
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
+from solvers.problem.deadline import check_deadline
 from solvers.problem.link import Link
 
 _CELLS = (64, 12, 12)  # of bytes and of both backlogs: finer ones gain 0.2 % at most on chains of 24 and 50 stages
@@ -83,6 +84,7 @@ class _OffloadSearch:
         arriving[0].append(_OffloadStates(*(np.zeros(1) for _ in _OffloadStates._fields)))
         self._states: list[_OffloadStates | None] = []
         for k in range(self._count):
+            check_deadline()
             states = self._thinned(arriving[k])
             self._states.append(states)
             if states is not None:

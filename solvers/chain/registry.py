@@ -16,8 +16,10 @@ from solvers.chain.candidates import (
     baseline_schedules,
     even_budgets,
     extreme_schedules,
+    quick_schedules,
     replayed,
     rotor_frontier,
+    rotor_points,
     rotor_schedules,
 )
 from solvers.chain.lower_bound import bound_seconds
@@ -33,6 +35,7 @@ from solvers.chain.offload_candidates import (
 )
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Schedule
+from solvers.problem.deadline import Deadline, left_seconds
 from solvers.problem.link import Link
 from solvers.problem.number_checks import check_time_limit
 from solvers.problem.solution import Accepts, Candidate, Problem, Solution, undominated
@@ -64,10 +67,11 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
         solver: one of ``solver_names()``; ``auto`` takes the fastest of all quick methods (of a sample of the
             baselines' candidates for more than 250 stages) and, for chains of up to 12 stages that they leave
             unproven, asks ``ilp``.
-        time_limit_seconds: for ``ilp`` (60 where None) and the part that ``auto`` gives it (3 where None).
+        time_limit_seconds: whatever the method, the search ends then; None: no limit but for ``ilp`` (60) and the
+            part that ``auto`` gives it (3).
 
-    After Ctrl-C the solution is the best of what was found until then, or else of the baselines, marked
-    ``interrupted``.
+    After Ctrl-C and where the time is over the solution is the best of what was found until then, or else of the
+    quickest baselines; after Ctrl-C it is marked ``interrupted``.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed, and no schedule within the budget was known.
@@ -77,23 +81,32 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
     _check(solver, time_limit_seconds, problem.link)
     start = time.perf_counter()
     schedules: list[ReplayedSchedule] = []
-    interrupted, proven = False, 0.0
-    try:
-        proven = _find(problem, solver, time_limit_seconds, schedules)
-        if solver == "exhaustive" and schedules and _fastest(problem, schedules) is None:
-            schedules += rotor_schedules(problem)  # what it found is not accepted
-    except KeyboardInterrupt:
-        interrupted = True
+    spare: list[ReplayedSchedule] = []  # for where the method does not come to its end
+    interrupted, proven, bound = False, 0.0, 0.0
+    with Deadline(time_limit_seconds or math.inf) as deadline:
+        try:
+            if left_seconds() < math.inf and solver not in BASELINES:
+                _add_each(spare, quick_schedules(problem.chain))
+            bound = _bound(problem)
+            proven = _find(problem, solver, time_limit_seconds, schedules)
+            if solver == "exhaustive" and schedules and _fastest(problem, schedules) is None:
+                _add_each(schedules, rotor_schedules(problem))  # what it found is not accepted
+            if _fastest(problem, schedules) is None:
+                return _without_schedule(problem, solver, max(bound, proven), schedules, start)
+        except KeyboardInterrupt:
+            interrupted = True
     best = _fastest(problem, schedules)
-    if interrupted and best is None:
-        best = _fastest(problem, all_baseline_schedules(problem.chain))
-        if best is None:
-            raise KeyboardInterrupt
+    if best is None and interrupted:
+        spare += all_baseline_schedules(problem.chain)
+    best = best or _fastest(problem, spare)
+    if best is None and interrupted:
+        raise KeyboardInterrupt
     if best is None:
-        return _without_schedule(problem, solver, proven, schedules, start)
+        assert deadline.passed
+        return _where_time_is_over(problem, solver, bound, [*schedules, *spare], start)
     if proven > best.seconds * (1 + _TRUSTED):
         proven = 0.0  # a schedule at hand refutes it: a solver's numerical error must not pass for a proof
-    bound = max(_bound(problem), proven)
+    bound = max(bound, proven)
     return replace(_solution(best, bound, time.perf_counter() - start), interrupted=interrupted)
 
 
@@ -115,9 +128,12 @@ def frontier(
     if solver in ("ilp", "exhaustive", "offload_ilp"):
         problem = Problem(chain=chain, budget_bytes=0, link=link, accepts=accepts)
         return _frontier_of_budgets(problem, solver, time_limit_seconds or DEFAULT_ILP_SECONDS)
-    schedules = _frontier_schedules(chain, solver)
-    if link is not None and solver in USE_LINK and can_offload(chain, link):
-        schedules += frontier_with_copies(chain, solver, link)
+    schedules: list[ReplayedSchedule] = []
+    with Deadline(time_limit_seconds or math.inf):
+        _bound(Problem(chain=chain, budget_bytes=0, link=link))  # remembered: what it is made of
+        _add_frontier(schedules, chain, solver)
+        if link is not None and solver in USE_LINK and can_offload(chain, link):
+            schedules += frontier_with_copies(chain, solver, link)
     best = undominated((each for each in schedules if accepts is None or accepts(each.schedule)), _PROVEN)
     spent = (time.perf_counter() - start) / max(1, len(best))
     problems = [Problem(chain=chain, budget_bytes=entry.peak_bytes, link=link) for entry in best]
@@ -134,6 +150,12 @@ def _check(solver: str, time_limit_seconds: float | None, link: Link | None) -> 
             f"{solver}: expected a link with rates above zero and host memory, got {link!r}; give one, or choose 'auto'"
         )
     check_time_limit(time_limit_seconds)
+
+
+def _add_each(found: list[ReplayedSchedule], schedules: Iterable[ReplayedSchedule]) -> None:
+    """Add schedules one by one, so that those until the end of the time are there."""
+    for entry in schedules:
+        found.append(entry)
 
 
 def _bound(problem: Problem) -> float:
@@ -208,6 +230,22 @@ def _without_schedule(
     )
 
 
+def _where_time_is_over(
+    problem: Problem, solver: str, bound: float, known: list[ReplayedSchedule], start: float
+) -> Solution:
+    """The smallest peak that is known until then stands for the smallest budget."""
+    chain = problem.chain
+    known = known or [replayed(chain, "keep_all", schedule) for schedule in baselines.keep_all(chain)]
+    lowest = min(known, key=lambda entry: entry.peak_bytes)
+    return Solution(
+        solver=solver,
+        status="infeasible" if bound == math.inf else "unknown",
+        lower_bound_seconds=0.0 if bound == math.inf else bound,
+        solve_seconds=time.perf_counter() - start,
+        shortage=shortage_of(chain, lowest.schedule, problem.link),
+    )
+
+
 def _find(problem: Problem, solver: str, time_limit_seconds: float | None, found: list[ReplayedSchedule]) -> float:
     """Add to ``found`` what the method finds, as it finds it; the bound that it proves itself."""
     if not can_offload(problem.chain, problem.link):
@@ -226,11 +264,11 @@ def _find_without_copies(
     problem: Problem, solver: str, time_limit_seconds: float | None, found: list[ReplayedSchedule]
 ) -> float:
     if solver in BASELINES:
-        found += baseline_schedules(problem.chain, solver)
+        _add_each(found, baseline_schedules(problem.chain, solver))
     elif solver == "offload_only":
         found += _kept_whole(problem.chain)
     elif solver in ("rotor", "pofo", "offload_ilp"):
-        found += rotor_schedules(problem)
+        _add_each(found, rotor_schedules(problem))
     elif solver == "auto":
         return _find_by_all(problem, time_limit_seconds, found)
     elif solver == "ilp":
@@ -264,8 +302,8 @@ def _find_by_program(problem: Problem, time_limit_seconds: float, found: list[Re
 
 def _find_by_all(problem: Problem, time_limit_seconds: float | None, found: list[ReplayedSchedule]) -> float:
     start, chain = time.perf_counter(), problem.chain
-    found += all_baseline_schedules(chain)
-    found += rotor_schedules(problem)
+    _add_each(found, all_baseline_schedules(chain))
+    _add_each(found, rotor_schedules(problem))
     best = _fastest(problem, found)
     bound = bound_seconds(chain, problem.budget_bytes)
     is_open = bound < math.inf if best is None else not _is_proven(best.seconds, bound)
@@ -288,13 +326,16 @@ def _add(problem: Problem, solver: str, candidate: Candidate, found: list[Replay
     return candidate.lower_bound_seconds
 
 
-def _frontier_schedules(chain: Chain, solver: str) -> list[ReplayedSchedule]:
-    """All schedules of a method, without copies, that the frontier is chosen from."""
+def _add_frontier(found: list[ReplayedSchedule], chain: Chain, solver: str) -> None:
+    """Add all schedules of a method, without copies, that the frontier is chosen from."""
     if solver in BASELINES:
-        return baseline_schedules(chain, solver)
-    if solver == "offload_only":
-        return _kept_whole(chain)
-    return [*(all_baseline_schedules(chain) if solver == "auto" else []), *rotor_frontier(chain)]
+        _add_each(found, baseline_schedules(chain, solver))
+    elif solver == "offload_only":
+        found += _kept_whole(chain)
+    else:
+        if solver == "auto":
+            _add_each(found, all_baseline_schedules(chain))
+        _add_each(found, rotor_points(chain) if left_seconds() < math.inf else rotor_frontier(chain))
 
 
 def _frontier_of_budgets(problem: Problem, solver: str, time_limit_seconds: float) -> list[Solution]:

@@ -48,6 +48,7 @@ from solvers.chain.rotor_grid import (
 from solvers.chain.rotor_subchains import ChainArrays, Ranges, forbid
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
+from solvers.problem.deadline import check_deadline
 
 _GOOD_ENOUGH = 0.001  # relative distance from the persistent optimum that needs no finer proof
 
@@ -161,6 +162,7 @@ class Table:
         self._first.costs[-1], self._first.needs[-1] = np.where(fits, 0, NEVER), np.where(fits, entry, NOTHING)
         self._rest(self._count)
         for start in reversed(range(self._count)):
+            check_deadline()
             self._answer(start)
             if start:
                 self._rest(start)

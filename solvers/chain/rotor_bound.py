@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import accumulate
+from itertools import chain as chain_of
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from solvers.arrays import Floats, Indices, Integers
 from solvers.chain.persistent import ChainBytes
 from solvers.chain.rotor_grid import NEVER, CostPacking, OptionColumn, keep_columns, recompute_columns
 from solvers.problem.chain import Chain
+from solvers.problem.deadline import check_deadline
 
 _STEPS = 24_000  # of the first grid times stages: a tenth of a second for 48 stages, a second for 200
 _FINER = (1.0, 1.4, 2.0, 2.8)  # grids tried one after the other; how well shifts match the steps is luck
@@ -107,7 +109,8 @@ class PersistentBound:
         rows = self._count - length
         best, needs = np.full((rows, self._size), math.inf), np.full(rows, _UNREACHED, dtype=np.int64)
         valid = self._lengths_possible[:rows] > length
-        for values, lowest in (*self._kept(rows, length), *self._dropped(rows, length)):
+        for values, lowest in chain_of(self._kept(rows, length), self._dropped(rows, length)):
+            check_deadline()
             lowest = np.where(valid, lowest, _UNREACHED)
             self._write(best, values, lowest)
             np.minimum(needs, lowest, out=needs)
@@ -172,6 +175,7 @@ class PersistentBound:
         self._first_needs[count] = chain_bytes.entry(count, count)
         self._rest(count)
         for start in reversed(range(count)):
+            check_deadline()
             choices = [*self._first_kept(start), *self._first_dropped(start)]
             best = np.full((1, self._size), math.inf)
             for values, lowest in choices:

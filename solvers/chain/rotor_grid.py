@@ -14,6 +14,7 @@ from solvers.arrays import Indices, Integers
 from solvers.chain.minimum_memory import smallest_level
 from solvers.chain.persistent import ChainBytes
 from solvers.problem.chain import Chain, Option
+from solvers.problem.deadline import check_deadline
 
 NEVER = 1 << 60  # cost of a slot without an answer; three of them still sum within 64 bits
 NOTHING = np.iinfo(np.int64).min // 4  # need of a slot without an answer: sorts before every real one
@@ -42,7 +43,11 @@ class Grid:
 
     def slots_below(self, shifts: Integers) -> Indices:
         """``below`` of each shift, stacked."""
-        return np.stack([self.below(int(shift)) for shift in shifts])
+        stacked = np.empty((shifts.size, self.size), dtype=np.intp)
+        for row, shift in enumerate(shifts):
+            check_deadline()
+            stacked[row] = self.below(int(shift))
+        return stacked
 
     def first(self, needs: Integers) -> Indices:
         """The first slot that each need fits in."""

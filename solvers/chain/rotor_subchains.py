@@ -28,6 +28,7 @@ from solvers.chain.rotor_grid import (
     recompute_columns,
 )
 from solvers.problem.chain import Chain
+from solvers.problem.deadline import check_deadline
 
 
 class ChainArrays:
@@ -135,6 +136,7 @@ class Ranges:
 
     def _fill(self, length: int) -> None:
         """All ranges of one length: their answers, and what a drop before them makes of these."""
+        check_deadline()
         rows = self._starts.size - length
         lowest = self._lowest(rows, length)
         window = self._window(rows, length, lowest)
@@ -202,6 +204,7 @@ class Ranges:
         best = np.full((rows, window.stop - window.start), 2 * NEVER, dtype=np.int64)
         sums = np.empty_like(best)
         for j in range(1, length + 1):
+            check_deadline()
             again, rest = self.answers[j - 1].costs[:rows, window], self._rests[length - j][j : j + rows, window]
             np.add(rest, again, out=sums)
             forbid(sums, lowest[:, j - 1] - window.start)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Action, Schedule
+from solvers.problem.deadline import check_deadline
 
 
 class Segment(NamedTuple):
@@ -48,8 +49,10 @@ def segmented_schedule(segments: Sequence[Segment]) -> Schedule:
     """
     actions: list[Action] = []
     for segment in segments:
+        check_deadline()
         actions.extend(first_pass(segment.start, segment.end, segment.option))
     for segment in reversed(segments):
+        check_deadline()
         actions += [Action("free", segment.end - 1), *second_pass(segment.start, segment.end, segment.option)]
     return Schedule(actions=tuple(actions))
 

@@ -25,6 +25,7 @@ import numpy as np
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Action, Schedule
 from solvers.problem.chain_simulator import replay
+from solvers.problem.deadline import check_deadline
 
 
 class Absence(NamedTuple):
@@ -109,6 +110,7 @@ class Placement:
             self._rank = np.empty(len(self._candidates), dtype=np.int64)
             wanted = np.array([(a.stage, a.unit) in self._preferred for a in self._candidates], dtype=bool)
             self._rank[np.lexsort((-self._made, columns[:, 2], idle, wanted))] = np.arange(len(self._candidates))
+        check_deadline()
         highest = int(self._remaining_bytes.argmax())
         while True:
             ranks = np.where((self._made < highest) & (highest < self._used), self._rank, -1)

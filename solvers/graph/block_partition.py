@@ -16,6 +16,7 @@ import numpy as np
 
 from solvers.arrays import Indices, Integers, Mask
 from solvers.graph.liveness import IndexedGraph, peak_profile
+from solvers.problem.deadline import check_deadline
 
 MOST_BLOCKS = 60  # a table of 60 stages and 15 options takes about a second
 MOST_NODES = 80  # forward nodes of a block: programs for more take a second each and give no better answers
@@ -96,6 +97,7 @@ def _crossing(indexed: IndexedGraph, backward_start: int) -> tuple[Integers, Int
     count, size = np.zeros(backward_start + 1, dtype=np.int64), np.zeros(backward_start + 1, dtype=np.int64)
     small_bytes = _SMALL * float(indexed.output_bytes[:backward_start].sum())
     for v in np.flatnonzero(indexed.output_bytes[:backward_start]):
+        check_deadline()
         readers = [r for r in indexed.readers[v] if r < backward_start]
         last = max(readers, default=int(v))
         size[v + 1 : last + 1] += indexed.output_bytes[v]

@@ -18,6 +18,7 @@ import numpy as np
 
 from solvers.arrays import Floats, Mask
 from solvers.graph.liveness import IndexedGraph
+from solvers.problem.deadline import check_deadline
 
 POWERS = (1.0, 0.5, 2.0, 0.0)  # of the steps until the next need: the published 1 first
 SCORINGS = 1000  # of one order: scores of graphs with more nodes serve for several first runs
@@ -84,6 +85,7 @@ class _OrderInMaking:
         indexed = self.indexed
         needed_bytes = int(indexed.output_bytes[v] + indexed.transient_bytes[v])
         pinned = {u for w in stack for u in indexed.inputs[w]}
+        check_deadline()
         while needed_bytes > self._room:
             victim = self._victim(pinned)
             if victim is None:
@@ -117,6 +119,7 @@ class _OrderInMaking:
 
     def _score(self) -> None:
         """Scores for the present first run; missing nodes pass their need on to what they are made from."""
+        check_deadline()
         indexed, first_runs = self.indexed, self._first_runs
         alive, inputs, readers = self._alive.tolist(), indexed.inputs, indexed.readers
         costs = np.where(indexed.once, np.inf, indexed.seconds).tolist()

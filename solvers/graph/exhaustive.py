@@ -21,6 +21,7 @@ from operator import or_
 from typing import NamedTuple
 
 from solvers.graph.liveness import IndexedGraph, peak_profile
+from solvers.problem.deadline import check_deadline
 from solvers.problem.number_checks import check_size
 
 MOST_NODES = 12
@@ -88,6 +89,7 @@ class _GraphSearch:
         queue = [_GraphState(0.0, self.count, 0, 0.0, self.resident, None, -1)]
         closed: list[list[tuple[int, float]]] = [[] for _ in range(self.count + 1)]
         while queue:
+            check_deadline()
             state = heapq.heappop(queue)
             if any(not state.alive & ~alive and extra <= state.extra for alive, extra in closed[state.undone]):
                 continue

@@ -47,7 +47,7 @@ def solve(incumbent: Incumbent, rerunnable: Mask, make_table: Callable[[Chain], 
     >>> from solvers.chain.rotor import Table
     >>> from solvers.problem.examples import training_graph
     >>> indexed = IndexedGraph(training_graph(4))
-    >>> incumbent = Incumbent(indexed, 4, time_limit_seconds=10, gap=1e-9)
+    >>> incumbent = Incumbent(indexed, 4, gap=1e-9)
     >>> solve(incumbent, np.arange(8) < 4, Table)
     >>> incumbent.seconds
     13.0

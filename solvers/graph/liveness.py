@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from solvers.arrays import Integers
+from solvers.problem.deadline import check_deadline
 from solvers.problem.graph import Graph, Node
 from solvers.problem.graph_schedule import GraphAction, GraphSchedule
 from solvers.problem.graph_simulator import GraphReplay, replay_graph
@@ -119,6 +120,7 @@ def runs_for(indexed: IndexedGraph, alive: set[int], node: int) -> list[int]:
     runs: list[int] = []
     stack = [node]
     while stack:
+        check_deadline()
         v = stack[-1]
         missing = [u for u in indexed.inputs[v] if u not in alive] if v not in alive else []
         if missing:

@@ -30,6 +30,7 @@ import numpy as np
 from solvers.arrays import Indices, Mask
 from solvers.graph.liveness import IndexedGraph, seconds_of
 from solvers.graph.order_repair import fits
+from solvers.problem.deadline import check_deadline
 
 SecondsAndOrder = tuple[float, tuple[int, ...] | None]
 
@@ -143,6 +144,7 @@ class _LowerSetTable:
         predecessors = np.zeros((rows, 2 * _TICKS), dtype=np.intp)
         fewest_bytes[0, 0] = 0.0
         for column in range(1, rows):
+            check_deadline()
             if time.monotonic() > deadline:
                 return []
             for row in np.flatnonzero(self.before[:, column]):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from solvers.graph.liveness import IndexedGraph, first_runs, last_reads, peak_profile
+from solvers.problem.deadline import check_deadline
 
 
 def keep_what_fits(indexed: IndexedGraph, order: Sequence[int], budget_bytes: int) -> list[int]:
@@ -37,6 +38,7 @@ def _avoidable_runs(indexed: IndexedGraph, order: list[int], budget_bytes: int) 
         last_run[v] = place
     avoidable: set[int] = set()
     for _, place, earlier in sorted(repeated):
+        check_deadline()
         room_between, size = room[last[earlier] + 1 : place], indexed.output_bytes[order[place]]
         if not room_between.size or room_between.min() >= size:
             room_between -= size  # what the avoided run itself read is not held longer: more room than counted here

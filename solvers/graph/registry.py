@@ -6,9 +6,8 @@ import difflib
 import math
 import time
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import partial
 from itertools import count, takewhile
-from operator import itemgetter
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from solvers.graph.incumbent import SMALLEST_GAP, Incumbent
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
 from solvers.graph.order_repair import fits
+from solvers.problem.deadline import Deadline, check_deadline
 from solvers.problem.graph import Graph
 from solvers.problem.graph_schedule import GraphSchedule
 from solvers.problem.graph_simulator import replay_graph
@@ -49,6 +49,7 @@ _NOISE = 0.4  # standard deviation of the logarithm of the factors on the scores
 _START_SHARE = 0.9  # of the time has to be left for further first orders
 _ROUND_SHARE = 0.35  # of the time that is left, for one round of the moments program
 _FRONTIER_BUDGETS = 7
+_SHRINK_ROUNDS, _SHRINK_SECONDS = 4, 2.0  # of the moments program for one budget, and of each round
 _HALVINGS = 8  # of the range between the largest op and the smallest known budget: to half a percent of it
 
 Method = Callable[[Incumbent, Mask], None]
@@ -61,8 +62,11 @@ def _keep_all(incumbent: Incumbent, _: Mask) -> None:
 def _demand(incumbent: Incumbent, rerunnable: Mask) -> None:
     """The fastest orders made on demand that fit, repaired."""
     indexed = incumbent.indexed
-    orders = takewhile(lambda _: not incumbent.done, on_demand.orders(indexed, rerunnable))
-    fitting = [order for order in orders if fits(indexed, order, incumbent.budget_bytes)]
+    fitting: list[list[int]] = []
+    for order in takewhile(lambda _: not incumbent.done, on_demand.orders(indexed, rerunnable)):
+        incumbent.note(order, "demand")
+        if fits(indexed, order, incumbent.budget_bytes):
+            fitting.append(order)
     for order in sorted(fitting, key=partial(seconds_of, indexed))[:_REPAIRED]:
         incumbent.offer(order, "demand")
 
@@ -112,6 +116,8 @@ def _auto(incumbent: Incumbent, rerunnable: Mask) -> None:
     moment_rounds.step(_ROUND_SHARE * incumbent.left_seconds)
     if not incumbent.done:
         hierarchy.solve(incumbent, rerunnable, rotor.Table)
+    if incumbent.order is None:
+        _shrink(incumbent, rerunnable)
     while not incumbent.done:
         before_seconds = incumbent.left_seconds
         if not moment_rounds.finished:
@@ -207,15 +213,21 @@ def solve_graph(
     _check(solver, time_limit_seconds, gap)
     start, indexed = time.perf_counter(), IndexedGraph(problem.graph)
     limit = time_limit_seconds or (LARGE_SECONDS if indexed.count > LARGE_NODES else DEFAULT_SECONDS)
-    incumbent = Incumbent(indexed, problem.budget_bytes, time_limit_seconds=limit, gap=gap)
+    incumbent = Incumbent(indexed, problem.budget_bytes, gap=gap)
     interrupted = False
-    try:
-        incumbent.offer_bound(graph_bound_seconds(indexed, problem.budget_bytes))
-        if incumbent.bound_seconds < math.inf:
-            METHODS[solver](incumbent, moments.rerunnable_nodes(indexed))
-    except KeyboardInterrupt:
-        interrupted = True
-    return _solution(incumbent, solver, time.perf_counter() - start, interrupted)
+    with Deadline(limit):
+        try:
+            incumbent.offer_bound(graph_bound_seconds(indexed, problem.budget_bytes))
+            rerunnable = moments.rerunnable_nodes(indexed)
+            if incumbent.bound_seconds < math.inf:
+                METHODS[solver](incumbent, rerunnable)
+            if incumbent.order is None and (solver == "auto" or incumbent.bound_seconds == math.inf):
+                _find_smallest(incumbent, rerunnable)
+        except KeyboardInterrupt:
+            interrupted = True
+    if incumbent.order is None:
+        return _without_schedule(incumbent, solver, time.perf_counter() - start, interrupted)
+    return _solution(incumbent, time.perf_counter() - start, interrupted)
 
 
 def graph_frontier(
@@ -228,15 +240,22 @@ def graph_frontier(
     """
     _check(solver, time_limit_seconds, gap)
     indexed = IndexedGraph(graph)
-    low = int(peak_profile(indexed, _smallest_known(graph)).max())
-    high = max(low, int(peak_profile(indexed, range(indexed.count)).max()))
-    limit = (time_limit_seconds or DEFAULT_SECONDS) / _FRONTIER_BUDGETS
+    smallest = Incumbent(indexed, 0, gap=gap)
     solutions: list[GraphSolution] = []
-    for share in np.linspace(0.0, 1.0, _FRONTIER_BUDGETS) ** 2:  # closer where curves are steep
-        budget = low + round(float(share) * (high - low))
-        solutions.append(solve_graph(GraphProblem(graph=graph, budget_bytes=budget), solver, limit, gap))
-        if solutions[-1].interrupted:
-            break
+    with Deadline(time_limit_seconds or DEFAULT_SECONDS) as deadline:
+        share_seconds = deadline.left_seconds() / (_FRONTIER_BUDGETS + 1)
+        with Deadline(share_seconds):
+            _find_smallest(smallest, moments.rerunnable_nodes(indexed))
+        low = smallest.smallest_bytes
+        high = max(low, int(peak_profile(indexed, range(indexed.count)).max()))
+        for share in np.linspace(0.0, 1.0, _FRONTIER_BUDGETS) ** 2:  # closer where curves are steep
+            check_deadline()
+            budget = low + round(float(share) * (high - low))
+            problem = GraphProblem(graph=graph, budget_bytes=budget)
+            limit = deadline.left_seconds() / (_FRONTIER_BUDGETS - len(solutions))
+            solutions.append(solve_graph(problem, solver, limit, gap))
+            if solutions[-1].interrupted:
+                break
     return undominated([solution for solution in solutions if solution.schedule is not None])
 
 
@@ -250,11 +269,8 @@ def _check(solver: str, time_limit_seconds: float | None, gap: float) -> None:
         raise ValueError(f"a gap: expected a share from 0 to below 1, got {gap!r}; leave it out for the default")
 
 
-def _solution(incumbent: Incumbent, solver: str, spent_seconds: float, interrupted: bool) -> GraphSolution:
-    if incumbent.order is None and solver == "auto" and incumbent.bound_seconds < math.inf:
-        incumbent.offer(_smallest_known(incumbent.indexed.graph), "eviction")
-    if incumbent.order is None:
-        return _without_schedule(incumbent, solver, spent_seconds, interrupted)
+def _solution(incumbent: Incumbent, spent_seconds: float, interrupted: bool) -> GraphSolution:
+    assert incumbent.order is not None
     schedule = schedule_of(incumbent.indexed, incumbent.order)
     replayed = replay_graph(incumbent.indexed.graph, schedule)
     assert replayed.peak_bytes <= incumbent.budget_bytes
@@ -275,9 +291,9 @@ def _solution(incumbent: Incumbent, solver: str, spent_seconds: float, interrupt
 
 
 def _without_schedule(incumbent: Incumbent, solver: str, spent_seconds: float, interrupted: bool) -> GraphSolution:
-    profile = peak_profile(incumbent.indexed, smallest := _smallest_known(incumbent.indexed.graph))
+    smallest = incumbent.smallest
     proven = incumbent.bound_seconds == math.inf
-    minimum, node = int(profile.max()), smallest[int(profile.argmax())]
+    minimum, node = incumbent.smallest_bytes, smallest[int(peak_profile(incumbent.indexed, smallest).argmax())]
     bound = graph_bound_seconds(incumbent.indexed, minimum) if proven else incumbent.bound_seconds
     return Solution(
         solver=solver,
@@ -289,32 +305,43 @@ def _without_schedule(incumbent: Incumbent, solver: str, spent_seconds: float, i
     )
 
 
-@lru_cache(maxsize=4)
-def _smallest_known(graph: Graph) -> tuple[int, ...]:
-    """The order with the smallest peak that is known; of tiny graphs the smallest there is."""
-    indexed = IndexedGraph(graph)
-    if indexed.count <= EXHAUSTIVE_NODES:
-        order = exhaustive.solve(indexed, exhaustive.smallest_peak(indexed))
+def _find_smallest(incumbent: Incumbent, rerunnable: Mask) -> None:
+    """Note the order with the smallest peak that is found; of tiny graphs the smallest there is."""
+    if incumbent.indexed.count <= EXHAUSTIVE_NODES:
+        order = exhaustive.solve(incumbent.indexed, exhaustive.smallest_peak(incumbent.indexed))
         assert order is not None
-        return order
-    rerunnable = moments.rerunnable_nodes(indexed)
-    orders = [list(range(indexed.count)), *on_demand.orders(indexed, rerunnable)]
-    known_bytes, known = min(((int(peak_profile(indexed, order).max()), order) for order in orders), key=itemgetter(0))
-    *_, smallest = known, *_smaller_evictions(indexed, rerunnable, known_bytes)
-    return tuple(smallest)
+        incumbent.note(order, "exhaustive")
+        return
+    for order in on_demand.orders(incumbent.indexed, rerunnable):
+        incumbent.note(order, "demand")
+    _shrink(incumbent, rerunnable)
 
 
-def _smaller_evictions(indexed: IndexedGraph, rerunnable: Mask, known_bytes: int) -> Iterator[list[int]]:
-    """Orders by eviction within ever smaller budgets, by bisection below a known one."""
-    low_bytes = smallest_working_set(indexed)[0]
+def _shrink(incumbent: Incumbent, rerunnable: Mask) -> None:
+    """Note orders with ever smaller peaks, by bisection below the smallest known one.
+
+    What is tried depends on the graph alone, so that the smallest budget that is told can be solved for again.
+    """
+    indexed, low_bytes = incumbent.indexed, smallest_working_set(incumbent.indexed)[0]
     for _ in range(_HALVINGS):
-        if low_bytes >= known_bytes:
+        if low_bytes >= incumbent.smallest_bytes:
             return
-        budget_bytes = (low_bytes + known_bytes) // 2
-        orders = (eviction.eviction_order(indexed, budget_bytes, rerunnable, power) for power in eviction.POWERS)
-        order = next((order for order in orders if order is not None), None)
-        if order is None:
-            low_bytes = budget_bytes + 1
+        inner = Incumbent(indexed, (low_bytes + incumbent.smallest_bytes) // 2, gap=1.0)  # the first that fits will do
+        _find_any(inner, rerunnable)
+        if inner.order is None:
+            low_bytes = inner.budget_bytes + 1
         else:
-            known_bytes = int(peak_profile(indexed, order).max())
-            yield order
+            incumbent.note(inner.smallest, inner.solver)
+    incumbent.offer(incumbent.smallest, incumbent.solver or "eviction")
+
+
+def _find_any(incumbent: Incumbent, rerunnable: Mask) -> None:
+    """Look for an order that fits: by eviction, and by rounds of the moments program."""
+    evictions = _evictions(incumbent, rerunnable)
+    for _ in eviction.POWERS:
+        if incumbent.order is None:
+            next(evictions)
+    search = moments.MomentSearch(incumbent, rerunnable.copy())
+    for _ in range(_SHRINK_ROUNDS):
+        if incumbent.order is None and not search.finished:
+            search.step(_SHRINK_SECONDS)

@@ -20,6 +20,7 @@ import numpy as np
 from solvers.arrays import Floats
 from solvers.graph.liveness import IndexedGraph
 from solvers.highs import Program
+from solvers.problem.deadline import check_deadline
 
 _SCALE = 1e4  # what all first runs cost together in the program: far above HiGHS's absolute tolerances
 
@@ -61,6 +62,7 @@ def _supersequence(a: list[int], b: list[int]) -> list[int]:
         return a or b
     longest = np.zeros((len(a) + 1, len(b) + 1), dtype=np.int32)
     for i in reversed(range(len(a))):
+        check_deadline()
         for j in reversed(range(len(b))):
             longest[i, j] = longest[i + 1, j + 1] + 1 if a[i] == b[j] else max(longest[i + 1, j], longest[i, j + 1])
     merged, i, j = [], 0, 0

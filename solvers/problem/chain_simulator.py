@@ -10,6 +10,7 @@ from typing import NoReturn
 from solvers.problem.chain import Chain, Option, Shared
 from solvers.problem.chain_schedule import TRANSFERS, Action, Schedule
 from solvers.problem.copy_engines import Copy, CopyEngines, CopyError
+from solvers.problem.deadline import check_deadline
 from solvers.problem.link import Link
 
 
@@ -144,6 +145,7 @@ class _ReplayState:
         self.boundaries: set[int] = set()
         self.kept: dict[int, Option] = {}
         self.residues: set[int] = set()
+        self.held_bytes = 0  # of boundaries, residues and what is kept
         self.reached = -1  # last stage whose first forward has run
         self.pending = len(chain.stages) - 1  # next stage to go backward
         self.position = 0
@@ -153,16 +155,20 @@ class _ReplayState:
 
     def live_bytes(self) -> int:
         stages = self.chain.stages
-        total = self.chain.resident_bytes
-        total += sum(stages[k].boundary_bytes for k in self.boundaries)
-        total += sum(stages[k].residue_bytes for k in self.residues)
-        for k, option in self.kept.items():
-            total += option.kept_bytes + (0 if k in self.boundaries else option.kept_output_bytes)
+        total = self.chain.resident_bytes + self.held_bytes
         total += sum(tensor.size_bytes for tensor in self.chain.shared if self._holds(tensor))
         total += self.gradients_from[self.pending + 1]
         if self.reached == len(stages) - 1 and self.pending >= 0:
             total += stages[self.pending].gradient_bytes
         return total - self.engines.away_bytes
+
+    def _stage_bytes(self, k: int) -> int:
+        """What is held of one stage: its boundary, what it keeps, its residue."""
+        stage, option = self.chain.stages[k], self.kept.get(k)
+        total = stage.boundary_bytes if k in self.boundaries else 0
+        if option is not None:
+            total += option.kept_bytes + (0 if k in self.boundaries else option.kept_output_bytes)
+        return total + (stage.residue_bytes if k in self.residues else 0)
 
     def alive(self, action: Action) -> LiveSet:
         forward_over = self.reached == len(self.chain.stages) - 1
@@ -198,13 +204,18 @@ class _ReplayState:
         self.position = position
         if not 0 <= action.stage < len(self.chain.stages):
             self._fail(f"stage {action.stage} does not exist")
-        if action.kind == "recompute":
+        check_deadline()
+        stage_bytes = self._stage_bytes(action.stage)
+        if action.kind == "recompute" and action.stage in self.residues:
             self.residues.discard(action.stage)
+            self.held_bytes -= self.chain.stages[action.stage].residue_bytes
+            stage_bytes = self._stage_bytes(action.stage)
         before_bytes, begin_seconds = self.live_bytes(), self.now
         try:
             above_bytes, seconds, stall_seconds = self._act(action)
         except CopyError as error:
             raise ReplayError(f"action {position}: {error}") from error
+        self.held_bytes += self._stage_bytes(action.stage) - stage_bytes
         after_bytes = self.live_bytes()
         self.now += stall_seconds + seconds
         return ReplayedAction(

@@ -24,7 +24,7 @@ from tests.support.graph_checks import checked_seconds, optimum_seconds, telling
 
 
 def searched(indexed: IndexedGraph, budget_bytes: int) -> Incumbent:
-    incumbent = Incumbent(indexed, budget_bytes, time_limit_seconds=60.0, gap=1e-9)
+    incumbent = Incumbent(indexed, budget_bytes, gap=1e-9)
     hierarchy.solve(incumbent, rerunnable_nodes(indexed), Table)
     return incumbent
 

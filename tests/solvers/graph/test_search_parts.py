@@ -95,7 +95,7 @@ def test_an_order_is_a_solution_of_the_programs_that_it_is_encoded_for(seed):
     budget = middle_budget(indexed)
     best = exhaustive.solve(indexed, budget)
     assert best is not None
-    incumbent = Incumbent(indexed, budget, time_limit_seconds=60.0, gap=0.0)
+    incumbent = Incumbent(indexed, budget, gap=0.0)
     moments = MomentsProgram(indexed, budget, first_moments(incumbent), np.ones(indexed.count, dtype=bool))
     template = TemplateProgram(indexed, budget, list(best))
     for program, values in ((moments.program, moments.encode(best)), (template.program, template.encode(best))):
@@ -122,7 +122,7 @@ def test_moves_improve_and_keep_the_budget(seed):
     indexed = IndexedGraph(graph)
     profile = peak_profile(indexed, range(indexed.count))
     incumbent = Incumbent(
-        indexed, int((indexed.working_bytes.max() + profile.max()) // 2), time_limit_seconds=60.0, gap=0.0
+        indexed, int((indexed.working_bytes.max() + profile.max()) // 2), gap=0.0
     )
     rerunnable = rerunnable_nodes(indexed)
     for order in on_demand.orders(indexed, rerunnable):
