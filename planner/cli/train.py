@@ -10,7 +10,7 @@ from typing import Any, get_args
 import typer
 
 from planner.cli import documents, tables
-from planner.cli.interrupts import INTERRUPTED, say_interrupted
+from planner.cli.interrupts import INTERRUPTED, is_pressed, say_interrupted
 from planner.cli.options import TargetRequest
 from planner.cli.profiling import profile_of_target
 from planner.cli.report import check_report
@@ -205,6 +205,8 @@ def _loss_told(steps: int) -> Callable[[int, float], None]:
     every = max(1, steps // LOSSES_SAID)
 
     def told(step: int, loss: float) -> None:
+        if is_pressed():  # An interrupt that code in the step has swallowed.
+            raise KeyboardInterrupt
         if is_first() and (step % every == 0 or step in (1, steps)):
             note(f"step {step} of {steps}: loss {loss:.6g}")
 

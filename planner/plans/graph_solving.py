@@ -20,10 +20,12 @@ from solvers.graph.incumbent import SMALLEST_GAP
 from solvers.graph.liveness import IndexedGraph
 from solvers.graph.lower_bound import graph_bound_seconds
 from solvers.graph.registry import DEFAULT_GAP, GraphSolution, solve_graph
+from solvers.problem.deadline import Deadline, check_deadline, left_seconds
 from solvers.problem.link import Link
 from solvers.problem.solution import GraphProblem
 
-ROUNDS = 3  # of less and less room, where the replay of a plan is above what its graph says
+# Of the time that is left, for rounds of less and less room, where the replay of a plan is above what its graph says.
+_ROUND_SHARES = (0.8, 0.5, 1.0)
 
 
 def solve_graph_profile(
@@ -46,7 +48,7 @@ def solve_graph_profile(
         profile: of the step.
         budget_bytes: the most that may be alive at once.
         solver: a name of ``solvers.graph_solver_names()``.
-        time_limit_seconds: the search ends then: one search without a link, and one for each set.
+        time_limit_seconds: all searches together end then: one without a link, and one for each set.
         gap: relative distance from the bound at which it ends early.
         decisions: what is stated of ops, by ordinal.
         link: over which storages may be sent; None: nothing is.
@@ -60,13 +62,18 @@ def solve_graph_profile(
     solving = _Solving(profile, budget_bytes, search, decisions or {}, link, rerun=rerun)
     plans: list[GraphPlan] = []
     refusals: list[NoPlan] = []
-    for sent in solving.sets():
-        try:
-            plans.append(solving.plan(sent))
-        except NoPlan as refusal:
-            refusals.append(refusal)
-        if plans and (plans[-1].interrupted or plans[-1].predicted_seconds <= profile.once_seconds * (1 + gap)):
-            break
+    sets = list(solving.sets())
+    with Deadline(time_limit_seconds or math.inf) as deadline:
+        for position, sent in enumerate(sets):
+            if plans or refusals:
+                check_deadline()
+            with Deadline(deadline.left_seconds() / (len(sets) - position)):
+                try:
+                    plans.append(solving.plan(sent))
+                except NoPlan as refusal:
+                    refusals.append(refusal)
+            if plans and (plans[-1].interrupted or plans[-1].predicted_seconds <= profile.once_seconds * (1 + gap)):
+                break
     if not plans:
         raise _of_all(refusals)
     best = min(plans, key=lambda plan: plan.predicted_seconds)
@@ -138,8 +145,9 @@ def order_within(
     if budget_bytes < around.other_peak_bytes:
         raise _too_little_around(problem, around.other_peak_bytes, budget_bytes, search.solver)
     least_bytes, room_bytes, bound_seconds = 0, budget_bytes, math.inf
-    for _ in range(ROUNDS):
-        solution = solve_graph(GraphProblem(graph=problem.graph, budget_bytes=room_bytes), *search)
+    for share in _ROUND_SHARES:
+        with Deadline(left_seconds() * share):
+            solution = solve_graph(GraphProblem(graph=problem.graph, budget_bytes=room_bytes), *search)
         if solution.schedule is None and least_bytes and not solution.interrupted:
             break
         solution = require_schedule(solution, budget_bytes, search.solver)

@@ -35,7 +35,7 @@ from solvers.chain.offload_candidates import (
 )
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Schedule
-from solvers.problem.deadline import Deadline, left_seconds
+from solvers.problem.deadline import Deadline, left_seconds, unlimited
 from solvers.problem.link import Link
 from solvers.problem.number_checks import check_time_limit
 from solvers.problem.solution import Accepts, Candidate, Problem, Solution, undominated
@@ -46,6 +46,7 @@ DEFAULT_ILP_SECONDS = 60.0  # proves most chains of 16 stages
 AUTO_ILP_SECONDS = 3.0  # what auto adds at most, unless it is given more
 AUTO_ILP_STAGES = 12  # proven in seconds up to here (tests/solvers and benchmarks)
 EXHAUSTIVE_STAGES = 6  # auto asks the oracle before it calls a budget of so short a chain infeasible
+INTERRUPTED_SECONDS = 1.0  # after Ctrl-C, for the baselines where nothing else is known
 FRONTIER_BUDGETS = 6  # for methods that solve one budget at a time
 
 _PROVEN = 1e-9  # relative distance from the bound that counts as none
@@ -95,15 +96,17 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
                 return _without_schedule(problem, solver, max(bound, proven), schedules, start)
         except KeyboardInterrupt:
             interrupted = True
-    best = _fastest(problem, schedules)
-    if best is None and interrupted:
-        spare += all_baseline_schedules(problem.chain)
-    best = best or _fastest(problem, spare)
-    if best is None and interrupted:
-        raise KeyboardInterrupt
-    if best is None:
-        assert deadline.passed
-        return _where_time_is_over(problem, solver, bound, [*schedules, *spare], start)
+    with unlimited():
+        best = _fastest(problem, schedules)
+        if best is None and interrupted:
+            with Deadline(INTERRUPTED_SECONDS):
+                _add_each(spare, all_baseline_schedules(problem.chain))
+        best = best or _fastest(problem, spare)
+        if best is None and interrupted:
+            raise KeyboardInterrupt
+        if best is None:
+            assert deadline.passed
+            return _where_time_is_over(problem, solver, bound, [*schedules, *spare], start)
     if proven > best.seconds * (1 + _TRUSTED):
         proven = 0.0  # a schedule at hand refutes it: a solver's numerical error must not pass for a proof
     bound = max(bound, proven)
@@ -137,7 +140,8 @@ def frontier(
     best = undominated((each for each in schedules if accepts is None or accepts(each.schedule)), _PROVEN)
     spent = (time.perf_counter() - start) / max(1, len(best))
     problems = [Problem(chain=chain, budget_bytes=entry.peak_bytes, link=link) for entry in best]
-    return [_solution(entry, _bound(problem), spent) for entry, problem in zip(best, problems, strict=True)]
+    with unlimited():  # remembered by now, or two sweeps
+        return [_solution(entry, _bound(problem), spent) for entry, problem in zip(best, problems, strict=True)]
 
 
 def _check(solver: str, time_limit_seconds: float | None, link: Link | None) -> None:

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import accumulate
-from itertools import chain as chain_of
+from itertools import accumulate, chain as chain_of
 
 import numpy as np
 

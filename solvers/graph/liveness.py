@@ -117,10 +117,10 @@ def seconds_of(indexed: IndexedGraph, order: Sequence[int]) -> float:
 
 def runs_for(indexed: IndexedGraph, alive: set[int], node: int) -> list[int]:
     """What has to run, in order, so that ``node`` is alive; it all is from then on."""
+    check_deadline()
     runs: list[int] = []
     stack = [node]
     while stack:
-        check_deadline()
         v = stack[-1]
         missing = [u for u in indexed.inputs[v] if u not in alive] if v not in alive else []
         if missing:

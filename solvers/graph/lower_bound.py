@@ -22,6 +22,7 @@ from solvers.graph.liveness import IndexedGraph, peak_profile
 from solvers.problem.deadline import left_seconds
 
 _MOST_MOMENTS = 2000  # looked at, evenly picked where more exceed the budget: each bounds on its own
+_MOST_PAIRS = 10_000_000  # of a moment and a node: about a second
 _SLACK = 1e-12  # relative: summing floats in another order must not make the bound exceed an optimum
 
 
@@ -39,7 +40,8 @@ def graph_bound_seconds(indexed: IndexedGraph, budget_bytes: int) -> float:
         return math.inf
     over = np.flatnonzero(peak_profile(indexed, range(indexed.count)) > budget_bytes)  # elsewhere nothing is paid
     most = 0.0
-    for t in over[np.linspace(0, over.size - 1, min(over.size, _MOST_MOMENTS)).round().astype(np.int64)]:
+    count = min(over.size, _MOST_MOMENTS, _MOST_PAIRS // indexed.count)
+    for t in over[np.linspace(0, over.size - 1, count).round().astype(np.int64)]:
         most = max(most, _least_paid(indexed, int(t), budget_bytes))
         if left_seconds() == 0.0:
             break

@@ -26,7 +26,7 @@ DROP_RULES: tuple[DropRule, ...] = get_args(DropRule)
 
 THRESHOLDS = 10  # held sets tried, from nothing to all
 MOST_RUNS_PER_NODE = 50  # longer orders are given up: they are no good schedules,
-MOST_RUNS = 20_000  # and take seconds to write
+MOST_RUNS = 20_000  # and take seconds to write (of large graphs three per node)
 
 
 def orders(indexed: IndexedGraph, rerunnable: Mask) -> Iterator[list[int]]:
@@ -73,7 +73,7 @@ def order_with(indexed: IndexedGraph, rerunnable: Mask, held: Mask, rule: DropRu
                 due[until(v, t)].append(v)
             else:
                 alive.discard(v)
-        if len(order) > min(MOST_RUNS, MOST_RUNS_PER_NODE * indexed.count):
+        if len(order) > min(max(MOST_RUNS, 3 * indexed.count), MOST_RUNS_PER_NODE * indexed.count):
             return None
     for v in np.flatnonzero(indexed.is_output):
         order += runs_for(indexed, alive, int(v))

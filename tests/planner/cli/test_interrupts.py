@@ -57,6 +57,22 @@ class Press:
 sys.meta_path.insert(0, Press())
 main()
 """
+# Where Python drops whatever is raised: it was lost, and the command went on.
+PRESSED_IN_CALLBACK = """
+import gc, signal, time, weakref
+from planner.cli.interrupts import ending_by_ctrl_c
+
+class Thing:
+    {method}
+
+with ending_by_ctrl_c():
+    thing = Thing()
+    reference = weakref.ref(thing, {callback})
+    del thing
+    for _ in range(100):
+        time.sleep(0.1)
+    print("went on")
+"""
 TARGET = """
 import sys, time
 import torch
@@ -141,6 +157,15 @@ def test_a_method_that_takes_the_signal_for_its_end_ends_the_command_all_the_sam
 def test_in_an_import_it_is_one_line_too(chain, module, becomes):
     text = PRESSED_IN_IMPORT.format(module=module, becomes=becomes)
     ended = program(text, "solve", chain, "--budget", BUDGET)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("method", "callback"),
+    [("pass", "lambda _: signal.raise_signal(2)"), ("__del__ = lambda self: signal.raise_signal(2)", "None")],
+)
+def test_where_python_drops_exceptions_it_is_raised_again(method, callback):
+    ended = program(PRESSED_IN_CALLBACK.format(method=method, callback=callback))
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
 
 

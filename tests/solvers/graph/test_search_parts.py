@@ -121,9 +121,7 @@ def test_moves_improve_and_keep_the_budget(seed):
     graph = random_training_graph(60, seed)
     indexed = IndexedGraph(graph)
     profile = peak_profile(indexed, range(indexed.count))
-    incumbent = Incumbent(
-        indexed, int((indexed.working_bytes.max() + profile.max()) // 2), gap=0.0
-    )
+    incumbent = Incumbent(indexed, int((indexed.working_bytes.max() + profile.max()) // 2), gap=0.0)
     rerunnable = rerunnable_nodes(indexed)
     for order in on_demand.orders(indexed, rerunnable):
         incumbent.offer(order, "demand")
