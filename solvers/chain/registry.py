@@ -46,6 +46,7 @@ DEFAULT_ILP_SECONDS = 60.0  # proves most chains of 16 stages
 AUTO_ILP_SECONDS = 3.0  # what auto adds at most, unless it is given more
 AUTO_ILP_STAGES = 12  # proven in seconds up to here (tests/solvers and benchmarks)
 EXHAUSTIVE_STAGES = 6  # auto asks the oracle before it calls a budget of so short a chain infeasible
+SHORT_STAGES = 100  # up to here the smallest schedule takes a moment, and is known also where the time is over
 INTERRUPTED_SECONDS = 1.0  # after Ctrl-C, for the baselines where nothing else is known
 FRONTIER_BUDGETS = 6  # for methods that solve one budget at a time
 
@@ -87,11 +88,11 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
     with Deadline(time_limit_seconds or math.inf) as deadline:
         try:
             if left_seconds() < math.inf and solver not in BASELINES:
-                _add_each(spare, quick_schedules(problem.chain))
+                spare += quick_schedules(problem.chain)
             bound = _bound(problem)
             proven = _find(problem, solver, time_limit_seconds, schedules)
             if solver == "exhaustive" and schedules and _fastest(problem, schedules) is None:
-                _add_each(schedules, rotor_schedules(problem))  # what it found is not accepted
+                schedules += rotor_schedules(problem)  # what it found is not accepted
             if _fastest(problem, schedules) is None:
                 return _without_schedule(problem, solver, max(bound, proven), schedules, start)
         except KeyboardInterrupt:
@@ -100,7 +101,11 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
         best = _fastest(problem, schedules)
         if best is None and interrupted:
             with Deadline(INTERRUPTED_SECONDS):
-                _add_each(spare, all_baseline_schedules(problem.chain))
+                spare += all_baseline_schedules(problem.chain)
+        if best is None and solver not in BASELINES and len(problem.chain.stages) <= SHORT_STAGES:
+            spare += [replayed(problem.chain, solver, schedule) for schedule in extreme_schedules(problem.chain)]
+        if not bound and len(problem.chain.stages) <= SHORT_STAGES:
+            bound = _bound(problem)
         best = best or _fastest(problem, spare)
         if best is None and interrupted:
             raise KeyboardInterrupt
@@ -154,12 +159,6 @@ def _check(solver: str, time_limit_seconds: float | None, link: Link | None) -> 
             f"{solver}: expected a link with rates above zero and host memory, got {link!r}; give one, or choose 'auto'"
         )
     check_time_limit(time_limit_seconds)
-
-
-def _add_each(found: list[ReplayedSchedule], schedules: Iterable[ReplayedSchedule]) -> None:
-    """Add schedules one by one, so that those until the end of the time are there."""
-    for entry in schedules:
-        found.append(entry)
 
 
 def _bound(problem: Problem) -> float:
@@ -268,11 +267,11 @@ def _find_without_copies(
     problem: Problem, solver: str, time_limit_seconds: float | None, found: list[ReplayedSchedule]
 ) -> float:
     if solver in BASELINES:
-        _add_each(found, baseline_schedules(problem.chain, solver))
+        found += baseline_schedules(problem.chain, solver)
     elif solver == "offload_only":
         found += _kept_whole(problem.chain)
     elif solver in ("rotor", "pofo", "offload_ilp"):
-        _add_each(found, rotor_schedules(problem))
+        found += rotor_schedules(problem)
     elif solver == "auto":
         return _find_by_all(problem, time_limit_seconds, found)
     elif solver == "ilp":
@@ -306,8 +305,8 @@ def _find_by_program(problem: Problem, time_limit_seconds: float, found: list[Re
 
 def _find_by_all(problem: Problem, time_limit_seconds: float | None, found: list[ReplayedSchedule]) -> float:
     start, chain = time.perf_counter(), problem.chain
-    _add_each(found, all_baseline_schedules(chain))
-    _add_each(found, rotor_schedules(problem))
+    found += all_baseline_schedules(chain)
+    found += rotor_schedules(problem)
     best = _fastest(problem, found)
     bound = bound_seconds(chain, problem.budget_bytes)
     is_open = bound < math.inf if best is None else not _is_proven(best.seconds, bound)
@@ -333,13 +332,13 @@ def _add(problem: Problem, solver: str, candidate: Candidate, found: list[Replay
 def _add_frontier(found: list[ReplayedSchedule], chain: Chain, solver: str) -> None:
     """Add all schedules of a method, without copies, that the frontier is chosen from."""
     if solver in BASELINES:
-        _add_each(found, baseline_schedules(chain, solver))
+        found += baseline_schedules(chain, solver)
     elif solver == "offload_only":
         found += _kept_whole(chain)
     else:
         if solver == "auto":
-            _add_each(found, all_baseline_schedules(chain))
-        _add_each(found, rotor_points(chain) if left_seconds() < math.inf else rotor_frontier(chain))
+            found += all_baseline_schedules(chain)
+        found += rotor_points(chain) if left_seconds() < math.inf else rotor_frontier(chain)
 
 
 def _frontier_of_budgets(problem: Problem, solver: str, time_limit_seconds: float) -> list[Solution]:
