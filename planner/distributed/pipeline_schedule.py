@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from profiler.tensors.local_tensors import is_distributed
 from profiler.tensors.tensor_trees import map_tensors, tensors_in
-from profiler.workload.loop_state import reached_from
+from profiler.workload.reachable import reached_from
 from profiler.workload.steps import ProfileError
 from profiler.workload.workload import Workload
 from profiler.workload.wrapped_models import class_name, inner_model

@@ -22,6 +22,7 @@ from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.optimizers import optimizer_tensors, scaler_tensors
+from profiler.workload.reachable import tensors_held
 from profiler.workload.steps import beside_the_inputs, held_by_loop
 from profiler.workload.workload import Workload
 
@@ -161,7 +162,7 @@ class _StorageLog:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for owner, _, tensor in optimizer_tensors(workload.optimizers):
             self.add([tensor], LiveStorage(kind="optimizer state", module=names.get(id(owner), "")))
-        self.add([*tensors_in(workload.inputs), *beside_the_inputs(workload)], LiveStorage(kind="batch"))
+        self.add([*tensors_held(workload.inputs), *beside_the_inputs(workload)], LiveStorage(kind="batch"))
         self.add(held_by_loop(workload), LiveStorage(kind="loop"))
 
     def add(self, tensors: Iterable[Tensor], made: LiveStorage) -> None:

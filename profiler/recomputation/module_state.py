@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,10 +30,13 @@ from profiler.workload.plain_objects import (
     copied as _copied,
     in_slots,
     is_opened,
+    items_of,
     refill as _fill,
     set_slots,
+    size_of,
     slots_of,
 )
+from profiler.workload.reachable import HOOKS, OF_MODULES, globals_of, in_cell, is_closed, is_plain_tensor
 from profiler.workload.remembered_values import GENERATORS
 from profiler.workload.sharded_units import StageUnits
 
@@ -42,12 +46,12 @@ leave_uncompiled(__name__)
 MOST_COPIED_BYTES = 16 * 2**20
 # Nothing counts the changes of an array, so each call copies it.
 MOST_ARRAY_BYTES = 2**20
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _DEPTH = 3  # of containers in containers, from a module's attribute on
 _OBJECT_DEPTH = 2  # of objects in objects
-_OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}
+_OF_MODULES = OF_MODULES | {"forward"}
 # A forward may register hooks, as where a model of transformers is first asked for its hidden states, or take them out.
-_HOOKS = sorted(name for name in _OF_MODULES if "_hooks" in name and "state_dict" not in name)
-_registers_of = operator.itemgetter("_buffers", "_modules", *_HOOKS)
+_registers_of = operator.itemgetter("_buffers", "_modules", *HOOKS)
 
 
 class ModuleState:
@@ -68,6 +72,7 @@ class ModuleState:
         "_contents",
         "_empty",
         "_generators",
+        "_globals",
         "_known",
         "_long",
         "_module",
@@ -77,6 +82,7 @@ class ModuleState:
         "_tensors",
         "_units",
         "_values",
+        "_variables",
     )
 
     def __init__(self, module: nn.Module, changing: Collection[str], units: StageUnits) -> None:
@@ -87,6 +93,8 @@ class ModuleState:
         self._slotted: list[tuple[Any, tuple[Any, ...]]] = []  # objects with what their slots hold
         self._known: set[int] = set()  # ids of holders, and of modules
         self._generators: list[tuple[Any, _Ways, Any]] = []  # and arrays; how they are read and written, and what it is
+        self._variables: list[tuple[types.CellType, Any]] = []  # of closures of hooks, with what is in them
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._parameters: list[RememberedParameter] = []
         self._tensors: dict[int, tuple[str, Tensor, int]] = {}  # what is held besides, with its version
         self._statistics: set[int] = set()  # ids of tensors that the call changes and does not read
@@ -122,11 +130,52 @@ class ModuleState:
             else:
                 self._empty.append(table)
         if parameters:
-            self._parameters += [remembered_parameter(p) for p in parameters.values() if p is not None]
+            for parameter in (each for each in parameters.values() if each is not None):
+                self._parameters.append(remembered_parameter(parameter))
+                self._note_attributes(parameter)
+        for table in tables[2:]:
+            for hook in table.values() if table else ():
+                self._note_function(hook)
         if buffers:
             self._note_buffers(module, buffers)
         for name in attributes.keys() - _OF_MODULES:
             self._note_value(name, attributes[name], _DEPTH)
+
+    def _note_attributes(self, parameter: Tensor) -> None:
+        """What hooks keep on a parameter; tensors there (``main_grad``) by identity alone: backwards change them."""
+        attributes = attributes_of(parameter) if is_plain_tensor(parameter) else None
+        if attributes:
+            self._contents.append((attributes, attributes.copy()))
+            for name, value in attributes.items():
+                if not isinstance(value, Tensor):
+                    self._note_value(name, value, _DEPTH)
+        elif attributes is not None:
+            self._empty.append(attributes)
+
+    def _note_function(self, function: Any) -> None:
+        """What a hook refers to: variables of its closure, the object that it is a method of, globals that it names."""
+        if isinstance(function, types.MethodType):
+            self._note_value(function.__name__, function.__self__, _DEPTH)
+            function = function.__func__
+        if isinstance(function, functools.partial):
+            self._note_tuple("partial", (*function.args, *function.keywords.values()), _DEPTH)
+            function = function.func
+        if (
+            not isinstance(function, types.FunctionType)
+            or is_closed(function.__module__)
+            or id(function) in self._known
+        ):
+            return
+        self._known.add(id(function))
+        for cell in function.__closure__ or ():
+            for value in in_cell(cell):
+                self._variables.append((cell, value))
+                self._note_value(function.__name__, value, _DEPTH)
+        for name in globals_of(function):
+            value = function.__globals__[name]
+            if not isinstance(value, _CODE):
+                self._globals.append((function.__globals__, name, value))
+                self._note_value(name, value, _DEPTH)
 
     def _note_buffers(self, module: nn.Module, buffers: dict[str, Any]) -> None:
         present = {name: buffer for name, buffer in buffers.items() if buffer is not None}
@@ -152,7 +201,7 @@ class ModuleState:
         if id(container) in self._known:
             return
         self._known.add(id(container))
-        is_long = len(container) > MOST_ITEMS
+        is_long = size_of(container) > MOST_ITEMS
         if is_long and isinstance(container, (list, dict)):
             self._long.append(GrowingContainer(name, container))
             return
@@ -166,7 +215,7 @@ class ModuleState:
         self._note_object(name, container, depth)
 
     def _note_tuple(self, name: str, items: Iterable[Any], depth: int) -> None:
-        for item in items if depth else ():
+        for item in (items_of(items) if isinstance(items, tuple) else items) if depth else ():
             self._note_value(name, item, depth - 1)
 
     def _note_object(self, name: str, value: Any, depth: int) -> None:
@@ -241,6 +290,8 @@ class ModuleState:
         filled = [(table, table.copy()) for table in self._empty if table]
         slotted = [(value, in_slots(value)) for value, _ in self._slotted]
         generators = [(generator, ways, ways[0](generator)) for generator, ways, _ in self._generators]
+        variables = [(cell, value) for cell, _ in self._variables for value in in_cell(cell)]
+        names = [(space, name, space.get(name)) for space, name, _ in self._globals]
         grown = [(one, one.cut()) for one in self._long]
         # What the first run has changed in place, the second will change again.
         tensors = [self._tensors[key][1] for key in changed]
@@ -252,6 +303,7 @@ class ModuleState:
                 _fill(holder, before)
             for value, before in self._slotted:
                 set_slots(value, before)
+            _rebind(self._variables, self._globals)
             for generator, ways, state in self._generators:
                 ways[1](generator, state)
             for parameter in thawed:
@@ -275,6 +327,7 @@ class ModuleState:
                 parameter.requires_grad_(not parameter.requires_grad)
             for generator, ways, state in generators:
                 ways[1](generator, state)
+            _rebind(variables, names)
             for value, now in slotted:
                 set_slots(value, now)
             for table in filter(None, self._empty):
@@ -309,6 +362,13 @@ class ModuleState:
             raise _changed_in_place(f"{next(names, '')!r}, a parameter of shape {tuple(parameter.shape)}")
         if storage is not None and parameter.numel() and not storage.nbytes():
             raise RerunError("expected parameters as in forward, got one whose memory was given back")
+
+
+def _rebind(variables: list[tuple[types.CellType, Any]], names: list[tuple[dict[str, Any], str, Any]]) -> None:
+    for cell, value in variables:
+        cell.cell_contents = value
+    for space, name, value in names:
+        space[name] = value
 
 
 def _changed_in_place(what: str) -> RerunError:

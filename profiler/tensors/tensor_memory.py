@@ -29,17 +29,21 @@ class TensorMemory:
         self._values = None if self._inner or not has_values(tensor) else host_copy(tensor)
         self._placed = None if self._values is None else _Placement(tensor)
 
-    def put_back(self) -> Tensor | None:
-        """The tensor with its values written, or a new one where it is gone; None where it is gone for good."""
+    def put_back(self, *, stays: bool = False) -> Tensor | None:
+        """The tensor with its values written, or a new one where it is gone; None where it is gone for good.
+
+        Args:
+            stays: where it lies elsewhere by now, in the same form, it stays there.
+        """
         tensor = self._tensor()
         if tensor is None:
             return self._anew().requires_grad_(self._takes_gradient) if self._values is not None else self._rewrapped()
         for name, inner in self._inner:
-            before = inner.put_back()
+            before = inner.put_back(stays=stays)
             if before is not None and getattr(tensor, name) is not before:
                 setattr(tensor, name, before)
         if self._values is not None and self._placed is not None:
-            if not self._placed.holds(tensor):
+            if not (self._placed.holds(tensor) or (stays and self._placed.fits(tensor))):
                 tensor.data = self._placed.again(self._anew)
             _overwrite(tensor, self._values)
         if tensor.is_leaf and tensor.requires_grad is not self._takes_gradient:
@@ -72,13 +76,17 @@ class _Placement:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor still lies there."""
-        if tensor.device != self._device or _form(tensor) != self._form:
+        if not self.fits(tensor):
             return False
         if self._storage is None:
             return True
         storage = tensor.untyped_storage()
         placed = tensor.storage_offset(), tensor.size(), tensor.stride()
         return storage is self._storage() and storage.nbytes() == self._nbytes and placed == self._geometry
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies somewhere in the same way."""
+        return tensor.device == self._device and _form(tensor) == self._form
 
     def again(self, anew: Callable[[], Tensor]) -> Tensor:
         """A tensor that lies there; over storage of its own where the one of before is gone."""

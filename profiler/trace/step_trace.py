@@ -29,6 +29,7 @@ from profiler.trace.value_sized import deciding_tensors, is_branch
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name, unwrapped
 from profiler.workload.forward_patches import Forward, ForwardPatches
+from profiler.workload.reachable import tensors_held
 from profiler.workload.sharded_units import SHARDING, unsharded_tensors
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 from profiler.workload.wrapped_models import inner_model
@@ -105,7 +106,7 @@ class StepRecorder(TorchDispatchMode):
             [
                 *self._persistent,
                 *unsharded_tensors(workload.model),
-                *tensors_in(workload.inputs),
+                *tensors_held(workload.inputs),
                 *workload.held_by_loss,
                 *(workload.held_by_loop if workload.own else ()),
             ]

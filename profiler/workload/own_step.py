@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from profiler.tensors.tensor_parts import sizes_of
-from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.autograd_nodes import graph_nodes, next_node
 from profiler.workload.compiled_forwards import is_compiled, leave_uncompiled
 from profiler.workload.forward_patches import Forward, ForwardPatches
+from profiler.workload.reachable import tensors_held
+from profiler.workload.replayed_iterators import ReplayedIterator
 from profiler.workload.torch_flags import under_transform
 
 leave_uncompiled(__name__)
@@ -36,6 +37,7 @@ class OwnStep:
         model: that it trains.
 
     Attributes:
+        replays: of the iterators that it takes from, while it is measured.
         measured: which of the forwards is measured.
         forwards: how many the last run had.
         retains: whether backward went more than once through the graph of the measured one, in the last run.
@@ -49,6 +51,7 @@ class OwnStep:
     def __init__(self, function: Callable[[], Any], model: nn.Module) -> None:
         self.function = function
         self.model = model
+        self.replays: list[ReplayedIterator] = []
         self.measured = 0
         self.forwards = 0
         self.retains = False
@@ -82,6 +85,8 @@ class OwnStep:
         ]
         try:
             with _backward_seen(watch.backward):
+                for replay in self.replays:
+                    replay.rewind()
                 result = self.function()
         finally:
             for hook in hooks:
@@ -133,7 +138,7 @@ class _Watch:
                 self.begin_forward()
             self.called_at_all = True
             self.transformed |= under_transform()
-            inputs = tensors_in((args, kwargs))
+            inputs = tensors_held((args, kwargs))
             self.input_elements[-1] += sum(tensor.numel() for tensor in inputs)
             if self._is_measured:
                 self._step.autocast = _autocast_of(self._step.model)

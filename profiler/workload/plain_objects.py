@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterator
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)  # the first that fits counts
-# What is in these is no state of a model, or is shared with other threads.
-_CLOSED_PACKAGES = frozenset(
-    ("asyncio", "concurrent", "ctypes", "functools", "inspect", "logging", "multiprocessing", "numpy", "planner",
-     "profiler", "solvers", "threading", "torch", "typing", "weakref")
-)  # fmt: skip
-_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), Tensor, nn.Parameter))
+# What is in these is no state of a model, or is shared with other threads; so it is with Python's own library.
+_CLOSED_PACKAGES = frozenset(("numpy", "planner", "profiler", "solvers", "torch"))
+_OPENED_MODULES = (
+    "argparse",
+    "collections",
+    "torch.optim",
+    "torch.amp",
+    "torch.cuda.amp",
+    "torch.distributed.pipelining",
+)
+PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 _CLOSED = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 # More items are a table (a vocabulary, say), which no step changes and which it would take long to go through.
 MOST_ITEMS = 1000
-_OPENED_DEPTH = 4  # of objects and containers in each other
 GONE = object()  # in the place of a slot that is empty
 
 
 @functools.cache
 def base_of(kind: type) -> Any:
     """The container of Python's own that containers of a type are; None for other types."""
-    closed = kind.__module__.partition(".")[0] in _CLOSED_PACKAGES
+    closed = _is_closed(kind) and kind.__module__ not in ("builtins", "collections")
     return None if closed else next((base for base in _BASES if issubclass(kind, base)), None)
 
 
 @functools.cache
 def is_opened(kind: type) -> bool:
     """Whether what objects of a type keep on themselves is remembered, be they callable or not."""
-    closed = issubclass(kind, _CLOSED) or kind.__module__.partition(".")[0] in _CLOSED_PACKAGES
-    return not closed and bool(kind.__dictoffset__ or slots_of(kind))
+    if issubclass(kind, _CLOSED) or (_is_closed(kind) and kind is not SimpleNamespace):
+        return False
+    return bool(kind.__dictoffset__ or slots_of(kind))
+
+
+def _is_closed(kind: type) -> bool:
+    module = kind.__module__
+    package = module.partition(".")[0]
+    opened = any(module == each or module.startswith(f"{each}.") for each in _OPENED_MODULES)
+    return not opened and (package in _CLOSED_PACKAGES or package in sys.stdlib_module_names)
 
 
 @functools.cache
@@ -56,13 +70,20 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 def in_slots(value: Any) -> tuple[Any, ...]:
     """What the slots of an object hold now."""
-    return tuple(getattr(value, name, GONE) for name in slots_of(type(value)))
+    return tuple(_in_slot(value, name) for name in slots_of(type(value)))
+
+
+def _in_slot(value: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return GONE
 
 
 def set_slots(value: Any, contents: tuple[Any, ...]) -> None:
     """Put back those slots of an object that hold something else now, past what its class makes of setting them."""
     for name, item in zip(slots_of(type(value)), contents, strict=True):
-        if getattr(value, name, GONE) is not item:
+        if _in_slot(value, name) is not item:
             if item is GONE:
                 object.__delattr__(value, name)
             else:
@@ -71,34 +92,25 @@ def set_slots(value: Any, contents: tuple[Any, ...]) -> None:
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """The attributes of an object, the very dict of them; None where it has none."""
-    attributes = getattr(value, "__dict__", None)
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
     return attributes if type(attributes) is dict else None
 
 
-def inside_of(values: Iterable[Any]) -> tuple[list[Any], list[nn.Module]]:
-    """Objects that are opened, and modules, in values and in what is in them, each once."""
-    objects: list[Any] = []
-    modules: list[nn.Module] = []
-    known: set[int] = set()
-    level = list(values)
-    for _ in range(_OPENED_DEPTH + 1):
-        following: list[Any] = []
-        for value in level:
-            kind = type(value)
-            if kind in _PLAIN or id(value) in known:
-                continue
-            known.add(id(value))
-            if isinstance(value, nn.Module):
-                modules.append(value)
-                continue
-            if is_opened(kind):
-                objects.append(value)
-                following += [*(attributes_of(value) or {}).values(), *in_slots(value)]
-            if (isinstance(value, tuple) or base_of(kind) is not None) and len(value) <= MOST_ITEMS:
-                contents = value if isinstance(value, tuple) else copied(value)
-                following += contents.values() if isinstance(contents, dict) else contents
-        level = following
-    return objects, modules
+def items_of(container: Any) -> Iterator[Any]:
+    """The items of a container, values of a dict: what is there, whatever its class makes of being asked."""
+    return iter(dict.values(container)) if isinstance(container, dict) else _kind_of(container).__iter__(container)
+
+
+def size_of(container: Any) -> int:
+    """How many items a container has, whatever its class makes of being asked."""
+    return _kind_of(container).__len__(container)
+
+
+def _kind_of(container: Any) -> Any:
+    return next(kind for kind in (dict, tuple, list, deque, set, frozenset) if isinstance(container, kind))
 
 
 def copied(container: Any) -> Any:
@@ -109,7 +121,7 @@ def copied(container: Any) -> Any:
     base = base_of(kind)
     if base is list or base is deque:
         return list(base.__iter__(container))
-    return set(container) if base is set else dict(base.items(container))
+    return set(items_of(container)) if base is set else dict(base.items(container))
 
 
 def refill(container: Any, contents: Any) -> None:
@@ -120,11 +132,11 @@ def refill(container: Any, contents: Any) -> None:
         return
     base = base_of(kind)
     if base is set:
-        if container != contents:
+        if set(items_of(container)) != contents:
             set.clear(container)
             set.update(container, contents)
     elif base is list or base is deque:
-        if len(container) != len(contents) or not all(map(is_, base.__iter__(container), contents)):
+        if size_of(container) != len(contents) or not all(map(is_, base.__iter__(container), contents)):
             base.clear(container)
             base.extend(container, contents)
     else:
@@ -132,7 +144,7 @@ def refill(container: Any, contents: Any) -> None:
 
 
 def _refill_dict(container: Any, contents: dict[Any, Any], base: Any) -> None:
-    same_keys = len(container) == len(contents) and all(map(is_, base.__iter__(container), contents))
+    same_keys = size_of(container) == len(contents) and all(map(is_, base.__iter__(container), contents))
     if same_keys and all(map(is_, base.values(container), contents.values())):
         return
     if not same_keys:

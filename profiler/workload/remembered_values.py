@@ -16,33 +16,59 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from profiler.tensors.tensor_memory import TensorMemory
-from profiler.workload.plain_objects import MOST_ITEMS, base_of, copied, is_opened, refill
+from profiler.workload.plain_objects import (
+    MOST_ITEMS,
+    PLAIN,
+    attributes_of,
+    base_of,
+    copied,
+    is_opened,
+    refill,
+    size_of,
+)
 
 _DEPTH = 8  # Containers further inside are left alone: they may hold themselves.
 MAPPINGS = (dict, OrderedDict, defaultdict)
 SEQUENCES = (list, deque)
 
 
+Memories = dict[int, TensorMemory | None]
+
+
 class Snapshot:
-    """A value and what is in it. Tensors are copied to host memory and not kept alive, nor are containers.
+    """A value and what is in it. Tensors are copied to host memory.
 
     Args:
         value: anything; what is no plain data is put back as the same object, whatever happened to it.
-        elsewhere: ids of tensors whose values somebody else puts back.
+        memories: of tensors that others have copied, by their ids; None of those whose values others put back.
         most_items: containers of more are taken as objects.
+        keeps: tensors and containers are kept alive; without, they are made anew where they are gone.
     """
 
     def __init__(
-        self, value: Any, elsewhere: Collection[int] = (), most_items: float = MOST_ITEMS, depth: int = _DEPTH
+        self,
+        value: Any,
+        memories: Memories | None = None,
+        most_items: float = MOST_ITEMS,
+        depth: int = _DEPTH,
+        *,
+        keeps: bool = False,
     ) -> None:
-        self._identity, self._type = id(value), type(value)
+        self._identity, self._type, self._keeps = id(value), type(value), keeps
         self._back: Callable[[Any], Any]
-        if isinstance(value, Tensor):
-            self._back = _tensor(value, copied=id(value) not in elsewhere)
-        elif is_container(value) and depth and len(value) <= most_items:
-            self._back = self._container(value, lambda item: Snapshot(item, elsewhere, most_items, depth - 1))
+        memories = {} if memories is None else memories
+
+        def remember(item: Any) -> Snapshot:
+            return Snapshot(item, memories, most_items, depth - 1, keeps=keeps)
+
+        if self._type in PLAIN:
+            self._back = lambda _: value
+        elif isinstance(value, Tensor):
+            self._back = _tensor(value, memories, keeps)
+        elif is_container(value) and depth and size_of(value) <= most_items and (not keeps or isinstance(value, tuple)):
+            self._back = self._container(value, remember)
         elif base_of(type(value)) is not None:
-            self._back = self._filled_again(value, lambda item: Snapshot(item, elsewhere, most_items, depth - 1), depth)
+            self._back = self._filled_again(value, remember, depth)
         else:
             self._back = _object(value)
 
@@ -69,8 +95,10 @@ class Snapshot:
         if isinstance(value, tuple):
             make = getattr(type(value), "_make", tuple)
             items = [remember(item) for item in value]
+            kept = value if self._keeps else None
 
             def rebuilt(now: Any) -> Any:
+                now = now if kept is None else kept
                 there = now if self._is(now) else [None] * len(items)
                 parts = [item.put_back(old) for item, old in zip(items, there, strict=True)]
                 return now if self._is(now) and all(map(operator.is_, parts, there)) else make(parts)
@@ -130,14 +158,14 @@ def _object(value: Any) -> Callable[[Any], Any]:
     return lambda _: value
 
 
-def _tensor(value: Tensor, *, copied: bool) -> Callable[[Any], Any]:
+def _tensor(value: Tensor, memories: Memories, keeps: bool) -> Callable[[Any], Any]:
     if value.is_meta or is_lazy(value):
         return lambda _: value  # It has no values, and takes no memory.
-    if copied:
-        memory = TensorMemory(value)
-        return lambda _: memory.put_back()
-    reference = weakref.ref(value)
-    return lambda _: reference()
+    if id(value) not in memories:
+        memories[id(value)] = TensorMemory(value)
+    memory, reference = memories[id(value)], weakref.ref(value)
+    put_back = reference if memory is None else memory.put_back
+    return (lambda _: (put_back(), value)[1]) if keeps else (lambda _: put_back())
 
 
 class Attributes:
@@ -146,23 +174,31 @@ class Attributes:
     Args:
         objects: modules, say.
         ignored: names of attributes that are left alone.
-        elsewhere: as for ``Snapshot``.
+        memories, keeps: as for ``Snapshot``.
     """
 
-    def __init__(self, objects: Iterable[Any], ignored: Collection[str], elsewhere: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        objects: Iterable[Any],
+        ignored: Collection[str],
+        memories: Memories | None = None,
+        *,
+        keeps: bool = False,
+    ) -> None:
         self._ignored = ignored
-        self._objects = [(owner, self._remembered(vars(owner), elsewhere)) for owner in objects]
+        held = [attributes for owner in objects if (attributes := attributes_of(owner)) is not None]
+        self._objects = [(each, self._remembered(each, memories, keeps)) for each in held]
 
     def restore(self) -> None:
         """Put back what was there then; what has come since goes. Functions are no state, and stay."""
-        for owner, before in self._objects:
-            now = vars(owner)
+        for now, before in self._objects:
             for name in [name for name, value in now.items() if name not in before and self._counts(name, value)]:
                 del now[name]
             now.update({name: value.put_back(now.get(name)) for name, value in before.items()})
 
-    def _remembered(self, attributes: Mapping[str, Any], elsewhere: Collection[int]) -> dict[str, Snapshot]:
-        return {name: Snapshot(value, elsewhere) for name, value in attributes.items() if self._counts(name, value)}
+    def _remembered(self, attributes: Mapping[str, Any], memories: Memories | None, keeps: bool) -> dict[str, Snapshot]:
+        counted = {name: value for name, value in attributes.items() if self._counts(name, value)}
+        return {name: Snapshot(value, memories, keeps=keeps) for name, value in counted.items()}
 
     def _counts(self, name: str, value: Any) -> bool:
         return name not in self._ignored and (is_opened(type(value)) or not callable(value))

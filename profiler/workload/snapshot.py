@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import random
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from profiler.caller_warnings import warn_caller
 from profiler.tensors.tensor_memory import TensorMemory
-from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.gradient_buckets import buckets_restored
 from profiler.workload.host_numbers import host_states
-from profiler.workload.loop_state import bindings_of, reached_from, tensors_of
+from profiler.workload.iterator_places import replace_iterators
 from profiler.workload.optimizers import with_inner
-from profiler.workload.plain_objects import attributes_of, in_slots, inside_of, set_slots
+from profiler.workload.own_step import OwnStep
+from profiler.workload.plain_objects import in_slots, is_opened, set_slots
+from profiler.workload.reachable import (
+    OF_MODULES,
+    globals_of,
+    in_cell,
+    is_known_otherwise,
+    is_plain_tensor,
+    own_spaces,
+    reached_from,
+    tensors_held,
+    tensors_of,
+)
 from profiler.workload.ready_models import check_ready
-from profiler.workload.remembered_values import Attributes, Snapshot, filled
+from profiler.workload.remembered_values import Attributes, Memories, Snapshot, filled
 from profiler.workload.restoring import Restoring
 from profiler.workload.torch_flags import current_flags, stacks_kept
 from profiler.workload.workload import Workload
-
-_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 @contextmanager
@@ -46,18 +58,48 @@ def preserved(workload: Workload) -> Iterator[None]:
     with torch.set_grad_enabled(torch.is_grad_enabled()), stacks_kept():
         try:
             gc.disable()
-            _remember(workload, back)
-            yield
+            with nullcontext() if workload.own is None else _replaying(workload.own):
+                _remember(workload, back)
+                try:
+                    yield
+                finally:
+                    workload.release()
+                    try:
+                        back.restore()
+                    except KeyboardInterrupt:  # It may have come before anything was back.
+                        back.restore()
+                        raise
         finally:
-            workload.release()
-            try:
-                back.restore()
-            except KeyboardInterrupt:  # It may have come before anything was back.
-                back.restore()
-                raise
-            finally:
-                if collects:
-                    gc.enable()
+            if collects:
+                gc.enable()
+
+
+@contextmanager
+def _replaying(step: OwnStep) -> Iterator[None]:
+    """Inside, each step gets the same items of the iterators that it takes from; afterwards they come again."""
+    before = step.replays
+    step.replays, end = replace_iterators(step.function)
+    for replay in step.replays:
+        replay.begin(_item_restore, RandomState.capture)
+    try:
+        yield
+    finally:
+        end()
+        step.replays = before
+
+
+def _item_restore(value: Any) -> Callable[[], None]:
+    """For an item that steps get again, which one may have changed; its tensors stay where a meter moved them to."""
+    back, reached = Restoring(), reached_from(value)
+    tensors = tensors_of(reached)
+    memories: Memories = dict.fromkeys(map(id, tensors))
+    for tensor in tensors:
+        back.remember(
+            "an item of an iterator", lambda t=tensor: functools.partial(TensorMemory(t).put_back, stays=True)
+        )
+    back.remember("an item of an iterator", lambda: _held_restore(value, memories, keeps=True))
+    remember_reached(reached, reached.names, back, memories, keeps=True)
+    return back.restore
 
 
 def captured(workload: Workload) -> Callable[[], None]:
@@ -73,28 +115,29 @@ def captured(workload: Workload) -> Callable[[], None]:
 
 
 def _remember(workload: Workload, back: Restoring) -> None:
-    modules = modules_of(workload)
-    functions = (None if workload.own is None else workload.own.function, workload.loss)
-    plain = [each for each in functions if each is not None and not isinstance(each, nn.Module)]
-    for what, put_back in bindings_of([reached for function in plain for reached in reached_from(function)]):
-        back.add(what, put_back)
     for root in (workload.model, workload.loss):
         if isinstance(root, nn.Module):
             check_ready(root, "Workload")
-    parameters = _named_parameters(workload, modules)
+    modules = modules_of(workload)
+    reached = reached_from(*_functions(workload))
+    parameters = _named_parameters(workload, modules, tensors_of(reached))
     back.add("the flags of torch", current_flags())
     back.add("random states", RandomState.capture().restore)
+    memories: Memories = {id(parameter): None for _, parameter in parameters}
     for name, parameter in parameters:
         back.remember(name, lambda p=parameter: _held(p, TensorMemory(p)))
-    remember_modules(modules, back)
-    for module, name in _unregistered(modules).items():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                back.remember(f"{name}.{leaf}", lambda p=parameter: _held(p, TensorMemory(p)))
-                back.remember(f"gradient of {name}.{leaf}", lambda p=parameter: _gradient_held(p))
-    known = {id(parameter) for _, parameter in parameters}
+    handled = remember_modules(modules, back, memories)
+    remember_reached(
+        [value for value in reached if id(value) not in handled], reached.names, back, memories, keeps=True
+    )
+    if reached.is_cut:
+        warn_caller(
+            f"profile: the step refers to more than {len(reached):,} objects: what is behind the nearest of them is "
+            "neither put back after profiling nor counted; keep large tables out of what the step refers to, or make "
+            "them a torch Dataset"
+        )
     inputs = workload.inputs
-    back.remember("inputs", lambda: _inputs_restore(inputs, known))
+    back.remember("inputs", lambda: _inputs_restore(inputs, memories))
     for optimizer in with_inner(workload.optimizers):
         back.remember("optimizer", lambda o=optimizer: _optimizer_restore(o))
     if workload.scaler is not None:
@@ -105,11 +148,18 @@ def _remember(workload: Workload, back: Restoring) -> None:
             parameter.grad = None
 
 
+def _functions(workload: Workload) -> list[Any]:
+    """What is run that is no module, and the batch that it is run on."""
+    run = (None if workload.own is None else workload.own.function, workload.loss)
+    return [*(each for each in run if not (each is None or isinstance(each, nn.Module))), workload.inputs]
+
+
 def modules_of(workload: Workload) -> dict[nn.Module, str]:
     """The modules of model and loss, with what to call them."""
     roots = [("model", workload.model), *([("loss", workload.loss)] if isinstance(workload.loss, nn.Module) else [])]
     if workload.own is not None:
-        roots += [("a module of the step", m) for m in reached_from(workload.own.function) if isinstance(m, nn.Module)]
+        reached = reached_from(workload.own.function)
+        roots += [("a module of the step", module) for module in reached if isinstance(module, nn.Module)]
     names: dict[nn.Module, str] = {}
     for root, outermost in roots:
         for name, module in outermost.named_modules():
@@ -117,49 +167,142 @@ def modules_of(workload: Workload) -> dict[nn.Module, str]:
     return names
 
 
-def remember_modules(modules: Mapping[nn.Module, str], back: Restoring) -> None:
+def remember_modules(modules: Mapping[nn.Module, str], back: Restoring, memories: Memories | None = None) -> set[int]:
     """All that modules hold but the values of their parameters: buffers, flags, attributes, what is registered.
 
-    What is inside the objects that they keep, too, and modules that stand in plain containers.
+    What can be reached from them, too, and modules that are registered nowhere.
+
+    Args:
+        modules: with what to call them.
+        back: to which the ways back are added.
+        memories: as for ``Snapshot``.
+
+    Returns:
+        The ids of all that was remembered.
     """
-    modules = {**modules, **_unregistered(modules)}
-    known = {id(t) for module in modules for t in (*module._parameters.values(), *module._buffers.values())}
+    reached = reached_from(*modules)
+    found = (each for each in reached if isinstance(each, nn.Module) and each not in modules)
+    beside = {module: f"a {type(module).__name__} that is not registered" for module in found}
+    modules = {**modules, **beside}
+    memories = {} if memories is None else memories
+    memories.update((id(p), None) for module in modules for p in module._parameters.values() if p is not None)
     buffers = {id(b): (f"{name}.{leaf}", b) for m, name in modules.items() for leaf, b in m._buffers.items()}
     for name, buffer in buffers.values():
         if buffer is not None:
+            memories[id(buffer)] = None
             back.remember(name, lambda b=buffer: _held(b, TensorMemory(b)))
+    for module, name in beside.items():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                back.remember(f"{name}.{leaf}", lambda p=parameter: _held(p, TensorMemory(p)))
+                back.remember(f"gradient of {name}.{leaf}", lambda p=parameter: _gradient_held(p))
     for module, name in modules.items():
         back.remember(f"what is registered in {name}", lambda m=module: _registered(m))
-        back.remember(f"attributes of {name}", lambda m=module: Attributes([m], _OF_MODULES, known).restore)
-    for value in inside_of(_attributes_of(modules))[0]:
-        back.remember(f"what is in a {type(value).__name__}", lambda v=value: _inside_restore(v, known))
+        back.remember(f"attributes of {name}", lambda m=module: Attributes([m], OF_MODULES, memories).restore)
+    remember_reached(reached, reached.names, back, memories)
     for module, name in modules.items():  # They are made of what is put back until here.
         if (anew := buckets_restored(module)) is not None:
             back.add(f"the buckets of {name}", anew)
+    return set(map(id, reached))
 
 
-def _attributes_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """The plain attributes of modules, each once: often they share one configuration."""
-    values = (value for module in modules for name, value in vars(module).items() if name not in _OF_MODULES)
-    return list({id(value): value for value in values}.values())
+def remember_reached(
+    reached: Iterable[Any], names: Collection[str], back: Restoring, memories: Memories, *, keeps: bool = False
+) -> None:
+    """What everything that was reached refers to, but for modules: attributes, slots, variables, globals, arguments.
+
+    Args:
+        reached: by ``reached_from``.
+        names: that reached code uses: of classes and modules of the user's own nothing else is remembered.
+        back: to which the ways back are added.
+        memories, keeps: as for ``Snapshot``.
+    """
+    seen: set[int] = set()
+    for value in reached:
+        kind = type(value).__name__
+        if is_known_otherwise(value):
+            continue
+        if isinstance(value, nn.Module):
+            spaces = own_spaces(value)
+        elif isinstance(value, types.FunctionType):
+            back.remember(f"what {value.__name__} refers to", lambda v=value: _function_restore(v, memories, keeps))
+            continue
+        elif isinstance(value, types.CellType):
+            back.remember("a variable of the step", lambda v=value: _cell_restore(v, memories, keeps))
+            continue
+        elif isinstance(value, functools.partial):
+            arguments = (value.args, value.keywords)
+            back.remember("arguments of a partial", lambda v=arguments: _held_restore(v, memories, keeps))
+            continue
+        else:
+            spaces = own_spaces(value)
+            if is_plain_tensor(value):  # It is not kept alive.
+                back.remember("attributes of a tensor", lambda v=value: Attributes([v], (), memories).restore)
+            elif is_opened(type(value)):
+                back.remember(f"what is in a {kind}", lambda v=value: _inside_restore(v, memories, keeps))
+        for space in spaces:
+            if id(space) not in seen:
+                seen.add(id(space))
+                back.remember(f"what is in {space.__name__}", lambda s=space: _space_restore(s, names, memories, keeps))
 
 
-def _unregistered(modules: Mapping[nn.Module, str]) -> dict[nn.Module, str]:
-    """Modules that others keep in plain containers and objects, with what to call them."""
-    found: dict[nn.Module, str] = {}
-    pending: Iterable[nn.Module] = modules
-    while pending:
-        kept = inside_of(_attributes_of(pending))[1]
-        pending = [m for outer in kept for m in outer.modules() if m not in modules and m not in found]
-        found.update({module: f"a {type(module).__name__} that is not registered" for module in pending})
-    return found
+def _function_restore(function: types.FunctionType, memories: Memories, keeps: bool) -> Callable[[], None]:
+    """For its attributes and what its defaults hold, and the globals that it names."""
+    attributes = Attributes([function], (), memories, keeps=keeps)
+    defaults = _held_restore((function.__defaults__, function.__kwdefaults__), memories, keeps)
+    names = globals_of(function)
+    variables = {name: Snapshot(function.__globals__[name], memories, keeps=keeps) for name in names}
+
+    def restore() -> None:
+        attributes.restore()
+        defaults()
+        for name, before in variables.items():
+            function.__globals__[name] = before.put_back(function.__globals__.get(name))
+
+    return restore
 
 
-def _inside_restore(value: Any, known: Collection[int]) -> Callable[[], None]:
+def _cell_restore(cell: types.CellType, memories: Memories, keeps: bool) -> Callable[[], None]:
+    remembered = [Snapshot(value, memories, keeps=keeps) for value in in_cell(cell)]
+
+    def restore() -> None:
+        now = next(iter(in_cell(cell)), None)
+        for before in remembered:
+            cell.cell_contents = before.put_back(now)
+
+    return restore
+
+
+def _held_restore(values: Any, memories: Memories, keeps: bool) -> Callable[[], None]:
+    """For what is in values that stay where they are."""
+    remembered = Snapshot(values, memories, keeps=keeps)
+    return lambda: remembered.put_back(values)
+
+
+def _space_restore(space: Any, names: Collection[str], memories: Memories, keeps: bool) -> Callable[[], None]:
+    """For what code that was reached names in a class or a module of the user's own; functions are no state."""
+
+    def now() -> dict[str, Any]:
+        named = ((name, vars(space)[name]) for name in vars(space).keys() & names)
+        return {name: value for name, value in named if not (callable(value) or hasattr(type(value), "__get__"))}
+
+    remembered = {name: Snapshot(value, memories, keeps=keeps) for name, value in now().items()}
+
+    def restore() -> None:
+        there = now()
+        for name in there.keys() - remembered.keys():
+            delattr(space, name)
+        for name, before in remembered.items():
+            if (value := before.put_back(there.get(name))) is not there.get(name):
+                setattr(space, name, value)
+
+    return restore
+
+
+def _inside_restore(value: Any, memories: Memories, keeps: bool) -> Callable[[], None]:
     """For the attributes and slots of an object."""
-    owners = [] if attributes_of(value) is None else [value]
-    attributes = Attributes(owners, (), known)
-    slots = tuple(Snapshot(item, known) for item in in_slots(value))
+    attributes = Attributes([value], (), memories, keeps=keeps)
+    slots = tuple(Snapshot(item, memories, keeps=keeps) for item in in_slots(value))
 
     def restore() -> None:
         attributes.restore()
@@ -183,7 +326,7 @@ def _held(tensor: Tensor, memory: TensorMemory) -> Callable[[], object]:
 
 def _registered(module: nn.Module) -> Callable[[], None]:
     """Which parameters, buffers, modules and hooks a module has, and its flags."""
-    own = {name: value for name, value in vars(module).items() if name in _OF_MODULES}
+    own = {name: value for name, value in vars(module).items() if name in OF_MODULES}
     tables = [(table, dict(table)) for table in own.values() if isinstance(table, dict)]
     names, training = set(module._non_persistent_buffers_set), module.training
 
@@ -201,13 +344,15 @@ def _registered(module: nn.Module) -> Callable[[], None]:
     return back
 
 
-def _named_parameters(workload: Workload, modules: Mapping[nn.Module, str]) -> list[tuple[str, Tensor]]:
+def _named_parameters(
+    workload: Workload, modules: Mapping[nn.Module, str], reached: Iterable[Tensor]
+) -> list[tuple[str, Tensor]]:
     """Those of the modules, of the optimizer and the tensors of the inputs, each once."""
     named = [(f"{name}.{leaf}", p) for m, name in modules.items() for leaf, p in m._parameters.items() if p is not None]
     named += [("a parameter of the optimizer or the loss", p) for p in workload.parameters_beside()]
-    named += [("an input", tensor) for tensor in tensors_in(workload.inputs)]
+    named += [("an input", tensor) for tensor in tensors_held(workload.inputs)]
     if workload.own is not None:
-        named += [("a tensor of the step", t) for t in tensors_of(reached_from(workload.own.function)) if t.is_leaf]
+        named += [("a tensor of the step", tensor) for tensor in reached if tensor.is_leaf]
     if not isinstance(workload.loss, nn.Module):  # A teacher's weights are many, and none of a loss's own.
         held = [t for t in workload.held_by_loss if t.is_leaf and not isinstance(t, nn.Parameter)]
         named += [("a tensor of the loss", t) for t in held]
@@ -261,9 +406,9 @@ def _set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
     parameter.grad = gradient
 
 
-def _inputs_restore(inputs: Any, elsewhere: Collection[int]) -> Callable[[], object]:
+def _inputs_restore(inputs: Any, memories: Memories) -> Callable[[], object]:
     """For the containers of a batch, which a step may take things out of."""
-    remembered = Snapshot(inputs, elsewhere)
+    remembered = Snapshot(inputs, memories)
     return lambda: remembered.put_back(inputs)
 
 

@@ -13,9 +13,8 @@ from profiler.agreement import any_rank
 from profiler.records import ResidentBytes
 from profiler.tensors.storages import distinct_bytes, storage_key
 from profiler.tensors.tensor_parts import parts_of
-from profiler.tensors.tensor_trees import tensors_in
+from profiler.workload.autograd_nodes import kept_by_nodes
 from profiler.workload.gradient_buckets import bucket_bytes, buckets_change
-from profiler.workload.loop_state import kept_by_nodes
 from profiler.workload.optimizers import (
     fill_history,
     optimizer_tensors,
@@ -23,6 +22,7 @@ from profiler.workload.optimizers import (
     stepped_parameters,
     wants_closure,
 )
+from profiler.workload.reachable import reached_from, tensors_held, tensors_of
 from profiler.workload.sharded_units import mesh_tensors
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
@@ -203,7 +203,7 @@ def resident_bytes_of(workload: Workload) -> ResidentBytes:
         parameters=distinct_bytes(model.parameters()),
         buffers=buffers,
         optimizer=optimizer_state_bytes(workload),
-        inputs=distinct_bytes([*tensors_in(workload.inputs), *beside_the_inputs(workload)]),
+        inputs=distinct_bytes([*tensors_held(workload.inputs), *beside_the_inputs(workload)]),
         gradients=gradient_bytes(workload),
         other_parameters=distinct_bytes(p for p in workload.parameters_beside() if id(p) not in of_model),
         scaler=distinct_bytes(scaler_tensors(workload.scaler)),
@@ -229,12 +229,8 @@ def optimizer_state_bytes(workload: Workload) -> int:
 
 
 def kept_in_attributes(workload: Workload) -> list[Tensor]:
-    """Tensors that modules keep as plain attributes, but for those that are counted as something else."""
-    modules = list(dict.fromkeys(module for root in _roots(workload) for module in root.modules()))
-    own = set(vars(nn.Module()))
-    attributes = [value for module in modules for name, value in vars(module).items() if name not in own]
-    once = list({id(value): value for value in attributes}.values())  # Often one configuration, in every module.
-    return _not_counted(workload, tensors_in(once))
+    """Tensors that modules keep besides parameters and buffers, but for those that are counted as something else."""
+    return _not_counted(workload, tensors_of(reached_from(*_roots(workload))))
 
 
 def held_by_loop(workload: Workload) -> list[Tensor]:
@@ -260,13 +256,13 @@ def beside_the_inputs(workload: Workload) -> list[Tensor]:
 
 def _not_counted(workload: Workload, tensors: list[Tensor]) -> list[Tensor]:
     """Those of the workload's device that are no parameters, gradients, buffers, states of an optimizer or inputs."""
-    counted = [*workload.with_gradients(), *tensors_in(workload.inputs)]
+    counted = [*workload.with_gradients(), *tensors_held(workload.inputs)]
     counted += [parameter.grad for parameter in counted if parameter.is_leaf and parameter.grad is not None]
     counted += _buffers(workload)
     counted += [tensor for *_, tensor in optimizer_tensors(workload.optimizers)]
     known = {storage_key(tensor) for tensor in counted}
-    on_device = [tensor for tensor in tensors if tensor.device.type == workload.device.type]
-    return [tensor for tensor in on_device if storage_key(tensor) not in known]
+    device = workload.device.type
+    return [tensor for tensor in tensors if tensor.device.type == device and storage_key(tensor) not in known]
 
 
 def _roots(workload: Workload) -> list[nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,7 +13,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import map_tensors, tensors_in
-from profiler.workload.loop_state import kept_by_modules, reached_from, reached_from_loss, tensors_of
 from profiler.workload.optimizers import (
     Optimizers,
     given_optimizers,
@@ -23,6 +23,7 @@ from profiler.workload.optimizers import (
     with_inner,
 )
 from profiler.workload.own_step import OwnStep
+from profiler.workload.reachable import reached_from, tensors_held, tensors_of
 from profiler.workload.ready_models import check_ready
 from profiler.workload.sharded_units import end_of_step
 from profiler.workload.workload_arguments import autocast_dtype, check_kinds, check_own, check_update
@@ -111,9 +112,9 @@ class Workload:
     @property
     def device(self) -> torch.device:
         """Where the model's parameters are, or the inputs where it has none."""
-        for tensor in (*self.model.parameters(), *self.model.buffers(), *tensors_in(self.inputs)):
-            return tensor.device
-        return torch.device("cpu")
+        own = next(itertools.chain(self.model.parameters(), self.model.buffers()), None)
+        held = [own] if own is not None else tensors_held(self.inputs)
+        return held[0].device if held else torch.device("cpu")
 
     def to(self, device: torch.device | str) -> Workload:
         """Move the model (in place) and the inputs; returns self.
@@ -163,11 +164,8 @@ class Workload:
     @property
     def held_by_loop(self) -> list[Tensor]:
         """What the loop refers to until the next step: the last output and loss, or what the user's step refers to."""
-        if self.own is not None:
-            reached = [*reached_from(self.own.function), *reached_from(self.own.result)]
-        else:
-            reached = reached_from((self._output, self._loss))
-        return [*tensors_of(reached), *kept_by_modules(reached)]  # Caches are objects of many kinds.
+        roots = (self._output, self._loss) if self.own is None else (self.own.function, self.own.result)
+        return tensors_of(reached_from(*roots))
 
     @property
     def held_loss(self) -> list[Tensor]:
@@ -183,14 +181,14 @@ class Workload:
     @property
     def held_by_loss(self) -> list[Tensor]:
         """What a loss function refers to: the targets of the batch, a teacher's weights."""
-        return [] if self.loss is None else tensors_of(reached_from_loss(self.loss))
+        return tensors_of(reached_from(self.loss))
 
     @property
     def input_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of the tensors of the batch; of a step of the user's own, once it has run, those that the model gets."""
         if self.own is not None and self.own.input_shapes:
             return self.own.input_shapes
-        return tuple(map(sizes_of, tensors_in(self.inputs)))
+        return tuple(map(sizes_of, tensors_held(self.inputs)))
 
     def zero_grad(self) -> None:
         """Set every gradient to None, or with ``accumulate`` to zeros; a step of the user's own does so itself."""
@@ -214,7 +212,7 @@ class Workload:
         """All parameters, and inputs that want a gradient."""
         yield from self.model.parameters()
         yield from self.parameters_beside()
-        yield from (tensor for tensor in tensors_in(self.inputs) if tensor.is_leaf and tensor.requires_grad)
+        yield from (tensor for tensor in tensors_held(self.inputs) if tensor.is_leaf and tensor.requires_grad)
 
     def step(self, on_phase: OnPhase | None = None, until: StepPhase | None = None) -> float:
         """One whole training step; returns the loss as a number.

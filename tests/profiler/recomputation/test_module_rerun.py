@@ -82,3 +82,47 @@ def test_a_rerun_sees_a_buffer_in_the_size_of_the_first_run_and_leaves_it_in_its
         seen.resize_(5).fill_(0)
     assert module.get_buffer("seen") is seen and seen.tolist() == [1, 1, 1]
     seen.resize_(7)  # Nothing has kept its storage from growing.
+
+
+COUNTS = {"calls": 0}
+
+
+class Hooked(nn.Module):
+    """Hooks inside it count on parameters, in a closure, in a global and on an object that a method belongs to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+        self.outside, number = list[int](), 0
+
+        def count(module: nn.Module, args: Any, output: Any) -> None:
+            nonlocal number
+            number += 1
+            self_outside.append(number)
+            COUNTS["calls"] += 1
+            for parameter in map(_any, module.parameters()):
+                parameter.calls = getattr(parameter, "calls", 0) + 1
+
+        self_outside = self.outside
+        self.line.register_forward_hook(count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x)
+
+    def counts(self) -> list[Any]:
+        return [[*self.outside], COUNTS["calls"], *(_any(p).__dict__.copy() for p in self.parameters())]
+
+
+def _any(value: Any) -> Any:
+    return value
+
+
+def test_what_hooks_count_in_a_first_run_a_second_one_does_not_count_again() -> None:
+    stage, x = Hooked(), torch.randn(4, WIDTH)
+    for calls in (1, 2):
+        state = CallState(stage, x.device, draws_random=False)
+        stage(x)
+        counted = stage.counts()
+        assert counted[0] == list(range(1, calls + 1)) and counted[2] == {"calls": calls}
+        rerun_keeping(stage, state, (x,), {})
+        assert stage.counts() == counted
