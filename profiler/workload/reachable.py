@@ -81,7 +81,7 @@ def reached_from(*roots: Any, through_iterators: bool = True) -> Reached:
                 continue
             if reached.is_cut:
                 return reached
-            if isinstance(value, nn.Module):
+            if issubclass(kind, nn.Module):  # What a proxy says that it is does not count.
                 below = [each for each in value.modules() if id(each) not in known]
                 known.update(map(id, below))
                 reached += below
@@ -102,11 +102,16 @@ def reached_from(*roots: Any, through_iterators: bool = True) -> Reached:
     return reached
 
 
+def modules_in(reached: Iterable[Any]) -> list[nn.Module]:
+    """The modules among what was reached, each once."""
+    return [value for value in reached if issubclass(type(value), nn.Module)]
+
+
 def tensors_of(reached: Iterable[Any]) -> list[Tensor]:
     """The tensors among what was reached, each once, and those of containers that only torch opens."""
     tensors: list[Tensor] = []
     for value in reached:
-        if isinstance(value, Tensor):
+        if issubclass(type(value), Tensor):
             tensors.append(value)
         elif type(value) in pytree.SUPPORTED_NODES and base_of(type(value)) is None:
             tensors += tensors_in(value)
@@ -147,7 +152,7 @@ def is_iterator(value: Any) -> bool:
 
 def is_known_otherwise(value: Any) -> bool:
     """Whether what it holds is put back in another way (optimizers, iterators), or is no state (data sets)."""
-    return isinstance(value, _LEAVES) or is_iterator(value)
+    return issubclass(type(value), _LEAVES) or is_iterator(value)
 
 
 def _nothing(_: Any) -> Iterable[Any]:
@@ -179,7 +184,7 @@ def _of_module(module: nn.Module) -> Iterable[Any]:
 
 def is_plain_tensor(value: Any) -> bool:
     """Whether it is a tensor that carries attributes of others, and is not made of its attributes."""
-    return isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
+    return issubclass(type(value), Tensor) and not is_traceable_wrapper_subclass(value)
 
 
 def _of_tensor(tensor: Tensor) -> Iterable[Any]:

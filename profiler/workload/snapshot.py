@@ -29,6 +29,7 @@ from profiler.workload.reachable import (
     in_cell,
     is_known_otherwise,
     is_plain_tensor,
+    modules_in,
     own_spaces,
     reached_from,
     tensors_held,
@@ -158,8 +159,7 @@ def modules_of(workload: Workload) -> dict[nn.Module, str]:
     """The modules of model and loss, with what to call them."""
     roots = [("model", workload.model), *([("loss", workload.loss)] if isinstance(workload.loss, nn.Module) else [])]
     if workload.own is not None:
-        reached = reached_from(workload.own.function)
-        roots += [("a module of the step", module) for module in reached if isinstance(module, nn.Module)]
+        roots += [("a module of the step", module) for module in modules_in(reached_from(workload.own.function))]
     names: dict[nn.Module, str] = {}
     for root, outermost in roots:
         for name, module in outermost.named_modules():
@@ -181,8 +181,11 @@ def remember_modules(modules: Mapping[nn.Module, str], back: Restoring, memories
         The ids of all that was remembered.
     """
     reached = reached_from(*modules)
-    found = (each for each in reached if isinstance(each, nn.Module) and each not in modules)
-    beside = {module: f"a {type(module).__name__} that is not registered" for module in found}
+    beside = {
+        module: f"a {type(module).__name__} that is not registered"
+        for module in modules_in(reached)
+        if module not in modules
+    }
     modules = {**modules, **beside}
     memories = {} if memories is None else memories
     memories.update((id(p), None) for module in modules for p in module._parameters.values() if p is not None)
@@ -222,7 +225,7 @@ def remember_reached(
         kind = type(value).__name__
         if is_known_otherwise(value):
             continue
-        if isinstance(value, nn.Module):
+        if issubclass(type(value), nn.Module):
             spaces = own_spaces(value)
         elif isinstance(value, types.FunctionType):
             back.remember(f"what {value.__name__} refers to", lambda v=value: _function_restore(v, memories, keeps))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ AROUND: list[Callable[[Any], Any]] = [
 @pytest.mark.parametrize("around", AROUND)
 def test_a_tensor_is_found_in_whatever_holds_it(around: Callable[[Any], Any]) -> None:
     tensor = torch.zeros(3)
-    held = around([tensor])
+    held = [weakref.proxy(nn.Linear(1, 1)), around([tensor])]
     assert any(each is tensor for each in tensors_of(reached_from(held)))
 
 
