@@ -141,10 +141,14 @@ def test_quiet_says_nothing_of_what_the_target_prints(own, tmp_path, monkeypatch
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_any_work(tmp_path, monkeypatch):
-    def denied(dir, **_):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(dir))
+    opened = os.open
 
-    monkeypatch.setattr(json_files.tempfile, "mkstemp", denied)
+    def denied(path, flags, *more, **named):
+        if flags & os.O_CREAT and str(path).startswith(str(tmp_path)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, flags, *more, **named)
+
+    monkeypatch.setattr(json_files.os, "open", denied)
     assert "expected a folder that can be written to" in refused("profile", *TINY, "-o", tmp_path / "p.json")
     assert run("profile", *TINY, "-o", tmp_path / "p.json").stderr.startswith("error: ")  # No progress before.
 
