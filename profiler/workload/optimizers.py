@@ -11,7 +11,7 @@ from torch import Tensor
 
 from profiler.tensors.storages import storage_key
 from profiler.tensors.tensor_trees import tensors_in
-from profiler.workload.loop_state import reached_from
+from profiler.workload.reachable import reached_from
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
