@@ -97,6 +97,11 @@ class Model:
         """Whether the batch takes a gradient."""
         return self.inputs == "leaf"
 
+    @property
+    def takes_an_object(self) -> bool:
+        """Whether the batch is an object with tensors, which torch.func does not open."""
+        return self.inputs == "object"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:

@@ -149,7 +149,7 @@ del named, of_weights, seen""",
     Habit(
         name="functorch vmap grad",
         promised=False,
-        unless=("autocast",),
+        unless=("autocast", "takes_an_object"),
         lacks=_WRITING,
         begin="""\
 named = {name: p.detach() for name, p in model.named_parameters()}
