@@ -98,9 +98,9 @@ class Model:
         return self.inputs == "leaf"
 
     @property
-    def takes_an_object(self) -> bool:
-        """Whether the batch is an object with tensors, which torch.func does not open."""
-        return self.inputs == "object"
+    def takes_more_than_tensors(self) -> bool:
+        """Whether the batch comes by names or as an object with tensors, through which ``vmap`` does not go."""
+        return self.inputs in ("named", "object")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

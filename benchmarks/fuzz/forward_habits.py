@@ -149,13 +149,14 @@ del named, of_weights, seen""",
     Habit(
         name="functorch vmap grad",
         promised=False,
-        unless=("autocast", "takes_an_object"),
+        unless=("autocast", "takes_more_than_tensors"),
         lacks=_WRITING,
         begin="""\
 named = {name: p.detach() for name, p in model.named_parameters()}
 def of_sample(weights, *sample):
     return loss_fn(torch.func.functional_call(model, weights, tuple(part.unsqueeze(0) for part in sample)))
-seen = torch.func.vmap(torch.func.grad(of_sample), in_dims=(None, 0), randomness="different")(named, *args_of(inputs))
+dims = (None, *(0 for _ in args_of(inputs)))
+seen = torch.func.vmap(torch.func.grad(of_sample), in_dims=dims, randomness="different")(named, *args_of(inputs))
 del named, of_sample, seen""",
     ),
     Habit(

@@ -23,6 +23,7 @@ _OPENED_MODULES = (
     "torch.amp",
     "torch.cuda.amp",
     "torch.distributed.pipelining",
+    "profiler.workload.workload",  # A step may train the model and step the optimizer of one.
 )
 PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 _CLOSED = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
