@@ -184,7 +184,7 @@ class ManyValues(TyperCommand):
 def check_settings(args: Sequence[str]) -> None:
     """Refuse a setting that is written with a space; raises ValueError."""
     for option, key, value in zip(args, args[1:], args[2:], strict=False):
-        if option == "--set" and "=" not in key + value and ":" not in value and not (key + value).startswith("-"):
+        if option == "--set" and "=" not in key + value and ":" not in value and "-" not in (key[:1], value[:1]):
             raise ValueError(f"--set: expected KEY=VALUE, got '{key} {value}'; write --set {key}={value}")
 
 

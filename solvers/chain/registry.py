@@ -47,6 +47,7 @@ AUTO_ILP_SECONDS = 3.0  # what auto adds at most, unless it is given more
 AUTO_ILP_STAGES = 12  # proven in seconds up to here (tests/solvers and benchmarks)
 EXHAUSTIVE_STAGES = 6  # auto asks the oracle before it calls a budget of so short a chain infeasible
 SHORT_STAGES = 100  # up to here the smallest schedule takes a moment, and is known also where the time is over
+LEAST_SECONDS = 1.0  # what the quick methods get at least: a shorter limit is one for ilp
 INTERRUPTED_SECONDS = 1.0  # after Ctrl-C, for the baselines where nothing else is known
 FRONTIER_BUDGETS = 6  # for methods that solve one budget at a time
 
@@ -69,8 +70,8 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
         solver: one of ``solver_names()``; ``auto`` takes the fastest of all quick methods (of a sample of the
             baselines' candidates for more than 250 stages) and, for chains of up to 12 stages that they leave
             unproven, asks ``ilp``.
-        time_limit_seconds: whatever the method, the search ends then; None: no limit but for ``ilp`` (60) and the
-            part that ``auto`` gives it (3).
+        time_limit_seconds: whatever the method, the search ends then (a limit below a second is one for ``ilp``: the
+            quick methods have a second); None: no limit but for ``ilp`` (60) and the part that ``auto`` gives it (3).
 
     After Ctrl-C and where the time is over the solution is the best of what was found until then, or else of the
     quickest baselines; after Ctrl-C it is marked ``interrupted``.
@@ -85,7 +86,7 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
     schedules: list[ReplayedSchedule] = []
     spare: list[ReplayedSchedule] = []  # for where the method does not come to its end
     interrupted, proven, bound = False, 0.0, 0.0
-    with Deadline(time_limit_seconds or math.inf) as deadline:
+    with Deadline(math.inf if time_limit_seconds is None else max(time_limit_seconds, LEAST_SECONDS)) as deadline:
         try:
             if left_seconds() < math.inf and solver not in BASELINES:
                 spare += quick_schedules(problem.chain)
