@@ -83,7 +83,7 @@ class TestForms:
         (":build", {}, "write both sides of the colon"),
         ("zoo:", {}, "write both sides of the colon"),
         ("", {}, "write both sides of the colon"),
-        ("zoo:gpt7", {}, "expected one of gpt2, .*, got 'gpt7'; use one of them"),
+        ("zoo:gpt7", {}, "expected one of gpt2, .*, got 'gpt7'; did you mean gpt2"),
         ("zoo:mlp", {"colour": 1}, "expected the settings batch=.*, got 'colour'; use one of them"),
         ("zoo:mlp", {"batch": 10**18}, "expected sizes that this machine can hold, got .*; make them smaller"),
         ("absent.py:build", {}, "expected a file, got none at 'absent.py'; check the path"),

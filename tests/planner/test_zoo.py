@@ -141,7 +141,7 @@ def test_a_value_that_cannot_work_is_refused(name, settings, message):
 
 
 def test_an_unknown_model_lists_the_known_ones():
-    with pytest.raises(ValueError, match="expected one of gpt2, .*mindspore_blocks, got 'gpt7'; use one of them"):
+    with pytest.raises(ValueError, match="expected one of gpt2, .*mindspore_blocks, got 'gpt7'; did you mean gpt2"):
         zoo.build("gpt7")
 
 
@@ -153,7 +153,7 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch):
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)  # None makes the import raise ModuleNotFoundError
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'sublinear-planner\[zoo\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"run pip install transformers"):
         zoo.build("gpt2")
     assert math.isfinite(small("mlp").step())  # needs none
 

@@ -416,14 +416,12 @@ def test_a_model_under_a_transform_is_refused_with_what_works_and_not_sent_in_a_
         planner.profile(Workload(model=model, step=step), graph=graph)
 
 
-def test_under_compiled_autograd_a_profile_is_refused_and_a_plan_says_that_it_does_not_hold(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_under_compiled_autograd_a_profile_is_refused_and_a_plan_says_that_it_does_not_hold() -> None:
     model, x, optimizer = made()
     step = usual_step(model, x, optimizer)
     plan = planner.solve(planner.profile(Workload(model=model, step=step), menus=False), "100%")
-    monkeypatch.setattr("torch._dynamo.config.compiled_autograd", True)
-    with planner.apply(model, plan), pytest.warns(RuntimeWarning, match="compiled autograd is on"):
-        step()
-    with pytest.raises(ProfileError, match="compiled autograd is on"):
-        planner.profile(Workload(model=model, step=step))
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        with planner.apply(model, plan), pytest.warns(RuntimeWarning, match="compiled autograd is on"):
+            step()
+        with pytest.raises(ProfileError, match="compiled autograd is on"):
+            planner.profile(Workload(model=model, step=step))
