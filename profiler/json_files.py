@@ -14,7 +14,7 @@ import stat
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import msgspec
 
@@ -218,12 +218,12 @@ def read_text(path: str | Path, what: str = "a readable file") -> str:
         raise ValueError(f"{where}: expected a JSON document, got none: it is closed; pass the name of a file")
     try:
         if from_input:
-            text = sys.stdin.read(MOST_CHARACTERS + 1).removeprefix("\ufeff")
+            text = _in_blocks(sys.stdin).removeprefix("\ufeff")
         else:
             if is_special(path):
                 raise ValueError(f"{where}: expected a file, got a device or a pipe; pass - and the content as input")
             with open(path, encoding="utf-8-sig") as file:
-                text = file.read(MOST_CHARACTERS + 1)
+                text = _in_blocks(file)
     except FileNotFoundError as error:
         raise ValueError(f"{where}: expected {what}, got no file of that name; check the path") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -231,6 +231,16 @@ def read_text(path: str | Path, what: str = "a readable file") -> str:
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"{where}: expected at most {MOST_CHARACTERS:,} characters, got more; pass another file")
     return text
+
+
+def _in_blocks(file: TextIO) -> str:
+    """The text of a file, up to one character more than is allowed; ``read`` makes room for all that is asked for."""
+    blocks: list[str] = []
+    left = MOST_CHARACTERS + 1
+    while left > 0 and (block := file.read(min(left, 2**20))):
+        blocks.append(block)
+        left -= len(block)
+    return "".join(blocks)
 
 
 def check_plain(document: Any, where: str) -> None:

@@ -119,9 +119,10 @@ def tensors_of(reached: Iterable[Any]) -> list[Tensor]:
 
 
 def tensors_held(tree: Any) -> list[Tensor]:
-    """The tensors in arguments of any kind, in what only their objects hold, too."""
+    """The tensors in arguments of any kind as ``tensors_in`` lists them, then those that only their objects hold."""
     found = tensors_in(tree)
-    return list({id(tensor): tensor for tensor in (*found, *tensors_of(reached_from(tree)))}.values())
+    listed = set(map(id, found))
+    return [*found, *(tensor for tensor in tensors_of(reached_from(tree)) if id(tensor) not in listed)]
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ def check_kinds(model: Any, inputs: Any, loss: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"Workload: expected model to be a torch.nn.Module, got {type(model).__name__}; pass one")
     # A pipeline's part, a scripted module and the like have their forward elsewhere.
-    if type(model).forward is nn.Module.forward and "forward" not in vars(model):
+    if inspect.getattr_static(type(model), "forward") is nn.Module.forward and "forward" not in vars(model):
         parts = ", ".join(repr(name) for name, _ in model.named_children()) or "none"
         raise ValueError(
             f"Workload: a {type(model).__name__} has no forward that a step could call, so there is nothing to plan in "

@@ -12,6 +12,7 @@ from torch import nn
 import planner
 from planner import Rule, Rules
 from profiler.workload.workload import Workload
+from tests.support.events import Events
 from tests.support.exactness import assert_same, state_after, state_of
 from tests.support.odd_models import workload
 
@@ -37,15 +38,9 @@ def plan() -> planner.Plan:
 
 def counted(work: Workload, name: str) -> Callable[[], int]:
     """How often a module has run since it was asked before."""
-    calls: list[int] = []
-    work.model.get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
-
-    def taken() -> int:
-        count = len(calls)
-        calls.clear()
-        return count
-
-    return taken
+    calls = Events()
+    work.model.get_submodule(name).register_forward_hook(lambda *_: calls.note())
+    return lambda: len(calls.taken())
 
 
 def test_a_stage_that_strays_says_so_once_and_is_recomputed_whole_from_the_next_step_on(plan: planner.Plan) -> None:

@@ -16,6 +16,7 @@ from planner.runtime.stage_places import StagePlace, StagePlaces
 from profiler.workload.workload import Workload
 from solvers.chain.segments import droppable_runs, segmented_schedule
 from tests.support.drawn_depth import WIDTH, Drawing, Layer, assert_promises_kept, run_of
+from tests.support.events import Events
 from tests.support.exactness import following
 
 
@@ -85,15 +86,15 @@ def test_a_step_that_leaves_the_first_call_of_a_module_out_makes_the_later_one(p
 @pytest.mark.slow
 def test_layers_on_top_of_the_profiled_ones_are_recomputed_and_that_is_said_once(plan: planner.Plan) -> None:
     work, plain = depth_of(5), depth_of(5)
-    ran: list[None] = []
-    work.model.get_submodule("layers.4.up").register_forward_hook(lambda *_: ran.append(None))
+    ran = Events()
+    work.model.get_submodule("layers.4.up").register_forward_hook(lambda *_: ran.note())
     torch.manual_seed(5)
     plain.step()
     torch.manual_seed(5)
     with planner.apply(work.model, plan):
         with pytest.warns(RuntimeWarning, match=r"'layers\.4': it runs in a step though it did not .* not promised"):
             work.step()
-        assert len(ran) == 2
+        assert len(ran.taken()) == 2
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             work.step()

@@ -17,6 +17,7 @@ from planner.training.oom_report import FailureReport
 from planner.training.training import OutOfMemory, train_planned
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
+from tests.support.events import Events
 from tests.support.small_device import Limit
 
 STEPS = 3
@@ -90,15 +91,17 @@ def test_a_smaller_device_gets_a_smaller_plan_and_the_same_losses(plan, expected
 
 
 class Bomb:
-    """Runs out of memory once, in the ``step``-th training step after ``armed``, in the middle of a phase."""
+    """Runs out of memory once, in the second training step, in the middle of a phase."""
 
     def __init__(self, work: Workload, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.armed, self._phase = False, phase
-        self._work = work
-        run_before = StepRollback.run
+        self._phase, self._work = phase, work
+        self._armed = Events()  # not put back as what a failed step changed is
+        run_before, armed_in = StepRollback.run, list[int]()
 
         def guarded(guard: StepRollback, step: int) -> float:
-            self.armed = self.armed or (step == 1 and self._phase != "")
+            if step == 1 and not armed_in:
+                armed_in.append(step)
+                self._armed.note()
             return run_before(guard, step)
 
         monkeypatch.setattr(StepRollback, "run", guarded)
@@ -110,20 +113,23 @@ class Bomb:
         monkeypatch.setattr(work.optimizer, "step", lambda *a: self.half_an_update(step_of))
 
     def go_off(self, phase: str) -> None:
-        if self.armed and phase == self._phase:
-            self.armed, self._phase = False, ""
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        if phase == self._phase and self._armed.taken():
+            self.out_of_memory()
+
+    def out_of_memory(self) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
 
     def half_an_update(self, step_of: Any) -> None:
         group = self._work.optimizer.param_groups[0]  # type: ignore[union-attr]
         whole = group["params"]
-        if self.armed and self._phase == "optimizer":
+        if fails := self._phase == "optimizer" and bool(self._armed.taken()):
             group["params"] = whole[: len(whole) // 2]
         try:
             step_of(self._work.optimizer)
         finally:
             group["params"] = whole
-        self.go_off("optimizer")
+        if fails:
+            self.out_of_memory()
 
 
 @pytest.mark.slow

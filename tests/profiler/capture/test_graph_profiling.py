@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import planner
 from profiler.capture import graph_profiling
 from profiler.capture.step_dataflow import CHANGES
+from tests.support.events import Events
 
 WIDTH, BATCH = 32, 64
 
@@ -207,18 +208,19 @@ def test_what_fails_under_the_compiler_alone_is_said_to(monkeypatch: pytest.Monk
 
 
 def test_plain_steps_and_steps_of_programs_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: list[str] = []
+    timed = Events()
 
     class Counting(nn.Sequential):
         def forward(self, input: Tensor) -> Tensor:
             if not torch.compiler.is_compiling():  # Of the programs it is no part.
-                timed.append("plain")
+                timed.note("plain")
             return super().forward(input)
 
     meter_of = graph_profiling.time_meter
-    monkeypatch.setattr(graph_profiling, "time_meter", lambda device: timed.append("time") or meter_of(device))
+    monkeypatch.setattr(graph_profiling, "time_meter", lambda device: timed.note("time") or meter_of(device))
     profile = planner.profile(work_of(Counting(*net())), graph=True)
-    assert timed[timed.index("time") :] == 3 * ["time", "plain", "time"]
+    found = timed.taken()
+    assert found[found.index("time") :] == 3 * ["time", "plain", "time"]
     assert len(profile.step_seconds) == 3 and min(profile.step_seconds) <= profile.unplanned_seconds
 
 
