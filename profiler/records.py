@@ -320,6 +320,8 @@ class Profile:
         unsteady: what takes other bytes in other steps, a line each; the peak is not promised where there is any.
         batch_sized: what takes other bytes on another batch of the same shapes, a line each.
         left_out: blocks that no stage could be made of although they keep much.
+        whole_graph_bytes: where a plan of stages saves little, the smallest budget of the same step as one graph of
+            ops (``graph=True``), if it is less; None where that was not tried, or failed.
         target: what the command line built it from; None for a workload that Python made.
     """
 
@@ -350,6 +352,7 @@ class Profile:
     collective_bytes: Bytes = 0
     allocator_bytes: Bytes = 0
     beside: tuple[tuple[int, Bytes], ...] = ()
+    whole_graph_bytes: Bytes | None = None
     target: TargetRecord | None = None
 
     def __repr__(self) -> str:

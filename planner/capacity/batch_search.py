@@ -76,6 +76,11 @@ def max_batch(
             headroom that leaves nothing of it.
     """
     usable = _UsableBudget(_whole_budget(budget), headroom_from(headroom))
+    if isinstance(target, Workload):
+        raise ValueError(
+            f"max_batch: expected a function that makes a Workload of a {vary}, got a Workload; pass "
+            f"lambda {vary}: planner.Workload(...), which makes its inputs of that size"
+        )
     if step < 1:
         raise ValueError(f"--step: expected at least 1, got {step}; give a whole number above zero")
     build = _builder(target, vary, settings or {}, device, shard)

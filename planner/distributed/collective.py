@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -20,6 +19,7 @@ from planner.distributed.pipeline_schedule import schedule_of
 from planner.distributed.ranks import Ranks, current_ranks
 from planner.plans import profiling
 from planner.plans.given_sources import plan_from_file
+from planner.plans.graph_alternative import with_graph_alternative
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.plans.rules import Rule, Rules
@@ -122,9 +122,13 @@ def profile(
 
 def _profiled(workload: Workload, settings: dict[str, Any]) -> Profile | GraphProfile:
     ranks, schedule = current_ranks(), schedule_of(workload)
+    if ranks is None and schedule is not None:
+        return profile_pipeline_stage(workload, schedule, **settings)
     if ranks is None:
-        alone = profiling.profile if schedule is None else partial(profile_pipeline_stage, schedule=schedule)
-        return alone(workload, **settings)
+        measured = profiling.profile(workload, **settings)
+        if isinstance(measured, GraphProfile) or settings["rules"] is not None or settings["limit"] is not None:
+            return measured
+        return with_graph_alternative(measured, workload, settings["progress"])
     with ranks.together("profile"):
         ranks.check_same("profile", {"pipeline schedule": type(schedule).__name__})
         if settings["graph"]:

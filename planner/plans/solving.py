@@ -176,6 +176,17 @@ def explained(refusal: NoPlan, profile: Profile) -> NoPlan:
     """A refusal with what of the profile forces it, and what helps then."""
     if excess := _states_excess(profile, refusal.budget_bytes):
         return replace(refusal, reason=f"{refusal.reason}, and {excess}", remedy=FEWER_STATES)
+    whole_graph_bytes = profile.whole_graph_bytes
+    if whole_graph_bytes is not None and whole_graph_bytes < refusal.minimum_budget_bytes:
+        share = whole_graph_bytes / profile.unplanned_peak_bytes
+        return replace(
+            refusal,
+            remedy=(
+                "profile it with graph=True (--graph): as one graph of ops, which was tried, it trains within "
+                f"{whole_graph_bytes} bytes ({format_bytes(whole_graph_bytes)}, {share:.1%} of the unplanned peak); or "
+                "raise the budget"
+            ),
+        )
     left_out = never_rerun(profile)
     if not left_out:
         return refusal

@@ -15,13 +15,13 @@ from profiler.workload.ready_models import check_initialised
 from profiler.workload.workload import Workload
 
 
-def given_plan(plan: Any) -> Plan:
-    """The plan, read from its file where a path is given.
+def given_plan(plan: Any, caller: str = "apply") -> Plan:
+    """The plan, read from its file where a path is given; ``caller`` names in errors who was given it.
 
     Raises:
         ValueError: it is of another kind, or the file is no plan.
     """
-    return object_or_file(plan, Plan, "apply", _remedy)
+    return object_or_file(plan, Plan, caller, _remedy)
 
 
 def given_model(model: Any) -> nn.Module:

@@ -17,6 +17,7 @@ from planner.explain.measured_step import Places
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan, chain_in
 from planner.plans.solving import following, replan
+from planner.runtime.given_arguments import given_plan
 from planner.runtime.model_match import check_precision
 from planner.runtime.plan_checks import check_device, check_inputs
 from planner.training.graph_verification import GraphVerification, verify_graph_plan
@@ -157,6 +158,7 @@ def verify(
         return verify_graph_plan(
             workload, plan, backend=backend, profile=profile, solver=solver, time_limit_seconds=time_limit_seconds
         )
+    plan = given_plan(plan, "verify")
     with together("verify"):
         return _verified(workload, plan, solver, time_limit_seconds)
 

@@ -18,6 +18,7 @@ from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.reachable import tensors_held
 from profiler.workload.replayed_iterators import ReplayedIterator
 from profiler.workload.torch_flags import under_transform
+from profiler.workload.workload_arguments import StepError
 
 leave_uncompiled(__name__)
 
@@ -179,21 +180,21 @@ class _Watch:
         return any(number in made for number in numbers for made in self._calls)
 
     def check(self) -> None:
-        """Refuse a step that was none; raises ValueError."""
+        """Refuse a step that was none; raises StepError."""
         if not self.called_at_all:
-            raise ValueError(
+            raise StepError(
                 "Workload: expected a step that calls the model in training mode with gradients enabled, got one that "
                 "does not; pass the module that it calls as model(...), or a module whose forward calls the method "
                 "that trains (log_prob, loss), call that in the step, and call model.train()"
             )
         if self.transformed:
-            raise ValueError(
+            raise StepError(
                 "the step calls the model under torch.func (jvp, grad, vmap) or forward-mode differentiation, whose "
                 "tensors stand for others and cannot be made again; call torch.func inside the forward of a module, "
                 "train that, and plan it by single ops (graph=True, or --graph)"
             )
         if not self.backwards:
-            raise ValueError(
+            raise StepError(
                 "Workload: expected a step that runs backward through the model's output, got one that does not; let "
                 "the function run forward, backward and the optimizer's step"
             )

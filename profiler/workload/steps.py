@@ -25,6 +25,7 @@ from profiler.workload.optimizers import (
 from profiler.workload.reachable import reached_from, tensors_held, tensors_of
 from profiler.workload.sharded_units import mesh_tensors
 from profiler.workload.workload import OnPhase, StepPhase, Workload
+from profiler.workload.workload_arguments import StepError
 
 Result = TypeVar("Result")
 # GradScaler's scale begins at 65536 and halves with every skipped step; below 1 it no longer serves its end.
@@ -143,6 +144,8 @@ def checked_step(workload: Workload, run: Callable[[], Result]) -> Result:
         return until_stepped(workload, run)
     except ProfileError:
         raise
+    except StepError as error:
+        raise ProfileError(f"profile: {str(error).removeprefix('Workload: ')}") from error
     except Exception as error:  # User code runs here; whatever it raises is reported as its failure.
         raise ProfileError(
             f"profile: expected a training step that runs, got {type(error).__name__}: {error}; "

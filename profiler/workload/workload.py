@@ -26,7 +26,7 @@ from profiler.workload.own_step import OwnStep
 from profiler.workload.reachable import reached_from, tensors_held, tensors_of
 from profiler.workload.ready_models import check_ready
 from profiler.workload.sharded_units import end_of_step
-from profiler.workload.workload_arguments import autocast_dtype, check_kinds, check_own, check_update
+from profiler.workload.workload_arguments import StepError, autocast_dtype, check_kinds, check_own, check_update
 
 LossFunction = Callable[[Any], Tensor]
 StepPhase = Literal["forward", "backward", "optimizer", "evaluation", "end"]
@@ -74,9 +74,9 @@ class Workload:
 
     def __init__(
         self,
-        *,
         model: nn.Module,
         inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
+        *,
         loss: LossFunction | None = None,
         optimizer: Optimizers = None,
         autocast: torch.dtype | str | None = None,
@@ -262,9 +262,9 @@ class Workload:
         return value
 
     def _check_known(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step of an optimizer whose states nobody would put back; raises ValueError."""
+        """Refuse a step of an optimizer whose states nobody would put back; raises StepError."""
         if not any(optimizer is known for known in with_inner(self.optimizers)):
-            raise ValueError(
+            raise StepError(
                 f"Workload: expected the optimizers that the step uses, got a {type(optimizer).__name__} that it does "
                 "not refer to; pass optimizer=, or a list of them"
             )
@@ -362,12 +362,12 @@ class Workload:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             if not torch.is_grad_enabled():
                 message = "expected gradients to be enabled, got no_grad or inference_mode; leave that context"
-                raise ValueError(f"Workload: {message}")
+                raise StepError(f"Workload: {message}")
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             remedy = "pass loss=, a callable on the model's output, or labels in the inputs"
             if isinstance(loss, Tensor) and loss.numel() == 1:
                 got, remedy = "one that nothing trained goes into", "unfreeze what is to be trained, or detach less"
-            raise ValueError(f"Workload: expected a scalar loss that requires grad, got {got}; {remedy}")
+            raise StepError(f"Workload: expected a scalar loss that requires grad, got {got}; {remedy}")
         return loss
 
 
@@ -379,7 +379,7 @@ def own_loss(output: Any) -> Any:
     """The loss that a model's output carries itself; None where it has none, as where labels are left out.
 
     Raises:
-        ValueError: several scalars that require grad, and none of them called loss.
+        StepError: several scalars that require grad, and none of them called loss.
     """
     if isinstance(output, Tensor):
         return output
@@ -391,7 +391,7 @@ def own_loss(output: Any) -> Any:
     scalars = [tensor for tensor in tensors_in(output) if tensor.numel() == 1 and tensor.requires_grad]
     if len(scalars) > 1:
         example = "sum(output.values())" if isinstance(output, Mapping) else "output[0]"
-        raise ValueError(
+        raise StepError(
             f"Workload: the output has {len(scalars)} scalars that require grad, and it is not known which is the loss "
             f"or whether they are added up; pass loss=, for example loss=lambda output: {example}"
         )

@@ -14,6 +14,10 @@ from profiler.workload.optimizers import optimizer_names, wants_closure
 _AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
 
 
+class StepError(ValueError):
+    """A step that is none, or that nothing is known for; the message says what to do."""
+
+
 def check_kinds(model: Any, inputs: Any, loss: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"Workload: expected model to be a torch.nn.Module, got {type(model).__name__}; pass one")
@@ -32,8 +36,28 @@ def check_kinds(model: Any, inputs: Any, loss: Any) -> None:
             "Workload: expected inputs to be a tensor, a tuple of arguments or a dict of keyword arguments, "
             f"got {type(inputs).__name__}; {_remedy(inputs)}"
         )
-    if loss is not None and not callable(loss):
+    if loss is None:
+        return
+    if not callable(loss):
         raise ValueError(f"Workload: expected loss to be callable or None, got {type(loss).__name__}; pass one")
+    if others := _more_arguments(loss):
+        raise ValueError(
+            f"Workload: expected a loss of the model's output alone, got one that takes {' and '.join(others)}, too; "
+            "bind the rest: loss=lambda output: loss(output, target)"
+        )
+
+
+def _more_arguments(loss: Any) -> list[str]:
+    """The names of all arguments where a call with one of them is none; empty where that is not known."""
+    called = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        signature = inspect.signature(called)
+        signature.bind(None)
+    except ValueError:
+        return []
+    except TypeError:
+        return list(signature.parameters)
+    return []
 
 
 def _remedy(inputs: Any) -> str:
