@@ -61,9 +61,9 @@ def report_command(
     chosen = None if measure is None else target.chosen(plan.target, file)
     step = None if chosen is None else _measured_step(plan, str(file), chosen)
     measured = None if step is None else _measured_run(step)
-    commands = () if chosen is None else commands_of(plan, chosen.arguments)
+    commands = () if chosen is None else commands_of(plan, chosen.arguments, file)
     note("writing the report")
-    write_report(plan, page, measured=measured, commands=commands, time_limit_seconds=time_limit)
+    write_report(plan, page, measured=measured, commands=commands, time_limit_seconds=time_limit, plan_file=file)
     if snapshot is not None:
         write_snapshot(plan, snapshot)
     say_written(page, snapshot)

@@ -184,7 +184,8 @@ def run_train(
     say_written(save_plan)
     if report is not None and is_first():
         measured = measured_of_training(run)
-        write_report(run.plan, report, measured=measured, commands=[given_command()])
+        plan_file = wanted.file or Path("plan.json")
+        write_report(run.plan, report, measured=measured, commands=[given_command()], plan_file=plan_file)
         say_written(report)
     if snapshot is not None and is_first():
         write_snapshot(run.plan, snapshot)

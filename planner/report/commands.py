@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.plans.plan_claims import PlanClaims
@@ -12,25 +15,40 @@ def target_of(plan: PlanClaims) -> str:
     return "TARGET" if plan.target is None else plan.target.arguments
 
 
-def commands_of(plan: Plan | GraphPlan, target: str | None = None) -> tuple[str, ...]:
+def commands_of(
+    plan: Plan | GraphPlan, target: str | None = None, plan_file: str | Path = "plan.json"
+) -> tuple[str, ...]:
     """The commands that make a plan, use it and report it; ``target``: another than the plan's."""
     given = "" if target is None and plan.target is not None else f"{target or target_of(plan)} "
     graph = " --graph" if isinstance(plan, GraphPlan) else ""
     rules = " --rules RULES" if plan.stated and not graph else ""
     return (
-        f"planner profile {target or target_of(plan)}{graph}{rules} -o profile.json",
-        solve_command(plan, plan.budget_bytes),
-        f"planner train {given}--plan plan.json",
-        "planner report plan.json -o report.html",
+        f"planner profile {target or target_of(plan)}{graph}{rules} -o {_profile_file(plan_file)}",
+        solve_command(plan, plan.budget_bytes, plan_file),
+        f"planner train {given}--plan {_quoted(plan_file)}",
+        f"planner report {_quoted(plan_file)}",
     )
 
 
-def solve_command(plan: PlanClaims, budget_bytes: int) -> str:
+def solve_command(plan: PlanClaims, budget_bytes: int, plan_file: str | Path = "plan.json") -> str:
     """The command that solves for a budget as a plan was solved."""
     headroom = f" --headroom {plan.headroom_bytes}" if plan.headroom_bytes and budget_bytes == plan.budget_bytes else ""
     only = " --offload-only" if plan.offload_only else ""
     rules = " --rules RULES" if plan.stated else ""
-    return f"planner solve profile.json --budget {budget_bytes}{headroom}{rules}{_link(plan)}{only} -o plan.json"
+    return (
+        f"planner solve {_profile_file(plan_file)} --budget {budget_bytes}{headroom}{rules}{_link(plan)}{only} "
+        f"-o {_quoted(plan_file)}"
+    )
+
+
+def _profile_file(plan_file: str | Path) -> str:
+    """The profile beside a plan, as ``planner fit`` and ``planner profile`` name it."""
+    name = str(plan_file)
+    return _quoted(f"{name.removesuffix('plan.json')}profile.json" if name.endswith("plan.json") else "profile.json")
+
+
+def _quoted(path: str | Path) -> str:
+    return shlex.quote(str(path))
 
 
 def _link(plan: PlanClaims) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.left_out import obstacle_in_words, remedy_in_words
@@ -26,33 +27,35 @@ class LeverRow:
     command: str = ""
 
 
-def lever_rows(plan: Plan | GraphPlan, curve: Sequence[PlanClaims]) -> tuple[LeverRow, ...]:
-    """The levers of a plan; ``curve`` has the plans at other budgets, by rising peak."""
-    return (*_budgets(plan, curve), *_offload(plan), *_states(plan), *_blocks(plan), *_kind(plan))
+def lever_rows(
+    plan: Plan | GraphPlan, curve: Sequence[PlanClaims], plan_file: str | Path = "plan.json"
+) -> tuple[LeverRow, ...]:
+    """The levers of a plan in a file; ``curve`` has the plans at other budgets, by rising peak."""
+    return (*_budgets(plan, curve, plan_file), *_offload(plan), *_states(plan), *_blocks(plan), *_kind(plan))
 
 
-def _budgets(plan: PlanClaims, curve: Sequence[PlanClaims]) -> Iterator[LeverRow]:
+def _budgets(plan: PlanClaims, curve: Sequence[PlanClaims], plan_file: str | Path) -> Iterator[LeverRow]:
     if not curve:
         return
+
+    def at(point: PlanClaims, change: str, budget_bytes: int | None = None) -> LeverRow:
+        return LeverRow(
+            change=change,
+            effect=f"{format_seconds(point.predicted_seconds)} a step, {point.slowdown:.2f} times the unplanned step",
+            command=solve_command(plan, budget_bytes or point.predicted_peak_bytes, plan_file),
+        )
+
     free = next((each for each in curve if each.slowdown <= _LITTLE), None)
     if free is not None and plan.slowdown > _LITTLE:
-        yield _at(plan, free, f"A budget of {format_bytes(free.predicted_peak_bytes)}")
+        yield at(free, f"A budget of {format_bytes(free.predicted_peak_bytes)}")
     for share in SHARES:
         budget_bytes = int(share * plan.budget_bytes)
         within = [each for each in curve if each.predicted_peak_bytes <= budget_bytes]
         if within:
-            yield _at(plan, within[-1], f"{share:.0%} of this budget, {format_bytes(budget_bytes)}", budget_bytes)
+            yield at(within[-1], f"{share:.0%} of this budget, {format_bytes(budget_bytes)}", budget_bytes)
     smallest = curve[0]
     if smallest.predicted_peak_bytes < plan.predicted_peak_bytes:
-        yield _at(plan, smallest, f"The smallest budget found, {format_bytes(smallest.predicted_peak_bytes)}")
-
-
-def _at(plan: PlanClaims, point: PlanClaims, change: str, budget_bytes: int | None = None) -> LeverRow:
-    return LeverRow(
-        change=change,
-        effect=f"{format_seconds(point.predicted_seconds)} a step, {point.slowdown:.2f} times the unplanned step",
-        command=solve_command(plan, budget_bytes or point.predicted_peak_bytes),
-    )
+        yield at(smallest, f"The smallest budget found, {format_bytes(smallest.predicted_peak_bytes)}")
 
 
 def _offload(plan: PlanClaims) -> Iterator[LeverRow]:

@@ -57,6 +57,7 @@ def write_report(
     measured: MeasuredRun | None = None,
     commands: Sequence[str] = (),
     time_limit_seconds: float | None = None,
+    plan_file: str | Path = "plan.json",
 ) -> None:
     """Explain a plan in one HTML file that needs no network.
 
@@ -66,13 +67,15 @@ def write_report(
         measured: what was measured of the plan, shown beside its predictions.
         commands: that give the plan again, one a line; those that are known to do where there are none.
         time_limit_seconds: for the plans at other budgets of a plan of single ops; 15 where None.
+        plan_file: of the plan, which the commands name; its profile is taken to be beside it.
 
     Raises:
         ValueError: another kind of file, a folder that is not there, or a plan of an older release, without its chain.
     """
     check_page(Path(path))
-    report = report_of_plan(plan, measured=measured, time_limit_seconds=time_limit_seconds)
-    page = Page(title=f"Plan of {plan.model_class}", plan=report, commands=tuple(commands) or commands_of(plan))
+    report = report_of_plan(plan, measured=measured, time_limit_seconds=time_limit_seconds, plan_file=plan_file)
+    given = tuple(commands) or commands_of(plan, plan_file=plan_file)
+    page = Page(title=f"Plan of {plan.model_class}", plan=report, commands=given)
     write_page(page, path)
 
 
@@ -99,7 +102,7 @@ def page_html(page: Page) -> str:
         "units": shown_units(),
         "figures": {name: json.loads(str(figure.to_json())) for name, figure in figures.items()},
         "steps": [] if page.plan is None else _steps(page.plan),
-        "curve": [] if page.plan is None else [_point(point, page.plan.plan) for point in page.plan.curve],
+        "curve": [] if page.plan is None else [_point(point, page.plan) for point in page.plan.curve],
         "start": 0 if page.plan is None else _nearest(page.plan),
     }
     environment = _environment()
@@ -159,11 +162,11 @@ def _steps(report: PlanReport) -> list[dict[str, Any]]:
     ]
 
 
-def _point(point: CurvePoint, plan: Plan | GraphPlan) -> dict[str, Any]:
+def _point(point: CurvePoint, report: PlanReport) -> dict[str, Any]:
     return {
         "text": f"{format_bytes(point.peak_bytes)}: {format_seconds(point.seconds)} a step, "
         f"{point.slowdown:.2f} times the unplanned step ({point.status})",
-        "command": solve_command(plan, point.peak_bytes),
+        "command": solve_command(report.plan, point.peak_bytes, report.plan_file),
         "rows": [
             [
                 row.where,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from planner.explain.graph_timeline import graph_moments, graph_timelines
 from planner.explain.peak import Peak, predicted_moments
@@ -86,6 +87,7 @@ class PlanReport:
         decisions, ops: what the plan does.
         peaks: of the planned step, of the unplanned one, and as measured where that is known.
         levers: what else would help.
+        plan_file: of the plan, as commands name it.
     """
 
     plan: Plan | GraphPlan
@@ -98,10 +100,15 @@ class PlanReport:
     peaks: tuple[PeakTable, ...]
     levers: tuple[LeverRow, ...]
     measured: MeasuredRun | None = None
+    plan_file: str | Path = "plan.json"
 
 
 def report_of_plan(
-    plan: Plan | GraphPlan, *, measured: MeasuredRun | None = None, time_limit_seconds: float | None = None
+    plan: Plan | GraphPlan,
+    *,
+    measured: MeasuredRun | None = None,
+    time_limit_seconds: float | None = None,
+    plan_file: str | Path = "plan.json",
 ) -> PlanReport:
     """Gather the report of a plan.
 
@@ -109,6 +116,7 @@ def report_of_plan(
         plan: of stages with its chain, or of single ops.
         measured: what was measured of it.
         time_limit_seconds: for the curve of a plan of single ops; 15 where None.
+        plan_file: of the plan, which the commands name.
 
     Raises:
         ValueError: the plan is of an older release, without its chain.
@@ -126,8 +134,9 @@ def report_of_plan(
         decisions=decision_rows(plan),
         ops=op_tables(plan),
         peaks=tuple(_peak_table(peak, plan, name) for name, peak in zip(_peak_names(plan), peaks, strict=False)),
-        levers=lever_rows(plan, plans),
+        levers=lever_rows(plan, plans, plan_file),
         measured=measured,
+        plan_file=plan_file,
     )
 
 

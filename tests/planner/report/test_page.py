@@ -122,6 +122,12 @@ def test_commands_say_how_the_plan_was_solved(plan):
     assert command in commands_of(given, "zoo:mlp --set layers=2")
     assert commands_of(given, "zoo:mlp --set layers=2")[0] == "planner profile zoo:mlp --set layers=2 -o profile.json"
     measured = dataclasses.replace(given, link=dataclasses.replace(link, to_device_bytes_per_second=24e9))
+    assert commands_of(given, None, "runs/mlp.plan.json")[1:] == (
+        "planner solve runs/mlp.profile.json --budget 900 --headroom 100 --link-gbps 25 --offload-only "
+        "-o runs/mlp.plan.json",
+        "planner train --plan runs/mlp.plan.json",
+        "planner report runs/mlp.plan.json",
+    )
     assert solve_command(measured, 500) == "planner solve profile.json --budget 500 --offload-only -o plan.json"
 
 
