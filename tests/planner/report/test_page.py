@@ -149,7 +149,7 @@ def test_report_writes_a_page_named_after_the_plan(files, tmp_path, plan):
     plan.save(file)
     assert f"written: {tmp_path / 'mine.html'}" in done("report", file).stderr
     text = (tmp_path / "mine.html").read_text()
-    assert f"planner solve profile.json --budget {plan.budget_bytes} -o plan.json" in text
+    assert f"planner solve profile.json --budget {plan.budget_bytes} -o {file}" in text
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_report_measures_the_model(files, tmp_path):
     done("report", files / "plan.json", "-o", tmp_path / "r.html", "--measure", "zoo:mlp", *SMALL)
     text = (tmp_path / "r.html").read_text()
     assert "Measured peak" in text
-    assert f"planner profile zoo:mlp {' '.join(SMALL)} -o profile.json" in text
+    assert f"planner profile zoo:mlp {' '.join(SMALL)} -o {files / 'profile.json'}" in text
     names = [trace["name"] for trace in Parsed(text).data["figures"]["timeline"]["data"]]
     assert {"measured with the plan", "measured without the plan"} <= set(names)
 
