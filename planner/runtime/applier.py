@@ -202,8 +202,7 @@ class PlannedCalls:
         self._device = model_device(model)
         self._engine = engine_for(plan, lowered, self._device)
         self.watch = LoopWatch(plan, model, self._device, metered=is_metered(watch, self._device))
-        cast = autocast_part(plan.precision)
-        self._autocast = getattr(torch, cast) if cast else None
+        self._autocast = autocast_part(plan.precision)
         stages = {k for k, stage in enumerate(plan.stages) if stage.kind == "stage"}
         # Where something is sent, the end of every stage and the begin of its backward are moments to know.
         planned = stages if lowered.transfers else {*lowered.dropped, *lowered.selective}

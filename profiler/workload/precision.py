@@ -35,13 +35,20 @@ def types_part(precision: str) -> str:
     return precision.partition(",")[0]
 
 
-def autocast_part(precision: str) -> str:
-    """The name of what autocast casts to; empty where it does not.
+def autocast_part(precision: str) -> torch.dtype | None:
+    """What autocast casts to; None where it does not.
 
     >>> autocast_part("float32, autocast float16, compiled"), autocast_part("float32")
-    ('float16', '')
+    (torch.float16, None)
+
+    Raises:
+        ValueError: it names no type of torch's.
     """
-    return precision.partition(_CAST)[2].partition(",")[0]
+    name = precision.partition(_CAST)[2].partition(",")[0]
+    found = getattr(torch, name, None) if name else None
+    if name and not isinstance(found, torch.dtype):
+        raise ValueError(f"precision: expected a type of torch's after autocast, got {name!r}; make the plan again")
+    return found
 
 
 def type_name(dtype: torch.dtype) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,3 +87,13 @@ def test_models_that_cannot_run_yet_are_refused_before_anything_changes(run: Cal
         run(Workload(model=meta, inputs=batch, loss=torch.sum))
     with pytest.raises(ValueError, match="materialise it"):
         Workload(model=meta, inputs=batch, loss=torch.sum).to("cpu")
+
+
+def test_a_precision_that_names_no_type_is_refused(
+    planned: tuple[Workload, planner.Profile, planner.Plan],
+) -> None:
+    work, _, plan = planned
+    spoilt = dataclasses.replace(plan, precision=f"{plan.precision}, autocast load")
+    with pytest.raises(ValueError, match="a type of torch's after autocast, got 'load'"):
+        planner.apply(work.model, spoilt)
+    planner.apply(work.model, plan).remove()
