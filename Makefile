@@ -1,4 +1,4 @@
-# Every target does its own set-up.  make demo   make test   make test-fast   make docs   make lint   make release-check
+# Every target does its own set-up.  make demo   make test   make test-fast   make test-nightly   make docs   make lint   make release-check
 # The newest of these Pythons that runs here, unless one is named:  make test PYTHON=/path/to/python3.12
 ifeq ($(origin PYTHON), undefined)
 PYTHON := $(shell for v in 3.13 3.12 3.11; do python$$v -c 'import ensurepip, venv' 2>/dev/null && echo python$$v && break; done)
@@ -18,7 +18,7 @@ SOURCES := $(wildcard planner profiler solvers benchmarks tests docs/hooks)
 # Threads that wait in a spin loop take the cores from each other where several processes run (GNU OpenMP's default).
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: venv demo test test-fast release-check lint docs clean
+.PHONY: venv demo test test-nightly test-fast release-check lint docs clean
 
 venv: $(STAMP)
 
@@ -42,11 +42,15 @@ lint: $(STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m "not nightly"
+
+# Further cases of kinds that make test has one of.
+test-nightly: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m nightly
 
 # Tests that take no more than a second with all their cases: the inner loop, under two minutes on two cores.
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m "not slow and not nightly"
 
 # The wheel and the sdist, installed into an environment of what they require and nothing else, and tried there; no
 # network but for the tools that build them.

@@ -12,6 +12,7 @@ from torch import nn
 
 from planner.compiled import applying
 from planner.compiled.applying import Backend
+from planner.compiled.graph_alternative import with_graph_alternative
 from planner.distributed.alike_steps import check_alike
 from planner.distributed.merging import merged_measurement, merged_profile
 from planner.distributed.pipeline_profile import profile_pipeline_stage
@@ -19,7 +20,6 @@ from planner.distributed.pipeline_schedule import schedule_of
 from planner.distributed.ranks import Ranks, current_ranks
 from planner.plans import profiling
 from planner.plans.given_sources import plan_from_file
-from planner.plans.graph_alternative import with_graph_alternative
 from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.plans.rules import Rule, Rules

@@ -7,6 +7,7 @@ run.
 from __future__ import annotations
 
 import logging
+import weakref
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -253,6 +254,8 @@ def compiled_whole(forward: Forward, backend: Any) -> Forward:
         with settings:
             return compiled(*args, **kwargs)
 
+    # What was compiled refers to the code that has it, by ways that Python's collector does not see.
+    weakref.finalize(run, torch._dynamo.reset_code, call.__code__).atexit = False
     return run
 
 

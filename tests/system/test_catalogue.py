@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.catalogue import rows_of
 from benchmarks.catalogue_families import FAMILIES, Family
+from tests.support.nightly import by_day
 
 KINDS = """
     AlbertForMaskedLM ASTForAudioClassification AutoformerForPrediction BartForConditionalGeneration
@@ -21,10 +22,16 @@ KINDS = """
 """
 
 
+# The others are of kinds that these are of, too.
+BY_DAY = """
+    AutoformerForPrediction BertForMaskedLM GPT2LMHeadModel LlamaForCausalLM MambaForCausalLM MixtralForCausalLM
+    ResNetForImageClassification SwinForImageClassification T5ForConditionalGeneration WhisperForConditionalGeneration
+"""
+
 BY_VALUES = ("AutoformerForPrediction",)  # its topk
 
 
-@pytest.mark.parametrize("name", KINDS.split())
+@pytest.mark.parametrize("name", by_day(KINDS.split(), BY_DAY.split()))
 def test_a_family_is_exact_and_within_its_budgets_or_says_that_it_may_not_be(name: str) -> None:
     for row in rows_of(FAMILIES[name]):
         assert not row["differs"], row

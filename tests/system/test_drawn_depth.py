@@ -19,6 +19,7 @@ from profiler.workload.workload import Workload
 from solvers.chain.segments import droppable_runs, segmented_schedule
 from tests.support.drawn_depth import DRAWS, assert_promises_kept, drawing, run_of, seed_all
 from tests.support.exactness import budgets, choosing_inside, following
+from tests.support.nightly import by_day
 
 
 def fresh(work: Workload) -> torch.optim.Optimizer:
@@ -26,7 +27,7 @@ def fresh(work: Workload) -> torch.optim.Optimizer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", by_day(DRAWS, ["tensor", "python", "numpy", "exit", "experts", "inside_scaled"]))
 def test_steps_of_any_depth_are_exact_and_within_budget(name: str) -> None:
     work = drawing(name)
     seed_all(3)
@@ -87,7 +88,7 @@ def transformer(name: str) -> Workload:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", by_day(CONFIGS, ["Bart"]))
 def test_transformers_with_layerdrop_keep_their_budgets(name: str) -> None:
     work = transformer(name)
     seed_all(2)

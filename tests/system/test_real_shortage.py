@@ -146,6 +146,7 @@ def test_a_process_with_a_third_of_the_memory_profiles_plans_and_trains(unplanne
     trains_in_a_third(limiting, unplanned_bytes, tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason=SKIP)
 def test_a_process_that_its_control_group_would_kill_profiles_plans_and_trains(
     group: Path, unplanned_bytes: int, tmp_path: Path

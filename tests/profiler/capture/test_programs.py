@@ -21,6 +21,7 @@ from profiler.workload.workload import Workload
 from solvers.graph.liveness import unplanned_replay
 from solvers.graph.registry import solve_graph
 from solvers.problem.solution import GraphProblem
+from tests.support.nightly import by_day
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"layers": 1, "hidden": 32, "seq": 16, "vocab": 200},
@@ -56,7 +57,7 @@ def trained(work: Workload, backend: Any) -> tuple[list[float], list[torch.Tenso
     return losses, [*work.model.parameters(), *work.model.buffers()]
 
 
-@pytest.mark.parametrize("share", [0.2, 0.6])
+@pytest.mark.parametrize("share", by_day([0.2, 0.6], [0.2]))
 @pytest.mark.parametrize("name", SMALL)
 def test_a_plan_computes_what_no_plan_does(name: str, share: float) -> None:
     torch._dynamo.reset()
