@@ -1,4 +1,5 @@
-# Every target does its own set-up.  make demo   make test   make test-fast   make test-nightly   make docs   make lint   make release-check
+# Every target does its own set-up.  make demo   make test   make test-fast   make test-nightly   make docs   make lint
+# make release-check
 # The newest of these Pythons that runs here, unless one is named:  make test PYTHON=/path/to/python3.12
 ifeq ($(origin PYTHON), undefined)
 PYTHON := $(shell for v in 3.13 3.12 3.11; do python$$v -c 'import ensurepip, venv' 2>/dev/null && echo python$$v && break; done)

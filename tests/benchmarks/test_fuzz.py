@@ -20,7 +20,7 @@ from benchmarks.fuzz.verdicts import BAD, Outcome, has_remedy, judged, loaded
 from benchmarks.fuzz.workers import run
 from profiler.recomputation import saved_signatures
 
-SAMPLE = 120  # cases; about a minute on one core
+SAMPLE = 60  # cases; half a minute on one core
 DROPPING = Model(layers=(Layer(kind="Norms"), Layer(kind="Dropping"), Layer(kind="Attends"), Layer(kind="Mlp")))
 
 

@@ -108,9 +108,7 @@ def windows_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("windows_of_two")
-@pytest.mark.parametrize(
-    "name", by_day(["gpt2", "bert", "llama", "vit", *ODD], ["gpt2", "shared", "skip", "batchnorm"])
-)
+@pytest.mark.parametrize("name", by_day(["gpt2", "bert", "llama", "vit", *ODD], ["gpt2", "shared", "skip", "tied"]))
 def test_stages_run_again_for_what_they_hand_on_where_that_is_too_much_as_well(name: str) -> None:
     def made() -> Workload:
         return zoo.build(name, **SMALL[name]) if name in SMALL else workload(name)
