@@ -7,8 +7,9 @@ run.
 from __future__ import annotations
 
 import logging
-import weakref
 import re
+import types
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils import _pytree as pytree
@@ -230,6 +233,8 @@ def capturing(
         raise
     finally:
         patches.remove()
+        vars(compiled)["forget"]()
+        PhiloxStateTracker.reset()  # As tracing leaves it, it holds the mode of fake tensors, and by it the graph.
 
 
 def compiled_whole(forward: Forward, backend: Any) -> Forward:
@@ -254,9 +259,18 @@ def compiled_whole(forward: Forward, backend: Any) -> Forward:
         with settings:
             return compiled(*args, **kwargs)
 
-    # What was compiled refers to the code that has it, by ways that Python's collector does not see.
-    weakref.finalize(run, torch._dynamo.reset_code, call.__code__).atexit = False
+    forget = weakref.finalize(run, _forget_compiled, call.__code__, backend)
+    forget.atexit = False
+    run.__dict__["forget"] = forget
     return run
+
+
+def _forget_compiled(code: types.CodeType, backend: Any) -> None:
+    """Dynamo keeps what it compiled, and by it the graph, in tables of code and of backends, which nothing clears."""
+    torch._dynamo.reset_code(code)
+    for key, each in list(cached_backends.items()):
+        if backend in (each, getattr(each, "compiler_fn", None)):
+            del cached_backends[key]
 
 
 class _Functions(dict[Any, Any]):

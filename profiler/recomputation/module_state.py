@@ -20,6 +20,7 @@ from profiler.recomputation.growing_containers import GrowingContainer
 from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
 from profiler.recomputation.remembered_parameters import RememberedParameter, remembered_parameter
 from profiler.recomputation.saved_tensors import RerunError, version_of
+from profiler.tensors.cached_by_identity import cached_by_identity
 from profiler.tensors.storages import storage_key
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
@@ -401,7 +402,7 @@ def _modules_under(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-@functools.cache
+@cached_by_identity
 def _is_scripted(kind: type) -> bool:
     """Whether modules of a type are made by ``torch.jit``."""
     return issubclass(kind, torch.jit.ScriptModule)
@@ -446,7 +447,7 @@ _NOTES: list[tuple[type, _Note]] = [
 ]
 
 
-@functools.cache
+@cached_by_identity
 def _how_to_note(kind: type) -> _Note | None:
     """How a value of a type is remembered besides by identity; None where that is enough."""
     base = base_of(kind)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import itertools
 import sys
 import weakref
@@ -16,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from profiler.tensors.cached_by_identity import cached_by_identity
 
 _LEAVES = (str, bytes, int, float, bool, type(None))
 _DEPTH = 4  # of containers and objects in an object, down to its tensors
@@ -91,7 +92,7 @@ def _map(change: Callable[[Any], Any], tree: Any, kind: type, known: _Known) -> 
     return _map_object(change, tree, kind, known, base) if base and _holds(tree, kind, _DEPTH) else tree
 
 
-@functools.cache
+@cached_by_identity
 def _base_of(kind: type) -> Any:
     """How objects of a type can be made anew from what is in them: as a container, or as an ``object``; None if not."""
     package = kind.__module__.partition(".")[0]
@@ -125,7 +126,7 @@ def _map_object(change: Callable[[Any], Any], tree: Any, kind: type, known: _Kno
     return changed
 
 
-@functools.cache
+@cached_by_identity
 def _slots_of(kind: type) -> tuple[str, ...]:
     """The names of the slots that a type and its bases declare, as they are for Python."""
     found: list[str] = []

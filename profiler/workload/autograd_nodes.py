@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from profiler.tensors.cached_by_identity import cached_by_identity
 from profiler.tensors.tensor_trees import tensors_in
 
 
@@ -64,6 +64,6 @@ def _leaf_of(node: Any) -> list[Any]:
     return [leaf, leaf.grad] if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) else []
 
 
-@functools.cache
+@cached_by_identity
 def _saved_by(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))

@@ -8,7 +8,6 @@ whoever calls it again in backward, where no compiler is on by itself.
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame  # type: ignore[import-not-found]
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from profiler.tensors.cached_by_identity import cached_by_identity
 from profiler.workload.compiled_regions import compiled_region, region_of
 
 Forward = Callable[..., Any]
@@ -99,7 +99,7 @@ def leave_frame_uncompiled(function: Any) -> None:
     _skip_code(function.__code__)
 
 
-@functools.cache
+@cached_by_identity
 def _skip_code(code: types.CodeType) -> None:
     from torch._dynamo.eval_frame import skip_code
 

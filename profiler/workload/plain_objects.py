@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from profiler.tensors.cached_by_identity import cached_by_identity
 
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)  # the first that fits counts
 # What is in these is no state of a model, or is shared with other threads; so it is with Python's own library.
@@ -32,14 +33,14 @@ MOST_ITEMS = 1000
 GONE = object()  # in the place of a slot that is empty
 
 
-@functools.cache
+@cached_by_identity
 def base_of(kind: type) -> Any:
     """The container of Python's own that containers of a type are; None for other types."""
     closed = _is_closed(kind) and kind.__module__ not in ("builtins", "collections")
     return None if closed else next((base for base in _BASES if issubclass(kind, base)), None)
 
 
-@functools.cache
+@cached_by_identity
 def is_opened(kind: type) -> bool:
     """Whether what objects of a type keep on themselves is remembered, be they callable or not."""
     if issubclass(kind, _CLOSED) or (_is_closed(kind) and kind is not SimpleNamespace):
@@ -54,7 +55,7 @@ def _is_closed(kind: type) -> bool:
     return not opened and (package in _CLOSED_PACKAGES or package in sys.stdlib_module_names)
 
 
-@functools.cache
+@cached_by_identity
 def slots_of(kind: type) -> tuple[str, ...]:
     """The names of the slots that a type and its bases declare, as they are for Python."""
     found: list[str] = []

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from profiler.tensors.cached_by_identity import cached_by_identity
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.plain_objects import MOST_ITEMS, PLAIN, attributes_of, base_of, in_slots, is_opened, items_of
 from profiler.workload.replayed_iterators import ReplayedIterator
@@ -125,7 +126,7 @@ def tensors_held(tree: Any) -> list[Tensor]:
     return [*found, *(tensor for tensor in tensors_of(reached_from(tree)) if id(tensor) not in listed)]
 
 
-@functools.cache
+@cached_by_identity
 def _how_to_open(kind: type) -> Callable[[Any], Iterable[Any]] | None:
     """What tells the contents of values of a type; None where they have none that matter."""
     for known, contents in _CONTENTS:
@@ -216,7 +217,7 @@ def globals_of(function: types.FunctionType) -> list[str]:
     return [name for name in names_in(function.__code__) if name in function.__globals__]
 
 
-@functools.lru_cache(4096)
+@cached_by_identity
 def names_in(code: types.CodeType) -> tuple[str, ...]:
     """The names in a function's code and in that of the functions that it defines, each once."""
     inner = (name for each in code.co_consts if isinstance(each, types.CodeType) for name in names_in(each))

@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportCallIssue=false
 """Mistakes that people make in Python: each is answered in a sentence that names its cause and a remedy."""
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ def made() -> dict[str, Any]:
 # Each with words of the cause and of the remedy.
 MISTAKES: list[tuple[Callable[[dict[str, Any]], Any], str, str]] = [
     (lambda made: planner.profile(model()), "expected a planner.Workload, got a Sequential", "planner.Workload("),
-    (lambda made: planner.Workload(model=nn.Linear, inputs=X), "got type", "pass one"),  # type: ignore[arg-type]
+    (lambda made: planner.Workload(model=nn.Linear, inputs=X), "got type", "pass one"),
     (lambda made: planner.Workload(model=model()), "expected inputs", "pass inputs=batch"),
-    (lambda made: workload(inputs=torch.utils.data.DataLoader([X])), "got DataLoader", "pass one batch of it"),  # type: ignore[arg-type]
+    (lambda made: workload(inputs=torch.utils.data.DataLoader([X])), "got DataLoader", "pass one batch of it"),
     (lambda made: workload(loss=X.mean()), "expected loss to be callable", "pass one"),
     (lambda made: workload(loss=nn.MSELoss()), "takes input and target, too", "lambda output: loss(output, target)"),
     (lambda made: workload(optimizer=torch.optim.Adam), "got type", "pass an instance"),
     (lambda made: workload(clip_norm=1.0), "beside scaler and clip_norm, got none", "pass optimizer="),
-    (lambda made: planner.Workload(model=model(), step=squared(X)), "function of no arguments", "got Tensor"),  # type: ignore[arg-type]
+    (lambda made: planner.Workload(model=model(), step=squared(X)), "function of no arguments", "got Tensor"),
     (lambda made: planner.profile(workload(loss=None)), "a tensor of shape (2048, 16)", "pass loss="),
     (lambda made: planner.profile(workload(model=model().eval())), "eval mode", "call model.train()"),
     (lambda made: planner.profile(workload(model=model().requires_grad_(False))), "nothing trained", "unfreeze"),
     (lambda made: planner.profile(workload(inputs=torch.randn(8, 15))), "mat1 and mat2", "correct the model"),
     (lambda made: planner.profile(workload(), stages=["layers.*"]), "'layers.*'", "nearest: 0, 1, 2"),
-    (lambda made: planner.solve(made["profile"], 0.8), "got 0.8", "write 80%"),  # type: ignore[arg-type]
+    (lambda made: planner.solve(made["profile"], 0.8), "got 0.8", "write 80%"),
     (lambda made: planner.solve(made["profile"], "0.8"), "without a unit", "write 80%"),
     (lambda made: planner.solve(made["profile"], 80), "got 80 (80 B", "did you mean 80%?"),
     (lambda made: planner.solve(made["profile"], "80%", solver="ilpp"), "got 'ilpp'", "did you mean ilp?"),
