@@ -20,7 +20,7 @@ from profiler.recomputation.growing_containers import GrowingContainer
 from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
 from profiler.recomputation.remembered_parameters import RememberedParameter, remembered_parameter
 from profiler.recomputation.saved_tensors import RerunError, version_of
-from profiler.tensors.cached_by_identity import cached_by_identity
+from profiler.tensors.identity_cache import cached_by_identity
 from profiler.tensors.storages import storage_key
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from profiler.tensors.cached_by_identity import cached_by_identity
+from profiler.tensors.identity_cache import cached_by_identity
 
 _LEAVES = (str, bytes, int, float, bool, type(None))
 _DEPTH = 4  # of containers and objects in an object, down to its tensors

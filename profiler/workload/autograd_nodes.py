@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.tensors.cached_by_identity import cached_by_identity
+from profiler.tensors.identity_cache import cached_by_identity
 from profiler.tensors.tensor_trees import tensors_in
 
 

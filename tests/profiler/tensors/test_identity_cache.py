@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from profiler.tensors.cached_by_identity import cached_by_identity
+from profiler.tensors.identity_cache import cached_by_identity
 
 
 def test_it_is_called_once_for_each_and_forgets_those_that_are_gone() -> None:
@@ -36,7 +36,7 @@ def test_it_is_called_once_for_each_and_forgets_those_that_are_gone() -> None:
 
 
 def test_a_model_whose_class_is_made_in_a_function_is_gone_with_it() -> None:
-    def planned() -> weakref.ref[Any]:
+    def planned() -> list[weakref.ref[Any]]:
         class Batch:
             def __init__(self, x: Tensor) -> None:
                 self.x = x
@@ -64,9 +64,9 @@ def test_a_model_whose_class_is_made_in_a_function_is_gone_with_it() -> None:
         plan = planner.solve(planner.profile(work), "100%")
         with planner.apply(work.model, plan):
             work.step()
-        return weakref.ref(Local)
+        return [weakref.ref(each) for each in (Batch, Scaled, Local)]
 
     gone = planned()
     for _ in range(3):
         gc.collect()
-    assert gone() is None
+    assert [reference() for reference in gone] == [None] * 3
