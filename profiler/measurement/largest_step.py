@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from profiler.trace.step_trace import first_forward
 from profiler.workload.compiled_forwards import leave_uncompiled, uncompiled
 from profiler.workload.host_numbers import LEVELS
 from profiler.workload.sharded_units import unsharded_tensors
-from profiler.workload.snapshot import RandomState
+from profiler.workload.snapshot import RandomState, left_as_before
 from profiler.workload.workload import Workload
 
 leave_uncompiled(__name__)
@@ -156,7 +155,7 @@ class _Search:
         step.randomness.restore()
         hook = register_module_forward_pre_hook(count)
         try:
-            which = contextlib.nullcontext() if self._keeps else first_forward(self._workload)
+            which = left_as_before(self._workload) if self._keeps else first_forward(self._workload)
             with which, following.following(), torch.autograd.graph.saved_tensors_hooks(pack, _kept):
                 uncompiled(self._workload.step)(until="backward")
         finally:

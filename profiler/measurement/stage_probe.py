@@ -26,6 +26,7 @@ from profiler.trace.partition import ChosenStage
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import Forward
 from profiler.workload.sharded_units import CopiesOfThreads, in_flight_bytes, states_in, told_when_gathered
+from profiler.workload.snapshot import left_as_before
 from profiler.workload.workload import StepPhase, Workload
 
 leave_uncompiled(__name__)
@@ -332,7 +333,8 @@ class DroppingForward(MarkedStep):
     def run(self) -> None:
         """Run the forward."""
         try:
-            self._metered(until="backward")
+            with left_as_before(self._workload):
+                self._metered(until="backward")
         finally:
             self._held.clear()
 

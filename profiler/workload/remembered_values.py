@@ -164,6 +164,8 @@ def _tensor(value: Tensor, memories: Memories, keeps: bool) -> Callable[[Any], A
     if id(value) not in memories:
         memories[id(value)] = TensorMemory(value)
     memory, reference = memories[id(value)], weakref.ref(value)
+    if memory is None and not keeps:  # What has taken the place of one that is gone stays there.
+        return lambda now: now if reference() is None else reference()
     put_back = reference if memory is None else memory.put_back
     return (lambda _: (put_back(), value)[1]) if keeps else (lambda _: put_back())
 

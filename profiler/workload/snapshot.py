@@ -115,6 +115,24 @@ def captured(workload: Workload) -> Callable[[], None]:
     return back.restore
 
 
+@contextmanager
+def left_as_before(workload: Workload) -> Iterator[None]:
+    """Put back on leaving what modules keep on themselves and on parameters, but for values of tensors.
+
+    A forward without its backward leaves there what hooks note for a backward (for per-sample gradients, say). Nothing
+    is copied or kept alive: what has taken the place of a tensor that is gone stays there.
+    """
+    back, modules = Restoring(), list(modules_of(workload))
+    reached = reached_from(*modules)
+    memories: Memories = dict.fromkeys(map(id, tensors_of(reached)))
+    back.remember("attributes of modules", lambda: Attributes(modules, OF_MODULES, memories).restore)
+    remember_reached(reached, reached.names, back, memories)
+    try:
+        yield
+    finally:
+        back.restore()
+
+
 def _remember(workload: Workload, back: Restoring) -> None:
     for root in (workload.model, workload.loss):
         if isinstance(root, nn.Module):
