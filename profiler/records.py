@@ -320,8 +320,8 @@ class Profile:
         unsteady: what takes other bytes in other steps, a line each; the peak is not promised where there is any.
         batch_sized: what takes other bytes on another batch of the same shapes, a line each.
         left_out: blocks that no stage could be made of although they keep much.
-        whole_graph_bytes: where a plan of stages saves little, the smallest budget of the same step as one graph of
-            ops (``graph=True``), if it is less; None where that was not tried, or failed.
+        whole_graph_bytes: where all is in one module, the smallest budget of the same step as one graph of ops
+            (``graph=True``), if it is less than the peak; None where that was not tried, or failed.
         target: what the command line built it from; None for a workload that Python made.
     """
 

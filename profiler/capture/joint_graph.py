@@ -23,7 +23,9 @@ from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from profiler.capture.detached_outputs import without_gradients
@@ -234,7 +236,10 @@ def capturing(
     finally:
         patches.remove()
         vars(compiled)["forget"]()
-        PhiloxStateTracker.reset()  # As tracing leaves it, it holds the mode of fake tensors, and by it the graph.
+        # As tracing leaves them, these hold the mode of fake tensors, and by it the graph.
+        PhiloxStateTracker.reset()
+        for method in vars(ShapeEnv).values():
+            getattr(method, "cache_clear", lambda: None)()
 
 
 def compiled_whole(forward: Forward, backend: Any) -> Forward:
@@ -243,6 +248,8 @@ def compiled_whole(forward: Forward, backend: Any) -> Forward:
     def call(*args: Any, **kwargs: Any) -> Any:  # Dynamo begins in no frame of torch's own: Sequential.forward is one.
         return forward(*args, **kwargs)
 
+    # Made once, with the functions of torch as they are then: a step of the user's own has torch.autograd.grad watched.
+    TorchInGraphFunctionVariable._get_handlers()
     # Dynamo counts what it compiles of a piece of code, and gives up after eight: each model has its own.
     call.__code__ = call.__code__.replace()
     compiled = torch.compile(call, backend=backend, fullgraph=True, dynamic=False)
