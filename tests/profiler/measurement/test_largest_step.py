@@ -173,3 +173,29 @@ def test_what_torch_reads_in_the_line_that_reads_a_drawn_number_is_no_drawn_numb
         torch.manual_seed(seed)
         profile = planner.profile(Workload(model=model, step=step, optimizer=optimizer), menus=False)
         assert sum(stage.kind == "stage" for stage in profile.stages) == 9
+
+
+def test_a_forward_alone_leaves_no_note_of_hooks_for_a_backward() -> None:
+    """As per-sample gradients note activations: taken in backward, and nothing may be left as the optimizer steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)])
+    weights = [layer[0].weight for layer in model]  # type: ignore[index]
+    for layer, weight in zip(model, weights, strict=True):
+        weight.waiting = 0
+
+        def forward(module: Any, arguments: Any, output: Tensor, weight: Any = weight) -> None:
+            weight.waiting += 1
+            output.register_hook(lambda _: setattr(weight, "waiting", weight.waiting - 1))
+
+        layer[0].register_forward_hook(forward)  # type: ignore[index]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 8)).square().mean().backward()
+        if any(weight.waiting for weight in weights):  # type: ignore[attr-defined]
+            raise ValueError("a forward without its backward")
+        optimizer.step()
+
+    planner.profile(planner.Workload(model, step=step, optimizer=optimizer))
+    assert [weight.waiting for weight in weights] == [0, 0, 0]  # type: ignore[attr-defined]
