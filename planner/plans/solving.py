@@ -176,25 +176,19 @@ def explained(refusal: NoPlan, profile: Profile) -> NoPlan:
     """A refusal with what of the profile forces it, and what helps then."""
     if excess := _states_excess(profile, refusal.budget_bytes):
         return replace(refusal, reason=f"{refusal.reason}, and {excess}", remedy=FEWER_STATES)
+    left_out = never_rerun(profile)
+    remedies = [f"{remedy}, and profile again"] if (remedy := remedy_in_words(left_out)) else []
     whole_graph_bytes = profile.whole_graph_bytes
     if whole_graph_bytes is not None and whole_graph_bytes < refusal.minimum_budget_bytes:
         share = whole_graph_bytes / profile.unplanned_peak_bytes
-        return replace(
-            refusal,
-            remedy=(
-                "profile it with graph=True (--graph): as one graph of ops, which was tried, it trains within "
-                f"{whole_graph_bytes} bytes ({format_bytes(whole_graph_bytes)}, {share:.1%} of the unplanned peak); or "
-                "raise the budget"
-            ),
+        remedies.append(
+            "profile it with graph=True (--graph): as one graph of ops, which was tried, it trains within "
+            f"{whole_graph_bytes} bytes ({format_bytes(whole_graph_bytes)}, {share:.1%} of the unplanned peak)"
         )
-    left_out = never_rerun(profile)
-    if not left_out:
-        return refusal
-    remedy = remedy_in_words(left_out)
     return replace(
         refusal,
-        reason=f"{refusal.reason}, and {obstacle_in_words(left_out)}",
-        remedy=f"{remedy}, and profile again; or raise the budget" if remedy else refusal.remedy,
+        reason=f"{refusal.reason}, and {obstacle_in_words(left_out)}" if left_out else refusal.reason,
+        remedy="; or ".join([*remedies, "raise the budget"]) if remedies else refusal.remedy,
         left_out=left_out,
     )
 
