@@ -7,7 +7,9 @@ from dataclasses import replace
 from planner.plans.graph_solving import solve_graph_profile
 from planner.plans.refusals import NoPlan
 from profiler.measurement.measuring import Progress
+from profiler.progress import tell
 from profiler.records import Profile
+from profiler.workload.restoring import RestoreError
 from profiler.workload.workload import Workload
 
 _SOLVE_SECONDS = 5.0
@@ -25,6 +27,8 @@ def with_graph_alternative(profile: Profile, workload: Workload, progress: Progr
     except NoPlan as refusal:
         if refusal.minimum_budget_bytes < profile.unplanned_peak_bytes:
             return replace(profile, whole_graph_bytes=refusal.minimum_budget_bytes)
-    except Exception:  # noqa: BLE001 - user code and torch's compiler run here; the profile stands without it.
-        pass
+    except RestoreError:  # The model is not as it was: that is said, whatever it was tried for.
+        raise
+    except Exception as error:  # noqa: BLE001 - user code and torch's compiler run here; the profile stands without it.
+        tell("planner", f"the step was not planned as one graph of ops: {type(error).__name__}: {error}")
     return profile

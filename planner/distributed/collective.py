@@ -122,11 +122,11 @@ def profile(
 
 def _profiled(workload: Workload, settings: dict[str, Any]) -> Profile | GraphProfile:
     ranks, schedule = current_ranks(), schedule_of(workload)
-    if ranks is None and schedule is not None:
-        return profile_pipeline_stage(workload, schedule, **settings)
     if ranks is None:
+        if schedule is not None:
+            return profile_pipeline_stage(workload, schedule, **settings)
         measured = profiling.profile(workload, **settings)
-        if isinstance(measured, GraphProfile) or settings["rules"] is not None or settings["limit"] is not None:
+        if isinstance(measured, GraphProfile) or settings["rules"] is not None:
             return measured
         return with_graph_alternative(measured, workload, settings["progress"])
     with ranks.together("profile"):

@@ -27,9 +27,7 @@ class LeverRow:
     command: str = ""
 
 
-def lever_rows(
-    plan: Plan | GraphPlan, curve: Sequence[PlanClaims], plan_file: str | Path = "plan.json"
-) -> tuple[LeverRow, ...]:
+def lever_rows(plan: Plan | GraphPlan, curve: Sequence[PlanClaims], plan_file: str | Path) -> tuple[LeverRow, ...]:
     """The levers of a plan in a file; ``curve`` has the plans at other budgets, by rising peak."""
     return (*_budgets(plan, curve, plan_file), *_offload(plan), *_states(plan), *_blocks(plan), *_kind(plan))
 

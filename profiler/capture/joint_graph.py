@@ -25,7 +25,6 @@ from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from profiler.capture.detached_outputs import without_gradients
@@ -235,11 +234,7 @@ def capturing(
         raise
     finally:
         patches.remove()
-        vars(compiled)["forget"]()
-        # As tracing leaves them, these hold the mode of fake tensors, and by it the graph.
-        PhiloxStateTracker.reset()
-        for method in vars(ShapeEnv).values():
-            getattr(method, "cache_clear", lambda: None)()
+        PhiloxStateTracker.reset()  # As tracing leaves it, it holds the mode of fake tensors, and by it the graph.
 
 
 def compiled_whole(forward: Forward, backend: Any) -> Forward:
@@ -266,9 +261,7 @@ def compiled_whole(forward: Forward, backend: Any) -> Forward:
         with settings:
             return compiled(*args, **kwargs)
 
-    forget = weakref.finalize(run, _forget_compiled, call.__code__, backend)
-    forget.atexit = False
-    run.__dict__["forget"] = forget
+    weakref.finalize(run, _forget_compiled, call.__code__, backend).atexit = False
     return run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import TypeVar
@@ -19,6 +20,7 @@ def cached_by_identity(function: Callable[[Key], Value]) -> Callable[[Key], Valu
     known: dict[int, Value] = {}
     references: dict[int, weakref.ref[Key]] = {}
 
+    @functools.wraps(function)
     def cached(key: Key) -> Value:
         place = id(key)
         if place in known:
@@ -33,5 +35,4 @@ def cached_by_identity(function: Callable[[Key], Value]) -> Callable[[Key], Valu
         known[place] = value
         return value
 
-    cached.__doc__ = function.__doc__
     return cached
