@@ -22,7 +22,7 @@ from profiler.recomputation.remembered_parameters import RememberedParameter, re
 from profiler.recomputation.saved_tensors import RerunError, version_of
 from profiler.tensors.identity_cache import cached_by_identity
 from profiler.tensors.storages import storage_key
-from profiler.tensors.tensor_trees import tensors_in
+from profiler.tensors.tensor_trees import slots_of, tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.plain_objects import (
     MOST_ITEMS,
@@ -35,7 +35,6 @@ from profiler.workload.plain_objects import (
     refill as _fill,
     set_slots,
     size_of,
-    slots_of,
 )
 from profiler.workload.reachable import HOOKS, OF_MODULES, globals_of, in_cell, is_closed, is_plain_tensor
 from profiler.workload.remembered_values import GENERATORS

@@ -103,7 +103,7 @@ def _base_of(kind: type) -> Any:
         base.__new__(kind)
     except TypeError:  # It is of another base, which has values of its own.
         return None
-    return base if base is not object or kind.__dictoffset__ or _slots_of(kind) else None
+    return base if base is not object or kind.__dictoffset__ or slots_of(kind) else None
 
 
 def _map_object(change: Callable[[Any], Any], tree: Any, kind: type, known: _Known, base: Any) -> Any:
@@ -118,7 +118,7 @@ def _map_object(change: Callable[[Any], Any], tree: Any, kind: type, known: _Kno
     elif base is dict:
         for key, item in dict.items(tree):
             dict.__setitem__(changed, key, _map(change, item, kind, known))
-    for name in _slots_of(type(tree)):
+    for name in slots_of(type(tree)):
         if hasattr(tree, name):
             object.__setattr__(changed, name, _map(change, getattr(tree, name), kind, known))
     if attributes := getattr(tree, "__dict__", None):
@@ -127,14 +127,17 @@ def _map_object(change: Callable[[Any], Any], tree: Any, kind: type, known: _Kno
 
 
 @cached_by_identity
-def _slots_of(kind: type) -> tuple[str, ...]:
+def slots_of(kind: type) -> tuple[str, ...]:
     """The names of the slots that a type and its bases declare, as they are for Python."""
     found: list[str] = []
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())
-        names = [name for name in ((slots,) if isinstance(slots, str) else slots) if not name.endswith("__")]
-        private = f"_{base.__name__.lstrip('_')}"
-        found += [f"{private}{name}" if name.startswith("__") else name for name in names]
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            private = name.startswith("__") and not name.endswith("__")
+            if private:
+                found.append(f"_{base.__name__.lstrip('_')}{name}")
+            elif not name.startswith("__"):
+                found.append(name)
     return tuple(found)
 
 
@@ -152,7 +155,7 @@ def _inside(value: Any) -> Iterable[Any]:
     for base in (*_BASES, set, frozenset, deque):
         if isinstance(value, base) and base.__len__(value) <= _MOST_ITEMS:
             contents = dict.values(value) if base is dict else base.__iter__(value)
-    slots = (getattr(value, name, None) for name in _slots_of(type(value)))
+    slots = (getattr(value, name, None) for name in slots_of(type(value)))
     return [*contents, *getattr(value, "__dict__", {}).values(), *slots]
 
 

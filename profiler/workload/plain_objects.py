@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.tensors.identity_cache import cached_by_identity
+from profiler.tensors.tensor_trees import slots_of
 
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)  # the first that fits counts
 # What is in these is no state of a model, or is shared with other threads; so it is with Python's own library.
@@ -53,21 +54,6 @@ def _is_closed(kind: type) -> bool:
     package = module.partition(".")[0]
     opened = any(module == each or module.startswith(f"{each}.") for each in _OPENED_MODULES)
     return not opened and (package in _CLOSED_PACKAGES or package in sys.stdlib_module_names)
-
-
-@cached_by_identity
-def slots_of(kind: type) -> tuple[str, ...]:
-    """The names of the slots that a type and its bases declare, as they are for Python."""
-    found: list[str] = []
-    for base in kind.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else tuple(slots):
-            private = name.startswith("__") and not name.endswith("__")
-            if private:
-                found.append(f"_{base.__name__.lstrip('_')}{name}")
-            elif not name.startswith("__"):
-                found.append(name)
-    return tuple(found)
 
 
 def in_slots(value: Any) -> tuple[Any, ...]:
