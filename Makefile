@@ -7,7 +7,7 @@ endif
 # Options for the first install alone, for example a CPU-only build where the default one brings CUDA packages:
 #   make venv TORCH_PIP="--index-url https://download.pytorch.org/whl/cpu"
 TORCH_PIP ?=
-# Processes that share the tests; each of them uses two threads:  make test JOBS=4
+# Processes that share the tests, each with one thread:  make test JOBS=4
 JOBS ?= 2
 
 VENV := .venv

@@ -24,11 +24,12 @@ SLOW_FOLDERS = {
     "benchmarks",
 }  # of real models; elsewhere slow tests are marked one by one
 MANY_OBJECTS = 50_000
-THREADS = 2  # the same on every machine: reductions split over threads, so the last bits of a sum depend on it
+THREADS = 1  # the same on every machine, as sums depend on it; two processes of tests share two cores
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(THREADS)
+    os.environ["OMP_NUM_THREADS"] = str(THREADS)  # of the processes that tests start
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()  # No secret of the tests' in the user's own state folder.
 
 

@@ -4,6 +4,8 @@ Formulation: a template (``solvers.graph.template_program``) is the shortest ord
 order and some others, which need not fit the budget. More others are taken after rounds that end early, fewer after
 rounds that run out of time.
 
+Towards a smaller peak the same is done with the order of the smallest peak, where no order fits the budget yet.
+
 Guarantee: never worse than the order it starts from; proves nothing. Complexity: one integer program a round.
 Units: bytes and seconds.
 Source: solution merging after Applegate, Bixby, Chvatal, Cook, "Finding tours in the TSP" (1999).
@@ -24,10 +26,16 @@ _QUICK_SECONDS = 1.0  # a template that takes less may be larger
 
 
 class OrderMerging:
-    """Rounds on one search that has an order; ``step`` makes one."""
+    """Rounds on one search; ``step`` makes one.
 
-    def __init__(self, incumbent: Incumbent) -> None:
+    Args:
+        smallest_peak: start from the order with the smallest peak and lower that; otherwise from the fastest one that
+            fits, of which there has to be one.
+    """
+
+    def __init__(self, incumbent: Incumbent, *, smallest_peak: bool = False) -> None:
         self.incumbent = incumbent
+        self._smallest_peak = smallest_peak
         self._rng = np.random.default_rng(0)
         self._others = 2
         self._share = min(1.0, WHOLE_NODES / incumbent.indexed.count)  # of the first runs, in one window
@@ -35,7 +43,8 @@ class OrderMerging:
 
     def step(self) -> None:
         """Merge the best order with some of the others seen; without others there is nothing to do."""
-        incumbent, best = self.incumbent, self.incumbent.order
+        incumbent, peak = self.incumbent, self._smallest_peak
+        best = incumbent.smallest if peak else incumbent.order
         assert best is not None
         others = [order for order in incumbent.seen if order != best]
         before = incumbent.left_seconds
@@ -49,7 +58,8 @@ class OrderMerging:
         if (len(template) / _PLACES_A_SECOND) ** 2 > _BUILD_SHARE * before:
             self._adapt(solved=False)
             return
-        program = TemplateProgram(incumbent.indexed, incumbent.budget_bytes, template)
+        budget_bytes = incumbent.smallest_bytes if peak else incumbent.budget_bytes
+        program = TemplateProgram(incumbent.indexed, budget_bytes, template, smallest_peak=peak)
         answer = program.program.solve(
             time_limit_seconds=min(ROUND_SECONDS, before), relative_gap=incumbent.gap / 10, start=program.encode(best)
         )

@@ -48,9 +48,11 @@ _REPAIRED = 3  # orders made on demand that are repaired: the fastest that fit
 _NOISE = 0.4  # standard deviation of the logarithm of the factors on the scores
 _START_SHARE = 0.9  # of the time has to be left for further first orders
 _ROUND_SHARE = 0.35  # of the time that is left, for one round of the moments program
+_IDLE_MOVES = 200  # of the local search, without a better order: it ends, though there is time
 _FRONTIER_BUDGETS = 7
 _SHRINK_ROUNDS, _SHRINK_SECONDS = 4, 2.0  # of the moments program for one budget, and of each round
-_HALVINGS = 8  # of the range between the largest op and the smallest known budget: to half a percent of it
+_STEPS_DOWN, _FIRST_STEP = 12, 0.25  # towards a smaller peak; the first as a share of the range down to the largest op
+_MERGES = 3  # of the orders seen, after each of these steps
 
 Method = Callable[[Incumbent, Mask], None]
 
@@ -118,27 +120,34 @@ def _auto(incumbent: Incumbent, rerunnable: Mask) -> None:
         hierarchy.solve(incumbent, rerunnable, rotor.Table)
     if incumbent.order is None:
         _shrink(incumbent, rerunnable)
-    while not incumbent.done:
+    moving = True
+    while not incumbent.done and (moving or not moment_rounds.finished):
         before_seconds = incumbent.left_seconds
         if not moment_rounds.finished:
             moment_rounds.step(_ROUND_SHARE * before_seconds)
         after_seconds = incumbent.left_seconds
         until_seconds = 0.0 if moment_rounds.finished else after_seconds - (before_seconds - after_seconds)
-        while not incumbent.done and incumbent.left_seconds > until_seconds:
-            next(local_moves)
+        while moving and not incumbent.done and incumbent.left_seconds > until_seconds:
+            moving = next(local_moves, False)
 
 
-def _moves(incumbent: Incumbent, rerunnable: Mask, evictions: Iterator[None]) -> Iterator[None]:
-    """Endless improvement: merge orders, make a fresh one, solve a window again."""
-    merging = order_merging.OrderMerging(incumbent)
+def _moves(incumbent: Incumbent, rerunnable: Mask, evictions: Iterator[None]) -> Iterator[bool]:
+    """Make a fresh order, merge orders, solve a window again; without one that fits, merge towards a smaller peak.
+
+    True after each of these moves; it ends after ``_IDLE_MOVES`` of them in a row that found nothing better.
+    """
+    merging, shrinking = (order_merging.OrderMerging(incumbent, smallest_peak=peak) for peak in (False, True))
     neighbourhood = neighbourhood_search.NeighbourhoodSearch(incumbent, rerunnable)
+    improving = [merging.step, merging.step, neighbourhood.step]
+    idle_moves = 0
     while True:
-        next(evictions)
-        yield
-        for step in (merging.step, merging.step, neighbourhood.step):
-            if incumbent.order is not None:
-                step()
-                yield
+        for move in [partial(next, evictions), *([shrinking.step] if incumbent.order is None else improving)]:
+            known = incumbent.seconds, incumbent.smallest_bytes
+            move()
+            idle_moves = idle_moves + 1 if (incumbent.seconds, incumbent.smallest_bytes) == known else 0
+            if idle_moves == _IDLE_MOVES:
+                return
+            yield True
 
 
 def _hierarchy(incumbent: Incumbent, rerunnable: Mask) -> None:
@@ -147,8 +156,8 @@ def _hierarchy(incumbent: Incumbent, rerunnable: Mask) -> None:
     if not incumbent.done:
         hierarchy.solve(incumbent, rerunnable, rotor.Table)
     local_moves = _moves(incumbent, rerunnable, _evictions(incumbent, rerunnable))
-    while not incumbent.done:
-        next(local_moves)
+    while not incumbent.done and next(local_moves, False):
+        pass
 
 
 def _exhaustive(incumbent: Incumbent, _: Mask) -> None:
@@ -318,29 +327,37 @@ def _find_smallest(incumbent: Incumbent, rerunnable: Mask) -> None:
 
 
 def _shrink(incumbent: Incumbent, rerunnable: Mask) -> None:
-    """Note orders with ever smaller peaks, by bisection below the smallest known one.
+    """Note orders with ever smaller peaks: a step below the smallest known one, wider after a success.
 
     What is tried depends on the graph alone, so that the smallest budget that is told can be solved for again.
     """
-    indexed, low_bytes = incumbent.indexed, smallest_working_set(incumbent.indexed)[0]
-    for _ in range(_HALVINGS):
-        if low_bytes >= incumbent.smallest_bytes:
+    merging = order_merging.OrderMerging(incumbent, smallest_peak=True)
+    low_bytes, share = smallest_working_set(incumbent.indexed)[0], _FIRST_STEP
+    for _ in range(_STEPS_DOWN):
+        range_bytes = incumbent.smallest_bytes - low_bytes
+        if range_bytes <= 0:
             return
-        inner = Incumbent(indexed, (low_bytes + incumbent.smallest_bytes) // 2, gap=1.0)  # the first that fits will do
+        step_bytes = max(1, round(share * range_bytes))
+        inner = Incumbent(incumbent.indexed, incumbent.smallest_bytes - step_bytes, gap=1.0)  # any that fits will do
+        inner.seen = incumbent.seen
         _find_any(inner, rerunnable)
-        if inner.order is None:
-            low_bytes = inner.budget_bytes + 1
-        else:
-            incumbent.note(inner.smallest, inner.solver)
+        share = share / 2 if inner.order is None else min(0.5, 1.5 * share)
+        incumbent.note(inner.smallest, inner.solver)
+        for _ in range(_MERGES):
+            merging.step()
     incumbent.offer(incumbent.smallest, incumbent.solver or "eviction")
 
 
-def _find_any(incumbent: Incumbent, rerunnable: Mask) -> None:
-    """Look for an order that fits: by eviction, and by rounds of the moments program."""
+def _find_by_eviction(incumbent: Incumbent, rerunnable: Mask) -> None:
     evictions = _evictions(incumbent, rerunnable)
     for _ in eviction.POWERS:
         if incumbent.order is None:
             next(evictions)
+
+
+def _find_any(incumbent: Incumbent, rerunnable: Mask) -> None:
+    """Look for an order that fits: by eviction, and by rounds of the moments program."""
+    _find_by_eviction(incumbent, rerunnable)
     search = moments.MomentSearch(incumbent, rerunnable.copy())
     for _ in range(_SHRINK_ROUNDS):
         if incumbent.order is None and not search.finished:

@@ -5,8 +5,9 @@ one for each stretch between two events of a node (its runs and its reads) wheth
 alive was alive or made before; what happens finds its inputs alive; at each run everything alive, its own output and
 its transient fit the budget.
 
-Guarantee: its optimum is the fastest schedule whose runs are a part of the template, exact in bytes; it bounds no
-other schedule. Complexity: O(V + reads) binaries, and a row of what may be alive per run. Units: bytes and seconds.
+Guarantee: its optimum is the fastest schedule whose runs are a part of the template, or the one with the smallest peak,
+exact in bytes; it bounds no other schedule. Complexity: O(V + reads) binaries, and a row of what may be alive per run.
+Units: bytes and seconds.
 Source: the retention intervals of Bartan et al., "Moccasin" (2023), section 2, on runs in a fixed order.
 """
 
@@ -23,6 +24,7 @@ from solvers.highs import Program
 from solvers.problem.deadline import check_deadline
 
 _SCALE = 1e4  # what all first runs cost together in the program: far above HiGHS's absolute tolerances
+_SECONDS_BESIDE = 1e-3  # of the peak: of orders with the same peak a fast one
 
 
 def template_of(
@@ -82,11 +84,17 @@ def _supersequence(a: list[int], b: list[int]) -> list[int]:
 class TemplateProgram:
     """The program of one template.
 
+    Args:
+        smallest_peak: the peak is the objective, below the budget; otherwise the seconds are.
+
     Attributes:
-        program: to solve; its objective is the whole time, in units of ``unit_seconds``.
+        program: to solve; its objective is the whole time, in units of ``unit_seconds``, or the peak's share of the
+            budget with a thousandth of the time beside it.
     """
 
-    def __init__(self, indexed: IndexedGraph, budget_bytes: int, template: list[int]) -> None:
+    def __init__(
+        self, indexed: IndexedGraph, budget_bytes: int, template: list[int], *, smallest_peak: bool = False
+    ) -> None:
         self.indexed = indexed
         self.template = template
         self.program = Program()
@@ -101,7 +109,9 @@ class TemplateProgram:
             first = v not in seen
             seen.add(v)
             cost = float(indexed.seconds[v]) / self.unit_seconds
+            cost *= _SECONDS_BESIDE if smallest_peak else 1.0
             self._runs.append(self.program.variable(cost=cost, lower=float(first)))
+        self._peak = self.program.variable(cost=_SCALE, integral=False) if smallest_peak else None
         self._make_stretches()
         self._make_memory_rows()
 
@@ -137,8 +147,10 @@ class TemplateProgram:
             own_bytes = int(self.indexed.output_bytes[v] + self.indexed.transient_bytes[v])
             # The stretch that ends where v itself runs again is not alive beside the new output.
             terms = [*self._alive[place], (self._runs[place], own_bytes)]
-            if sum(size for _, size in terms) > self._room:
-                scaled = [(variable, size / max(1, self._room)) for variable, size in terms]
+            scaled = [(variable, size / max(1, self._room)) for variable, size in terms]
+            if self._peak is not None:
+                self.program.row([*scaled, (self._peak, -1.0)], upper=0.0)
+            elif sum(size for _, size in terms) > self._room:
                 self.program.row(scaled, upper=1.0)
 
     def order(self, values: Floats) -> list[int]:
@@ -148,6 +160,8 @@ class TemplateProgram:
     def encode(self, order: Sequence[int]) -> Floats | None:
         """An order as a solution; None where it is no part of the template."""
         values, place = np.zeros(len(self.program.costs)), 0
+        if self._peak is not None:
+            values[self._peak] = 1.0
         for v in order:
             while place < len(self.template) and self.template[place] != v:
                 place += 1

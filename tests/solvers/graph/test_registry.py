@@ -84,6 +84,14 @@ def test_a_training_graph_is_proven_and_larger_budgets_are_never_slower():
     assert seconds[-1] == pytest.approx(graph.unplanned_seconds)
 
 
+def test_a_search_that_finds_nothing_more_ends_before_its_time():
+    graph = random_training_graph(20, 1)
+    smallest = solve_graph(GraphProblem(graph=graph, budget_bytes=1)).shortage
+    assert smallest is not None
+    budgeted = GraphProblem(graph=graph, budget_bytes=smallest.minimum_budget_bytes)
+    assert solve_graph(budgeted, time_limit_seconds=1e6, gap=0.0).schedule is not None
+
+
 @pytest.mark.slow
 def test_a_budget_below_the_largest_op_is_infeasible_and_says_what_would_do():
     graph = random_training_graph(60, 3)

@@ -90,6 +90,24 @@ def test_a_template_of_everything_is_as_good_as_the_oracle_unless_that_leaves_ri
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_template_that_holds_the_smallest_order_finds_a_peak_as_small(seed):
+    indexed = IndexedGraph(random_tiny_graph(seed))
+    smallest_bytes, keep_all = exhaustive.smallest_peak(indexed), list(range(indexed.count))
+    smallest = exhaustive.solve(indexed, smallest_bytes)
+    assert smallest is not None
+    program = TemplateProgram(
+        indexed,
+        int(peak_profile(indexed, keep_all).max()),
+        template_of(indexed, [everything(indexed.count), smallest]),
+        smallest_peak=True,
+    )
+    start = program.encode(keep_all)
+    answer = program.program.solve(time_limit_seconds=20.0, start=start)
+    assert start is not None and answer.values is not None
+    assert peak_profile(indexed, program.order(answer.values)).max() == smallest_bytes
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_an_order_is_a_solution_of_the_programs_that_it_is_encoded_for(seed):
     indexed = IndexedGraph(random_tiny_graph(seed))
     budget = middle_budget(indexed)
