@@ -31,6 +31,7 @@ PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtyp
 _CLOSED = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 # More items are a table (a vocabulary, say), which no step changes and which it would take long to go through.
 MOST_ITEMS = 1000
+_ON_THE_HEAP = 1 << 9  # a flag of types that are no static ones of C
 GONE = object()  # in the place of a slot that is empty
 
 
@@ -53,7 +54,25 @@ def _is_closed(kind: type) -> bool:
     module = kind.__module__
     package = module.partition(".")[0]
     opened = any(module == each or module.startswith(f"{each}.") for each in _OPENED_MODULES)
-    return not opened and (package in _CLOSED_PACKAGES or package in sys.stdlib_module_names)
+    if opened or not (package in _CLOSED_PACKAGES or package in sys.stdlib_module_names):
+        return False
+    if _is_of_its_module(kind):
+        return True
+    bases = [base for base in kind.__bases__ if base is not object]
+    return bool(bases) and all(map(_is_closed, bases))
+
+
+def _is_of_its_module(kind: type) -> bool:
+    """Whether a class is written in the module that it names: one that is made by a call names where the call stands.
+
+    So do classes by ``types.new_class``, ``make_dataclass`` and by metaclasses of others (PyG's ``Batch``).
+    """
+    if "<locals>" in kind.__qualname__ or not kind.__flags__ & _ON_THE_HEAP:
+        return True
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is kind
 
 
 def in_slots(value: Any) -> tuple[Any, ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import functools
+import types
 import weakref
 from collections import UserDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from typing import Any
 
 import pytest
@@ -74,6 +76,17 @@ def with_attribute(value: Any) -> Tensor:
     return tensor
 
 
+def of_a_made_class(make: Callable[[], type]) -> Callable[[Any], Any]:
+    """Such a class says that it is of the module in which the call that makes it stands."""
+
+    def around(value: Any) -> Any:
+        found: Any = object.__new__(make())
+        found.x = value
+        return found
+
+    return around
+
+
 def stacked(value: Any) -> Stacked:
     found: Any = Stacked()
     found.extra = value
@@ -112,6 +125,9 @@ AROUND: list[Callable[[Any], Any]] = [
     lambda value: lambda: value,
     lambda value: lambda given=value: given,
     lambda value: {"x": [Closed(value)]},
+    of_a_made_class(lambda: types.new_class("Made", (Graph,))),
+    of_a_made_class(lambda: abc.ABCMeta.__new__(abc.ABCMeta, "Made", (Graph,), {})),
+    of_a_made_class(lambda: make_dataclass("Made", ["x"])),
 ]
 
 
