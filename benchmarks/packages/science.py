@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.packages.training import Training, model, of, trained
+from benchmarks.packages.training import Called, Training, model, of, trained
 
 # torch_geometric
 
@@ -259,11 +259,12 @@ def sde(checkpointed: bool) -> Training:
     net, start, goal = Equation(), torch.randn(256, 32), torch.randn(256, 32)
     times = torch.linspace(0, 1, 5)
 
-    def loss() -> Tensor:
+    def solved(state: Tensor) -> Tensor:
         motion = of("torchsde.BrownianInterval")(t0=0.0, t1=1.0, size=(256, 32), entropy=7)
-        return F.mse_loss(of("torchsde.sdeint")(net, start, times, bm=motion, method="euler", dt=0.05)[-1], goal)
+        return of("torchsde.sdeint")(net, state, times, bm=motion, method="euler", dt=0.05)[-1]
 
-    return trained(net, loss)
+    whole = Called(net, solved)
+    return trained(whole, lambda: F.mse_loss(whole(start), goal))
 
 
 @model("neuralop", "tensorly")
@@ -295,7 +296,8 @@ def real_nvp(checkpointed: bool) -> Training:
         flows += [of("normflows.flows.Permute")(16, mode="swap"), of("normflows.flows.ActNorm")(16)]
     net = of("normflows.NormalizingFlow")(of("normflows.distributions.base.DiagGaussian")(16), flows)
     x = torch.randn(512, 16)
-    return trained(net, lambda: net.forward_kld(x))
+    whole = Called(net, net.forward_kld)
+    return trained(whole, lambda: whole(x))
 
 
 @model("nflows")
@@ -309,7 +311,8 @@ def masked_flow(checkpointed: bool) -> Training:
     base = of("nflows.distributions.normal.StandardNormal")(shape=[8])
     net = of("nflows.flows.base.Flow")(of("nflows.transforms.base.CompositeTransform")(transforms), base)
     x = torch.randn(512, 8)
-    return trained(net, lambda: -net.log_prob(inputs=x).mean())
+    whole = Called(net, net.log_prob)
+    return trained(whole, lambda: -whole(x).mean())
 
 
 @model("gpytorch")
@@ -332,4 +335,5 @@ def deep_kernel(checkpointed: bool) -> Training:
 
     net = Regression()
     marginal = of("gpytorch.mlls.ExactMarginalLogLikelihood")(likelihood, net)
-    return trained(net, lambda: -marginal(net(x), y))
+    whole = Called(net, lambda rows: -marginal(net(rows), y))
+    return trained(whole, lambda: whole(x))

@@ -101,6 +101,17 @@ def trained(
     return Training(model, step, used)
 
 
+class Called(nn.Module):
+    """A module whose forward is what a loop calls of another one: a method that trains, or several calls."""
+
+    def __init__(self, net: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.net, self._call = net, call
+
+    def forward(self, *inputs: Any) -> Any:
+        return self._call(*inputs)
+
+
 def classified(model: nn.Module, images: Tensor, classes: int = 10) -> Training:
     """A classifier of images, or whatever gives scores, with labels that are drawn."""
     labels = torch.randint(classes, (len(images),))

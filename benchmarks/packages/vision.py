@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.packages.training import Training, classified, model, of, trained
+from benchmarks.packages.training import Called, Training, classified, model, of, trained
 
 # timm
 
@@ -332,11 +332,12 @@ def autoencoder_kl(checkpointed: bool) -> Training:
     _own_of_diffusers(net, checkpointed)
     images = torch.randn(2, 3, 64, 64)
 
-    def loss() -> Tensor:
-        posterior = net.encode(images).latent_dist
-        return F.mse_loss(net.decode(posterior.sample()).sample, images) + 1e-4 * posterior.kl().mean()
+    def coded(given: Tensor) -> Tensor:
+        posterior = net.encode(given).latent_dist
+        return F.mse_loss(net.decode(posterior.sample()).sample, given) + 1e-4 * posterior.kl().mean()
 
-    return trained(net, loss)
+    whole = Called(net, coded)
+    return trained(whole, lambda: whole(images))
 
 
 @model("diffusers", own=ENABLE)
@@ -481,7 +482,7 @@ def edges(checkpointed: bool) -> Training:
     def loss() -> Tensor:
         both = turned(torch.cat([images, goal], 1))
         found = net(both[:, :3])
-        return sum(F.binary_cross_entropy_with_logits(each, both[:, 3:]) for each in found)  # type: ignore[return-value]
+        return sum(F.binary_cross_entropy_with_logits(each.view_as(goal), both[:, 3:]) for each in found)  # type: ignore[return-value]
 
     return trained(net, loss)
 
