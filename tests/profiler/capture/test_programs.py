@@ -38,7 +38,7 @@ def solved(graph: JointGraph, share: float) -> StepOrder:
     around = StepSurroundings(forward_bytes=base, backward_bytes=base, loss_bytes=base)
     problem = step_problem(step, around, small_share=0.0)
     peak = unplanned_replay(problem.graph).peak_bytes
-    refused = solve_graph(GraphProblem(graph=problem.graph, budget_bytes=1))
+    refused = solve_graph(GraphProblem(graph=problem.graph, budget_bytes=1), time_limit_seconds=10)
     assert refused.shortage is not None
     least = refused.shortage.minimum_budget_bytes
     budget = least + int(share * (peak - least))
