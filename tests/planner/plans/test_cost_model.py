@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 import planner
 from planner.plans.cost_model import chain_of
 from profiler.records import MenuRecord
-from solvers.chain import baselines
-from solvers.problem.chain_simulator import replay
 
 
 def luckiest(menu: MenuRecord) -> MenuRecord:
@@ -37,34 +34,3 @@ def test_no_option_is_free_however_it_was_measured(blocks: planner.Profile) -> N
             assert extra == pytest.approx(again * menu.keep_forward_seconds)
             checked += extra > 0
     assert checked
-
-
-def own_step(clearing_first: bool) -> planner.Workload:
-    """Of a model whose parameters take most of the memory; gradients are cleared at one end of the step."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)))
-    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 64)
-
-    def step() -> torch.Tensor:
-        if clearing_first:
-            optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        if not clearing_first:
-            optimizer.zero_grad()
-        return loss
-
-    return planner.Workload(model=model, step=step, optimizer=optimizer)
-
-
-def test_gradients_that_a_step_clears_first_count_once() -> None:
-    """They are alive as it begins, and do not come back when what the first stage keeps goes."""
-    first, last = (planner.profile(own_step(clearing), menus=False) for clearing in (True, False))
-    assert first.unplanned_peak_bytes == last.unplanned_peak_bytes
-    chain = chain_of(first)
-    (kept,) = baselines.keep_all(chain)
-    timeline = replay(chain, kept).timeline
-    assert max(each.peak_bytes for each in timeline) <= first.unplanned_peak_bytes
-    assert timeline[-1].after_bytes == first.stages[0].backward.end_bytes
-    assert planner.solve(first, "100%").predicted_peak_bytes == first.unplanned_peak_bytes
