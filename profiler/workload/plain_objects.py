@@ -31,7 +31,7 @@ PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtyp
 _CLOSED = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 # More items are a table (a vocabulary, say), which no step changes and which it would take long to go through.
 MOST_ITEMS = 1000
-_ON_THE_HEAP = 1 << 9  # a flag of types that are no static ones of C
+_HEAP_TYPE = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE: unset for the types that C code defines statically
 GONE = object()  # in the place of a slot that is empty
 
 
@@ -63,11 +63,12 @@ def _is_closed(kind: type) -> bool:
 
 
 def _is_of_its_module(kind: type) -> bool:
-    """Whether a class is written in the module that it names: one that is made by a call names where the call stands.
+    """Whether a class is defined in the module that its ``__module__`` names.
 
-    So do classes by ``types.new_class``, ``make_dataclass`` and by metaclasses of others (PyG's ``Batch``).
+    A class that a call creates names the module of that call: ``types.new_class``, ``make_dataclass``, and metaclasses
+    such as the one of PyG's ``Batch``.
     """
-    if "<locals>" in kind.__qualname__ or not kind.__flags__ & _ON_THE_HEAP:
+    if "<locals>" in kind.__qualname__ or not kind.__flags__ & _HEAP_TYPE:
         return True
     found: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):

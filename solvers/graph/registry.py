@@ -348,16 +348,12 @@ def _shrink(incumbent: Incumbent, rerunnable: Mask) -> None:
     incumbent.offer(incumbent.smallest, incumbent.solver or "eviction")
 
 
-def _find_by_eviction(incumbent: Incumbent, rerunnable: Mask) -> None:
+def _find_any(incumbent: Incumbent, rerunnable: Mask) -> None:
+    """Look for an order that fits: by eviction, and by rounds of the moments program."""
     evictions = _evictions(incumbent, rerunnable)
     for _ in eviction.POWERS:
         if incumbent.order is None:
             next(evictions)
-
-
-def _find_any(incumbent: Incumbent, rerunnable: Mask) -> None:
-    """Look for an order that fits: by eviction, and by rounds of the moments program."""
-    _find_by_eviction(incumbent, rerunnable)
     search = moments.MomentSearch(incumbent, rerunnable.copy())
     for _ in range(_SHRINK_ROUNDS):
         if incumbent.order is None and not search.finished:

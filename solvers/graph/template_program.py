@@ -147,11 +147,13 @@ class TemplateProgram:
             own_bytes = int(self.indexed.output_bytes[v] + self.indexed.transient_bytes[v])
             # The stretch that ends where v itself runs again is not alive beside the new output.
             terms = [*self._alive[place], (self._runs[place], own_bytes)]
+            if self._peak is None and sum(size for _, size in terms) <= self._room:
+                continue
             scaled = [(variable, size / max(1, self._room)) for variable, size in terms]
-            if self._peak is not None:
-                self.program.row([*scaled, (self._peak, -1.0)], upper=0.0)
-            elif sum(size for _, size in terms) > self._room:
+            if self._peak is None:
                 self.program.row(scaled, upper=1.0)
+            else:
+                self.program.row([*scaled, (self._peak, -1.0)], upper=0.0)
 
     def order(self, values: Floats) -> list[int]:
         """The runs that happen."""
