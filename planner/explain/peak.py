@@ -145,6 +145,9 @@ def _resident(chain: Chain, plan: Plan | None) -> Iterator[PeakPart]:
     """What is there before the step; the chain's number counts."""
     nothing = ResidentBytes(parameters=0, buffers=0, optimizer=0, inputs=0)
     known = plan.resident if plan is not None and plan.resident is not None else nothing
+    beside_bytes = chain.resident_bytes - known.total
+    # Gradients that the step clears before its first stage are not among the chain's.
+    gradient_bytes = max(0, known.gradients + min(0, beside_bytes))
     named = {
         "parameters": known.parameters,
         "other parameters": known.other_parameters,
@@ -152,13 +155,13 @@ def _resident(chain: Chain, plan: Plan | None) -> Iterator[PeakPart]:
         "loss scale": known.scaler,
         "buffers": known.buffers,
         "batch": known.inputs,
-        "gradients from before": known.gradients,
+        "gradients from before": gradient_bytes,
         LOOP: known.loop,
     }
     for what, size in named.items():
         yield PeakPart(what=what, size_bytes=size)
     yield PeakPart(
-        what="resident" if not known.total else "other resident", size_bytes=chain.resident_bytes - known.total
+        what="resident" if not known.total else "other resident", size_bytes=chain.resident_bytes - sum(named.values())
     )
 
 

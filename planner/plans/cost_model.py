@@ -47,7 +47,9 @@ def lone_chain_of(profile: Profile) -> Chain:
         stages=stages if profile.evaluations == 1 else tuple(_repeated(stage, profile.evaluations) for stage in stages),
         shared=shared,
         # What an optimizer holds while it evaluates the loss again lies below such a forward and backward.
-        resident_bytes=max(start_bytes, profile.evaluation.start_bytes) + profile.collective_bytes,
+        resident_bytes=max(start_bytes, profile.evaluation.start_bytes)
+        + profile.collective_bytes
+        - timeline.cleared_bytes,
         optimizer_peak_bytes=profile.optimizer.peak_bytes,
     )
 
@@ -104,6 +106,7 @@ class _UnsharedTimeline:
         dropped_growth_bytes: what a forward without keeping adds.
         backward_base_bytes: alive at the start of the backward beside everything kept (gradients).
         later_gradient_bytes: of that, parameter gradients of the stages behind.
+        cleared_bytes: alive as the step begins, and gone for good before its first stage: the last step's gradients.
     """
 
     def __init__(self, profile: Profile, shared: tuple[Shared, ...]) -> None:
@@ -131,6 +134,7 @@ class _UnsharedTimeline:
                     self.unreleased_bytes[between] += size_bytes
         self.backward_base_bytes = self._backward_base()
         self.later_gradient_bytes = self._later_gradients()
+        self.cleared_bytes = self._cleared()
 
     def room_for_random_state(self, k: int) -> int:
         """Bytes that every forward of stage k counts with, as it may be a second one, which reads the random state.
@@ -186,6 +190,14 @@ class _UnsharedTimeline:
             later[k] = max(0, min(total_bytes, min(base[: k + 1])))
             total_bytes += self.profile.stages[k].parameter_gradient_bytes
         return later
+
+    def _cleared(self) -> int:
+        """What would be there beside the new gradients after the last backward, and was not."""
+        first = self.profile.stages[0]
+        if first.kind != "outside":
+            return 0
+        end_bytes = first.forward.start_bytes + self.later_gradient_bytes[0] + self.parameter_gradient(0)
+        return min(max(0, end_bytes - first.backward.end_bytes), first.forward.start_bytes)
 
     def parameter_gradient(self, k: int) -> int:
         """Gradient bytes that appear in the backward of stage k and stay."""
@@ -296,13 +308,15 @@ def _stage(timeline: _UnsharedTimeline, k: int) -> Stage:
 def _options(timeline: _UnsharedTimeline, k: int) -> Iterator[Option]:
     """Keeping everything first, then the measured options inside the stage."""
     profile, record = timeline.profile, timeline.profile.stages[k]
+    cleared_bytes = timeline.cleared_bytes if k == 0 else 0  # counted as long as the first forward goes on
     keep = Option(
         name="keep",
         forward_seconds=record.forward.seconds,
         backward_seconds=record.backward.seconds,
-        kept_bytes=timeline.growth_bytes[k] - record.boundary_bytes,
+        kept_bytes=timeline.growth_bytes[k] - record.boundary_bytes + cleared_bytes,
         kept_output_bytes=record.kept_output_bytes,
-        forward_peak_bytes=timeline.first_run_peak(k, record.forward.peak_bytes - record.forward.start_bytes),
+        forward_peak_bytes=timeline.first_run_peak(k, record.forward.peak_bytes - record.forward.start_bytes)
+        + cleared_bytes,
         backward_peak_bytes=record.backward.peak_bytes - record.backward.start_bytes,
         recompute_seconds=record.recompute_seconds,
         recompute_peak_bytes=timeline.second_run_peak(k, record.recompute_peak_bytes),

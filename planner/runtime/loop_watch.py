@@ -150,10 +150,11 @@ class LoopWatch:
         return more_bytes
 
     def _expected_gradient_bytes(self) -> int:
+        """Those that the chain counts as always there: fewer than as the step begins, where it clears them first."""
         plan = self._plan
-        resident = 0 if plan.resident is None else plan.resident.gradients
-        beside = 0 if plan.chain is None else max(0, plan.chain.resident_bytes - plan.resident_bytes)
-        return resident + beside
+        resident_bytes = 0 if plan.resident is None else plan.resident.gradients
+        beside_bytes = 0 if plan.chain is None else plan.chain.resident_bytes - plan.resident_bytes
+        return max(0, resident_bytes + beside_bytes)
 
     def _look_for_outputs(self, spare_bytes: int) -> int:
         """By how many bytes outputs that are still held are more than those that the plan counts on between two steps.

@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 import planner
+from planner.explain.peak import predicted_peak
+from planner.explain.timeline import predicted_timelines
 from planner.plans.cost_model import chain_of
 from profiler.records import MenuRecord
+from solvers.chain import baselines
+from solvers.problem.chain_simulator import replay
 
 
 def luckiest(menu: MenuRecord) -> MenuRecord:
@@ -34,3 +39,48 @@ def test_no_option_is_free_however_it_was_measured(blocks: planner.Profile) -> N
             assert extra == pytest.approx(again * menu.keep_forward_seconds)
             checked += extra > 0
     assert checked
+
+
+def own_step(clearing_first: bool) -> planner.Workload:
+    """Of a model whose parameters take most of the memory; gradients are cleared at one end of the step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)))
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 64)
+
+    def step() -> torch.Tensor:
+        if clearing_first:
+            optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        if not clearing_first:
+            optimizer.zero_grad()
+        return loss
+
+    return planner.Workload(model=model, step=step, optimizer=optimizer)
+
+
+def test_gradients_that_a_step_clears_first_count_once() -> None:
+    """They are alive as it begins, and do not come back when what the first stage keeps goes."""
+    first, last = (planner.profile(own_step(clearing), menus=False) for clearing in (True, False))
+    assert first.unplanned_peak_bytes == last.unplanned_peak_bytes
+    chain = chain_of(first)
+    (kept,) = baselines.keep_all(chain)
+    timeline = replay(chain, kept).timeline
+    assert max(each.peak_bytes for each in timeline) <= first.unplanned_peak_bytes
+    assert timeline[-1].after_bytes == first.stages[0].backward.end_bytes
+    assert planner.solve(first, "100%").predicted_peak_bytes == first.unplanned_peak_bytes
+
+
+def test_gradients_that_a_step_clears_first_are_no_part_of_a_later_peak() -> None:
+    plan = planner.solve(planner.profile(own_step(clearing_first=True), menus=False), "100%")
+    assert plan.chain is not None and plan.resident is not None and plan.resident.gradients > 0
+    _, planned = predicted_timelines(plan.chain, plan.schedule)
+    peak = predicted_peak(plan.chain, plan.schedule, planned, plan=plan)
+    assert "gradients of parameters" in [part.what for part in peak.parts]
+    assert all(part.what != "other resident" for part in peak.parts)
+    # The last step's loss, which the loop holds as the step begins, goes with them: bytes that are counted and taken off.
+    before_bytes = sum(
+        part.size_bytes for part in peak.parts if part.what == "gradients from before" or part.stage == "before 0"
+    )
+    assert before_bytes == 0
