@@ -79,7 +79,7 @@ def test_gradients_that_a_step_clears_first_are_no_part_of_a_later_peak() -> Non
     peak = predicted_peak(plan.chain, plan.schedule, planned, plan=plan)
     assert "gradients of parameters" in [part.what for part in peak.parts]
     assert all(part.what != "other resident" for part in peak.parts)
-    # The last step's loss, which the loop holds as the step begins, goes with them: bytes that are counted and taken off.
+    # The last step's loss, which the loop holds as the step begins, goes with them.
     before_bytes = sum(
         part.size_bytes for part in peak.parts if part.what == "gradients from before" or part.stage == "before 0"
     )
