@@ -109,9 +109,11 @@ def _drawn(trace: Trace) -> set[int]:
     """Storages of random numbers, and of what is computed from nothing else."""
     drawn: set[int] = set()
     for op in trace.ops:
-        reads = _reads(op)
+        reads = set() if op.access.fills else _reads(op)
         if (op.access.random and not reads) or (reads and reads <= drawn):
-            drawn.update(op.storages)
+            drawn.update(op.storages, op.access.writes)
+        else:
+            drawn.difference_update(op.access.writes)
     return drawn
 
 

@@ -249,6 +249,29 @@ def test_what_a_step_changes_or_draws_itself_is_said_before_the_first_step(drawn
     assert any("index" in line for line in profile.unsteady)
 
 
+class Leaving(nn.Module):
+    """A layer of several that a number decides, which a fresh tensor is filled with: drawn, or from the batch."""
+
+    def __init__(self, drawn: bool) -> None:
+        super().__init__()
+        self.layers, self.drawn = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), drawn
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = torch.zeros(3)
+        number.uniform_() if self.drawn else number.copy_(self.layers[0](x)[0, :3].detach())
+        for layer, leave in zip(self.layers, number < -1e6, strict=True):
+            if not leave:
+                x = layer(x).relu()
+        return x
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_branch_by_numbers_drawn_in_place_is_no_reason_to_warn(drawn: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Leaving(drawn), nn.Linear(8, 8))
+    work = planner.Workload(model=model, inputs=torch.rand(4, 8), loss=squared)
+    assert bool(planner.profile(work, stages=["0", "1", "2"], menus=False).unsteady) is not drawn
+
+
 class Growing(torch.optim.SGD):
     """Remembers every gradient."""
 
