@@ -1,64 +1,106 @@
 """The states of Python's and numpy's global random generators as they are before a first run, for a second one.
 
-Python's takes some ten microseconds to read, numpy's several times that. So the words that numpy's lies in are looked
-at first: where none has changed since its state was read, that is the state still.
+Reading either takes ten microseconds and more, and nearly no stage draws from them. So the words that a generator lies
+in are looked at first: where none has changed since its state was read, that is the state still.
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
-import sys
+import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.random import mtrand
 
-_WORDS_BYTES = 2500  # of the Mersenne Twister: 624 words of four bytes, and how many of them are given out
+# Of the Mersenne Twister: 624 words of four bytes, and how many of them are given out.
+_WORDS = 624
+_WORDS_BYTES = 4 * _WORDS + 4
 
 
-def _words() -> bytes:
-    """The memory of numpy's global generator; empty where it is of another kind."""
-    generator = mtrand.get_bit_generator()
-    if type(generator) is not np.random.MT19937:
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, _WORDS_BYTES)
+class _Generator:
+    """A global generator, and the state that was read last, which stages share as long as nobody draws.
 
+    Args:
+        read, write: its state, as its library has it.
+        address: of its words in memory; None where it has none.
+        packed: the words of a state as they should lie there.
+        holds_a_normal: whether of a state the second number of a pair is still to be given out, which changes no word.
+    """
 
-class _NumpyState:
-    """The state that was read last, which stages share as long as nobody draws."""
+    __slots__ = ("_address", "_holds_a_normal", "_packed", "_read", "_state", "_words", "_write")
 
-    __slots__ = ("_state", "_words")
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        read: Callable[[], Any],
+        write: Callable[[Any], object],
+        address: Callable[[], int | None],
+        packed: Callable[[Any], bytes],
+        holds_a_normal: Callable[[Any], bool],
+    ) -> None:
+        self._read, self._write, self._address = read, write, address
+        self._packed, self._holds_a_normal = packed, holds_a_normal
         self._words = b""
         self._state: Any = None
 
     def now(self) -> Any:
         """The state as it is; the same object where it is the same."""
-        words = _words()
-        if not words or words != self._words or self._holds_a_normal():
-            self._state = np.random.get_state(legacy=False)
-            self._words = words if words == _as_words(self._state) else b""
+        words = self._words_now()
+        if not words or words != self._words or self._holds_a_normal(self._state):
+            self._state = self._read()
+            self._words = words if words == self._packed(self._state) else b""
         return self._state
 
     def put_back(self, state: Any) -> None:
         """Make it the state again."""
         if self.now() is not state:
-            np.random.set_state(state)
-            self._state, self._words = state, _words()
+            self._write(state)
+            self._state, self._words = state, self._words_now()
 
-    def _holds_a_normal(self) -> bool:
-        """Whether the second number of a pair is still to be given out, which changes no word."""
-        return bool(self._state["has_gauss"])
+    def _words_now(self) -> bytes:
+        address = self._address()
+        return b"" if address is None else ctypes.string_at(address, _WORDS_BYTES)
 
 
-def _as_words(state: Any) -> bytes:
+def _address_of_numpy() -> int | None:
+    generator = mtrand.get_bit_generator()
+    return generator.ctypes.state_address if type(generator) is np.random.MT19937 else None
+
+
+def _packed_of_numpy(state: Any) -> bytes:
     inside = state["state"]
-    return inside["key"].tobytes() + int(inside.get("pos", 0)).to_bytes(4, sys.byteorder) if "key" in inside else b"-"
+    return inside["key"].tobytes() + struct.pack("=i", int(inside.get("pos", 0))) if "key" in inside else b"-"
 
 
-_NUMPY = _NumpyState()
+def _address_of_python() -> int | None:
+    """Behind the head of CPython's object; where other words lie there, ``now`` reads the state every time."""
+    generator: Any = random._inst  # type: ignore[attr-defined]  # what the module's functions are methods of
+    room_bytes = type(generator).__basicsize__ - object.__basicsize__
+    return id(generator) + object.__basicsize__ if room_bytes >= _WORDS_BYTES else None
+
+
+def _packed_of_python(state: Any) -> bytes:
+    *words, given_out = state[1]
+    return struct.pack(f"=i{_WORDS}I", given_out, *words)
+
+
+_NUMPY = _Generator(
+    read=lambda: np.random.get_state(legacy=False),
+    write=np.random.set_state,
+    address=_address_of_numpy,
+    packed=_packed_of_numpy,
+    holds_a_normal=lambda state: bool(state["has_gauss"]),
+)
+_PYTHON = _Generator(
+    read=random.getstate,
+    write=random.setstate,
+    address=_address_of_python,
+    packed=_packed_of_python,
+    holds_a_normal=lambda state: state[2] is not None,
+)
 
 
 class HostRandomness:
@@ -67,10 +109,10 @@ class HostRandomness:
     __slots__ = ("_now", "_numpy", "_python")
 
     def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), _NUMPY.now()
+        self._python, self._numpy = _PYTHON.now(), _NUMPY.now()
 
     def __enter__(self) -> None:
-        self._now = random.getstate(), _NUMPY.now()
+        self._now = _PYTHON.now(), _NUMPY.now()
         self._set(self._python, self._numpy)
 
     def __exit__(self, *error: object) -> None:
@@ -79,5 +121,5 @@ class HostRandomness:
 
     @staticmethod
     def _set(python: Any, numpy: Any) -> None:
-        random.setstate(python)
+        _PYTHON.put_back(python)
         _NUMPY.put_back(numpy)

@@ -205,6 +205,13 @@ def test_the_global_generators_give_the_same_again_and_go_on(generator: Any) -> 
         mtrand.set_bit_generator(before)
 
 
+def test_the_second_number_of_a_pair_is_given_out_again() -> None:
+    for _ in range(3):
+        state, first = HostRandomness(), (random.gauss(0, 1), float(np.random.randn()))
+        with state:
+            assert (random.gauss(0, 1), float(np.random.randn())) == first
+
+
 def test_a_module_that_holds_its_parent_in_a_list_runs_again_as_before() -> None:
     def build() -> Net:
         model = _net(list, lambda kept: None)

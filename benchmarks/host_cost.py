@@ -1,0 +1,123 @@
+"""Host cost: what plans cost in Python, beside ``torch.utils.checkpoint``, where blocks are of ops that take no time."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+import planner
+from benchmarks.one_step import seconds_of
+from benchmarks.op_level import smallest_budget
+from benchmarks.reporting import RESULTS, write_rows
+from profiler.workload.workload import Workload
+
+BLOCKS, WIDTH, HEADS, BATCH, LENGTH, VOCABULARY = 12, 16, 2, 4, 16, 32
+
+
+class Block(nn.Module):
+    """A block of a GPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.other_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
+        attended = scaled_dot_product_attention(*split.unbind(), is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(-2))
+        return x + self.down(gelu(self.up(self.other_norm(x))))
+
+
+class TinyGPT(nn.Module):
+    """A GPT whose ops take as long as calling them; ``run`` calls its blocks."""
+
+    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.run = run
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x) if self.run is None else self.run(block, x)
+        return self.head(self.norm(x)).square().mean()
+
+
+def _checkpointed(block: nn.Module, x: Tensor) -> Tensor:
+    result = checkpoint(block, x, use_reentrant=False)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def workload(run: Callable[[nn.Module, Tensor], Tensor] | None = None) -> Workload:
+    """A step on a few short sequences."""
+    torch.manual_seed(0)
+    return Workload(model=TinyGPT(run), inputs=torch.randint(VOCABULARY, (BATCH, LENGTH)), loss=lambda output: output)
+
+
+def planned_ways() -> Iterator[tuple[str, Workload, int]]:
+    """Ways to run the step under a plan, and how many ops run again; the plan is on."""
+    names = [f"blocks.{k}" for k in range(BLOCKS)]
+    for way in ("keep all", "recompute all", "half of the range"):
+        work = workload()
+        profile = planner.profile(work, stages=names if way == "recompute all" else None)
+        if way == "recompute all":
+            plan = planner.state(profile, planner.Rule(modules="blocks.*"))
+            assert sum(stage.decision == "recompute" for stage in plan.stages) == BLOCKS
+        else:
+            smallest, most = smallest_budget(profile), profile.unplanned_peak_bytes
+            plan = planner.solve(profile, most if way == "keep all" else (smallest + most) // 2)
+        planner.apply(work.model, plan)
+        yield way, work, plan.recomputed_ops
+
+
+def rows_of(rounds: int) -> Iterator[dict[str, Any]]:
+    """A row for each way: medians of the ratios to the plain step and to the checkpointed one of the same round."""
+    ways = [("plain", workload(), 0), ("torch.utils.checkpoint, each block", workload(_checkpointed), 0)]
+    ways += planned_ways()
+    seconds: dict[str, list[float]] = {way: [] for way, _, _ in ways}
+    for work in (work for _, work, _ in ways for _ in range(20)):
+        seconds_of(work)
+    for _ in range(rounds):
+        for way, work, _ in ways:
+            seconds[way].append(seconds_of(work))
+    plain, by_hand = seconds["plain"], seconds["torch.utils.checkpoint, each block"]
+    for way, _, ops in ways:
+        yield {
+            "way": way,
+            "recomputed_ops": ops,
+            "step_seconds": statistics.median(seconds[way]),
+            "over_plain": statistics.median(a / b for a, b in zip(seconds[way], plain, strict=True)),
+            "over_checkpoint": statistics.median(a / b for a, b in zip(seconds[way], by_hand, strict=True)),
+        }
+
+
+def main() -> None:
+    """Measure, print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    notes = [
+        f"{BLOCKS} GPT blocks of width {WIDTH}, {BATCH} sequences of {LENGTH} tokens, one thread: the host's time, hardly any "
+        "of it in kernels",
+        f"medians of {options.rounds} rounds, in each of which every way runs once; ratios within a round",
+    ]
+    write_rows(options.out, "host-cost", "Host cost of plans", rows_of(options.rounds), lambda _: notes)
+
+
+if __name__ == "__main__":
+    main()
