@@ -1,4 +1,4 @@
-"""Host cost: what plans cost in Python, beside ``torch.utils.checkpoint``, where blocks are of ops that take no time."""
+"""Host cost: the time of steps under plans and ``torch.utils.checkpoint`` where kernels take hardly any."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     notes = [
-        f"{BLOCKS} GPT blocks of width {WIDTH}, {BATCH} sequences of {LENGTH} tokens, one thread: the host's time, hardly any "
-        "of it in kernels",
+        f"{BLOCKS} GPT blocks of width {WIDTH}, {BATCH} sequences of {LENGTH} tokens, one thread: hardly any time "
+        "in kernels",
         f"medians of {options.rounds} rounds, in each of which every way runs once; ratios within a round",
     ]
     write_rows(options.out, "host-cost", "Host cost of plans", rows_of(options.rounds), lambda _: notes)

@@ -62,6 +62,20 @@ PREDICTED = Topic(
             ),
         ),
         Benchmark(
+            name="host-cost",
+            module="benchmarks.host_cost",
+            full="",
+            quick="--rounds 2",
+            minutes=1,
+            tables=(
+                Table(
+                    name="host-cost",
+                    what="12 GPT blocks whose kernels take hardly any time, planned and recomputed by hand",
+                    says=says.host_cost,
+                ),
+            ),
+        ),
+        Benchmark(
             name="extra-seconds",
             module="benchmarks.extra_seconds",
             full="",

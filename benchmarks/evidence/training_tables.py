@@ -20,6 +20,13 @@ def overhead(frame: Frame) -> str:
     )
 
 
+def host_cost(frame: Frame) -> str:
+    """Times the plain step, by way of recomputing."""
+    over = frame.set_index("way").over_plain
+    others = "; ".join(f"{way} {ratio:.2f}" for way, ratio in over.items() if way != "plain")
+    return f"times the plain step: {others}"
+
+
 def rank_overhead(frame: Frame) -> str:
     """The same on two ranks, by engine."""
     parts = [f"{engine}: {against_plain(rows.planned_over_plain)}" for engine, rows in frame.groupby("engine")]
