@@ -19,7 +19,7 @@ from planner.runtime.compiled_models import CompiledCalls, made_compiled, module
 from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.cuda_link import CudaCopyEngine
 from planner.runtime.given_arguments import given_model, given_plan
-from planner.runtime.kept_runs import Deviations
+from planner.runtime.kept_runs import CheckTurns, Deviations
 from planner.runtime.loop_watch import LoopWatch, is_metered
 from planner.runtime.model_match import PlanMismatch, check_model, check_precision, check_types
 from planner.runtime.plan_checks import (
@@ -213,7 +213,7 @@ class PlannedCalls:
         self._compiled = CompiledCalls(plan, lowered.selective)
         self._plan = plan
         self._selections = selections_of(plan)
-        self._deviations = Deviations()
+        self._deviations = Deviations(turns=CheckTurns(lowered.dropped))
         self._shapes = BatchShapes(plan)
         self._batch = SameBatch(plan)
         self._caches = ModelCaches(model)
@@ -255,6 +255,7 @@ class PlannedCalls:
         """Another forward begins."""
         model = self._model()
         assert model is not None
+        self._deviations.turns.forward_begins((self._shapes.latest, model.training))
         differs = autocast_now(self._device) != self._autocast
         self._casts_inside = differs and autocasts_inside(model)
         if (differs and not self._casts_inside) or self._parameters.differ():

@@ -148,6 +148,7 @@ class DroppedStage:
         self._state = CallState(self._module, device, draws_random=True, changing=changing)
         state_storages = self._state.state_storages()
         undefined = self._runs.deviations.undefined.get(self.position, ())
+        checked = self._runs.deviations.turns.checked(self.position)
         copies = {} if self.position in self._runs.deviations.dropped_stages else copies_of_parameters(self._module)
         self._runs.deviations.dropped_stages.add(self.position)
         saved_storages: set[int] = set()
@@ -158,11 +159,13 @@ class DroppedStage:
             saved_storages.add(storage)
             if is_there_anyway(tensor):
                 self._placeholders.append(_gone)  # A parameter: there anyway. Its place in the order still counts.
-                self._signatures.append(None)
+                if checked:
+                    self._signatures.append(None)
                 return parameters.stand_in(tensor)
-            # What a buffer holds, the run itself may change.
-            values = number not in undefined and storage not in state_storages
-            self._signatures.append(signature_of(tensor, values=values))
+            if checked:
+                # What a buffer holds, the run itself may change.
+                values = number not in undefined and storage not in state_storages
+                self._signatures.append(signature_of(tensor, values=values))
             placeholder = SavedPlaceholder(self)
             self._placeholders.append(weakref.ref(placeholder))
             return placeholder
@@ -269,10 +272,14 @@ class DroppedStage:
         check = SignatureCheck(self._signatures, self._runs.deviations.undefined.get(self.position, ()))
         references = iter(self._placeholders)
 
-        def saw(tensor: Tensor) -> bool:
-            check.saw(tensor)
+        def needed(_: Tensor) -> bool:
             return next(references, _gone)() is not None  # What the loss does not depend on has gone from the graph.
 
+        def checked(tensor: Tensor) -> bool:
+            check.saw(tensor)
+            return needed(tensor)
+
+        saw = checked if self._signatures else needed
         if rerun.mode == "until_saved":
             saved = rerun_until_saved(self._forward, state, given, named, len(self._placeholders), saw)
             output = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,45 @@ from profiler.workload.compiled_forwards import leave_uncompiled
 leave_uncompiled(__name__)
 
 
+class CheckTurns:
+    """Says which dropped stages note what they save, and compare it with what their second run saves.
+
+    In the first forwards, and after any whose circumstances are others than those of the forward before, all do. After
+    that one does in each forward, in turns: looking at the values of all saved tensors takes a tenth of the time of a
+    step of tiny ops. A second run that lastingly saves something else is found within as many forwards as there are
+    dropped stages. How many tensors it saves is compared in every one.
+
+    Args:
+        dropped: positions of the stages that take turns; others are always checked.
+    """
+
+    ALL_FORWARDS = 5
+
+    __slots__ = ("_circumstances", "_dropped", "_forwards", "_left")
+
+    def __init__(self, dropped: Iterable[int] = ()) -> None:
+        self._dropped = sorted(dropped)
+        self._left = self._forwards = 0
+        self._circumstances: Hashable = None
+
+    def forward_begins(self, circumstances: Hashable) -> None:
+        """Another forward.
+
+        Args:
+            circumstances: what the stages may depend on and is known: shapes of the batch, the mode.
+        """
+        self._forwards += 1
+        self._left = max(0, self._left - 1)
+        if circumstances != self._circumstances:
+            self._circumstances, self._left = circumstances, self.ALL_FORWARDS
+
+    def checked(self, position: int) -> bool:
+        """Whether a stage is checked in the forward under way."""
+        if self._left or position not in self._dropped:
+            return True
+        return self._dropped[self._forwards % len(self._dropped)] == position
+
+
 @dataclass(slots=True)
 class Deviations:
     """What the stages of an applied plan were seen to do otherwise than was profiled, from step to step.
@@ -38,6 +77,7 @@ class Deviations:
         dropped_stages: those that ran a first time since, each of which may be what sets its parameters.
         other_batch: the forward under way has a batch of other shapes, which has been said.
         other_inputs: a stage's input was said to have other shapes.
+        turns: which dropped stages are checked in the forward under way.
     """
 
     diverged_stages: set[int] = field(default_factory=set)
@@ -45,6 +85,7 @@ class Deviations:
     dropped_stages: set[int] = field(default_factory=set)
     other_batch: bool = False
     other_inputs: bool = False
+    turns: CheckTurns = field(default_factory=CheckTurns)
 
 
 class KeptRuns:

@@ -130,16 +130,20 @@ class BatchShapes:
 
     Args:
         plan: that the model has; one without shapes is for batches of any.
+
+    Attributes:
+        latest: of the batch that was looked at last.
     """
 
     def __init__(self, plan: Plan) -> None:
+        self.latest: tuple[tuple[int, ...], ...] = ()
         self._profiled = plan.input_shapes
         self._said: set[tuple[tuple[int, ...], ...]] = set()
         self._said_smaller = False
 
     def check(self, arguments: Any) -> bool:
         """Of all smaller batches one is named, of the larger ones each shape; whether this is one of them."""
-        shapes = tuple(map(sizes_of, tensors_in(arguments)))
+        self.latest = shapes = tuple(map(sizes_of, tensors_in(arguments)))
         # Arguments by name may come in another order, or be others than those of the workload.
         if not self._profiled or len(shapes) != len(self._profiled) or sorted(shapes) == sorted(self._profiled):
             return False
