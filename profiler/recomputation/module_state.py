@@ -8,6 +8,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from profiler.recomputation.growing_containers import GrowingContainer
 from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
-from profiler.recomputation.remembered_parameters import RememberedParameter, remembered_parameter
+from profiler.recomputation.remembered_parameters import RememberedParameter, RememberedParameters
 from profiler.recomputation.saved_tensors import RerunError, version_of
 from profiler.tensors.identity_cache import cached_by_identity
 from profiler.tensors.storages import storage_key
@@ -47,6 +48,7 @@ MOST_COPIED_BYTES = 16 * 2**20
 # Nothing counts the changes of an array, so each call copies it.
 MOST_ARRAY_BYTES = 2**20
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_PLAIN = frozenset({bool, int, float, str, type(None)})  # nothing can be in them, and nothing changes them
 _DEPTH = 3  # of containers in containers, from a module's attribute on
 _OBJECT_DEPTH = 2  # of objects in objects
 _OF_MODULES = OF_MODULES | {"forward"}
@@ -71,6 +73,7 @@ class ModuleState:
         "_changing",
         "_contents",
         "_empty",
+        "_found",
         "_generators",
         "_globals",
         "_known",
@@ -95,15 +98,16 @@ class ModuleState:
         self._generators: list[tuple[Any, _Ways, Any]] = []  # and arrays; how they are read and written, and what it is
         self._variables: list[tuple[types.CellType, Any]] = []  # of closures of hooks, with what is in them
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
-        self._parameters: list[RememberedParameter] = []
         self._tensors: dict[int, tuple[str, Tensor, int]] = {}  # what is held besides, with its version
         self._statistics: set[int] = set()  # ids of tensors that the call changes and does not read
         self._changing: set[int] = set()  # of those that it changes
         self._values: dict[int, UncountedCopy] = {}
         under = _modules_under(module)
         self._known.update(map(id, under))
+        self._found: list[Tensor] = []  # parameters
         for inner in under:
             self._note_module(inner)
+        self._parameters = RememberedParameters(self._found)
         if changing or self._changing:
             self._changing |= {id(buffer) for buffer in _buffers_named(module, changing)}
         for key, (_, tensor, _) in self._tensors.items():
@@ -116,7 +120,7 @@ class ModuleState:
 
     def _note_module(self, module: nn.Module) -> None:
         if _is_scripted(type(module)):  # Its tables are no dicts of Python's.
-            self._parameters += map(remembered_parameter, module.parameters())
+            self._found += module.parameters()
             for buffer in module.buffers():
                 self._note_tensor(type(module).__name__, buffer)
             return
@@ -131,15 +135,19 @@ class ModuleState:
                 self._empty.append(table)
         if parameters:
             for parameter in (each for each in parameters.values() if each is not None):
-                self._parameters.append(remembered_parameter(parameter))
-                self._note_attributes(parameter)
-        for table in tables[2:]:
-            for hook in table.values() if table else ():
+                self._found.append(parameter)
+                if type(parameter) is nn.Parameter and not (kept := vars(parameter)):
+                    self._empty.append(kept)  # As nearly always.
+                else:
+                    self._note_attributes(parameter)
+        for table in filter(None, tables[2:]):
+            for hook in table.values():
                 self._note_function(hook)
         if buffers:
             self._note_buffers(module, buffers)
-        for name in attributes.keys() - _OF_MODULES:
-            self._note_value(name, attributes[name], _DEPTH)
+        for name, value in attributes.items():
+            if type(value) not in _PLAIN and name not in _OF_MODULES:
+                self._note_value(name, value, _DEPTH)
 
     def _note_attributes(self, parameter: Tensor) -> None:
         """What hooks keep on a parameter; tensors there (``main_grad``) by identity alone: backwards change them."""
@@ -259,12 +267,15 @@ class ModuleState:
 
     def first_run_over(self, before: Mapping[int, UncountedCopy]) -> list[Tensor]:
         """Second runs begin with what parameters that the first run set held ``before``; those it does not have."""
-        changed = [(i, one) for i, one in enumerate(self._parameters) if version_of(one.parameter) != one.version]
-        for i, one in changed:
-            if (copied := before.get(key := id(one.parameter))) is not None:
-                self._tensors[key], self._values[key] = ("", one.parameter, one.version), copied
-                self._parameters[i] = one._replace(version=version_of(one.parameter))
-        return [one.parameter for _, one in changed if id(one.parameter) not in before]
+        missing = []
+        for parameter, version in self._parameters.set_since():
+            key = id(parameter)
+            if (copied := before.get(key)) is None:
+                missing.append(parameter)
+            else:
+                self._tensors[key], self._values[key] = ("", parameter, version), copied
+                self._parameters.accept(parameter)
+        return missing
 
     # Around the second run -----------------------------------------------------
 
@@ -282,12 +293,14 @@ class ModuleState:
         ]
         for key in changed:
             self._check_known(key)
-        for remembered in self._parameters:
+        parameters = self._parameters.changed()
+        for remembered in parameters:
             self._check_parameter(remembered)
-        thawed = [one.parameter for one in self._parameters if one.thawed()]
-        data = [(one, one.parameter.data) for one in self._parameters if one.moved()]
-        contents = [(holder, _copied(holder)) for holder, _ in self._contents]
-        filled = [(table, table.copy()) for table in self._empty if table]
+        thawed = [one.parameter for one in parameters if one.thawed()]
+        data = [(one, one.parameter.data) for one in parameters if one.moved()]
+        differing = self._differing()
+        contents = {id(holder): (holder, _copied(holder)) for holder, _ in differing}
+        filled = [(table, table.copy()) for table in self._empty if table] if any(self._empty) else []
         slotted = [(value, in_slots(value)) for value, _ in self._slotted]
         generators = [(generator, ways, ways[0](generator)) for generator, ways, _ in self._generators]
         variables = [(cell, value) for cell, _ in self._variables for value in in_cell(cell)]
@@ -299,7 +312,7 @@ class ModuleState:
         try:
             for table, _ in filled:
                 table.clear()
-            for holder, before in self._contents:
+            for holder, before in differing:
                 _fill(holder, before)
             for value, before in self._slotted:
                 set_slots(value, before)
@@ -330,14 +343,29 @@ class ModuleState:
             _rebind(variables, names)
             for value, now in slotted:
                 set_slots(value, now)
-            for table in filter(None, self._empty):
-                table.clear()
+            if any(self._empty):
+                for table in filter(None, self._empty):
+                    table.clear()
             for table, now in filled:
                 table.update(now)
-            for holder, now in contents:
+            for holder, now in contents.values():
                 _fill(holder, now)
+            for holder, before in self._differing():  # What the second run has changed and the first had not.
+                if id(holder) not in contents:
+                    _fill(holder, before)
             for one, tail in grown:
                 one.extend_again(tail)
+
+    def _differing(self) -> list[tuple[Any, Any]]:
+        """The holders that may hold something else than they held, with that: looking at all dicts at once is quick."""
+        dicts = [pair for pair in self._contents if type(pair[0]) is dict]
+        now, before = [holder for holder, _ in dicts], [held for _, held in dicts]
+        same = (
+            list(map(len, now)) == list(map(len, before))
+            and all(map(operator.is_, chain.from_iterable(now), chain.from_iterable(before)))
+            and all(map(operator.is_, _values_of(now), _values_of(before)))
+        )
+        return [pair for pair in self._contents if type(pair[0]) is not dict] if same else self._contents
 
     def _written_uncounted(self, key: int, tensor: Tensor) -> bool:
         """Whether a tensor of the same version has other values now: what is written through ``.data`` counts none."""
@@ -362,6 +390,10 @@ class ModuleState:
             raise _changed_in_place(f"{next(names, '')!r}, a parameter of shape {tuple(parameter.shape)}")
         if storage is not None and parameter.numel() and not storage.nbytes():
             raise RerunError("expected parameters as in forward, got one whose memory was given back")
+
+
+def _values_of(dicts: list[dict[Any, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, dicts))
 
 
 def _rebind(variables: list[tuple[types.CellType, Any]], names: list[tuple[dict[str, Any], str, Any]]) -> None:

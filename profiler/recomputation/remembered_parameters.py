@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +40,64 @@ class RememberedParameter(NamedTuple):
         return tensor_over(self.storage, (size, self.stride, self.offset, dtype, False, False))
 
 
-def remembered_parameter(parameter: Tensor) -> RememberedParameter:
-    """A parameter as it is now."""
-    if type(parameter) is nn.Parameter and parameter.layout is torch.strided and not parameter.is_inference():
-        lies: Any = parameter.storage_offset(), parameter.stride()
-        return RememberedParameter(
-            parameter, parameter._version, parameter.requires_grad, parameter.untyped_storage(), *lies
+class RememberedParameters:
+    """Parameters as they are now. All of one kind are read, and later compared, together: that is quicker by far.
+
+    Args:
+        parameters: of the modules of a stage.
+    """
+
+    __slots__ = ("_lies", "_others", "_plain", "_storages", "_taking", "_versions")
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._plain = plain = [p for p in parameters if _is_plain(p)]
+        self._versions = [p._version for p in plain]
+        self._taking = [p.requires_grad for p in plain]
+        self._storages = [p.untyped_storage() for p in plain]
+        self._lies: list[Any] = [(p.storage_offset(), p.stride()) for p in plain]
+        self._others = (
+            []
+            if len(plain) == len(parameters)
+            else [
+                RememberedParameter(p, version_of(p), p.requires_grad, None, 0, ())
+                for p in parameters
+                if not _is_plain(p)
+            ]
         )
-    return RememberedParameter(parameter, version_of(parameter), parameter.requires_grad, None, 0, ())
+
+    def changed(self) -> list[RememberedParameter]:
+        """Those that have changed since, or may have."""
+        plain, storages = self._plain, self._storages
+        if (
+            [p._version for p in plain] == self._versions
+            and [p.requires_grad for p in plain] == self._taking
+            and [p.untyped_storage()._cdata for p in plain] == [storage._cdata for storage in storages]
+            and all(storage.nbytes() for storage in storages)
+        ):
+            return self._others
+        return [*self._others, *map(self._remembered, range(len(plain)))]
+
+    def set_since(self) -> list[tuple[Tensor, int]]:
+        """Those whose values were set in place since, with the versions before."""
+        plain = [(p, version) for p, version in zip(self._plain, self._versions, strict=True) if p._version != version]
+        return plain + [
+            (one.parameter, one.version) for one in self._others if version_of(one.parameter) != one.version
+        ]
+
+    def accept(self, parameter: Tensor) -> None:
+        """What its values were set to since is what they are remembered as."""
+        pairs = zip(self._plain, self._versions, strict=True)
+        self._versions = [p._version if p is parameter else version for p, version in pairs]
+        self._others = [
+            one._replace(version=version_of(parameter)) if one.parameter is parameter else one for one in self._others
+        ]
+
+    def _remembered(self, k: int) -> RememberedParameter:
+        return RememberedParameter(
+            self._plain[k], self._versions[k], self._taking[k], self._storages[k], *self._lies[k]
+        )
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    """Whether its memory is all that it is."""
+    return type(parameter) is nn.Parameter and parameter.layout is torch.strided and not parameter.is_inference()

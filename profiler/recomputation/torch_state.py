@@ -5,8 +5,8 @@ Recorded in a first run and reinstated for a second one, which may come after th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from operator import is_
 from typing import Any
 
@@ -33,27 +33,51 @@ class TorchState:
         self._function_modes = _function_modes()
         self._cached_parametrizations = _cached_parametrizations()
 
-    @contextmanager
-    def reinstated(self) -> Iterator[None]:
-        """Inside, it is as it was when this was made; on leaving, as it was on entering."""
-        with ExitStack() as contexts:
-            # Each is put back from whatever it is then: what ends early may not have set back what it had set.
-            flags = flags_now()
-            contexts.callback(_put_back_flags, flags)
-            set_flags(self._flags, flags)
-            contexts.callback(_set_autocast, _autocast_state(kind for kind, *_ in self._autocast[0]))
-            _enter_autocast(contexts, *self._autocast)
-            contexts.callback(_set_function_modes, _function_modes())
-            _set_function_modes(self._function_modes)
-            if self._cached_parametrizations is not None or parametrize._cache_enabled:
-                contexts.callback(_set_cached_parametrizations, parametrize._cache, parametrize._cache_enabled)
-                cached = self._cached_parametrizations
+    def reinstated(self) -> _Reinstated:
+        """A context: inside, it is as it was when this was made; on leaving, as it was on entering."""
+        return _Reinstated(self)
+
+
+class _Reinstated:  # A generator would take longer, and it is around every second run.
+    """Each part is put back from whatever it is then: what ends early may not have set back what it had set."""
+
+    __slots__ = ("_after", "_before", "_contexts")
+
+    def __init__(self, after: TorchState) -> None:
+        self._after = after
+        self._contexts: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        after = self._after
+        autocast = _autocast_state(kind for kind, *_ in after._autocast[0])
+        cache = parametrize._cache, parametrize._cache_enabled
+        self._before = flags_now(), autocast, _function_modes(), cache
+        try:
+            set_flags(after._flags, self._before[0])
+            if any(on for _, on, _ in (*after._autocast[0], *autocast[0])):
+                self._contexts = ExitStack()
+                for kind, on, dtype in after._autocast[0]:
+                    context = torch.autocast(kind, enabled=on, dtype=dtype, cache_enabled=after._autocast[1])
+                    self._contexts.enter_context(context)
+            _set_function_modes(after._function_modes)
+            cached = after._cached_parametrizations
+            if cached is not None or parametrize._cache_enabled:
                 _set_cached_parametrizations({} if cached is None else dict(cached), int(cached is not None))
-            yield
+        except BaseException:
+            self.__exit__()
+            raise
 
-
-def _put_back_flags(flags: list[Any]) -> None:
-    set_flags(flags, flags_now())
+    def __exit__(self, *error: object) -> None:
+        flags, autocast, modes, (cache, enabled) = self._before
+        try:
+            if enabled or parametrize._cache_enabled:
+                _set_cached_parametrizations(cache, enabled)
+            _set_function_modes(modes)
+            if self._contexts is not None:
+                self._contexts.close()
+        finally:
+            _set_autocast(autocast)
+            set_flags(flags, flags_now())
 
 
 def _autocast_state(kinds: Iterable[str]) -> tuple[_Autocast, bool]:
@@ -68,13 +92,6 @@ def _set_autocast(state: tuple[_Autocast, bool]) -> None:
             torch.set_autocast_enabled(kind, on)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(cache)
-
-
-def _enter_autocast(contexts: ExitStack, kinds: _Autocast, cache: bool) -> None:
-    if not any(on or torch.is_autocast_enabled(kind) for kind, on, _ in kinds):
-        return  # Nothing to change; entering the contexts would cost time on small stages.
-    for kind, on, dtype in kinds:
-        contexts.enter_context(torch.autocast(kind, enabled=on, dtype=dtype, cache_enabled=cache))
 
 
 def _function_modes() -> tuple[Any, ...]:

@@ -225,3 +225,24 @@ def test_a_module_that_holds_its_parent_in_a_list_runs_again_as_before() -> None
         loss_of(planned(batch())).backward()
     for one, other in zip(plain.parameters(), planned.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+
+
+class Counted(nn.Module):
+    """Has a parameter of its own beside a list that its forward appends to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.eye(8)), [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(self.calls))
+        return torch.tanh(x @ self.weight) * len(self.calls)
+
+
+def test_a_list_beside_parameters_in_one_module_is_as_after_one_run() -> None:
+    model, x = nn.Sequential(*(Counted() for _ in range(3))), torch.rand(4, 8)
+    work = planner.Workload(model=model, inputs=x, loss=lambda output: output.sum())
+    profile = planner.profile(work, stages=["0", "1", "2"], menus=False)
+    planner.apply(model, planner.state(profile, planner.Rule(modules="*")))
+    model(x).sum().backward()
+    assert [block.calls for block in model] == [[0, 1]] * 3
