@@ -146,28 +146,28 @@ class DroppedStage:
         # Whether it draws is not asked of the profile: a dropout's rate may have been changed since.
         device, changing = device_of((args, kwargs)), self.stage.mutated_buffers
         self._state = CallState(self._module, device, draws_random=True, changing=changing)
-        state_storages = self._state.state_storages()
         undefined = self._runs.deviations.undefined.get(self.position, ())
         checked = self._runs.deviations.turns.checked(self.position)
+        state_storages = self._state.state_storages() if checked else set()
         copies = {} if self.position in self._runs.deviations.dropped_stages else copies_of_parameters(self._module)
         self._runs.deviations.dropped_stages.add(self.position)
-        saved_storages: set[int] = set()
-        parameters = SavedParameters()
+        saved_storages: set[int] | None = set() if self._input.holds_of(self._runs.batch) else None
+        parameters, placeholders, signatures = SavedParameters(), self._placeholders, self._signatures
 
         def pack(tensor: Tensor) -> TensorStandIn:
-            number, storage = len(self._placeholders), storage_key(tensor)
-            saved_storages.add(storage)
+            if saved_storages is not None:
+                saved_storages.add(storage_key(tensor))
             if is_there_anyway(tensor):
-                self._placeholders.append(_gone)  # A parameter: there anyway. Its place in the order still counts.
+                placeholders.append(_gone)  # A parameter: there anyway. Its place in the order still counts.
                 if checked:
-                    self._signatures.append(None)
+                    signatures.append(None)
                 return parameters.stand_in(tensor)
             if checked:
                 # What a buffer holds, the run itself may change.
-                values = number not in undefined and storage not in state_storages
-                self._signatures.append(signature_of(tensor, values=values))
+                values = len(placeholders) not in undefined and storage_key(tensor) not in state_storages
+                signatures.append(signature_of(tensor, values=values))
             placeholder = SavedPlaceholder(self)
-            self._placeholders.append(weakref.ref(placeholder))
+            placeholders.append(weakref.ref(placeholder))
             return placeholder
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -176,7 +176,8 @@ class DroppedStage:
         if self.position in self._runs.shared:
             self._returned = SharedOutputs(tensors_in(output))
         self._set_parameters = self._state.first_run_over(copies)
-        self._input.copy_batch(self._runs.batch, saved_storages)
+        if saved_storages is not None:
+            self._input.copy_batch(self._runs.batch, saved_storages)
         return output
 
     # Backward ----------------------------------------------------------------

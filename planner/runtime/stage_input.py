@@ -72,6 +72,10 @@ class StageInput:
         self._versions = [version_of(tensor) for tensor in tensors]
         self._copies: dict[int, UncountedCopy] = {}
 
+    def holds_of(self, batch: BatchCopies) -> bool:
+        """Whether anything that it holds is a part of the batch."""
+        return any(isinstance(tensor, Tensor) and batch.holds(tensor) for tensor in self._tensors)
+
     def copy_batch(self, batch: BatchCopies, saved: Collection[int]) -> None:
         """Copy what is of the batch, unless autograd has saved it: then it checks itself that it stays.
 
