@@ -20,31 +20,49 @@ _WORDS = 624
 _WORDS_BYTES = 4 * _WORDS + 4
 
 
+_Words = ctypes.c_char * _WORDS_BYTES
+
+
 class _Generator:
     """A global generator, and the state that was read last, which stages share as long as nobody draws.
 
     Args:
         read, write: its state, as its library has it.
-        address: of its words in memory; None where it has none.
+        current: the generator as an object.
+        address: of such an object's words in memory; None where it has none.
         packed: the words of a state as they should lie there.
         holds_a_normal: whether of a state the second number of a pair is still to be given out, which changes no word.
     """
 
-    __slots__ = ("_address", "_holds_a_normal", "_packed", "_read", "_state", "_words", "_write")
+    __slots__ = (
+        "_address",
+        "_current",
+        "_holds_a_normal",
+        "_memory",
+        "_object",
+        "_packed",
+        "_read",
+        "_state",
+        "_words",
+        "_write",
+    )
 
     def __init__(
         self,
         *,
         read: Callable[[], Any],
         write: Callable[[Any], object],
-        address: Callable[[], int | None],
+        current: Callable[[], Any],
+        address: Callable[[Any], int | None],
         packed: Callable[[Any], bytes],
         holds_a_normal: Callable[[Any], bool],
     ) -> None:
-        self._read, self._write, self._address = read, write, address
+        self._read, self._write, self._current, self._address = read, write, current, address
         self._packed, self._holds_a_normal = packed, holds_a_normal
         self._words = b""
         self._state: Any = None
+        self._object: Any = None  # that the memory is of: it stays where it is as long as it lives
+        self._memory: Any = None
 
     def now(self) -> Any:
         """The state as it is; the same object where it is the same."""
@@ -61,12 +79,13 @@ class _Generator:
             self._state, self._words = state, self._words_now()
 
     def _words_now(self) -> bytes:
-        address = self._address()
-        return b"" if address is None else ctypes.string_at(address, _WORDS_BYTES)
+        if (current := self._current()) is not self._object:
+            address = self._address(current)
+            self._object, self._memory = current, None if address is None else _Words.from_address(address)
+        return b"" if self._memory is None else self._memory.raw
 
 
-def _address_of_numpy() -> int | None:
-    generator = mtrand.get_bit_generator()
+def _address_of_numpy(generator: Any) -> int | None:
     return generator.ctypes.state_address if type(generator) is np.random.MT19937 else None
 
 
@@ -75,9 +94,8 @@ def _packed_of_numpy(state: Any) -> bytes:
     return inside["key"].tobytes() + struct.pack("=i", int(inside.get("pos", 0))) if "key" in inside else b"-"
 
 
-def _address_of_python() -> int | None:
+def _address_of_python(generator: Any) -> int | None:
     """Behind the head of CPython's object; where other words lie there, ``now`` reads the state every time."""
-    generator: Any = random._inst  # type: ignore[attr-defined]  # what the module's functions are methods of
     room_bytes = type(generator).__basicsize__ - object.__basicsize__
     return id(generator) + object.__basicsize__ if room_bytes >= _WORDS_BYTES else None
 
@@ -90,6 +108,7 @@ def _packed_of_python(state: Any) -> bytes:
 _NUMPY = _Generator(
     read=lambda: np.random.get_state(legacy=False),
     write=np.random.set_state,
+    current=mtrand.get_bit_generator,
     address=_address_of_numpy,
     packed=_packed_of_numpy,
     holds_a_normal=lambda state: bool(state["has_gauss"]),
@@ -97,6 +116,7 @@ _NUMPY = _Generator(
 _PYTHON = _Generator(
     read=random.getstate,
     write=random.setstate,
+    current=lambda: random._inst,  # type: ignore[attr-defined]  # what the module's functions are methods of
     address=_address_of_python,
     packed=_packed_of_python,
     holds_a_normal=lambda state: state[2] is not None,
