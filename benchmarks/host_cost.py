@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import planner
-from benchmarks.one_step import seconds_of
 from benchmarks.op_level import smallest_budget
 from benchmarks.reporting import RESULTS, write_rows
 from profiler.workload.workload import Workload
@@ -65,6 +65,14 @@ def workload(run: Callable[[nn.Module, Tensor], Tensor] | None = None) -> Worklo
     """A step on a few short sequences."""
     torch.manual_seed(0)
     return Workload(model=TinyGPT(run), inputs=torch.randint(VOCABULARY, (BATCH, LENGTH)), loss=lambda output: output)
+
+
+def seconds_of(work: Workload) -> float:
+    """Of a step in a loop as people write it."""
+    tokens, begin = work.inputs, time.perf_counter()
+    work.model(tokens).backward()
+    work.model.zero_grad()
+    return time.perf_counter() - begin
 
 
 def planned_ways() -> Iterator[tuple[str, Workload, int]]:

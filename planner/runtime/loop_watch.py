@@ -46,6 +46,7 @@ class LoopWatch:
     def __init__(self, plan: Plan, model: nn.Module, device: torch.device, *, metered: bool) -> None:
         self._plan = plan
         self._model = weakref.ref(model)
+        self._owned = [module._parameters for module in model.modules() if module._parameters]
         self.peak_bytes: int | None = None
         self._forwards = 0
         self._outputs: list[tuple[weakref.ref[Any], int, str]] = []  # storages with their bytes and who made them
@@ -60,10 +61,7 @@ class LoopWatch:
     def forward_begins(self) -> None:
         """Look at what is there."""
         self._forwards += 1
-        model = self._model()
-        if model is None:
-            return
-        more_bytes = self._look_for_gradients(model)
+        more_bytes = self._look_for_gradients()
         if self._looks_after_outputs and self._forwards > 1:
             more_bytes += self._look_for_outputs(max(0, -more_bytes))
         if self._peak is not None:
@@ -136,9 +134,10 @@ class LoopWatch:
             self._said.add(what)
             say_once(text)
 
-    def _look_for_gradients(self, model: nn.Module) -> int:
+    def _look_for_gradients(self) -> int:
         """By how many bytes gradients are more than those that the plan counts on."""
-        there_bytes = distinct_bytes(p.grad for p in model.parameters() if p.is_leaf and p.grad is not None)
+        parameters = [p for owned in self._owned for p in owned.values() if p is not None]
+        there_bytes = distinct_bytes(p.grad for p in parameters if p.is_leaf and p.grad is not None)
         more_bytes = there_bytes - self._expected_gradient_bytes()
         if more_bytes > 0:
             self._say(
