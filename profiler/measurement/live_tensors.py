@@ -246,7 +246,8 @@ class _LoggingMeter(TorchDispatchMode):
             self._meter.mark(logged.mark)
 
     def stop(self) -> MarkedPhases:
-        self._phases = self._meter.stop()
+        with torch._C._DisableTorchDispatch():  # It may put back storages that it moved as it started.
+            self._phases = self._meter.stop()
         return self._phases
 
     def __torch_dispatch__(

@@ -145,3 +145,19 @@ def test_a_step_that_takes_other_ways_is_refused() -> None:
     work.model.wanders = True  # type: ignore[assignment]
     with pytest.raises(ValueError, match="in the same order every time"):
         view_step(work, plan)
+
+
+def test_a_step_of_the_user_s_own_is_looked_at_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+    x, optimizer = torch.rand(64, 32), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    work = planner.Workload(model=model, step=step, optimizer=optimizer)
+    plan = planner.solve(planner.profile(work, menus=False), "80%")
+    view = view_step(work, plan, rounds=1)
+    assert max(span.peak_bytes for span in view.planned.spans) == view.peak.peak_bytes == plan.predicted_peak_bytes
