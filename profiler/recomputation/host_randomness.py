@@ -131,6 +131,10 @@ class HostRandomness:
     def __init__(self) -> None:
         self._python, self._numpy = _PYTHON.now(), _NUMPY.now()
 
+    def has_advanced(self) -> bool:
+        """Whether somebody has drawn since."""
+        return self._python is not _PYTHON.now() or self._numpy is not _NUMPY.now()
+
     def __enter__(self) -> None:
         self._now = _PYTHON.now(), _NUMPY.now()
         self._set(self._python, self._numpy)

@@ -356,6 +356,16 @@ class ModuleState:
             for one, tail in grown:
                 one.extend_again(tail)
 
+    def holds_what_it_held(self) -> bool:
+        """Whether attributes, containers, objects, closures and globals hold the very things that they held."""
+        return (
+            all(_are_same(_copied(holder), before) for holder, before in self._contents)
+            and not any(self._empty)
+            and all(all(map(operator.is_, in_slots(value), before)) for value, before in self._slotted)
+            and all(value is now for cell, value in self._variables for now in in_cell(cell))
+            and all(space.get(name) is value for space, name, value in self._globals)
+        )
+
     def _differing(self) -> list[tuple[Any, Any]]:
         """The holders that may hold something else than they held, with that: looking at all dicts at once is quick."""
         dicts = [pair for pair in self._contents if type(pair[0]) is dict]
@@ -390,6 +400,14 @@ class ModuleState:
             raise _changed_in_place(f"{next(names, '')!r}, a parameter of shape {tuple(parameter.shape)}")
         if storage is not None and parameter.numel() and not storage.nbytes():
             raise RerunError("expected parameters as in forward, got one whose memory was given back")
+
+
+def _are_same(now: Any, before: Any) -> bool:
+    """Whether two copies of containers hold the same things in the same order."""
+    if isinstance(now, set) or len(now) != len(before):
+        return now == before
+    same = all(map(operator.is_, now, before))
+    return same and (not isinstance(now, dict) or all(map(operator.is_, now.values(), before.values())))
 
 
 def _values_of(dicts: list[dict[Any, Any]]) -> Iterator[Any]:

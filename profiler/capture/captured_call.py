@@ -1,0 +1,156 @@
+"""One call of a module, captured as forward and backward in one graph of aten ops.
+
+AOTAutograd traces the module's own Python with fake tensors, without Dynamo: nothing is computed, and what the call
+changes in its modules meanwhile is put back. Calls that are alike (blocks of one kind) share a capture, since it names
+parameters and buffers and does not hold them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+from profiler.capture.joint_graph import CaptureError, JointGraph
+from profiler.recomputation.module_rerun import CallState
+from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
+from profiler.workload.compiled_forwards import Forward
+
+_INSIDE = "module."
+_FRESH = (OutputType.non_alias, OutputType.unsafe_view_alias)  # kinds of outputs with memory of their own
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedCall:
+    """Forward and backward of a call of a module, and what the inputs and outputs of the graph are.
+
+    Attributes:
+        graph: of both.
+        sources: of each input of the forward: the name of a parameter or buffer of the module, or the number of a
+            tensor in the call's arguments.
+        returned: the call's output, with what stands for its tensors.
+        differentiable: of each tensor in the output, whether it takes a gradient.
+        tangents: of each gradient that the backward takes, the number of the tensor in the output that it is of.
+        gradients: of each input of the forward, which output of the backward is its gradient; None where it takes none.
+        written: names of buffers that get new contents as the forward ends, in the order of its first outputs.
+    """
+
+    graph: JointGraph
+    sources: tuple[str | int, ...]
+    returned: Any
+    differentiable: tuple[bool, ...]
+    tangents: tuple[int, ...]
+    gradients: tuple[int | None, ...]
+    written: tuple[str, ...]
+
+
+def capture_call(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CapturedCall:
+    """Trace a call of a module.
+
+    Args:
+        module: whose parameters and buffers it uses.
+        forward: what is called: the module's own forward.
+        args, kwargs: of the call, with tensors as they come in training.
+
+    Raises:
+        CaptureError: it is no single graph of ops (Python looks at values, or an op has no fake tensors), computes
+            nothing to train, or does or returns what a program could not.
+    """
+    arguments = tensors_in((args, kwargs))
+    flat = _FlatCall(module, forward, without_tensors((args, kwargs)))
+    state = CallState(module, device_of((args, kwargs)), draws_random=True)
+    with state.reinstated(), torch.enable_grad(), contextlib.ExitStack() as stack:
+        try:
+            joint = aot_export_joint_with_descriptors(stack, flat, tuple(arguments))
+        except Exception as error:  # The module's own code runs here, and torch's tracing.
+            said = next(iter(str(error).strip().splitlines()), "")
+            raise CaptureError(
+                f"expected a call that is traced as one graph of ops, got {type(error).__name__}: {said}"
+            ) from error
+        if state.has_changed():
+            raise CaptureError(
+                "expected a call that changes nothing but buffers, got one that sets attributes of its modules, or "
+                "draws numbers that are not torch's: a program would not"
+            )
+    outputs = joint._aot_state.fw_metadata.output_info
+    kinds = {each.output_type for each in outputs} - set(_FRESH)
+    if kinds:
+        raise CaptureError(
+            "expected a call that returns tensors of its own, got one that returns an input, or a view of something"
+        )
+    module_graph = joint.graph_module
+    (output,) = module_graph.graph.find_nodes(op="output")
+    described = output.meta["desc"]
+    # Behind them comes a gradient for each input; of one that takes none nothing is described.
+    forward_outputs = next(k for k, each in enumerate(described) if each is None or isinstance(each, GradAOTOutput))
+    return _described(JointGraph(module_graph, forward_outputs), described, flat.returned, outputs)
+
+
+class _FlatCall(nn.Module):
+    """A call that takes a list of tensors and returns one."""
+
+    def __init__(self, module: nn.Module, forward: Forward, arguments: Any) -> None:
+        super().__init__()
+        self.module, self.returned = module, None
+        self._forward: Callable[..., Any] = forward
+        self._arguments = arguments
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = with_tensors(self._arguments, tensors)
+        output = self._forward(*args, **kwargs)
+        self.returned = without_tensors(output)
+        return tuple(tensors_in(output))
+
+
+def _described(graph: JointGraph, described: Any, returned: Any, outputs: Any) -> CapturedCall:
+    sources = tuple(_source(node.meta["desc"]) for node in graph.inputs)
+    of_inputs = enumerate(described[graph.forward_outputs :])
+    gradients = {each.grad_of: number for number, each in of_inputs if each is not None}
+    written: list[str] = []
+    for each in described[: graph.forward_outputs]:
+        if isinstance(each, InputMutationAOTOutput):
+            if not isinstance(each.mutated_input, BufferAOTInput):
+                raise CaptureError("expected a call that writes to buffers alone, got one that changes its arguments")
+            written.append(_source(each.mutated_input))  # type: ignore[arg-type]
+        elif not isinstance(each, PlainAOTOutput):
+            raise CaptureError(f"expected a call that returns tensors of its own, got {type(each).__name__}")
+    tangents: list[int] = []
+    for node in graph.tangents:
+        of = node.meta["desc"].output if isinstance(node.meta["desc"], TangentAOTInput) else None
+        if not isinstance(of, PlainAOTOutput):
+            raise CaptureError("expected gradients of what the call returns, got one of something else")
+        tangents.append(of.idx)
+    if not tangents:
+        raise CaptureError("expected a call that computes something to train, got one without")
+    return CapturedCall(
+        graph=graph,
+        sources=sources,
+        returned=returned,
+        differentiable=tuple(each.requires_grad for each in outputs),
+        tangents=tuple(tangents),
+        gradients=tuple(gradients.get(node.meta["desc"]) for node in graph.inputs),
+        written=tuple(written),
+    )
+
+
+def _source(described: Any) -> str | int:
+    if isinstance(described, PlainAOTInput):
+        return described.idx
+    if isinstance(described, (ParamAOTInput, BufferAOTInput)):
+        return described.target.removeprefix(_INSIDE)
+    raise CaptureError(f"expected inputs that are parameters, buffers or arguments, got {type(described).__name__}")

@@ -1,0 +1,231 @@
+"""A captured call runs as two programs, and is its module's own call bit for bit, whatever order its ops run in."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from profiler.capture.call_program import CallProgram
+from profiler.capture.captured_call import capture_call
+from profiler.capture.joint_graph import CaptureError
+from profiler.capture.programs import StepOrder, order_of
+from profiler.tensors.tensor_trees import tensors_in
+
+
+class Seeing(nn.Module):
+    """Adds up what it sees in a buffer."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(x.detach().sum())
+        return self.linear(x).relu()
+
+
+class Several(nn.Module):
+    """Takes arguments by name, plain ones too, and returns several things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, mask: Tensor, scale: float, more: dict[str, Tensor]) -> dict[str, Any]:
+        y = self.linear(x) * scale + more["bias"]
+        return {"y": y.masked_fill(mask, 0.0), "z": (y.exp(), None), "kept": mask.sum(), "scale": scale}
+
+
+class Tied(nn.Module):
+    """Uses one weight twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def dense(batch: tuple[int, ...] = (4, 8)) -> tuple[Any, dict[str, Any]]:
+    return (torch.randn(batch, requires_grad=True) * 1,), {}
+
+
+def several() -> tuple[Any, dict[str, Any]]:
+    more = {"bias": torch.randn(8, requires_grad=True) * 1}
+    return (torch.randn(4, 8, requires_grad=True) * 1,), {"mask": torch.rand(4, 8) < 0.5, "scale": 2.0, "more": more}
+
+
+def transformer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True, norm_first=True)
+
+
+CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, dict[str, Any]]]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), dense),
+    "dropout": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), dense),
+    "transformer": (transformer, lambda: dense((2, 4, 8))),
+    "convolution": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3)),
+        lambda: dense((2, 3, 8, 8)),
+    ),
+    "seeing": (Seeing, dense),
+    "several": (Several, several),
+    "tied": (Tied, dense),
+}
+ORDERS: dict[str, Callable[[StepOrder], StepOrder]] = {
+    "once": lambda once: once,
+    "all again": lambda once: StepOrder(once.forward, [*once.forward, *once.backward]),
+}
+
+
+def trained(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Outputs, gradients and buffers after two calls, and the next number that is drawn."""
+    torch.manual_seed(1)
+    leaves = [t.detach().requires_grad_() if t.requires_grad else t for t in tensors_in((args, kwargs))]
+    found: dict[str, Any] = {}
+    for number in range(2):
+        given = iter([t * 1 if t.requires_grad else t for t in leaves])
+        output = call(*[next(given) for _ in args], **_filled(kwargs, given))
+        outputs = tensors_in(output)
+        sum((t * torch.linspace(-1, 1, t.numel()).view_as(t)).sum() for t in outputs if t.requires_grad).backward()  # type: ignore[union-attr]
+        found |= {f"output {number}.{k}": t.detach() for k, t in enumerate(outputs)}
+        found[f"tree {number}"] = repr(type(output))
+    found |= {f"gradient of {name}": p.grad for name, p in module.named_parameters()}
+    found |= {f"gradient of input {k}": leaf.grad for k, leaf in enumerate(leaves)}
+    found |= dict(module.named_buffers())
+    return found | {"next draw": torch.rand(3)}
+
+
+def _filled(kwargs: dict[str, Any], given: Any) -> dict[str, Any]:
+    filled: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor):
+            filled[name] = next(given)
+        else:
+            filled[name] = {k: next(given) for k in value} if isinstance(value, dict) else value
+    return filled
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_program_computes_what_the_module_does(name: str, order: str) -> None:
+    torch.manual_seed(0)
+    make, arguments = CALLS[name]
+    module, (args, kwargs) = make(), arguments()
+    other = copy.deepcopy(module)
+    captured = capture_call(module, module.forward, args, kwargs)
+    program = CallProgram(captured, ORDERS[order](order_of(captured.graph))).bound(other)
+    expected, got = trained(module, module, args, kwargs), trained(program, other, args, kwargs)
+    assert expected.keys() == got.keys()
+    for what, value in expected.items():
+        same = torch.equal(value, got[what]) if isinstance(value, Tensor) else value == got[what]
+        assert same, what
+
+
+def test_capturing_leaves_a_module_as_it_was() -> None:
+    module, counting = Seeing(), Counting()
+    randomness = torch.get_rng_state()
+    with pytest.raises(CaptureError, match="sets attributes"):
+        capture_call(counting, counting.forward, (torch.ones(4, 8, requires_grad=True),), {})
+    capture_call(module, module.forward, (torch.ones(4, 8, requires_grad=True),), {})
+    assert (counting.calls, counting.past, module.seen.item()) == (0, [], 0)
+    assert torch.equal(randomness, torch.get_rng_state())
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    module[0].requires_grad_(False)
+    x = torch.randn(4, 8)
+    captured = capture_call(module, module.forward, (x,), {})
+    program = CallProgram(captured, order_of(captured.graph)).bound(module)
+    program(x).sum().backward()
+    assert [p.grad is None for p in module.parameters()] == [True, True, False, False]
+
+
+def test_what_backward_needs_alone_is_kept_where_all_runs_again() -> None:
+    module, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(32, 64, requires_grad=True)
+    captured = capture_call(module, module.forward, (x,), {})
+    saved: dict[str, int] = {}
+    for name, order in ORDERS.items():
+        program = CallProgram(captured, order(order_of(captured.graph))).bound(module)
+        kept: dict[int, int] = {}
+        known = {p.untyped_storage()._cdata for p in (*module.parameters(), x)}
+
+        def pack(tensor: Tensor, kept: dict[int, int] = kept, known: set[int] = known) -> Tensor:
+            if (storage := tensor.untyped_storage())._cdata not in known:
+                kept[storage._cdata] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            program(x).sum().backward()
+        saved[name] = sum(kept.values())
+    assert saved == {"once": 2 * 4 * 32 * 64, "all again": 0}
+
+
+class Counting(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.past = nn.Linear(8, 8), 0, list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.past.append(self.calls)
+        return self.linear(x)
+
+
+class Noting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.past: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.past.append(1)
+        return x.exp()
+
+
+class Rolling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp() * random.random()
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+class Handing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Writing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2).exp()
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (Branching(), "traced as one graph"),
+        (Handing(), "of its own"),
+        (Writing(), "changes its arguments"),
+        (Counting(), "sets attributes"),
+        (Noting(), "sets attributes"),
+        (Rolling(), "not torch's"),
+    ],
+)
+def test_what_no_program_could_do_is_refused(module: nn.Module, why: str) -> None:
+    with pytest.raises(CaptureError, match=why):
+        capture_call(module, module.forward, (torch.randn(4, 8, requires_grad=True) * 1,), {})
