@@ -1,0 +1,100 @@
+"""The programs of a captured call: what their replay says is what they keep, and they compute the same."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.plans.program_menu import ProgramChoice, choice_of, program_menu
+from profiler.capture.call_program import CallProgram
+from profiler.capture.captured_call import CapturedCall, capture_call
+from profiler.capture.graph_profiling import measured_graph
+from profiler.capture.programs import StepOrder
+from profiler.step_graph import StepGraph, StepOp, StepStorage
+from profiler.step_replay import StepRuns, runs_once
+
+
+def by_hand() -> StepGraph:
+    """Two ops and their backwards: the first makes 100 bytes that both backwards read, the second returns 10."""
+    storages = (
+        StepStorage(size_bytes=100),
+        StepStorage(size_bytes=10, returned=True),
+        StepStorage(size_bytes=10, of_loss=True),
+        StepStorage(size_bytes=100),
+        StepStorage(size_bytes=4, gradient=True),
+    )
+    ops = (
+        StepOp(name="a", op="aten.a", makes=(0,), seconds=1.0),
+        StepOp(name="b", op="aten.b", reads=(0,), makes=(1,), seconds=2.0),
+        StepOp(name="b_back", op="aten.b", side="backward", reads=(0, 2), makes=(3,), seconds=2.0),
+        StepOp(name="a_back", op="aten.a", side="backward", reads=(0, 3), makes=(4,), seconds=1.0),
+    )
+    return StepGraph(ops=ops, storages=storages, resident_bytes=0)
+
+
+def test_choices_worked_out_by_hand() -> None:
+    step = by_hand()
+    once = choice_of(step, runs_once(step))
+    assert once == ProgramChoice(
+        runs=StepRuns((0, 1), (2, 3)),
+        kept_bytes=100,
+        forward_peak_bytes=110,
+        backward_peak_bytes=210,  # what a made, and the gradients of both results
+        forward_seconds=3.0,
+        backward_seconds=3.0,
+    )
+    again = choice_of(step, StepRuns((0, 1), (0, 2, 3)))
+    assert (again.kept_bytes, again.seconds, again.backward_peak_bytes) == (0, 7.0, 210)
+    assert program_menu(step) == (once, again)
+
+
+@pytest.fixture(scope="module")
+def block() -> tuple[nn.Module, Tensor, CapturedCall, StepGraph]:
+    torch.manual_seed(0)
+    module = nn.TransformerEncoderLayer(32, 4, 128, dropout=0.1, batch_first=True, norm_first=True)
+    x = torch.randn(8, 16, 32, requires_grad=True)
+    captured = capture_call(module, module.forward, (x,), {})
+    return module, x, captured, measured_graph(captured.graph, torch.device("cpu"))
+
+
+def test_of_two_choices_one_keeps_less_and_the_other_is_faster(
+    block: tuple[nn.Module, Tensor, CapturedCall, StepGraph],
+) -> None:
+    menu = program_menu(block[3])
+    assert len(menu) > 2 and menu[0] == choice_of(block[3], runs_once(block[3]))
+    for one, other in itertools.pairwise(menu):
+        assert one.seconds < other.seconds and one.kept_bytes > other.kept_bytes
+    most = max(menu[0].forward_peak_bytes, menu[0].backward_peak_bytes)
+    assert all(max(each.forward_peak_bytes, each.backward_peak_bytes) <= most for each in menu)
+
+
+def test_every_choice_keeps_what_it_says_and_computes_the_same(
+    block: tuple[nn.Module, Tensor, CapturedCall, StepGraph],
+) -> None:
+    module, x, captured, step = block
+    for choice in program_menu(step):
+        plain, planned = copy.deepcopy(module), copy.deepcopy(module)
+        program = CallProgram(captured, StepOrder.of(step, choice.runs)).bound(planned)
+        known = {t.untyped_storage()._cdata for t in (*planned.parameters(), x)}
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor, kept: dict[int, int] = kept, known: set[int] = known) -> Tensor:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        torch.manual_seed(1)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            got = program(x)
+        returned = got.untyped_storage()._cdata
+        assert sum(n for key, n in kept.items() if key not in known | {returned}) == choice.kept_bytes
+        (got * got).sum().backward()
+        torch.manual_seed(1)
+        expected = plain(x)
+        (expected * expected).sum().backward()
+        assert torch.equal(got, expected)
+        for one, other in zip(planned.parameters(), plain.parameters(), strict=True):
+            assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
