@@ -12,6 +12,7 @@ from typing import overload
 from planner.plans.cost_model import chain_of
 from planner.plans.given_sources import profile_of_either_kind
 from planner.plans.graph_plan import GraphPlan
+from planner.plans.graph_rules import SOLVER, state_ops
 from planner.plans.headroom import headroom_from
 from planner.plans.lowering import can_carry_out
 from planner.plans.plan import Plan
@@ -20,7 +21,6 @@ from planner.plans.rule_resolution import ResolvedRules, StageDirective, resolve
 from planner.plans.rules import Rule, Rules, rules_from
 from planner.plans.solving import complete, plan_of, plan_with_headroom
 from planner.plans.stage_decisions import undecided_stages
-from planner.plans.stated_graph_plan import SOLVER, state_ops
 from planner.units import parse_bytes
 from profiler.graph_profile import GraphProfile
 from profiler.op_graph import NamedStage, StageOps

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.plans.program_menu import ProgramChoice, choice_of, program_menu
+from planner.plans.call_programs import ProgramChoice, choice_of, program_menu
 from profiler.capture.call_program import CallProgram
 from profiler.capture.captured_call import CapturedCall, capture_call
 from profiler.capture.graph_profiling import measured_graph
