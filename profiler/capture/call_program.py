@@ -13,7 +13,10 @@ from torch.fx.graph import _BoxedCodeGen
 from profiler.capture.captured_call import CapturedCall
 from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import StepOrder, programs_of
-from profiler.tensors.tensor_trees import tensors_in, with_tensors
+from profiler.capture.random_ops import random_state
+from profiler.recomputation.module_rerun import CallState
+from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
+from profiler.workload.compiled_forwards import Forward
 
 _Code = Callable[[list[Any]], Sequence[Any]]
 
@@ -114,6 +117,52 @@ class _Call(torch.autograd.Function):
         del gradients
         made = program.backward_code(arguments)
         return (None, *(None if number is None else made[number] for number in captured.gradients))
+
+
+def difference(bound: BoundProgram, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> str:
+    """What a program makes otherwise than the module's own call, bit for bit; empty where nothing is.
+
+    The module's call runs first, for good; the program runs on what was there before it, and leaves nothing.
+
+    Args:
+        bound: the program.
+        module, forward, args, kwargs: the call.
+    """
+    state = CallState(module, device_of((args, kwargs)), draws_random=True)
+    expected = _observed(forward, module, args, kwargs)
+    with state.reinstated(), torch.enable_grad():
+        got = _observed(bound, module, args, kwargs)
+    if expected.keys() != got.keys():
+        return "the number of its outputs"
+    return next((what for what, value in expected.items() if not _same_bits(value, got[what])), "")
+
+
+def _observed(call: Forward, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Tensor | None]:
+    """Outputs and gradients of a call, and what is in buffers and in the generator after it."""
+    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors_in((args, kwargs))]
+    # Modules may write to what they are given: not to a leaf.
+    given, named = with_tensors(without_tensors((args, kwargs)), [t * 1 if t.requires_grad else t for t in leaves])
+    output = call(*given, **named)
+    drawn = random_state(device_of(leaves))
+    outputs = tensors_in(output)
+    trained = [tensor for tensor in outputs if tensor.requires_grad]
+    sources = {f"the gradient of argument {k}": leaf for k, leaf in enumerate(leaves) if leaf.requires_grad}
+    sources |= {f"the gradient of {name!r}": p for name, p in module.named_parameters() if p.requires_grad}
+    numbers = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape) for t in trained]
+    gradients = torch.autograd.grad(trained, [*sources.values()], numbers, allow_unused=True)
+    seen: dict[str, Tensor | None] = {f"output {k}": tensor.detach() for k, tensor in enumerate(outputs)}
+    seen |= zip(sources, gradients, strict=True)
+    seen |= {f"buffer {name!r}": buffer.detach().clone() for name, buffer in module.named_buffers()}
+    return seen | {"the random numbers that it draws": drawn}
+
+
+def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    bits, others = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(bits, others)
 
 
 def _as_traced(gradient: Tensor, size: torch.Size, stride: Sequence[int]) -> Tensor:

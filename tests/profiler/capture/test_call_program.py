@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from profiler.capture.call_program import CallProgram
+from profiler.capture.call_program import CallProgram, difference
 from profiler.capture.captured_call import capture_call
 from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import StepOrder, order_of
@@ -130,6 +130,42 @@ def test_a_program_computes_what_the_module_does(name: str, order: str) -> None:
     for what, value in expected.items():
         same = torch.equal(value, got[what]) if isinstance(value, Tensor) else value == got[what]
         assert same, what
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_program_is_held_against_the_call_bit_for_bit(name: str) -> None:
+    torch.manual_seed(0)
+    make, arguments = CALLS[name]
+    module, (args, kwargs) = make(), arguments()
+    captured = capture_call(module, module.forward, args, kwargs)
+    program = CallProgram(captured, ORDERS["all again"](order_of(captured.graph)))
+    alone, state = copy.deepcopy(module), torch.get_rng_state()
+    assert difference(program.bound(module), module, module.forward, args, kwargs) == ""
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    alone(*args, **kwargs)
+    assert torch.equal(torch.get_rng_state(), after)  # As after one call.
+    for one, other in zip(alone.buffers(), module.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("side", "number", "what"), [("forward_code", 0, "output 0"), ("backward_code", 1, "'0.bias'")]
+)
+def test_what_a_program_makes_otherwise_is_named(side: str, number: int, what: str) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    x = torch.randn(4, 8, requires_grad=True)
+    captured = capture_call(module, module.forward, (x,), {})
+    program = CallProgram(captured, order_of(captured.graph))
+    code = getattr(program, side)
+
+    def off(arguments: list[Any]) -> Any:
+        made = list(code(arguments))
+        made[number] = torch.nextafter(made[number], torch.full_like(made[number], 9))
+        return tuple(made)
+
+    setattr(program, side, off)
+    assert what in difference(program.bound(module), module, module.forward, (x,), {})
 
 
 def test_capturing_leaves_a_module_as_it_was() -> None:
