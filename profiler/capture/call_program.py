@@ -87,7 +87,8 @@ def _code_of(program: fx.GraphModule) -> _Code:
 class _Call(torch.autograd.Function):
     """One call: what the forward's program hands over is what autograd saves."""
 
-    clear_saved_tensors_on_access = True  # A value goes after its last use in the backward's program.
+    # What is saved and what comes in go after their last use in the backward's program.
+    clear_saved_tensors_on_access = boxed_grads_call = True
 
     @staticmethod
     def forward(ctx: Any, bound: BoundProgram, *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -106,7 +107,7 @@ class _Call(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if _get_current_graph_task_keep_graph():
             raise CaptureError("backward: expected one that lets go of what forward has saved, got retain_graph=True")
         program: CallProgram = ctx.program
@@ -114,7 +115,7 @@ class _Call(torch.autograd.Function):
         arguments = list(ctx.saved_tensors)
         for number, (size, stride) in zip(captured.tangents, program.layouts, strict=True):
             arguments.append(_as_traced(gradients[number], size, stride))
-        del gradients
+        gradients.clear()
         made = program.backward_code(arguments)
         return (None, *(None if number is None else made[number] for number in captured.gradients))
 
