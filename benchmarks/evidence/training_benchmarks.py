@@ -157,7 +157,7 @@ PREDICTED = Topic(
         Benchmark(
             name="catalogue",
             module="benchmarks.catalogue",
-            full="--no-menus",
+            full="--no-menus --jobs 2",
             quick="--no-menus --families AlbertForMaskedLM",
             minutes=40,
             tables=(
