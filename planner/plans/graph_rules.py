@@ -1,4 +1,4 @@
-"""Plans of single ops stated by hand: which ops of a step's forward are kept and made again, and the plan for that."""
+"""Manual plans of single ops: rules decide which forward ops are kept or recomputed, and the plan carries that out."""
 
 from __future__ import annotations
 

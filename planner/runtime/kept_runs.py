@@ -29,12 +29,12 @@ leave_uncompiled(__name__)
 
 
 class CheckTurns:
-    """Says which dropped stages note what they save, and compare it with what their second run saves.
+    """Decides in which forwards a dropped stage compares what its second run saves with what its first run saved.
 
-    In the first forwards, and after any whose circumstances are others than those of the forward before, all do. After
-    that one does in each forward, in turns: looking at the values of all saved tensors takes a tenth of the time of a
-    step of tiny ops. A second run that lastingly saves something else is found within as many forwards as there are
-    dropped stages. How many tensors it saves is compared in every one.
+    Every stage is checked in the first forwards, and again after the circumstances change. After that, each forward
+    checks one stage, in turn: reading values of every saved tensor takes a tenth of a step of tiny ops. A fault that
+    persists is found within as many forwards as there are dropped stages. The number of saved tensors is always
+    compared.
 
     Args:
         dropped: positions of the stages that take turns; others are always checked.

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from planner.plans.plan import Plan
 from planner.runtime.loop_peak import LoopPeak
-from planner.runtime.plan_checks import say_once
+from planner.runtime.plan_checks import parameter_tables, say_once
 from planner.units import format_bytes
 from profiler.tensors.storages import distinct_bytes, has_storage, storage_key, storage_of
 from profiler.tensors.tensor_trees import tensors_in
@@ -46,7 +46,7 @@ class LoopWatch:
     def __init__(self, plan: Plan, model: nn.Module, device: torch.device, *, metered: bool) -> None:
         self._plan = plan
         self._model = weakref.ref(model)
-        self._owned = [module._parameters for module in model.modules() if module._parameters]
+        self._owned = parameter_tables(model)
         self.peak_bytes: int | None = None
         self._forwards = 0
         self._outputs: list[tuple[weakref.ref[Any], int, str]] = []  # storages with their bytes and who made them

@@ -200,6 +200,11 @@ def is_larger(shapes: Sequence[Sequence[int]], profiled: Sequence[Sequence[int]]
     )
 
 
+def parameter_tables(model: nn.Module) -> list[dict[str, nn.Parameter | None]]:
+    """The tables in which a model's modules have their parameters: going over these is faster than ``parameters()``."""
+    return [module._parameters for module in model.modules() if module._parameters]
+
+
 class ParameterChecks:
     """A model's parameters, to be looked at in every step: their types, and which are trained. It takes microseconds.
 
@@ -209,7 +214,7 @@ class ParameterChecks:
     """
 
     def __init__(self, model: nn.Module, precision: str) -> None:
-        self._owned = [module._parameters for module in model.modules() if module._parameters]
+        self._owned = parameter_tables(model)
         self._expected = {getattr(torch, name) for name in types_part(precision).split("+") if name}
         self._cast = "autocast" in precision
         self._trained = self._trained_now()

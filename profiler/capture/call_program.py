@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph
-from torch.fx.graph import _BoxedCodeGen
 
 from profiler.capture.captured_call import CapturedCall
 from profiler.capture.joint_graph import CaptureError
@@ -32,7 +31,8 @@ class CallProgram:
     def __init__(self, captured: CapturedCall, order: StepOrder) -> None:
         self.captured = captured
         forward, backward = programs_of(captured.graph, order)
-        self.forward_code, self.backward_code = _code_of(forward), _code_of(backward)
+        self.forward_code: _Code = forward.forward
+        self.backward_code: _Code = backward.forward
         tangents = [node.meta["val"] for node in captured.graph.tangents]
         self.layouts = [(tangent.size(), tangent.stride()) for tangent in tangents]
 
@@ -78,12 +78,6 @@ def _table_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     return (owner._parameters if leaf in owner._parameters else owner._buffers), leaf
 
 
-def _code_of(program: fx.GraphModule) -> _Code:
-    program.graph.set_codegen(_BoxedCodeGen())
-    program.recompile()
-    return program.forward
-
-
 class _Call(torch.autograd.Function):
     """One call: what the forward's program hands over is what autograd saves."""
 
@@ -121,9 +115,10 @@ class _Call(torch.autograd.Function):
 
 
 def difference(bound: BoundProgram, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> str:
-    """What a program makes otherwise than the module's own call, bit for bit; empty where nothing is.
+    """Names the first thing in which a program differs from the module's own call, bit for bit; empty if nothing does.
 
-    The module's call runs first, for good; the program runs on what was there before it, and leaves nothing.
+    The module's call runs first, and its effects stay. The program then runs from the same starting state, and its
+    effects are undone.
 
     Args:
         bound: the program.

@@ -27,6 +27,7 @@ from profiler.tensors.tensor_trees import slots_of, tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.plain_objects import (
     MOST_ITEMS,
+    PLAIN,
     attributes_of,
     base_of,
     copied as _copied,
@@ -48,7 +49,6 @@ MOST_COPIED_BYTES = 16 * 2**20
 # Nothing counts the changes of an array, so each call copies it.
 MOST_ARRAY_BYTES = 2**20
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
-_PLAIN = frozenset({bool, int, float, str, type(None)})  # nothing can be in them, and nothing changes them
 _DEPTH = 3  # of containers in containers, from a module's attribute on
 _OBJECT_DEPTH = 2  # of objects in objects
 _OF_MODULES = OF_MODULES | {"forward"}
@@ -146,7 +146,7 @@ class ModuleState:
         if buffers:
             self._note_buffers(module, buffers)
         for name, value in attributes.items():
-            if type(value) not in _PLAIN and name not in _OF_MODULES:
+            if type(value) not in PLAIN and name not in _OF_MODULES:
                 self._note_value(name, value, _DEPTH)
 
     def _note_attributes(self, parameter: Tensor) -> None:

@@ -41,7 +41,7 @@ class RememberedParameter(NamedTuple):
 
 
 class RememberedParameters:
-    """Parameters as they are now. All of one kind are read, and later compared, together: that is quicker by far.
+    """Records parameters as they are now. Plain ones are read and compared in bulk, which is much faster.
 
     Args:
         parameters: of the modules of a stage.

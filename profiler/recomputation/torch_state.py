@@ -38,29 +38,29 @@ class TorchState:
         return _Reinstated(self)
 
 
-class _Reinstated:  # A generator would take longer, and it is around every second run.
-    """Each part is put back from whatever it is then: what ends early may not have set back what it had set."""
+class _Reinstated:  # A class: a generator would be slower, and this surrounds every second run.
+    """Sets a recorded state, and restores on exit what was set on entry, even if the code inside ended early."""
 
-    __slots__ = ("_after", "_before", "_contexts")
+    __slots__ = ("_before", "_contexts", "_recorded")
 
-    def __init__(self, after: TorchState) -> None:
-        self._after = after
+    def __init__(self, recorded: TorchState) -> None:
+        self._recorded = recorded
         self._contexts: ExitStack | None = None
 
     def __enter__(self) -> None:
-        after = self._after
-        autocast = _autocast_state(kind for kind, *_ in after._autocast[0])
+        recorded = self._recorded
+        autocast = _autocast_state(kind for kind, *_ in recorded._autocast[0])
         cache = parametrize._cache, parametrize._cache_enabled
         self._before = flags_now(), autocast, _function_modes(), cache
         try:
-            set_flags(after._flags, self._before[0])
-            if any(on for _, on, _ in (*after._autocast[0], *autocast[0])):
+            set_flags(recorded._flags, self._before[0])
+            if any(on for _, on, _ in (*recorded._autocast[0], *autocast[0])):
                 self._contexts = ExitStack()
-                for kind, on, dtype in after._autocast[0]:
-                    context = torch.autocast(kind, enabled=on, dtype=dtype, cache_enabled=after._autocast[1])
+                for kind, on, dtype in recorded._autocast[0]:
+                    context = torch.autocast(kind, enabled=on, dtype=dtype, cache_enabled=recorded._autocast[1])
                     self._contexts.enter_context(context)
-            _set_function_modes(after._function_modes)
-            cached = after._cached_parametrizations
+            _set_function_modes(recorded._function_modes)
+            cached = recorded._cached_parametrizations
             if cached is not None or parametrize._cache_enabled:
                 _set_cached_parametrizations({} if cached is None else dict(cached), int(cached is not None))
         except BaseException:
