@@ -52,6 +52,20 @@ def test_choices_worked_out_by_hand() -> None:
     assert program_menu(step) == (once, again)
 
 
+def test_what_forward_returns_is_not_counted_as_kept_though_backward_reads_it() -> None:
+    storages = (
+        StepStorage(size_bytes=10, returned=True),
+        StepStorage(size_bytes=10, of_loss=True),
+        StepStorage(size_bytes=4, gradient=True),
+    )
+    ops = (
+        StepOp(name="a", op="aten.a", makes=(0,)),
+        StepOp(name="a_back", op="aten.a", side="backward", reads=(0, 1), makes=(2,)),
+    )
+    step = StepGraph(ops=ops, storages=storages, resident_bytes=0)
+    assert choice_of(step, runs_once(step)).kept_bytes == 0
+
+
 @pytest.fixture(scope="module")
 def block() -> tuple[nn.Module, Tensor, CapturedCall, StepGraph]:
     torch.manual_seed(0)
