@@ -19,11 +19,11 @@ from planner.plans.graph_solving import GraphSearch, order_within
 from planner.steps.graph_problem import StepSurroundings, step_problem
 from planner.units import parse_bytes, parse_bytes_or_zero
 from profiler.caller_warnings import warn_caller
-from profiler.capture.graph_profiling import measured_graph
 from profiler.capture.joint_graph import JointGraph
 from profiler.capture.programs import StepOrder
 from profiler.capture.random_ops import device_of
 from profiler.measurement.device_memory import requested_bytes
+from profiler.measurement.op_costs import measured_graph
 from profiler.step_graph import StepGraph
 from profiler.step_replay import runs_once
 

@@ -19,7 +19,7 @@ def with_graph_alternative(profile: Profile, workload: Workload, progress: Progr
     """The profile with the smallest budget of a plan of single ops, where all of the model is one stage."""
     if profile.frugal or len(profile.stages) > 1:
         return profile
-    from profiler.capture.graph_profiling import profile_graph  # It loads what torch.compile is made of.
+    from profiler.whole.graph_profiling import profile_graph  # It loads what torch.compile is made of.
 
     try:
         graph_profile = profile_graph(workload, progress)

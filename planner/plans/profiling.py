@@ -57,7 +57,7 @@ def profile(
                 "profile: expected graph=True without stages, rules and limit, which are about stages, got one of "
                 "them; leave it out"
             )
-        from profiler.capture.graph_profiling import profile_graph  # It loads what torch.compile is made of.
+        from profiler.whole.graph_profiling import profile_graph  # It loads what torch.compile is made of.
 
         return profile_graph(workload, progress)
     stated = None if rules is None else rules_from(rules)

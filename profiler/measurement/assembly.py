@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 
-from profiler.measurement.alike_stages import alike
 from profiler.measurement.joined_phases import PhasesOfMark, extended, highest, joined
 from profiler.measurement.meter import Mark, Place
 from profiler.measurement.stage_marks import StageTensor
@@ -29,6 +28,7 @@ from profiler.records import (
 )
 from profiler.tensors.local_tensors import COLLECTIVES
 from profiler.tensors.storages import distinct_bytes
+from profiler.trace.alike_stages import alike
 from profiler.trace.obstacles import remedy_for, why_not_recomputable
 from profiler.trace.partition import ChosenStage
 from profiler.trace.stage_names import name_outside, parents_of

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from profiler.measurement.alike_stages import alike
 from profiler.measurement.assembly import Measured
 from profiler.measurement.frugal_probe import FrugalProbe
 from profiler.measurement.joined_phases import PhasesOfMark
@@ -18,6 +17,7 @@ from profiler.measurement.stage_options import OptionGroup, ProposeChoices
 from profiler.measurement.stage_probe import StageProbe
 from profiler.measurement.stage_reruns import RerunTimes
 from profiler.records import MenuRecord, ResidentBytes
+from profiler.trace.alike_stages import alike
 from profiler.trace.partition import ChosenStage, StagePattern, choose_stages
 from profiler.trace.stage_names import StateChoices
 from profiler.trace.step_record import Trace

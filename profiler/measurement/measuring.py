@@ -10,7 +10,6 @@ from dataclasses import replace
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from profiler.agreement import agreed, any_rank, gathered, largest
-from profiler.measurement.alike_stages import alike
 from profiler.measurement.assembly import Measured
 from profiler.measurement.joined_phases import PhasesOfMark, by_mark, typical_seconds
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, ShardedMemoryMeter, memory_meter, time_meter
@@ -22,6 +21,7 @@ from profiler.measurement.stage_reruns import HELD, STORES, RerunTimes, kept_by_
 from profiler.measurement.unsteady_bytes import what_follows_the_batch, what_is_unsteady
 from profiler.progress import told_by
 from profiler.records import MenuRecord, Phase, ResidentBytes
+from profiler.trace.alike_stages import alike
 from profiler.trace.compiled_trace import trace_compiled
 from profiler.trace.left_out import left_out_of
 from profiler.trace.partition import ChosenStage, StagePattern, StagesError, choose_stages, stages_of

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from planner.plans.call_programs import ProgramChoice, choice_of, program_menu
 from profiler.capture.call_program import CallProgram
 from profiler.capture.captured_call import CapturedCall, capture_call
-from profiler.capture.graph_profiling import measured_graph
 from profiler.capture.programs import StepOrder
+from profiler.measurement.op_costs import measured_graph
 from profiler.step_graph import StepGraph, StepOp, StepStorage
 from profiler.step_replay import StepRuns, runs_once
 

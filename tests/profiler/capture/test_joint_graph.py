@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from planner import zoo
 from profiler.capture import joint_graph
-from profiler.capture.graph_profiling import profile_graph
 from profiler.capture.joint_graph import CaptureError, capture, storages_of
+from profiler.whole.graph_profiling import profile_graph
 from profiler.workload.workload import Workload
 
 SMALL: dict[str, dict[str, Any]] = {

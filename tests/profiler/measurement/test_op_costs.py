@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import planner
 from profiler.capture.joint_graph import capture
-from profiler.capture.op_costs import costs_of, with_host_arguments
+from profiler.measurement.op_costs import costs_of, with_host_arguments
 
 
 class _DiagonalsInPlace(nn.Module):

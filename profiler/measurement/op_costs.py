@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from profiler.capture.joint_graph import REMEDY, CaptureError, JointGraph, module_of, storages_of
-from profiler.capture.step_dataflow import library_of, second_call
+from profiler.capture.step_dataflow import library_of, second_call, step_graph_of
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, time_meter
+from profiler.step_graph import StepGraph, StepOp, StepStorage
 
 REPEATS = 5
+DIFFERS = "a second run of it on the same tensors made something else"
 _PREPARED = Mark("forward")
 # Host code of these reads where random numbers begin: their forward gives it as CPU tensors (outside of CUDA graphs),
 # whatever tracing says, and on the device it would end the process. Flash attention's are on the device.
@@ -45,6 +48,35 @@ class OpKey(NamedTuple):
 
     target: Any
     arguments: str
+
+
+def measured_graph(graph: JointGraph, device: torch.device, replaced: Collection[str] = ()) -> StepGraph:
+    """The dataflow with what its ops cost.
+
+    Args:
+        graph: of a step.
+        device: that runs it.
+        replaced: names of inputs that the forward lets go of.
+    """
+    costs = {op.name: cost for op, cost in costs_of(graph, dict.fromkeys(graph.makers.values()), device).items()}
+    step = step_graph_of(graph, replaced)
+    made = {number: n for op in step.ops for number, n in zip(op.makes, costs[op.name].made_bytes, strict=True)}
+    return replace(
+        step,
+        ops=tuple(_with_cost(op, costs[op.name]) for op in step.ops),
+        storages=tuple(_as_made(each, made.get(number, 0)) for number, each in enumerate(step.storages)),
+    )
+
+
+def _as_made(storage: StepStorage, made_bytes: int) -> StepStorage:
+    """A traced storage with the bytes that its op was seen to make, if they are more."""
+    size_bytes = max(made_bytes, storage.size_bytes)
+    return replace(storage, size_bytes=size_bytes, unseen_bytes=size_bytes - storage.size_bytes)
+
+
+def _with_cost(op: StepOp, cost: OpCost) -> StepOp:
+    once_reason = op.once_reason or ("" if cost.repeatable else DIFFERS)
+    return replace(op, seconds=cost.seconds, transient_bytes=cost.transient_bytes, once_reason=once_reason)
 
 
 class StorageSizes:

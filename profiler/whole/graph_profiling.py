@@ -5,17 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from profiler.capture.backend import eager_backend
 from profiler.capture.detached_outputs import unused_outputs
 from profiler.capture.joint_graph import REMEDY, CaptureError, JointGraph, capturing
-from profiler.capture.op_costs import OpCost, costs_of
 from profiler.capture.programs import order_of
 from profiler.capture.step_dataflow import step_graph_of
 from profiler.graph_profile import GraphProfile
@@ -25,10 +22,11 @@ from profiler.measurement.joined_phases import highest, joined
 from profiler.measurement.link_bandwidth import measure_link
 from profiler.measurement.measuring import SEVERAL_CALLS, Progress, ProgressReporter
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, metered_step, time_meter
+from profiler.measurement.op_costs import measured_graph
 from profiler.measurement.profiling import check_profilable, ran_out_in_words
 from profiler.measurement.step_measurement import beside_bytes, measure
 from profiler.records import Phase
-from profiler.step_graph import Side, StepGraph, StepOp, StepStorage
+from profiler.step_graph import Side
 from profiler.tensors.storages import has_storage
 from profiler.trace.partition import StagesError
 from profiler.workload.model_caches import ModelCaches
@@ -45,7 +43,6 @@ from profiler.workload.steps import (
 from profiler.workload.workload import StepPhase, Workload
 
 TIMED_STEPS = 3
-DIFFERS = "a second run of it on the same tensors made something else"
 _PARTS = ("before", "forward", "between", "backward", "after", "optimizer")
 _PROGRAM, _BEHIND = Place("stage", 0), Place("outside", 1)
 
@@ -223,35 +220,6 @@ def _in_programs(workload: Workload, unused: Collection[int]) -> Iterator[_Progr
 
     with capturing(workload.model, eager_backend(choose, programs.on_program), unused, lambda: programs.wanted):
         yield programs
-
-
-def measured_graph(graph: JointGraph, device: torch.device, replaced: Collection[str] = ()) -> StepGraph:
-    """The dataflow with what its ops cost.
-
-    Args:
-        graph: of a step.
-        device: that runs it.
-        replaced: names of inputs that the forward lets go of.
-    """
-    costs = {op.name: cost for op, cost in costs_of(graph, dict.fromkeys(graph.makers.values()), device).items()}
-    step = step_graph_of(graph, replaced)
-    made = {number: n for op in step.ops for number, n in zip(op.makes, costs[op.name].made_bytes, strict=True)}
-    return replace(
-        step,
-        ops=tuple(_with_cost(op, costs[op.name]) for op in step.ops),
-        storages=tuple(_as_made(each, made.get(number, 0)) for number, each in enumerate(step.storages)),
-    )
-
-
-def _as_made(storage: StepStorage, made_bytes: int) -> StepStorage:
-    """A traced storage with the bytes that its op was seen to make, if they are more."""
-    size_bytes = max(made_bytes, storage.size_bytes)
-    return replace(storage, size_bytes=size_bytes, unseen_bytes=size_bytes - storage.size_bytes)
-
-
-def _with_cost(op: StepOp, cost: OpCost) -> StepOp:
-    once_reason = op.once_reason or ("" if cost.repeatable else DIFFERS)
-    return replace(op, seconds=cost.seconds, transient_bytes=cost.transient_bytes, once_reason=once_reason)
 
 
 def _parts(memory: MarkedPhases, times: MarkedPhases) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from profiler.capture import graph_profiling
 from profiler.capture.step_dataflow import CHANGES
+from profiler.whole import graph_profiling
 from tests.support.events import Events
 
 WIDTH, BATCH = 32, 64
@@ -202,7 +202,7 @@ def test_what_fails_under_the_compiler_alone_is_said_to(monkeypatch: pytest.Monk
     def break_down(*_: Any) -> None:
         raise RuntimeError("the compiler's own words\nand many more")
 
-    monkeypatch.setattr("profiler.capture.graph_profiling.costs_of", break_down)
+    monkeypatch.setattr("profiler.measurement.op_costs.costs_of", break_down)
     with pytest.raises(planner.CaptureError, match=r"got RuntimeError: the compiler's own words; a plan of stages"):
         planner.profile(work_of(), graph=True)
 
@@ -228,7 +228,7 @@ def test_a_step_that_does_not_fit_is_refused_with_what_works_there(monkeypatch: 
     def ends(*_: Any, **__: Any) -> None:
         raise MemoryError("12 bytes are left")
 
-    monkeypatch.setattr("profiler.capture.graph_profiling.measure", ends)
+    monkeypatch.setattr("profiler.whole.graph_profiling.measure", ends)
     said = "got none left in a plain step .12 bytes are left.*profiles of stages are made where a step does not fit"
     with pytest.raises(planner.ProfileError, match=said):
         planner.profile(work_of(), graph=True)

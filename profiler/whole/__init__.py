@@ -1,0 +1,1 @@
+"""A whole step captured as one graph, and measured as that."""
