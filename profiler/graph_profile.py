@@ -79,7 +79,7 @@ class GraphProfile:
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all."""
         header = {"format": FORMAT, "version": VERSION, "kind": GRAPH_KIND}
-        write_document(path, {**header, **to_plain(self, {})})
+        write_document(path, {**header, **to_plain(self)})
 
     @classmethod
     def load(cls, path: str | Path) -> GraphProfile:
@@ -99,7 +99,7 @@ class GraphProfile:
             )
         data = {key: value for key, value in document.items() if key not in ("format", "version", "kind")}
         try:
-            profile = from_plain(cls, data, {})
+            profile = from_plain(cls, data)
             profile.graph.check_positions()
         except ValueError as error:
             raise ValueError(

@@ -280,24 +280,23 @@ def _check_value(value: Any, where: str, place: str) -> None:
         raise ValueError(f"{where}: expected numbers up to 2**50, got {number} at {place}; correct it or profile again")
 
 
-def to_plain(record: Any, keys: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a record, and of records in it; ``keys`` has those attributes that files call otherwise."""
-    return _renamed(msgspec.to_builtins(record), keys)
+def to_plain(record: Any) -> dict[str, Any]:
+    """The fields of a record, and of records in it, as they are read from a file: with lists for tuples."""
+    return _with_lists(msgspec.to_builtins(record))
 
 
-def from_plain(kind: type[Record], data: Mapping[str, Any], keys: Mapping[str, str]) -> Record:
+def from_plain(kind: type[Record], data: Mapping[str, Any]) -> Record:
     """Read what ``to_plain`` wrote.
 
     Raises:
         ValueError: a field is missing, unknown, or of another kind; says which, and where it stands.
     """
-    named = _renamed(data, {key: attribute for attribute, key in keys.items()})
     try:
-        record = msgspec.convert(named, kind)
+        record = msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
         said = str(error).replace("`", "").replace(" - at $.", " at ")
         raise ValueError(said[:1].lower() + said[1:]) from error
-    if unknown := _unread(named, msgspec.to_builtins(record)):
+    if unknown := _unread(data, msgspec.to_builtins(record)):
         raise ValueError(f"expected fields of this release, got also {', '.join(sorted(unknown))}")
     return record
 
@@ -319,9 +318,7 @@ def _unread(given: Any, read: Any) -> set[str]:
     return set()
 
 
-def _renamed(value: Any, names: Mapping[str, str]) -> Any:
-    if isinstance(value, Mapping):
-        return {names.get(key, key): _renamed(item, names) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_renamed(item, names) for item in value]
-    return value
+def _with_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    return [_with_lists(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -10,13 +10,6 @@ from profiler.json_files import check_positions
 StorageVersion = tuple[int, int]
 NamedModule = tuple[str, str]  # a module's name, and the name of its class
 _KINDS_NAMED = 4
-# Attributes that files of version 1 call otherwise.
-KEYS = {
-    "allocates": "makes",
-    "not_rerunnable_reason": "fixed",
-    "always_live": "held",
-    "dies_after_stage": "exclusive",
-}
 
 
 class ChoiceError(ValueError):
@@ -137,12 +130,14 @@ class StageOps:
         modules: pairs (name relative to the stage, class) of the modules that ran, the stage itself first.
         saves: the storage under each tensor that autograd saves, in order; -1 for what lives through the step anyway
             (parameters, buffers, the batch), and for what has no storage. Empty in files of older releases.
+        inputs: the storage under each tensor that goes in; -1 for what no op touches.
     """
 
     ops: tuple[StageOp, ...]
     storages: tuple[StageStorage, ...]
     modules: tuple[NamedModule, ...] = ()
     saves: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()
 
     def check_positions(self) -> None:
         """Raises ValueError where it refers to an op or a storage that it does not have."""
@@ -151,6 +146,7 @@ class StageOps:
             check_positions("storages of an op", numbers, len(self.storages))
         check_positions("ops of storages", (storage.op for storage in self.storages), len(self.ops), least=-1)
         check_positions("storages that are saved", self.saves, len(self.storages), least=-1)
+        check_positions("storages of inputs", self.inputs, len(self.storages), least=-1)
         versions = [0] * len(self.storages)
         for op in self.ops:
             for number in op.writes:
@@ -276,6 +272,7 @@ class Choice:
         rerun: ordinals of the ops that run again.
         stated: a person asked for it: it is measured whatever it costs, and never left out.
         packed: those of ``rerun`` that do not really run: their results are held as bits and unpacked instead.
+        program: the stage runs as a program in which each op runs once.
     """
 
     name: str
@@ -283,11 +280,12 @@ class Choice:
     rerun: frozenset[int]
     stated: bool = False
     packed: frozenset[int] = frozenset()
+    program: bool = False
 
     @property
     def again(self) -> tuple[frozenset[int], frozenset[int]]:
         """What runs again, and what of it is unpacked instead: choices that are equal in that do the same."""
-        return self.rerun, self.packed
+        return (self.rerun, self.packed) if not self.program else (self.rerun, frozenset({-1}))
 
     @classmethod
     def of(

@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from profiler.json_files import check_positions, from_plain, read_document, to_plain, write_document
-from profiler.op_graph import KEYS as OP_GRAPH_KEYS, StageOps
-from profiler.step_graph import Bytes, Seconds
+from profiler.op_graph import StageOps
+from profiler.step_graph import Bytes, Seconds, StepGraph
+from profiler.step_replay import StepRuns
 from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
     import pandas as pd
 
 FORMAT = "planner-profile"
-VERSION = 1
+VERSION = 2
 KIND = "stages"  # of a profile or plan whose file does not say another one
-# Attributes that files of version 1 call otherwise.
-KEYS = {**OP_GRAPH_KEYS, "parents": "around"}
 
 
 Rate = Annotated[float, msgspec.Meta(ge=0)]
@@ -124,12 +123,15 @@ class StageRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionRecord:
-    """A choice of what the stages of a menu keep, as measured.
+    """A choice of what the stages of a menu keep.
 
     Attributes:
         name: what runs again, in words.
-        kept: storages of the menu's dataflow that are kept, besides those that are held anyway.
-        rerun: ordinals of the ops that run again in backward.
+        kept: storages of the menu's dataflow that are kept, besides those that are held anyway; of a program the
+            inputs among them that its backward reads.
+        rerun: ordinals of the ops that run again in backward; of a program those of the menu's graph.
+        runs: of a program, the order of the runs of the graph's ops; None for the stage's own code.
+        kept_output_bytes: of a program, the bytes of what it returns that its backward reads.
         packed: those of ``rerun`` that do not really run: their results are held as bits and unpacked instead.
         forward_seconds, backward_seconds: of a stage run so; backward with what runs again in it.
             To be compared with the menu's seconds of keeping everything, timed in the same steps.
@@ -146,6 +148,8 @@ class OptionRecord:
     forward_peak_bytes: Bytes
     backward_peak_bytes: Bytes
     packed: tuple[int, ...] = ()
+    runs: StepRuns | None = None
+    kept_output_bytes: Bytes = 0
 
     @property
     def again(self) -> tuple[frozenset[int], frozenset[int]]:
@@ -162,6 +166,9 @@ class MenuRecord:
         options: those that a person asked for, and none else that is beaten in bytes and seconds.
         keep_forward_seconds, keep_backward_seconds: of keeping everything, timed in the same steps.
         reason: why there are no options; empty otherwise.
+        graph: of the ops of stages that can run as programs; None for opaque ones.
+        opaque: why stages are opaque; empty where they are captured, or that was not tried.
+        unread: attributes in which the stages' modules differ, and which their graph does not depend on.
     """
 
     ops: StageOps
@@ -169,13 +176,22 @@ class MenuRecord:
     keep_forward_seconds: Seconds = 0.0
     keep_backward_seconds: Seconds = 0.0
     reason: str = ""
+    graph: StepGraph | None = None
+    opaque: str = ""
+    unread: tuple[str, ...] = ()
 
     def check_positions(self) -> None:
         """Raises ValueError where it refers to an op or a storage that it does not have."""
         self.ops.check_positions()
+        if self.graph is not None:
+            self.graph.check_positions()
         for option in self.options:
             check_positions("storages that an option keeps", option.kept, len(self.ops.storages))
-            check_positions("ops that an option runs again", (*option.rerun, *option.packed), len(self.ops.ops))
+            if option.runs is not None and self.graph is None:
+                raise ValueError("expected programs of stages that have a graph, got some of stages without")
+            count = len(self.ops.ops) if option.runs is None or self.graph is None else len(self.graph.ops)
+            runs = () if option.runs is None else (*option.runs.forward, *option.runs.backward)
+            check_positions("ops that an option runs", (*runs, *option.rerun, *option.packed), count)
 
     def extra_seconds(self, option: OptionRecord) -> tuple[float, float]:
         """By how much an option of these ops makes forward and backward longer than keeping everything does.
@@ -183,6 +199,9 @@ class MenuRecord:
         As measured, but nothing gets faster by keeping less, and what runs again takes at least its share of the
         forward: where less was measured, that was noise, of which a solver would choose the luckiest.
         """
+        if option.runs is not None:
+            forward = option.forward_seconds - self.keep_forward_seconds
+            return max(0.0, forward), max(0.0, option.backward_seconds - self.keep_backward_seconds)
         least = self.keep_forward_seconds * self.ops.share_of(set(option.rerun) - set(option.packed))
         forward = option.forward_seconds - self.keep_forward_seconds
         return max(0.0, forward), max(least, option.backward_seconds - self.keep_backward_seconds)
@@ -398,7 +417,7 @@ class Profile:
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all."""
         header = {"format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint}
-        write_document(path, {**header, **to_plain(self, KEYS)})
+        write_document(path, {**header, **to_plain(self)})
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -420,7 +439,7 @@ class Profile:
         header = ("format", "version", "kind", "fingerprint")
         data = {key: value for key, value in document.items() if key not in header}
         try:
-            profile = from_plain(cls, data, KEYS)
+            profile = from_plain(cls, data)
             profile._check_positions()
         except ValueError as error:
             what = f"expected the fields of a profile, got a mismatch: {error}; profile again"

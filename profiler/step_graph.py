@@ -25,6 +25,7 @@ class StepOp:
         module: name of the module whose forward calls it, or whose forward it is the backward of; empty where unknown.
         side: ``forward`` where the forward's outputs need it.
         reads: storages that it reads, parameters, buffers and the batch left out.
+        arguments: of a captured call, numbers of the tensors among its arguments that the op reads.
         makes: storages that it makes. A view makes none, and is no op here: who reads a view reads its storage.
         once_makes: those of them that its first run alone makes: a batch norm's running statistics.
         once_reason: why it must not run again; empty where it may.
@@ -46,6 +47,7 @@ class StepOp:
     transient_bytes: Bytes = 0
     random: bool = False
     state_bytes: Bytes = 0
+    arguments: tuple[int, ...] = ()
 
     @property
     def kind(self) -> str:

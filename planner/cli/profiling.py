@@ -150,7 +150,7 @@ def default_file(target: TargetRecord, ending: str, folder: Path = Path(), **sam
         name = f"{Path(place).stem if place.endswith('.py') else place.rpartition('.')[2]}-{name}"
     stem = re.sub(r"[^\w.-]+", "_", name) or "model"
     paths = (folder / f"{stem}{'' if number == 1 else f'-{number}'}.{ending}" for number in itertools.count(1))
-    expected = {"target": to_plain(target, {}), **same}
+    expected = {"target": to_plain(target), **same}
     return next(path for path in paths if not path.exists() or _has(path, expected))
 
 

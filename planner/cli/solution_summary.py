@@ -100,7 +100,7 @@ class SolutionSummary:
 
     def to_document(self) -> dict[str, Any]:
         """Plain data, as ``solve --json`` prints it."""
-        document = _without_none(to_plain(self, {}))
+        document = _without_none(to_plain(self))
         if self.host_bytes is not None:  # The problem has a link, or was found to have none.
             document["link"] = link_document(self.link)
         return document
@@ -183,7 +183,7 @@ def summary_from(document: Mapping[str, Any], where: str) -> SolutionSummary:
     """
     data = {key: value for key, value in document.items() if key not in _FILE_KEYS}
     try:
-        return from_plain(SolutionSummary, {**data, "link": link_from(data.get("link"))}, {})
+        return from_plain(SolutionSummary, {**data, "link": link_from(data.get("link"))})
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: expected the fields of a solution, got a mismatch: {error}; solve again") from error
 

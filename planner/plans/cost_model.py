@@ -289,7 +289,7 @@ def _stage(timeline: _UnsharedTimeline, k: int) -> Stage:
         options=tuple(_with_recasts(option, profile, k) for option in _options(timeline, k)),
         boundary_bytes=record.boundary_bytes,
         # Not keeping cannot be faster than keeping: where it was measured so, that was noise.
-        forward_seconds=max(record.dropped.seconds, record.forward.seconds),
+        forward_seconds=_dropped_seconds(profile, k),
         forward_peak_bytes=max(timeline.dropped_peak(k), timeline.random_state_bytes)
         + timeline.unreleased_bytes[k]
         + recast_bytes,
@@ -303,6 +303,15 @@ def _stage(timeline: _UnsharedTimeline, k: int) -> Stage:
         and not (timeline.lacks_room(k) or timeline.lacks_room(k - 1)),
         offload_units=input_offload_unit_bytes(profile, k),
     )
+
+
+def _dropped_seconds(profile: Profile, k: int) -> float:
+    """Of a forward of stage k that keeps nothing, which of a captured stage is a program's."""
+    record = profile.stages[k]
+    menu = profile.menus[record.menu] if record.menu >= 0 else None
+    if menu is not None and menu.graph is not None and menu.options and record.recomputable:
+        return record.forward.seconds + menu.extra_seconds(menu.options[0])[0]
+    return max(record.dropped.seconds, record.forward.seconds)
 
 
 def _options(timeline: _UnsharedTimeline, k: int) -> Iterator[Option]:
@@ -325,7 +334,34 @@ def _options(timeline: _UnsharedTimeline, k: int) -> Iterator[Option]:
     yield keep
     if record.menu >= 0:
         for measured in profile.menus[record.menu].options:
-            yield _option(timeline, k, keep, measured)
+            made = _option if measured.runs is None else _program_option
+            yield made(timeline, k, keep, measured)
+
+
+def _program_option(timeline: _UnsharedTimeline, k: int, keep: Option, program: OptionRecord) -> Option:
+    """A program of a captured stage, in forward as in a second run."""
+    profile, record = timeline.profile, timeline.profile.stages[k]
+    menu = profile.menus[record.menu]
+    inputs = [storage for number in program.kept if not (storage := menu.ops.storages[number]).always_live]
+    own_bytes = sum(storage.size_bytes for storage in inputs if storage.dies_after_stage)
+    other_bytes = sum(storage.size_bytes for storage in inputs if not storage.dies_after_stage)
+    # What of its output it keeps and the stage's own code does not is alive when the stage is left all the same.
+    output_bytes = max(0, program.kept_output_bytes - record.kept_output_bytes)
+    extra_bytes = other_bytes + min(own_bytes, _released_bytes(timeline, k)) + output_bytes
+    extra_forward_seconds, extra_backward_seconds = menu.extra_seconds(program)
+    behind_peak_bytes = record.behind_peak_bytes - program.freed_bytes + extra_bytes if record.behind_peak_bytes else 0
+    return Option(
+        name=program.name,
+        forward_seconds=keep.forward_seconds + extra_forward_seconds,
+        backward_seconds=keep.backward_seconds + extra_backward_seconds,
+        kept_bytes=keep.kept_bytes + timeline.late_release_bytes[k] - program.freed_bytes + extra_bytes,
+        kept_output_bytes=min(record.kept_output_bytes, program.kept_output_bytes),
+        forward_peak_bytes=timeline.first_run_peak(k, max(program.forward_peak_bytes, behind_peak_bytes)),
+        backward_peak_bytes=program.backward_peak_bytes,
+        recompute_seconds=keep.forward_seconds + extra_forward_seconds,
+        recompute_peak_bytes=timeline.second_run_peak(k, program.forward_peak_bytes - record.gathered_bytes),
+        offload_units=(),
+    )
 
 
 def _released_bytes(timeline: _UnsharedTimeline, k: int) -> int:

@@ -83,7 +83,7 @@ class GraphPlan(PlanClaims):
 
     def to_document(self) -> dict[str, Any]:
         """Plain data, as it stands in the file."""
-        document = {**to_plain(replace(self, link=None), {}), "link": link_document(self.link)}
+        document = {**to_plain(replace(self, link=None)), "link": link_document(self.link)}
         return {"format": FORMAT, "version": VERSION, "kind": GRAPH_KIND, **document}
 
     @classmethod
@@ -103,7 +103,7 @@ class GraphPlan(PlanClaims):
         data = {key: value for key, value in document.items() if key not in ("format", "version", "kind")}
         try:
             link = link_from(data.get("link"))
-            plan = replace(from_plain(cls, {**data, "link": None}, {}), link=link)
+            plan = replace(from_plain(cls, {**data, "link": None}), link=link)
             plan.graph.check_positions()
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{where}: expected the fields of a plan, got a mismatch: {error}; solve again") from error

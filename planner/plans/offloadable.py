@@ -33,8 +33,8 @@ def kept_offload_units(profile: Profile, k: int, option: OptionRecord | None) ->
 
 def offload_units_among(ops: StageOps, option: OptionRecord | None, *, with_input: bool) -> tuple[int, ...]:
     """``kept_offload_units`` by a stage's ops alone; ``with_input``: its input, too, lives for this stage alone."""
-    if not ops.saves:
-        return ()  # Files of older releases do not say in which order autograd saves: nothing could be recognised.
+    if not ops.saves or (option is not None and option.runs is not None):
+        return ()  # What autograd saves would not be recognised; and what programs keep is not sent.
     kept = _saved(ops) if option is None else _held(ops, option)
     units = {
         number

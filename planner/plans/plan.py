@@ -14,13 +14,11 @@ from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
 from planner.plans.short_names import names_in_short
 from planner.units import counted, format_bytes, format_seconds
 from profiler.json_files import check_positions, from_plain, read_document, to_plain
-from profiler.records import KEYS as PROFILE_KEYS, KIND, LeftOutRecord, MenuRecord, ResidentBytes
+from profiler.records import KIND, LeftOutRecord, MenuRecord, ResidentBytes
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Action, Schedule
 from solvers.problem.chain_simulator import replay
 
-# Attributes that files of version 1 call otherwise.
-KEYS = {**PROFILE_KEYS, "offload_units": "parcels", "input_offload_units": "input_parcels"}
 StageDecision = Literal["keep", "selective", "offload", "recompute", "segment"]
 _DONE: dict[StageDecision, str] = {
     "keep": "kept",
@@ -181,12 +179,14 @@ class Plan(PlanClaims):
             return action.option
         menu = self.menus[self.stages[action.stage].menu]
         option = menu.options[action.option - 1]
+        if option.runs is not None and menu.graph is not None:
+            return [[menu.graph.ops[ordinal].name for ordinal in side] for side in option.runs]
         runs = [[ordinal, menu.ops.ops[ordinal].op] for ordinal in option.rerun]
         return [[*run, "as bits"] if run[0] in option.packed else run for run in runs]
 
     def to_document(self) -> dict[str, Any]:
         """Plain data, as it stands in the file."""
-        document = to_plain(replace(self, chain=None, link=None), KEYS)
+        document = to_plain(replace(self, chain=None, link=None))
         document["schedule"] = self.schedule.to_list()
         document["chain"] = None if self.chain is None else self.chain.to_dict()
         document["link"] = link_document(self.link)
@@ -216,7 +216,7 @@ class Plan(PlanClaims):
             chain = None if data.get("chain") is None else Chain.from_dict(data["chain"])
             link = link_from(data.get("link"))
             plain = {**data, "schedule": {"actions": []}, "chain": None, "link": None}
-            plan = replace(from_plain(cls, plain, KEYS), schedule=schedule, chain=chain, link=link)
+            plan = replace(from_plain(cls, plain), schedule=schedule, chain=chain, link=link)
             for menu in plan.menus:
                 menu.check_positions()
             check_positions("menus", (stage.menu for stage in plan.stages), len(plan.menus), least=-1)

@@ -17,7 +17,7 @@ from profiler.target_record import TargetRecord
 from solvers.problem.link import Link
 
 FORMAT = "planner-plan"
-VERSION = 1
+VERSION = 2
 FINGERPRINT_DIGITS = 16  # as of profiles
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, overload
 
+from planner.plans.call_programs import program_menu
 from planner.plans.rule_resolution import resolve_rules
 from planner.plans.rules import Rule, Rules, rules_from
 from planner.units import parse_bytes
@@ -15,6 +16,8 @@ from profiler.measurement import profiling
 from profiler.measurement.measuring import Progress
 from profiler.op_graph import Choice, ChoiceError, NamedStage, StageOp, StageOps
 from profiler.records import Profile
+from profiler.step_graph import StepGraph
+from profiler.step_replay import StepRuns, runs_once
 from profiler.trace.partition import StagePattern
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.steps import check_workload
@@ -66,10 +69,17 @@ def profile(
         workload,
         stages=stages,
         propose=choices_for if menus and not compiled else None,
+        programs=_orders_for if menus and not compiled else None,
         state=None if stated is None else (lambda named, outside: _choices(stated, named, outside, compiled)),
         progress=progress,
         limit_bytes=None if limit is None else parse_bytes(limit),
     )
+
+
+def _orders_for(graph: StepGraph) -> list[StepRuns]:
+    """The orders of a captured call's ops that no other one beats; each op once first, whatever it is worth."""
+    once = runs_once(graph)
+    return [once, *(each.runs for each in program_menu(graph) if each.runs != once)]
 
 
 def _choices(rules: Rules, named: Sequence[NamedStage], outside: Sequence[str], compiled: bool) -> Mapping[int, Choice]:

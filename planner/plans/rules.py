@@ -155,7 +155,7 @@ class Rules:
 
     def to_document(self) -> dict[str, Any]:
         """Plain data, as it stands in a file."""
-        return to_plain(self, {})
+        return to_plain(self)
 
 
 def rules_from(given: Rules | Rule | Sequence[Rule] | str | Path) -> Rules:

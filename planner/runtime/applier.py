@@ -37,6 +37,7 @@ from planner.runtime.planned_step import PlannedStep
 from planner.runtime.simulated_link import SimulatedCopyEngine
 from planner.runtime.stage_input import BatchCopies
 from planner.runtime.stage_places import StagePlaces, split_name
+from planner.runtime.stage_programs import StagePrograms
 from profiler.caller_warnings import warn_caller
 from profiler.recomputation.outer_hooks import in_checkpoint
 from profiler.recomputation.selection import Selection
@@ -213,6 +214,7 @@ class PlannedCalls:
         self._compiled = CompiledCalls(plan, lowered.selective)
         self._plan = plan
         self._selections = selections_of(plan)
+        self._programs = StagePrograms(plan, lowered)
         self._deviations = Deviations(turns=CheckTurns(lowered.dropped))
         self._shapes = BatchShapes(plan)
         self._batch = SameBatch(plan)
@@ -267,7 +269,9 @@ class PlannedCalls:
         say_what_hooks_do_not_see()
         self._bypassing, self._inside = None, False  # Whatever an interrupt has left of the one before.
         self._places.begin()
-        return PlannedStep(self._plan, self._lowered, self._selections, self._deviations, batch, self._engine)
+        return PlannedStep(
+            self._plan, self._lowered, self._selections, self._deviations, batch, self._programs, self._engine
+        )
 
     def _step_of(self, name: str) -> PlannedStep | None:
         """The forward that a stage is called in: the model's own, or one that goes past it (``self.net(x)``).
@@ -374,5 +378,7 @@ def selections_of(plan: Plan) -> dict[tuple[int, int], Selection]:
     return {
         (action.stage, action.option): selection(plan.stages[action.stage].menu, action.option, action.stage in sending)
         for action in plan.schedule.actions
-        if action.kind in RUNS and action.option
+        if action.kind in RUNS
+        and action.option
+        and plan.menus[plan.stages[action.stage].menu].options[action.option - 1].runs is None
     }

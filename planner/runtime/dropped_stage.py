@@ -18,7 +18,14 @@ from planner.runtime.offloaded_tensors import OffloadedStorage
 from planner.runtime.plan_checks import warn_of_a_retained_graph, warn_once
 from planner.runtime.shared_outputs import SharedOutputs
 from planner.runtime.stage_input import StageInput, StageOutput
-from profiler.recomputation.module_rerun import CallState, copies_of_parameters, rerun_dropping, rerun_until_saved
+from profiler.capture.call_program import BoundProgram, CallProgram
+from profiler.recomputation.module_rerun import (
+    CallState,
+    copies_of_parameters,
+    rerun_dropping,
+    rerun_until_saved,
+    with_other_history,
+)
 from profiler.recomputation.outer_hooks import SavedParameters
 from profiler.recomputation.saved_signatures import (
     SavedSignature,
@@ -46,6 +53,13 @@ _INPUT_CHANGED = (
 )
 
 
+class _HandedOver(NamedTuple):
+    """What the forward of a program has handed over to backward."""
+
+    program: CallProgram
+    tensors: list[Any]
+
+
 class SavedPlaceholder:
     """Stands in the graph for a tensor that a dropped stage would have saved; holds it once it has been made again.
 
@@ -57,14 +71,25 @@ class SavedPlaceholder:
 
     def __init__(self, stage: DroppedStage) -> None:
         self.stage = stage
-        self.value: Tensor | TensorStandIn | None = None
+        self.value: Tensor | TensorStandIn | _HandedOver | None = None
 
     def tensor(self) -> Tensor:
         """The tensor, which the stage makes again where it has not yet."""
         if self.value is None:
             self.stage.materialise()
-        assert self.value is not None
+        assert self.value is not None and not isinstance(self.value, _HandedOver)
         return unpack(self.value)
+
+    def taken(self, *, again: bool) -> tuple[CallProgram, list[Any]]:
+        """Of a stage that runs as a program, the program and what its forward handed over; as ``Saved`` says."""
+        if self.value is None:
+            self.stage.materialise()
+        assert isinstance(self.value, _HandedOver)
+        program, tensors = self.value
+        if again:
+            return program, list(tensors)
+        self.value = None
+        return program, tensors
 
 
 class _RerunOutput(NamedTuple):
@@ -85,6 +110,7 @@ class DroppedStage:
         runs: of the step.
         others: the dropped stages of the step by position, as far as the graph needs them.
         stage: what is known of it, where the plan has none at that position.
+        program: that it runs as; None for the module's own forward.
     """
 
     def __init__(
@@ -95,8 +121,10 @@ class DroppedStage:
         runs: KeptRuns,
         others: weakref.WeakValueDictionary[int, DroppedStage],
         stage: PlannedStage | None = None,
+        program: BoundProgram | None = None,
     ) -> None:
         self.position = position
+        self._program = program
         self.stage = stage or runs.plan.stages[position]
         self.done = False
         self.expects_links = True
@@ -146,6 +174,8 @@ class DroppedStage:
         # Whether it draws is not asked of the profile: a dropout's rate may have been changed since.
         device, changing = device_of((args, kwargs)), self.stage.mutated_buffers
         self._state = CallState(self._module, device, draws_random=True, changing=changing)
+        if self._program is not None:
+            return self._run_first_as_program(self._program, args, kwargs)
         undefined = self._runs.deviations.undefined.get(self.position, ())
         checked = self._runs.deviations.turns.checked(self.position)
         state_storages = self._state.state_storages() if checked else set()
@@ -178,6 +208,17 @@ class DroppedStage:
         self._set_parameters = self._state.first_run_over(copies)
         if saved_storages is not None:
             self._input.copy_batch(self._runs.batch, saved_storages)
+        return output
+
+    def _run_first_as_program(self, program: BoundProgram, args: Any, kwargs: Any) -> Any:
+        """The same of a stage that runs as a program."""
+        placeholder = SavedPlaceholder(self)
+        self._placeholders.append(weakref.ref(placeholder))
+        output = program.dropping(placeholder, args, kwargs)
+        if self.position in self._runs.shared:
+            self._returned = SharedOutputs(tensors_in(output))
+        if self._input.holds_of(self._runs.batch):
+            self._input.copy_batch(self._runs.batch, set())
         return output
 
     # Backward ----------------------------------------------------------------
@@ -255,13 +296,17 @@ class DroppedStage:
             self._fill(saved)
         return None if rerun.mode == "until_saved" else _RerunOutput(self.position, tensors_in(output))
 
-    def _run_again(self, rerun: Rerun, args: Any, kwargs: Any) -> tuple[Sequence[Tensor | TensorStandIn] | None, Any]:
+    def _run_again(
+        self, rerun: Rerun, args: Any, kwargs: Any
+    ) -> tuple[Sequence[Tensor | TensorStandIn | _HandedOver] | None, Any]:
         """What a second run saves (None where nothing is to be kept) and returns.
 
         Raises:
             RerunError: it is not what the first run saved.
         """
         assert self._state is not None
+        if self._program is not None:
+            return self._run_program_again(self._program, rerun, args, kwargs)
         if self._set_parameters:
             raise self._sets_parameters()
         state, given, named = self._state, in_new_containers(args), in_new_containers(kwargs)
@@ -296,6 +341,23 @@ class DroppedStage:
             self._note_undefined(check.other_values, args, kwargs)
             return self._run_again(rerun, args, kwargs)
         return saved, output
+
+    def _run_program_again(
+        self, program: BoundProgram, rerun: Rerun, args: Any, kwargs: Any
+    ) -> tuple[Sequence[_HandedOver] | None, list[Tensor]]:
+        """The same of a stage that runs as a program."""
+        assert self._state is not None
+        with self._state.reinstated():
+            saved = None
+            if rerun.mode == "drop":
+                outputs, held = program.outputs(args, kwargs), []
+            else:
+                held, outputs = program.handed_over(args, kwargs)
+                saved = [_HandedOver(program.program, held)]
+        if self._returned is not None:
+            self._returned.take_the_place_of(outputs, [*outputs, *(t for t in held if isinstance(t, Tensor))])
+        differentiable = program.program.captured.differentiable
+        return saved, [with_other_history(t) if takes else t for t, takes in zip(outputs, differentiable, strict=True)]
 
     def _note_undefined(self, second: Mapping[int, Values], args: Any, kwargs: Any) -> None:
         """Run once more to see whether other values of saved tensors are no more than memory that nothing filled.
@@ -360,7 +422,7 @@ class DroppedStage:
         except RerunError as error:
             raise RerunError(f"stage {self.stage.name!r}: {error}") from error
 
-    def _fill(self, saved: Sequence[Tensor | TensorStandIn]) -> None:
+    def _fill(self, saved: Sequence[Tensor | TensorStandIn | _HandedOver]) -> None:
         """Put what was made again into the graph; nothing else of the call is needed then."""
         for reference, tensor in zip(self._placeholders, saved, strict=True):
             placeholder = reference()

@@ -177,8 +177,8 @@ class KeptRuns:
         """
         transfers = self._transfers_of(position, option)
         keep = SavedTensor if transfers is None else OffloadableTensor
-        if option:
-            selection = self._selections[position, option]
+        # One that was to run as a program has none in this step: all of it is kept.
+        if selection := self._selections.get((position, option)):
             call, saved, output = rerun_selecting(forward, module, state, args, kwargs, selection, keep, saw)
             self._check_followed(position, call)
         else:

@@ -17,6 +17,7 @@ from planner.runtime.dropped_stage import DroppedStage
 from planner.runtime.kept_runs import Deviations, KeptRuns
 from planner.runtime.plan_checks import warn_of_a_larger_step, warn_once
 from planner.runtime.stage_input import BatchCopies, StageOutput
+from planner.runtime.stage_programs import StagePrograms
 from planner.runtime.transfers import TransferExecutor, before_backward
 from profiler.recomputation.selection import Selection
 from profiler.tensors.tensor_trees import tensors_in
@@ -33,6 +34,7 @@ class PlannedStep:
 
     Args:
         plan, lowered, selections, deviations, batch: as for ``KeptRuns``.
+        programs: of the plan's captured stages.
         engine: copies to and from host memory; None where nothing is sent.
     """
 
@@ -43,9 +45,11 @@ class PlannedStep:
         selections: dict[tuple[int, int], Selection],
         deviations: Deviations,
         batch: BatchCopies,
+        programs: StagePrograms,
         engine: CopyEngine | None = None,
     ) -> None:
         self._plan = plan
+        self._programs = programs
         # Only the graph holds dropped stages, but for the latest one while the forward is under way.
         self._dropped: weakref.WeakValueDictionary[int, DroppedStage] = weakref.WeakValueDictionary()
         self._latest: _Latest | None = None
@@ -115,9 +119,16 @@ class PlannedStep:
         self._latest = None
 
     def _run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if position not in self._runs.lowered.dropped and position not in self._runs.deviations.diverged_stages:
-            return self._runs.first_run(position, module, forward, args, kwargs)
-        stage = DroppedStage(position, module, forward, self._runs, self._dropped)
+        diverged = position in self._runs.deviations.diverged_stages
+        before = next_node()
+        program = None if diverged else self._programs.program(position, module, forward, args, kwargs)
+        self._own_nodes += next_node() - before  # of tracing
+        if position not in self._runs.lowered.dropped and not diverged:
+            if program is not None:
+                return program(*args, **kwargs)
+            if not self._programs.runs(position):
+                return self._runs.first_run(position, module, forward, args, kwargs)
+        stage = DroppedStage(position, module, forward, self._runs, self._dropped, program=program)
         # A step may leave the stage before out.
         stage.expects_links = self._latest is not None and position - 1 in self._ran
         output = self._run_dropped(stage, self._latest, args, kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +11,21 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 
 from profiler.capture.captured_call import CapturedCall
 from profiler.capture.joint_graph import CaptureError
-from profiler.capture.programs import StepOrder, programs_of
+from profiler.capture.programs import StepOrder, outputs_program, programs_of
 from profiler.capture.random_ops import random_state
 from profiler.recomputation.module_rerun import CallState
 from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import Forward
 
 _Code = Callable[[list[Any]], Sequence[Any]]
+
+
+class Saved(Protocol):
+    """Where a dropped call finds what its forward would have handed over, once backward asks."""
+
+    def taken(self, *, again: bool) -> tuple[CallProgram, list[Any]]:
+        """The program whose forward has run once more, and what that handed over; ``again``: it will be asked again."""
+        ...
 
 
 class CallProgram:
@@ -33,12 +41,27 @@ class CallProgram:
         forward, backward = programs_of(captured.graph, order)
         self.forward_code: _Code = forward.forward
         self.backward_code: _Code = backward.forward
+        self.outputs_code: _Code = outputs_program(captured.graph, order).forward
         tangents = [node.meta["val"] for node in captured.graph.tangents]
         self.layouts = [(tangent.size(), tangent.stride()) for tangent in tangents]
 
     def bound(self, module: nn.Module) -> BoundProgram:
         """The program for a module: where its parameters and buffers are looked up at every call."""
         return BoundProgram(self, module)
+
+    def gradients(self, saved: list[Any], gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
+        """The gradient of each input of the forward; empties both lists.
+
+        Args:
+            saved: what the forward handed over.
+            gradients: of what the call returned.
+        """
+        for number, (size, stride) in zip(self.captured.tangents, self.layouts, strict=True):
+            saved.append(_as_traced(gradients[number], size, stride))
+        gradients.clear()
+        with torch._C._DisableAutocast():
+            made = self.backward_code(saved)
+        return tuple(None if number is None else made[number] for number in self.captured.gradients)
 
 
 class BoundProgram:
@@ -57,18 +80,39 @@ class BoundProgram:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's forward returns for these arguments."""
-        arguments = tensors_in((args, kwargs))
-        inputs = [
-            arguments[key] if table is None else table[0][table[1]]  # type: ignore[index]
-            for table, key in self._sources
-        ]
-        outputs = _Call.apply(self, *inputs)
-        return with_tensors(self.program.captured.returned, outputs)
+        return self._returned(_Call.apply(self, *self._inputs(args, kwargs)))
+
+    def dropping(self, saved: Saved, args: Any, kwargs: Any) -> Any:
+        """The same, handing nothing over to backward, which asks ``saved`` for it."""
+        return self._returned(_DroppedCall.apply(self, saved, *self._inputs(args, kwargs)))
+
+    def outputs(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """The tensors that a second run of the call returns, without history; buffers stay as they are."""
+        with torch.no_grad(), torch._C._DisableAutocast():
+            made = self.program.outputs_code(self._inputs(args, kwargs))
+        return list(made[len(self._written) :])
+
+    def handed_over(self, args: Any, kwargs: Any) -> tuple[list[Any], list[Tensor]]:
+        """What a second run of the call hands over to backward, and the tensors that it returns."""
+        with torch.no_grad(), torch._C._DisableAutocast():
+            made = self.program.forward_code(self._inputs(args, kwargs))
+        returned = self.program.captured.graph.forward_outputs
+        return list(made[returned:]), list(made[len(self._written) : returned])
 
     def write(self, values: Sequence[Tensor]) -> None:
         """Put the new contents into the buffers that the forward changes."""
         for (table, name), value in zip(self._written, values, strict=True):
             table[name].copy_(value)
+
+    def _inputs(self, args: Any, kwargs: Any) -> list[Tensor]:
+        arguments = tensors_in((args, kwargs))
+        return [
+            arguments[key] if table is None else table[0][table[1]]  # type: ignore[index]
+            for table, key in self._sources
+        ]
+
+    def _returned(self, outputs: Sequence[Tensor]) -> Any:
+        return with_tensors(self.program.captured.returned, outputs)
 
 
 def _table_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
@@ -87,34 +131,60 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bound: BoundProgram, *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         program = bound.program
-        captured = program.captured
-        made = program.forward_code(list(inputs))
-        count = len(captured.written)
-        returned = captured.graph.forward_outputs
-        bound.write(made[:count])
-        outputs = tuple(made[count:returned])
+        with torch._C._DisableAutocast():
+            made = program.forward_code(list(inputs))
+        returned = program.captured.graph.forward_outputs
         ctx.save_for_backward(*made[returned:])
-        ctx.program = program
-        ctx.mark_non_differentiable(
-            *(t for t, takes in zip(outputs, captured.differentiable, strict=True) if not takes)
-        )
-        return outputs
+        ctx.program, ctx.saved = program, None
+        return _outputs_of(ctx, bound, made[:returned])
 
     @staticmethod
     def backward(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _refuse_graphs_of_gradients()
+        saved = list(ctx.saved_tensors if ctx.saved is None else ctx.saved)
         if _get_current_graph_task_keep_graph():
-            raise CaptureError("backward: expected one that lets go of what forward has saved, got retain_graph=True")
-        program: CallProgram = ctx.program
-        captured = program.captured
-        arguments = list(ctx.saved_tensors)
-        for number, (size, stride) in zip(captured.tangents, program.layouts, strict=True):
-            arguments.append(_as_traced(gradients[number], size, stride))
-        gradients.clear()
-        made = program.backward_code(arguments)
-        return (None, *(None if number is None else made[number] for number in captured.gradients))
+            ctx.saved = list(saved)
+        return (None, *ctx.program.gradients(saved, gradients))
 
 
-def difference(bound: BoundProgram, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> str:
+class _DroppedCall(torch.autograd.Function):
+    """One call that saves nothing: in backward the forward's program has run once more."""
+
+    boxed_grads_call = True
+
+    @staticmethod
+    def forward(ctx: Any, bound: BoundProgram, saved: Saved, *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.saved = saved
+        with torch._C._DisableAutocast():
+            made = bound.program.outputs_code(list(inputs))
+        return _outputs_of(ctx, bound, made)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _refuse_graphs_of_gradients()
+        program, saved = ctx.saved.taken(again=_get_current_graph_task_keep_graph())
+        return None, None, *program.gradients(saved, gradients)
+
+
+def _outputs_of(ctx: Any, bound: BoundProgram, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Of what a forward's program returned first, what its call does; buffers are written."""
+    captured = bound.program.captured
+    count = len(captured.written)
+    bound.write(made[:count])
+    outputs = tuple(made[count:])
+    ctx.mark_non_differentiable(*(t for t, takes in zip(outputs, captured.differentiable, strict=True) if not takes))
+    return outputs
+
+
+def _refuse_graphs_of_gradients() -> None:
+    if torch.is_grad_enabled():
+        raise CaptureError(
+            "backward: expected gradients without a graph of their own, got create_graph=True, which the profiled step "
+            "did not ask for; profile the step as it is, or profile with menus=False"
+        )
+
+
+def difference(bound: Forward, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> str:
     """Names the first thing in which a program differs from the module's own call, bit for bit; empty if nothing does.
 
     The module's call runs first, and its effects stay. The program then runs from the same starting state, and its

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-from profiler.capture.joint_graph import CaptureError, JointGraph
+from profiler.capture.joint_graph import CaptureError, JointGraph, storages_of
 from profiler.recomputation.module_rerun import CallState
+from profiler.step_graph import StepGraph
 from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import Forward
 
@@ -57,6 +58,20 @@ class CapturedCall:
     tangents: tuple[int, ...]
     gradients: tuple[int | None, ...]
     written: tuple[str, ...]
+
+    def with_arguments(self, step: StepGraph) -> StepGraph:
+        """The dataflow of the graph, with the arguments of the call that each op reads."""
+        numbers = {
+            storage: source
+            for node, source in zip(self.graph.inputs, self.sources, strict=True)
+            if isinstance(source, int)
+            for storage in storages_of(node)
+        }
+        read = {
+            op.name: {numbers[s] for source in op.all_input_nodes for s in storages_of(source) if s in numbers}
+            for op in self.graph.ops
+        }
+        return replace(step, ops=tuple(replace(op, arguments=tuple(sorted(read[op.name]))) for op in step.ops))
 
 
 def capture_call(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CapturedCall:

@@ -112,6 +112,18 @@ def programs_of(graph: JointGraph, order: StepOrder) -> tuple[fx.GraphModule, fx
     return fx.GraphModule(graph.module, forward.graph), fx.GraphModule(graph.module, backward.graph)
 
 
+def outputs_program(graph: JointGraph, order: StepOrder) -> fx.GraphModule:
+    """The program of a forward that hands nothing over: it takes the graph's inputs and returns its outputs."""
+    by_name = {op.name: op for op in graph.ops}
+    writer = _Writer(_Values(graph), (), (), None)
+    for node in graph.inputs:
+        writer.take(node)
+    for name in order.forward:
+        writer.run(by_name[name])
+    writer.finish(graph.outputs[: graph.forward_outputs], (), ())
+    return fx.GraphModule(graph.module, writer.graph)
+
+
 class _Values:
     """What runs make: tensors with a storage of their own, each by its node in the joint graph."""
 

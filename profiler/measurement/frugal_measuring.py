@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from profiler.measurement.assembly import Measured
+from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.frugal_probe import FrugalProbe
 from profiler.measurement.joined_phases import PhasesOfMark
 from profiler.measurement.measuring import Measuring, ProgressReporter
@@ -64,9 +65,13 @@ class FrugalMeasuring(Measuring):
         self._nodes_keep = False
 
     def measure(
-        self, patterns: Sequence[StagePattern] | None, propose: ProposeChoices, state: StateChoices | None
+        self,
+        patterns: Sequence[StagePattern] | None,
+        propose: ProposeChoices,
+        state: StateChoices | None,
+        programs: ProposeRuns | None = None,
     ) -> Measured:
-        """As of a step that keeps everything."""
+        """As of a step that keeps everything; no stage is captured."""
         measured = super().measure(patterns, propose, state)
         if not self._nodes_keep:
             return measured
@@ -125,7 +130,11 @@ class FrugalMeasuring(Measuring):
         probe.trace.backward_ops, probe.trace.sparse_gradients = found.backward_ops, found.sparse_gradients
 
     def _time_dropping(
-        self, probe: StageProbe, stages: Sequence[ChosenStage], known: Sequence[RerunTimes] | None
+        self,
+        probe: StageProbe,
+        stages: Sequence[ChosenStage],
+        groups: Sequence[OptionGroup],
+        known: Sequence[RerunTimes] | None,
     ) -> tuple[MarkedPhases, list[RerunTimes]]:
         self._begin("time, nothing kept")
         return probe.dropping_forward(time_meter(self._device), hold_all=False).phases, self._reruns
@@ -136,6 +145,7 @@ class FrugalMeasuring(Measuring):
         groups: Sequence[OptionGroup],
         memory: PhasesOfMark,
         propose: ProposeChoices,
+        programs: ProposeRuns | None,
         timed: Sequence[MarkedPhases],
     ) -> list[MenuRecord]:
         assert isinstance(probe, FrugalProbe)
@@ -144,7 +154,7 @@ class FrugalMeasuring(Measuring):
         menus: list[MenuRecord] = []
         for together in self._batches(probe, one_each):
             steps.check(together, propose)
-            menus += steps.measure(together)
+            menus += steps.measure(together, programs)
         for group, measured in zip(groups, one_each, strict=True):
             group.ops, group.choices = measured.ops, measured.choices
         return menus

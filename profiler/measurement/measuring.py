@@ -11,11 +11,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from profiler.agreement import agreed, any_rank, gathered, largest
 from profiler.measurement.assembly import Measured
+from profiler.measurement.captured_stages import ProposeRuns, StageCaptures
 from profiler.measurement.joined_phases import PhasesOfMark, by_mark, typical_seconds
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, ShardedMemoryMeter, memory_meter, time_meter
 from profiler.measurement.option_steps import OptionSteps
 from profiler.measurement.stage_marks import PlainStep
-from profiler.measurement.stage_options import OptionGroup, ProposeChoices, grouped, steps_for, take_turns
+from profiler.measurement.stage_options import (
+    OptionGroup,
+    ProposeChoices,
+    capture_groups,
+    grouped,
+    steps_for,
+    take_turns,
+)
 from profiler.measurement.stage_probe import StageProbe
 from profiler.measurement.stage_reruns import HELD, STORES, RerunTimes, kept_by_hooks, rerun_stages
 from profiler.measurement.unsteady_bytes import what_follows_the_batch, what_is_unsteady
@@ -84,7 +92,11 @@ class Measuring:
         self._late_phases: list[Phase] = []
 
     def measure(
-        self, patterns: Sequence[StagePattern] | None, propose: ProposeChoices, state: StateChoices | None
+        self,
+        patterns: Sequence[StagePattern] | None,
+        propose: ProposeChoices,
+        state: StateChoices | None,
+        programs: ProposeRuns | None = None,
     ) -> Measured:
         """Everything that a profile is made of."""
         uncompiled_trace, uncompiled_stages = trace, stages = self._trace(patterns)
@@ -102,10 +114,10 @@ class Measuring:
             )
             self._begin("memory, nothing kept")
             dropping = probe.dropping_forward(self._memory_meter(), hold_all=False)
-            steps, dropped_seconds, reruns = self._time_in_turns(probe, stages)
+            steps, dropped_seconds, reruns = self._time_in_turns(probe, stages, groups if programs is not None else ())
             take_turns(groups, stages, [k for k, rerun in enumerate(reruns) if rerun.failure == STORES])
             self._report.runs += steps_for(groups)
-            menus = self._measure_menus(probe, groups, memory, propose, steps)
+            menus = self._measure_menus(probe, groups, memory, propose, programs, steps)
             if late := self._late_update(probe):
                 memory[Mark("optimizer")] = [*memory[Mark("optimizer")], *late]
             varied = list(dict.fromkeys([*saving.varied, *dropping.varied]))
@@ -198,9 +210,9 @@ class Measuring:
         return uncompiled(trace_step)(self._workload) if self._compiled else trace_step(self._workload)
 
     def _time_in_turns(
-        self, probe: StageProbe, stages: Sequence[ChosenStage]
+        self, probe: StageProbe, stages: Sequence[ChosenStage], groups: Sequence[OptionGroup]
     ) -> tuple[list[MarkedPhases], dict[Mark, float], list[RerunTimes]]:
-        """Plain steps, forwards without keeping, and reruns of each distinct stage.
+        """Plain steps, forwards without keeping, and reruns of each distinct stage; these groups are captured, too.
 
         Returns:
             The plain steps; seconds of the forwards; and reruns, both at the pace of a typical plain step: each is
@@ -213,7 +225,7 @@ class Measuring:
         for turn in range(TURNS):
             if turn % 2 == 0:
                 steps.append(self._timed_step(probe))
-            forward, again = self._time_dropping(probe, stages, reruns[0] if reruns else None)
+            forward, again = self._time_dropping(probe, stages, groups, reruns[0] if reruns else None)
             forwards.append(forward)
             reruns.append(again)
             if turn % 2 == 1:
@@ -235,9 +247,18 @@ class Measuring:
         return steps, typical_seconds(at_one_pace), typical
 
     def _time_dropping(
-        self, probe: StageProbe, stages: Sequence[ChosenStage], known: Sequence[RerunTimes] | None
+        self,
+        probe: StageProbe,
+        stages: Sequence[ChosenStage],
+        groups: Sequence[OptionGroup],
+        known: Sequence[RerunTimes] | None,
     ) -> tuple[MarkedPhases, list[RerunTimes]]:
-        """A forward without keeping, and one rerun per distinct stage; ``known``: what is known of reruns already."""
+        """A forward without keeping, and one rerun per distinct stage, whose calls are captured for their groups.
+
+        Args:
+            probe, stages, groups: of the step.
+            known: what is known of reruns already; None for the first forward, in which the groups are captured.
+        """
         self._begin("time, nothing kept")
         timed = probe.dropping_forward(time_meter(self._device), hold_all=True)
         if any_rank(len(timed.first_runs) != len(stages)):
@@ -247,7 +268,12 @@ class Measuring:
                 "always go the way that needs most memory"
             )
         kinds = alike(stages)
-        return timed.phases, rerun_stages(timed.first_runs, kinds, self._device, compiled=self._compiled, known=known)
+        reruns = rerun_stages(timed.first_runs, kinds, self._device, compiled=self._compiled, known=known)
+        if known is None and groups and not self._compiled:
+            failed = {k for k, rerun in enumerate(reruns) if rerun.failure}
+            captured = [group for group in groups if failed.isdisjoint(group.members)]
+            capture_groups(captured, StageCaptures(stages, timed.first_runs, self._device))
+        return timed.phases, reruns
 
     def _measure_menus(
         self,
@@ -255,10 +281,11 @@ class Measuring:
         groups: Sequence[OptionGroup],
         memory: PhasesOfMark,
         propose: ProposeChoices,
+        programs: ProposeRuns | None,
         timed: Sequence[MarkedPhases],
     ) -> list[MenuRecord]:
         steps = OptionSteps(probe, memory, self._memory_meter, self._randomness, self._report, timed)
         steps.check(groups, propose)
-        menus = steps.measure(groups, self._late_in_training)
+        menus = steps.measure(groups, programs, self._late_in_training)
         self._late_phases = [] if any_rank(not self._workload.stepped) else steps.late_phases
         return menus

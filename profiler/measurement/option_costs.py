@@ -86,6 +86,11 @@ class Costs:
             costs[KEEP].forward_seconds, costs[KEEP].backward_seconds = forward_seconds, backward_seconds
             for choice, cost in zip(group.choices, costs[:KEEP], strict=True):
                 place = choices[number][choice.again]
+                if choice.program:
+                    cost.forward_seconds, cost.backward_seconds = (
+                        seconds.get((phase, number, place), 0.0) for phase in _PHASES
+                    )
+                    continue
                 reran = self._reran.get((number, place), ())
                 packing, again = (
                     sum(seconds.get(("again", number, run), 0.0) for run in reran if (run.how == "packs") is packs)
@@ -109,7 +114,7 @@ def _carrying_out(families: Sequence[OptionGroup], seconds: Mapping[Hashable, fl
     found: dict[str, list[float]] = {phase: [] for phase in _PHASES}
     for number, family in enumerate(families):
         for place, choice in enumerate(family.choices):
-            for phase in _PHASES:
+            for phase in () if choice.program else _PHASES:
                 if (phase, number, place) in seconds and (phase, number, KEEP) in seconds:
                     more = seconds[phase, number, place] - seconds[phase, number, KEEP]
                     found[phase].append(more / _carried_out(family.ops, choice))

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 
-from profiler.agreement import first_failure, gathered
+from profiler.agreement import agreed, first_failure, gathered
 from profiler.largest_values import merged_largest
+from profiler.measurement.captured_stages import ProposeRuns, program_options
 from profiler.measurement.joined_phases import PhasesOfMark, by_mark
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, time_meter
 from profiler.measurement.option_costs import Costs
 from profiler.measurement.stage_options import (
     KEEP,
+    PROGRAM,
     Assignment,
     ChoiceCost,
     OptionGroup,
@@ -30,6 +32,7 @@ from profiler.measurement.stage_probe import SelectiveStep, StageProbe
 from profiler.op_graph import Choice
 from profiler.recomputation.selection import Selection
 from profiler.records import MenuRecord, OptionRecord, Phase
+from profiler.step_replay import StepRuns
 from profiler.workload.snapshot import RandomState
 
 # Steps in which what runs again is held against the forward; each without the ops that the one before found.
@@ -120,27 +123,36 @@ class OptionSteps:
         return wrong
 
     def measure(
-        self, groups: Sequence[OptionGroup], late_in_training: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        groups: Sequence[OptionGroup],
+        programs: ProposeRuns | None,
+        late_in_training: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> list[MenuRecord]:
         """One menu per group; a group of which a choice cannot be carried out has none and says why.
 
         Args:
             groups: with their choices.
+            programs: names the orders of a graph's ops that are worth having; each op once comes first.
             late_in_training: the last step under the memory meter is run in it; its optimizers' part is noted.
         """
         costs = self._costs(groups, late_in_training)
         if isinstance(costs, str) and len(groups) > 1:  # Some group fails: find out which, each on its own.
             self.late_phases = []
-            return [menu for group in groups for menu in self.measure([group])]
+            return [menu for group in groups for menu in self.measure([group], programs)]
         if isinstance(costs, str):
             return [MenuRecord(ops=group.ops, reason=group.reason or costs) for group in groups]
         costs = merged_largest(gathered(costs), {"freed_bytes": min})
         self._diverged = set().union(*gathered(self._diverged))
         diverged = {group.family for group in groups if self._diverged & set(group.members)}
-        return [
+        menus = [
             _menu(group, group_costs, _DIVERGED if group.family in diverged else group.reason)
             for group, group_costs in zip(groups, costs, strict=True)
         ]
+        orders: dict[int, Sequence[StepRuns]] = {}
+        for group in groups:
+            if programs is not None and group.captured is not None and group.captured.graph is not None:
+                orders[group.family] = orders.get(group.family) or agreed([*programs(group.captured.graph)])
+        return [_as_captured(menu, group, orders.get(group.family)) for menu, group in zip(menus, groups, strict=True)]
 
     def _costs(
         self, groups: Sequence[OptionGroup], late_in_training: Callable[[], AbstractContextManager[None]]
@@ -194,7 +206,24 @@ def _menu(group: OptionGroup, costs: Sequence[ChoiceCost], reason: str) -> MenuR
         keep_backward_seconds=costs[KEEP].backward_seconds,
     )
     chosen = zip(whole.options, group.choices, strict=True)
-    return replace(whole, options=tuple(o for o, choice in chosen if choice.stated or not _beaten(o, whole)))
+    kept = [o for o, choice in chosen if choice.stated or choice.program or not _beaten(o, whole)]
+    return replace(whole, options=tuple(kept))
+
+
+def _as_captured(menu: MenuRecord, group: OptionGroup, orders: Sequence[StepRuns] | None) -> MenuRecord:
+    """The menu with programs in the place of the one that was measured."""
+    if group.captured is None:
+        return menu
+    graph, once = group.captured.graph, next((o for o in menu.options if o.name == PROGRAM.name), None)
+    if graph is None or once is None or orders is None:
+        return replace(menu, opaque=group.captured.opaque or menu.reason)
+    others = [option for option in menu.options if option is not once]
+    return replace(
+        menu,
+        graph=graph,
+        options=(*program_options(graph, group.ops, orders, once), *others),
+        unread=tuple(sorted(group.captured.unread)),
+    )
 
 
 def _option(choice: Choice, cost: ChoiceCost) -> OptionRecord:

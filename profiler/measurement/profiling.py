@@ -10,6 +10,7 @@ import torch
 
 from profiler.agreement import agreed, any_rank, is_together, largest
 from profiler.measurement.assembly import assemble
+from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.device_memory import (
     RoomWatch,
     give_back_freed_memory,
@@ -58,6 +59,7 @@ def profile(
     stages: Sequence[StagePattern] | None = None,
     propose: ProposeChoices | None = None,
     state: StateChoices | None = None,
+    programs: ProposeRuns | None = None,
     progress: Progress | None = None,
     limit_bytes: int | None = None,
 ) -> Profile:
@@ -74,6 +76,7 @@ def profile(
             glob patterns or module classes.
         propose: names the choices inside a stage that are worth measuring; None for none.
         state: names those that a person asks for; they are measured and never left out.
+        programs: names the orders worth having of a captured stage's ops, each op once first; None to capture nothing.
         progress: called as ``progress(what, done, total)`` before each run.
         limit_bytes: no step takes more than that: a few stages are kept at a time, and the others run again. Without
             one, profiling does so by itself where a plain step runs out of memory.
@@ -87,7 +90,7 @@ def profile(
         ChoiceError: what ``state`` asks for cannot be.
     """
     check_profilable(workload)
-    request = _Request(stages, propose or (lambda ops: ()), state)
+    request = _Request(stages, propose or (lambda ops: ()), state, programs)
     if limit_bytes is not None and is_compiled(workload.model):
         raise ProfileError(
             "profile: expected a model that is not compiled where there is a limit, got a compiled one; profile it "
@@ -138,6 +141,7 @@ class _Request(NamedTuple):
     stages: Sequence[StagePattern] | None
     propose: ProposeChoices
     state: StateChoices | None
+    programs: ProposeRuns | None
 
 
 def _profiled(workload: Workload, request: _Request, report: ProgressReporter, limit_bytes: int | None) -> Profile:
@@ -157,7 +161,7 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
             common = workload, resident, state_of_modules, largest.randomness, report
             measuring = Measuring(*common) if limit_bytes is None else FrugalMeasuring(*common, limit_bytes)
             with largest.drawn():
-                measured = measuring.measure(request.stages, request.propose, request.state)
+                measured = measuring.measure(request.stages, request.propose, request.state, request.programs)
         except (StagesError, ChoiceError):
             raise
         except Exception as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from profiler.measurement.captured_stages import CapturedKind, StageCaptures
 from profiler.measurement.meter import Mark, Place
 from profiler.op_graph import Choice, ChoiceError, StageOps
 from profiler.recomputation.op_schema import overload_of, traits_of
@@ -19,13 +20,14 @@ from profiler.trace.partition import ChosenStage
 from profiler.trace.stage_dataflow import pooled, stage_ops_of, without_seconds
 from profiler.trace.stage_names import StateChoices, names_outside, with_names
 from profiler.trace.step_record import Trace
+from profiler.workload.forward_patches import Forward
 from profiler.workload.sharded_units import units_of
 
 # Stages of one kind that together save less than this share are not worth the steps: they are kept or recomputed whole.
 SMALLEST_SHARE = 0.01
 ProposeChoices = Callable[[StageOps], Sequence[Choice]]
 # Choices are so many that these steps run them all, the bytes of each once; stages that are alike share the work.
-MEMORY_STEPS, TIME_STEPS = 3, 4
+MEMORY_STEPS, TIME_STEPS = 3, 3
 _UNLIKE = "run again, it did not give the same"
 DISTRIBUTED = "its tensors are distributed (DTensor), and its ops are not recorded one by one"
 
@@ -43,6 +45,7 @@ class OptionGroup:
             (at the ends of a chain gradients come and go otherwise): in bytes, not in seconds.
         turns: member -> turn; members with other turns run their choices in other steps. 0 for those not named.
         reason: why there are no choices; empty where there may be some.
+        captured: what is known of the stages as a graph; None where that was not tried.
     """
 
     ops: StageOps
@@ -52,6 +55,14 @@ class OptionGroup:
     turns: dict[int, int] = field(default_factory=dict)
     most: int = sys.maxsize
     reason: str = ""
+    captured: CapturedKind | None = None
+
+    def capture(self, kind: CapturedKind) -> None:
+        """The stages were captured: they are measured as a program, and by what a person asked for."""
+        self.captured = kind
+        if kind.graph is not None:
+            self.reason = ""
+            self.choices = [PROGRAM, *(choice for choice in self.choices if choice.stated)]
 
     def take(self, proposed: Sequence[Choice]) -> None:
         """Measure what a person asked for, and of what else is proposed a choice that there is room for."""
@@ -79,6 +90,7 @@ class ChoiceCost:
 
 _UNITS_INSIDE = "its stage has units of fully_shard inside, whose parameters are there for their own calls only"
 _CASTING = "one of its ops casts within its kernel under autocast, and does not where ops are recorded one by one"
+PROGRAM = Choice("as a program", (), frozenset(), program=True)
 # What the stages of one step do: stage -> (group, choice); choice ``KEEP`` is to keep everything.
 Assignment = dict[int, tuple[int, int]]
 KEEP = -1
@@ -226,11 +238,12 @@ def at_fault(ops: StageOps, rerun: Collection[int], wrong: Collection[int]) -> s
 
 
 def unforced(group: OptionGroup) -> list[Choice]:
-    """The choices in which no op runs again that must not."""
+    """The choices of ops that run again in which none does that must not."""
     return [
         choice
         for choice in group.choices
-        if not any(group.ops.ops[ordinal].not_rerunnable_reason for ordinal in choice.rerun - choice.packed)
+        if not choice.program
+        and not any(group.ops.ops[ordinal].not_rerunnable_reason for ordinal in choice.rerun - choice.packed)
     ]
 
 
@@ -255,11 +268,24 @@ def without(group: OptionGroup, wrong: set[int], propose: ProposeChoices) -> Non
     group.take(propose(group.ops))
 
 
+def capture_groups(groups: Sequence[OptionGroup], captures: StageCaptures) -> None:
+    """Capture the stages of groups that save enough, those of one family together."""
+    all_bytes = sum(group.ops.saved_bytes * len(group.members) for group in groups)
+    for family in families_of(groups):
+        if family.ops.saved_bytes * len(family.members) >= SMALLEST_SHARE * all_bytes:
+            kind = captures.capture(family.members)
+            for group in groups:
+                if group.family == family.family:
+                    group.capture(kind)
+
+
 def families_of(groups: Sequence[OptionGroup]) -> list[OptionGroup]:
     """One group per family, with all its members and all their choices."""
     families: dict[int, OptionGroup] = {}
     for group in groups:
-        family = families.setdefault(group.family, OptionGroup(group.ops, [], [], group.family))
+        family = families.setdefault(
+            group.family, OptionGroup(group.ops, [], [], group.family, captured=group.captured)
+        )
         family.members = sorted([*family.members, *group.members])
         known = {choice.again for choice in family.choices}
         family.choices += [choice for choice in group.choices if choice.again not in known]
@@ -296,8 +322,13 @@ def time_assignments(families: Sequence[OptionGroup], shift: int = 0) -> list[As
         shift: turns which stage takes which choice.
     """
     steps = _spread(families, [list(range(len(group.choices))) for group in families], shift)
-    members = [(k, number) for number, group in enumerate(families) for k in group.members]
-    return [{k: step.get(k, (number, KEEP)) for k, number in members} for step in steps]
+    members = [(k, number, group) for number, group in enumerate(families) for k in group.members]
+    return [{k: step.get(k, (number, _else_of(group))) for k, number, group in members} for step in steps]
+
+
+def _else_of(group: OptionGroup) -> int:
+    """What stages do in timed steps that measure no other choice on them."""
+    return group.choices.index(PROGRAM) if PROGRAM in group.choices else KEEP
 
 
 def _spread(groups: Sequence[OptionGroup], choices: Sequence[Sequence[int]], shift: int) -> list[Assignment]:
@@ -320,10 +351,17 @@ def _neighbours_interfere(groups: Sequence[OptionGroup]) -> bool:
     return any(k + 1 in takes for k in keeps)
 
 
-def selections(groups: Sequence[OptionGroup], assignment: Assignment) -> dict[int, Selection]:
-    """The selection under which each stage of one step runs; none for those that keep everything."""
-    chosen = {k: (groups[g].ops, groups[g].choices[c]) for k, (g, c) in assignment.items() if c != KEEP}
-    return {k: Selection.of(ops, *choice.again) for k, (ops, choice) in chosen.items()}
+def selections(groups: Sequence[OptionGroup], assignment: Assignment) -> dict[int, Selection | Forward]:
+    """How each stage of one step runs, by a selection or instead of its own forward; none that keeps everything."""
+    chosen = {k: (groups[g], groups[g].choices[c]) for k, (g, c) in assignment.items() if c != KEEP}
+    return {k: _way_to_run(group, k, choice) for k, (group, choice) in chosen.items()}
+
+
+def _way_to_run(group: OptionGroup, k: int, choice: Choice) -> Selection | Forward:
+    if choice.program:
+        assert group.captured is not None
+        return group.captured.once[k]
+    return Selection.of(group.ops, *choice.again)
 
 
 def rounds_for(steps: int) -> int:

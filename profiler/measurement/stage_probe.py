@@ -73,7 +73,7 @@ class StageProbe(StepProbe):
     def selective_step(
         self,
         meter: Meter,
-        selections: Mapping[int, Selection],
+        selections: Mapping[int, Selection | Forward],
         *,
         measured: Collection[int] = (),
         check: bool = False,
@@ -83,7 +83,7 @@ class StageProbe(StepProbe):
 
         Args:
             meter: of seconds or memory.
-            selections: by stage.
+            selections: by stage; or what runs instead of the stage's own forward.
             measured: stages that matter, those that keep everything among them.
             check, marks_ops: as for ``SelectiveStep``.
         """
@@ -210,7 +210,7 @@ class SelectiveStep(MarkedStep):
 
     Args:
         probe, meter: as for ``MarkedStep``.
-        selections: by the stage's number.
+        selections: by the stage's number; or what runs instead of its own forward.
         check: hold what stages make again against what they made first.
         marks_ops: mark each op that runs again; for meters of seconds.
 
@@ -224,7 +224,7 @@ class SelectiveStep(MarkedStep):
         self,
         probe: StageProbe,
         meter: Meter,
-        selections: Mapping[int, Selection],
+        selections: Mapping[int, Selection | Forward],
         *,
         check: bool,
         marks_ops: bool = False,
@@ -249,6 +249,8 @@ class SelectiveStep(MarkedStep):
         if position not in self._selections:
             return forward(*args, **kwargs)
         module, selection = self._stages[position].call.module, self._selections[position]
+        if not isinstance(selection, Selection):
+            return selection(*args, **kwargs)
         call = CheckedCall(module, selection) if self._check else SelectiveCall(module, selection)
         if isinstance(call, CheckedCall):
             self._checked[position] = call

@@ -31,6 +31,13 @@ class GrowingContainer:
             next(keys)
         return next(self._base.__iter__(self._container)), next(keys)
 
+    def is_as_it_was(self) -> bool:
+        """Whether it is as long as it was and has the same ends."""
+        if len(self._container) != self._length:
+            return False
+        first, last = self._first_and_last()
+        return first is self._ends[0] and last is self._ends[1]
+
     def cut(self) -> list[Any]:
         """Make it as long as it was; returns what came since, for ``extend_again``.
 

@@ -67,6 +67,7 @@ class ModuleState:
         module: the one that is about to be called.
         changing: names (relative to the module) of buffers that its run changes; kernels may do so uncounted.
         units: whose parameters it uses: these are registered and taken out by the sharding, not by the call.
+        values: whether values of tensors are copied; without, it only says whether the same things are held.
     """
 
     __slots__ = (
@@ -88,7 +89,7 @@ class ModuleState:
         "_variables",
     )
 
-    def __init__(self, module: nn.Module, changing: Collection[str], units: StageUnits) -> None:
+    def __init__(self, module: nn.Module, changing: Collection[str], units: StageUnits, *, values: bool = True) -> None:
         self._units, self._module = units, module
         self._contents: list[tuple[Any, Any]] = []  # each mutable holder with what is in it
         self._empty: list[dict[str, Any]] = []  # registers of modules in which there is nothing
@@ -110,6 +111,8 @@ class ModuleState:
         self._parameters = RememberedParameters(self._found)
         if changing or self._changing:
             self._changing |= {id(buffer) for buffer in _buffers_named(module, changing)}
+        if not values:
+            self._tensors.clear()
         for key, (_, tensor, _) in self._tensors.items():
             if key not in self._statistics:
                 copied = uncounted_copy(tensor) if key in self._changing else _copy_of_version(tensor)
@@ -357,13 +360,18 @@ class ModuleState:
                 one.extend_again(tail)
 
     def holds_what_it_held(self) -> bool:
-        """Whether attributes, containers, objects, closures and globals hold the very things that they held."""
+        """Whether attributes, containers, objects, closures and globals hold the very things that they held.
+
+        Of arrays and generators the contents count, of long containers how long they are and both their ends.
+        """
         return (
-            all(_are_same(_copied(holder), before) for holder, before in self._contents)
+            all(_are_same(_copied(holder), before) for holder, before in self._differing())
             and not any(self._empty)
             and all(all(map(operator.is_, in_slots(value), before)) for value, before in self._slotted)
             and all(value is now for cell, value in self._variables for now in in_cell(cell))
             and all(space.get(name) is value for space, name, value in self._globals)
+            and all(_same_state(ways[0](each), state) for each, ways, state in self._generators)
+            and all(one.is_as_it_was() for one in self._long)
         )
 
     def _differing(self) -> list[tuple[Any, Any]]:
@@ -400,6 +408,15 @@ class ModuleState:
             raise _changed_in_place(f"{next(names, '')!r}, a parameter of shape {tuple(parameter.shape)}")
         if storage is not None and parameter.numel() and not storage.nbytes():
             raise RerunError("expected parameters as in forward, got one whose memory was given back")
+
+
+def _same_state(now: Any, before: Any) -> bool:
+    """Whether two states of a generator, or two arrays, are equal."""
+    if isinstance(now, tuple):
+        return len(now) == len(before) and all(map(_same_state, now, before))
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(_same_state(now[key], before[key]) for key in now)
+    return np.array_equal(now, before) if isinstance(now, np.ndarray) else now == before
 
 
 def _are_same(now: Any, before: Any) -> bool:

@@ -33,6 +33,17 @@ class TorchState:
         self._function_modes = _function_modes()
         self._cached_parametrizations = _cached_parametrizations()
 
+    def is_now(self) -> bool:
+        """Whether everything is as it was when this was made."""
+        modes = _function_modes()
+        return (
+            self._flags == flags_now()
+            and self._autocast == _autocast_state(kind for kind, *_ in self._autocast[0])
+            and len(modes) == len(self._function_modes)
+            and all(map(is_, modes, self._function_modes))
+            and self._cached_parametrizations == _cached_parametrizations()
+        )
+
     def reinstated(self) -> _Reinstated:
         """A context: inside, it is as it was when this was made; on leaving, as it was on entering."""
         return _Reinstated(self)

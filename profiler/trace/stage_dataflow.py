@@ -62,6 +62,7 @@ class _Reader:
             storages=tuple(self._storages),
             modules=modules_inside(self._trace, call),
             saves=tuple(-1 if s is None or s in self._trace.always_alive else self._local[s] for s in saves),
+            inputs=tuple(-1 if leaf.storage is None else self._local.get(leaf.storage, -1) for leaf in call.inputs),
         )
 
     def _op(self, ordinal: int, op: Op) -> StageOp:

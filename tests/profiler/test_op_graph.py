@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from profiler.json_files import from_plain, to_plain
-from profiler.op_graph import KEYS, Choice, ChoiceError, StageOp, StageOps, StageStorage, is_allocation, kind_of
+from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStorage, is_allocation, kind_of
 
 INPUT, BUFFER, ROOT, EXP, TANH, LAST = range(6)
 MUL, TO_EXP, RELU, TO_TANH, ADD = range(5)
@@ -131,4 +131,4 @@ def test_kinds() -> None:
 def test_a_dataflow_goes_through_plain_data() -> None:
     saved = replace(flow(), modules=(("", "Block"), ("act", "ReLU")))
     saved = replace(saved, storages=tuple(replace(s, saved_in=("act",)) for s in saved.storages))
-    assert from_plain(StageOps, to_plain(saved, KEYS), KEYS) == saved
+    assert from_plain(StageOps, to_plain(saved)) == saved

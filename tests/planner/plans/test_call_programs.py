@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.plans.call_programs import ProgramChoice, choice_of, program_menu
+from planner.plans.call_programs import program_menu
+from profiler.call_replay import CallReplay, call_replay
 from profiler.capture.call_program import CallProgram
 from profiler.capture.captured_call import CapturedCall, capture_call
 from profiler.capture.programs import StepOrder
@@ -38,16 +39,17 @@ def by_hand() -> StepGraph:
 
 def test_choices_worked_out_by_hand() -> None:
     step = by_hand()
-    once = choice_of(step, runs_once(step))
-    assert once == ProgramChoice(
+    once = call_replay(step, runs_once(step))
+    assert once == CallReplay(
         runs=StepRuns((0, 1), (2, 3)),
         kept_bytes=100,
         forward_peak_bytes=110,
         backward_peak_bytes=210,  # what a made, and the gradients of both results
+        backward_start_bytes=110,
         forward_seconds=3.0,
         backward_seconds=3.0,
     )
-    again = choice_of(step, StepRuns((0, 1), (0, 2, 3)))
+    again = call_replay(step, StepRuns((0, 1), (0, 2, 3)))
     assert (again.kept_bytes, again.seconds, again.backward_peak_bytes) == (0, 7.0, 210)
     assert program_menu(step) == (once, again)
 
@@ -63,7 +65,7 @@ def test_what_forward_returns_is_not_counted_as_kept_though_backward_reads_it() 
         StepOp(name="a_back", op="aten.a", side="backward", reads=(0, 1), makes=(2,)),
     )
     step = StepGraph(ops=ops, storages=storages, resident_bytes=0)
-    assert choice_of(step, runs_once(step)).kept_bytes == 0
+    assert call_replay(step, runs_once(step)).kept_bytes == 0
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ def test_of_two_choices_one_keeps_less_and_the_other_is_faster(
     block: tuple[nn.Module, Tensor, CapturedCall, StepGraph],
 ) -> None:
     menu = program_menu(block[3])
-    assert len(menu) > 2 and menu[0] == choice_of(block[3], runs_once(block[3]))
+    assert len(menu) > 2 and menu[0] == call_replay(block[3], runs_once(block[3]))
     for one, other in itertools.pairwise(menu):
         assert one.seconds < other.seconds and one.kept_bytes > other.kept_bytes
     most = max(menu[0].forward_peak_bytes, menu[0].backward_peak_bytes)

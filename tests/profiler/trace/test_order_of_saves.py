@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.json_files import from_plain, to_plain
-from profiler.op_graph import KEYS, StageOps
+from profiler.op_graph import StageOps
 from profiler.trace.partition import choose_stages
 from profiler.trace.stage_dataflow import stage_ops_of
 from profiler.trace.step_trace import trace_step
@@ -52,4 +52,4 @@ def test_saves_stand_in_the_order_in_which_autograd_makes_them() -> None:
     assert sizes == saved_in_a_run(model, inputs)
     made = {number for number, storage in enumerate(ops.storages) if storage.saved and storage.op >= 0}
     assert made < {number for number in ops.saves if number >= 0}  # and the stage's input
-    assert from_plain(StageOps, to_plain(ops, KEYS), KEYS) == ops
+    assert from_plain(StageOps, to_plain(ops)) == ops

@@ -10,7 +10,7 @@ from torch import nn
 
 from profiler.json_files import from_plain, to_plain
 from profiler.measurement.profiling import profile
-from profiler.op_graph import KEYS, Choice, ChoiceError, StageOp, StageOps, StageStorage
+from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStorage
 from profiler.trace.partition import choose_stages
 from profiler.trace.stage_dataflow import stage_ops_of
 from profiler.trace.stage_names import names_outside, with_names
@@ -116,6 +116,6 @@ def test_an_op_that_must_not_run_again_does_so_only_if_forced():
 
 
 def test_modules_go_through_a_document():
-    assert from_plain(StageOps, to_plain(flow(), KEYS), KEYS) == flow()
-    old = {key: value for key, value in to_plain(flow(), KEYS).items() if key != "modules"}
-    assert from_plain(StageOps, old, KEYS) == replace(flow(), modules=())
+    assert from_plain(StageOps, to_plain(flow())) == flow()
+    old = {key: value for key, value in to_plain(flow()).items() if key != "modules"}
+    assert from_plain(StageOps, old) == replace(flow(), modules=())

@@ -1,0 +1,140 @@
+"""What a captured call takes for granted, checked at each call: its arguments, what its modules hold, torch's flags."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from profiler.recomputation.module_state import ModuleState
+from profiler.recomputation.torch_state import TorchState
+from profiler.tensors.tensor_trees import device_of, tensors_in, without_tensors
+from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.reachable import globals_of
+from profiler.workload.sharded_units import units_of
+
+leave_uncompiled(__name__)
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class CallGuard:
+    """Says whether a call is one that a capture holds for.
+
+    Args:
+        module, args, kwargs: of the call that was captured, as they are before it.
+    """
+
+    __slots__ = ("_globals", "_modules", "_parameters", "_tensors", "_torch", "_tree")
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        tensors = tensors_in((args, kwargs))
+        self._tree = _frozen(without_tensors((args, kwargs)))
+        self._tensors = [*map(_layout, tensors)]
+        self._torch = TorchState(device_of(tensors))
+        self._modules = ModuleState(module, (), units_of(module), values=False)
+        self._parameters = [(p, p.requires_grad) for p in module.parameters()]
+        self._globals = [*_plain_globals(module)]
+
+    def other_arguments(self, args: Any, kwargs: Any) -> str:
+        """What is another in the arguments of a call than it was in the captured one; empty where nothing is."""
+        tensors = tensors_in((args, kwargs))
+        if len(tensors) != len(self._tensors) or _frozen(without_tensors((args, kwargs))) != self._tree:
+            return "it is called with other arguments"
+        for tensor, layout in zip(tensors, self._tensors, strict=True):
+            if _layout(tensor) != layout:
+                return f"it is called with a tensor of shape {tuple(tensor.shape)} that lies otherwise"
+        return ""
+
+    def refusal(self, args: Any, kwargs: Any) -> str:
+        """What is another now than it was in the captured call, in words; empty where nothing is."""
+        if what := self.other_arguments(args, kwargs):
+            return what
+        if not self._modules.holds_what_it_held():
+            return "its modules hold something else (an attribute, a hook, a mode)"
+        if any(parameter.requires_grad is not trained for parameter, trained in self._parameters):
+            return "other parameters are trained"
+        if any(space.get(name) is not value for space, name, value in self._globals):
+            return "a global that it reads is another"
+        return "" if self._torch.is_now() else "torch's settings are others (autocast, flags, modes)"
+
+
+def differing_attributes(one: nn.Module, other: nn.Module) -> frozenset[str] | None:
+    """Names of the attributes in which two modules of one structure differ; None where their structures do.
+
+    Parameters and buffers are no attributes here, nor are hooks.
+    """
+    found: set[str] = set()
+    for (name, mine), (other_name, theirs) in zip_longest(
+        one.named_modules(), other.named_modules(), fillvalue=("", None)
+    ):
+        if mine is None or theirs is None or name != other_name or type(mine) is not type(theirs):
+            return None
+        ours, others = vars(mine), vars(theirs)
+        if ours.keys() != others.keys():
+            return None
+        tables = ("_parameters", "_buffers", "_modules", "forward")
+        keys = (key for key in ours if key not in tables and not key.endswith("_hooks"))
+        found |= {f"{name}.{key}" for key in keys if not _alike(ours[key], others[key])}
+    return frozenset(found)
+
+
+def _alike(mine: Any, theirs: Any) -> bool:
+    if mine is theirs:
+        return True
+    if type(mine) is not type(theirs):
+        return False
+    if isinstance(mine, _PLAIN):
+        return mine == theirs
+    if isinstance(mine, (tuple, list)):
+        return len(mine) == len(theirs) and all(map(_alike, mine, theirs))
+    if isinstance(mine, dict):
+        return mine.keys() == theirs.keys() and all(_alike(mine[key], theirs[key]) for key in mine)
+    return isinstance(mine, (set, frozenset)) and mine == theirs
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
+
+
+def _frozen(tree: Any) -> Any:
+    """A tree that is equal to another one where all that is in both is plain and equal, or the same object."""
+    kind = type(tree)
+    if kind in (tuple, list):
+        return kind, tuple(map(_frozen, tree))
+    if kind is dict:
+        return kind, tuple((key, _frozen(value)) for key, value in tree.items())
+    if isinstance(tree, _PLAIN):
+        return kind, tree
+    slot = getattr(tree, "number", None)
+    return (kind, slot) if slot is not None and kind.__name__ == "_TensorSlot" else _Same(tree)
+
+
+class _Same:
+    """Equal to what stands for the very same object."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _plain_globals(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Plain values that the forwards of a module and those inside it read from their files."""
+    for kind in dict.fromkeys(type(inner) for inner in module.modules()):
+        forward = kind.forward
+        if not isinstance(forward, types.FunctionType) or forward.__module__.partition(".")[0] == "torch":
+            continue
+        for name in globals_of(forward):
+            value = forward.__globals__.get(name)
+            if isinstance(value, _PLAIN):
+                yield forward.__globals__, name, value

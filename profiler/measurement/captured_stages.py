@@ -1,0 +1,187 @@
+"""Stages whose calls are captured as graphs of ops: checked against the stages themselves, and costed op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from profiler.agreement import agreed, first_failure
+from profiler.call_replay import CallReplay, call_replay, name_of_runs
+from profiler.capture.call_guard import differing_attributes
+from profiler.capture.call_program import BoundProgram, CallProgram, difference
+from profiler.capture.captured_call import CapturedCall, capture_call
+from profiler.capture.joint_graph import CaptureError
+from profiler.capture.programs import order_of
+from profiler.capture.step_dataflow import step_graph_of
+from profiler.measurement.device_memory import ran_out
+from profiler.measurement.op_costs import measured_graph
+from profiler.measurement.stage_probe import FirstRun
+from profiler.op_graph import StageOps
+from profiler.records import OptionRecord
+from profiler.step_graph import StepGraph
+from profiler.step_replay import StepRuns, runs_once
+from profiler.tensors.tensor_trees import in_new_containers
+from profiler.trace.obstacles import why_not_recomputable
+from profiler.trace.partition import ChosenStage
+
+ProposeRuns = Callable[[StepGraph], Sequence[StepRuns]]
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OTHER_GRAPH = "stages like it are captured as another graph"
+
+
+@dataclass(slots=True)
+class CapturedKind:
+    """Stages of one kind, captured.
+
+    Attributes:
+        graph: of their ops, with what these cost; None where they are opaque.
+        opaque: why they are; empty otherwise.
+        unread: attributes in which the stages' modules differ, and which make no difference to what they compute.
+        once: by stage, the program in which each op runs once.
+    """
+
+    graph: StepGraph | None = None
+    opaque: str = ""
+    unread: frozenset[str] = frozenset()
+    once: dict[int, BoundProgram] = field(default_factory=dict)
+
+
+class StageCaptures:
+    """Captures the stages of one kind after the other.
+
+    Args:
+        stages: of the step.
+        first_runs: their calls, with what they were given.
+        device: of the step.
+    """
+
+    def __init__(self, stages: Sequence[ChosenStage], first_runs: Sequence[FirstRun], device: torch.device) -> None:
+        self._stages, self._first_runs, self._device = stages, first_runs, device
+
+    def capture(self, members: Sequence[int]) -> CapturedKind:
+        """The stages at these positions, which are alike."""
+        kind, failure, raised = CapturedKind(), "", None
+        try:
+            failure = next(filter(None, map(self._obstacle, members)), "") or self._capture(kind, members)
+        except Exception as error:  # noqa: BLE001 - the stage's own code runs here, and torch's tracing.
+            failure, raised = f"capturing it fails: {type(error).__name__}: {_first_line(error)}", error
+            if isinstance(error, CaptureError):
+                failure = str(error)
+            elif ran_out(error):
+                failure = "there is no memory to check a program of it against the stage"
+        opaque = first_failure(failure, raised)
+        if not opaque:
+            graph = agreed(kind.graph)
+            other = _OTHER_GRAPH if _without_costs(graph) != _without_costs(kind.graph) else ""
+            opaque = first_failure(other)
+            kind.graph = graph
+        return kind if not opaque else CapturedKind(opaque=opaque)
+
+    def _obstacle(self, k: int) -> str:
+        """What speaks against capturing a stage before it is tried; empty where nothing does."""
+        call = self._stages[k].call
+        if reason := why_not_recomputable(call):
+            return reason
+        if call.distributed:
+            return "its tensors are distributed (DTensor), or it calls collectives"
+        for name, inner in call.module.named_modules():
+            if name and any(getattr(inner, kind) for kind in _HOOKS):
+                return f"{name!r} inside it has hooks, which a program would not run"
+        if any(type(p) not in (nn.Parameter, torch.Tensor) for p in call.module.parameters()):
+            return "its parameters are of a type of their own"
+        return "it has units of fully_shard inside" if self._first_runs[k].state.units.inside else ""
+
+    def _capture(self, kind: CapturedKind, members: Sequence[int]) -> str:
+        programs: list[tuple[CallProgram, nn.Module]] = []
+        for k in members:
+            module = self._stages[k].call.module
+            shared = next((each for each in programs if not self._difference(k, each[0])), None)
+            if shared is None:
+                captured = self._captured(k)
+                program = CallProgram(captured, order_of(captured.graph))
+                if what := self._difference(k, program):
+                    return f"a program of its ops gives other bits than the stage: {what}"
+                graph = captured.with_arguments(step_graph_of(captured.graph))
+                if kind.graph is None:
+                    kind.graph = captured.with_arguments(measured_graph(captured.graph, self._device))
+                elif graph != _without_costs(kind.graph):
+                    return _OTHER_GRAPH
+                programs.append((program, module))
+            else:
+                program = shared[0]
+                kind.unread |= differing_attributes(shared[1], module) or frozenset()
+            kind.once[k] = program.bound(module)
+        return ""
+
+    def _captured(self, k: int) -> CapturedCall:
+        first = self._first_runs[k]
+        args, kwargs = in_new_containers(first.arguments)
+        with first.state.reinstated():
+            return capture_call(self._stages[k].call.module, first.call, args, kwargs)
+
+    def _difference(self, k: int, program: CallProgram) -> str:
+        """What a program of a stage's ops computes otherwise, and the stage itself does not when it runs twice."""
+        first, module = self._first_runs[k], self._stages[k].call.module
+        args, kwargs = in_new_containers(first.arguments)
+        with first.state.reinstated():
+            what = difference(program.bound(module), module, first.call, args, kwargs)
+            if what and self._device.type != "cpu" and what == difference(first.call, module, first.call, args, kwargs):
+                return ""
+        return what
+
+
+def _without_costs(graph: StepGraph | None) -> StepGraph | None:
+    """What two graphs of the same ops have in common, whatever these were measured to cost."""
+    if graph is None:
+        return None
+    return replace(
+        graph,
+        ops=tuple(replace(op, seconds=0.0, transient_bytes=0, once_reason="") for op in graph.ops),
+        storages=tuple(replace(s, size_bytes=s.traced_bytes, unseen_bytes=0) for s in graph.storages),
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def program_options(
+    graph: StepGraph, ops: StageOps, orders: Sequence[StepRuns], once: OptionRecord
+) -> tuple[OptionRecord, ...]:
+    """What stages of a kind can do as programs, from one that was measured.
+
+    Args:
+        graph: of their ops.
+        ops: the same ops as the stages run them.
+        orders: of the runs of the graph's ops.
+        once: measured, with each op run once.
+    """
+    measured = call_replay(graph, runs_once(graph))
+    return tuple(_option(graph, ops, call_replay(graph, runs), measured, once) for runs in orders)
+
+
+def _option(
+    graph: StepGraph, ops: StageOps, replayed: CallReplay, measured: CallReplay, once: OptionRecord
+) -> OptionRecord:
+    """An order's costs: what the replay says of it beyond the measured one, and the ops' seconds at its pace."""
+    held = {ops.inputs[number] for number in replayed.arguments if number < len(ops.inputs)}
+    above_start = (each.backward_peak_bytes - each.backward_start_bytes for each in (replayed, measured))
+    return OptionRecord(
+        name=name_of_runs(graph, replayed.runs),
+        runs=replayed.runs,
+        kept=tuple(sorted(number for number in held if number >= 0)),
+        rerun=tuple(sorted(replayed.runs.again)),
+        forward_seconds=_at_pace(once.forward_seconds, replayed.forward_seconds, measured.forward_seconds),
+        backward_seconds=_at_pace(once.backward_seconds, replayed.backward_seconds, measured.backward_seconds),
+        freed_bytes=once.freed_bytes + measured.kept_bytes - replayed.kept_bytes,
+        kept_output_bytes=replayed.kept_output_bytes,
+        forward_peak_bytes=max(0, once.forward_peak_bytes + replayed.forward_peak_bytes - measured.forward_peak_bytes),
+        backward_peak_bytes=max(0, once.backward_peak_bytes + next(above_start) - next(above_start)),
+    )
+
+
+def _at_pace(seconds: float, ops_seconds: float, measured_ops_seconds: float) -> float:
+    return seconds * ops_seconds / measured_ops_seconds if measured_ops_seconds > 0 else seconds
