@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from profiler.op_graph import StageOp, StageOps, StageStorage
 from profiler.step_graph import StepGraph
-from profiler.step_replay import StepRuns, replay_step
+from profiler.step_replay import StepRuns, replay_step, runs_once
 
 _KINDS_NAMED = 3
 
@@ -65,6 +66,45 @@ def call_replay(graph: StepGraph, runs: StepRuns) -> CallReplay:
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
     )
+
+
+def forward_flow(graph: StepGraph) -> StageOps:
+    """The forward of a call as the ops of a stage, with the ordinals and numbers that they have in the graph."""
+    ops = [op for op in graph.ops if op.side == "forward"]
+    maker = {number: ordinal for ordinal, op in enumerate(ops) for number in op.makes}
+    saved = replay_step(graph, runs_once(graph), held=False).handed
+    return StageOps(
+        ops=tuple(
+            StageOp(
+                op=op.op,
+                module=op.module,
+                seconds=op.seconds,
+                reads=tuple((number, 0) for number in op.reads),
+                allocates=op.makes,
+                random=op.random,
+                not_rerunnable_reason=op.once_reason,
+            )
+            for op in ops
+        ),
+        storages=tuple(
+            StageStorage(
+                size_bytes=storage.size_bytes,
+                op=maker[number],
+                saved=number in saved,
+                returned=storage.returned,
+            )
+            for number, storage in enumerate(graph.storages)
+            if number in maker
+        ),
+    )
+
+
+def kept_and_rerun(graph: StepGraph, runs: StepRuns) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What an order keeps of what its forward makes, and which ops of the forward it runs again."""
+    handed = replay_step(graph, runs, held=False).handed
+    forward = {ordinal for ordinal, op in enumerate(graph.ops) if op.side == "forward"}
+    made = {number for ordinal in forward for number in graph.ops[ordinal].makes}
+    return tuple(sorted(handed & made)), tuple(sorted(forward.intersection(runs.again)))
 
 
 def name_of_runs(graph: StepGraph, runs: StepRuns) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from profiler.call_replay import forward_flow, kept_and_rerun
 from profiler.json_files import check_positions, from_plain, read_document, to_plain, write_document
 from profiler.op_graph import StageOps
 from profiler.step_graph import Bytes, Seconds, StepGraph
@@ -192,6 +193,13 @@ class MenuRecord:
             count = len(self.ops.ops) if option.runs is None or self.graph is None else len(self.graph.ops)
             runs = () if option.runs is None else (*option.runs.forward, *option.runs.backward)
             check_positions("ops that an option runs", (*runs, *option.rerun, *option.packed), count)
+
+    def flow(self, option: OptionRecord | None) -> tuple[StageOps, OptionRecord | None]:
+        """The ops of stages under an option, and the option by their numbers; of a program those of its graph."""
+        if option is None or option.runs is None or self.graph is None:
+            return self.ops, option
+        kept, rerun = kept_and_rerun(self.graph, option.runs)
+        return forward_flow(self.graph), replace(option, kept=kept, rerun=rerun, runs=None)
 
     def extra_seconds(self, option: OptionRecord) -> tuple[float, float]:
         """By how much an option of these ops makes forward and backward longer than keeping everything does.

@@ -72,7 +72,8 @@ def _stage_decision(plan: Plan, group: StageGroup) -> str:
         freed = f"frees {format_bytes(group.chosen.freed_bytes)} of {format_bytes(saved_bytes)}"
         again = len(group.chosen.rerun) - len(group.chosen.packed)
         bits = f", {len(group.chosen.packed)} as bits" if group.chosen.packed else ""
-        return f"{again} of {len(group.menu.ops.ops)} ops run again{bits}: {freed}, {cost}"
+        count = len(group.ops.ops) if group.ops is not None else 0
+        return f"{again} of {count} ops run again{bits}: {freed}, {cost}"
     freed = f"frees {format_bytes(saved_bytes)}, " if saved_bytes else ""
     inside = f"; from its last run on all but {stage.option}" if stage.option else ""
     return f"runs {group.runs} times: {freed}{cost}{inside}"

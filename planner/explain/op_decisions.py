@@ -9,7 +9,7 @@ from typing import Literal
 from planner.explain.stage_groups import StageGroup
 from planner.units import format_seconds
 from profiler.op_graph import ChoiceError, StageOps, is_allocation
-from profiler.records import MenuRecord, OptionRecord
+from profiler.records import OptionRecord
 
 OpOutcome = Literal["recomputed", "packed", "kept", "not needed", "view"]
 _SMALL = 10  # what an op frees is no reason to run it again where an op that reads it frees so many times more
@@ -42,19 +42,19 @@ class OpDecision:
 
 def decisions_of_ops(group: StageGroup) -> list[OpDecision]:
     """Every op of a group of stages on its own, in order; none where the ops are not known."""
-    if group.menu is None:
+    if (ops := group.ops) is None:
         return []
-    decided = _DecidedOps(group, group.menu)
-    return [decided.decision_of([ordinal]) for ordinal in range(len(group.menu.ops.ops))]
+    decided = _DecidedOps(group, ops)
+    return [decided.decision_of([ordinal]) for ordinal in range(len(ops.ops))]
 
 
 def grouped_decisions(group: StageGroup) -> list[OpDecision]:
     """Ops of the same kind, module and outcome together; views left out; first what runs again, largest first."""
-    if group.menu is None:
+    if (ops := group.ops) is None:
         return []
-    decided = _DecidedOps(group, group.menu)
+    decided = _DecidedOps(group, ops)
     alike: dict[tuple[OpOutcome, str, str], list[int]] = {}
-    for ordinal, op in enumerate(group.menu.ops.ops):
+    for ordinal, op in enumerate(ops.ops):
         alike.setdefault((decided.outcome(ordinal), op.kind, op.module), []).append(ordinal)
     order: tuple[OpOutcome, ...] = ("recomputed", "packed", "kept", "not needed")
     decisions = [decided.decision_of(ordinals) for (outcome, *_), ordinals in alike.items() if outcome in order]
@@ -92,25 +92,25 @@ def always_live_tensors(group: StageGroup) -> tuple[int, int]:
 class _DecidedOps:
     """The ops of a group of stages under its decision."""
 
-    def __init__(self, group: StageGroup, menu: MenuRecord) -> None:
-        self._ops: StageOps = menu.ops
-        self._storages = menu.ops.storages
-        self._made: dict[int, list[int]] = {ordinal: [] for ordinal in range(len(menu.ops.ops))}
-        for number, ordinal in makers(menu.ops).items():
+    def __init__(self, group: StageGroup, ops: StageOps) -> None:
+        self._ops = ops
+        self._storages = ops.storages
+        self._made: dict[int, list[int]] = {ordinal: [] for ordinal in range(len(ops.ops))}
+        for number, ordinal in makers(ops).items():
             self._made[ordinal].append(number)
-        self._readers = _readers(menu.ops)
-        self._values = _values(menu.ops)
+        self._readers = _readers(ops)
+        self._values = _values(ops)
         saved = [n for n, storage in enumerate(self._storages) if storage.saved and storage.op >= 0]
         self._kept: set[int] = set()
         self._packed: tuple[int, ...] = ()
         if group.decision in ("recompute", "segment"):
             self._rerun = frozenset(range(self._end_of(saved)))
-        elif group.chosen is None:
+        elif (chosen := group.chosen) is None:
             self._rerun = frozenset[int]()
             self._kept = set(saved)
         else:
-            self._rerun, self._packed = frozenset(group.chosen.rerun), group.chosen.packed
-            self._kept = set(storages_kept_by(menu.ops, group.chosen))
+            self._rerun, self._packed = frozenset(chosen.rerun), chosen.packed
+            self._kept = set(storages_kept_by(ops, chosen))
 
     def _end_of(self, saved: Sequence[int]) -> int:
         """A stage that runs again as a whole stops behind the op that makes its last saved tensor."""

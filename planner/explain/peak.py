@@ -10,7 +10,7 @@ from planner.explain.op_decisions import makers, storages_kept_by
 from planner.explain.timeline import Span, Timeline
 from planner.plans.plan import Plan
 from profiler.op_graph import StageOps
-from profiler.records import MenuRecord, ResidentBytes
+from profiler.records import MenuRecord, OptionRecord, ResidentBytes
 from solvers import Chain, Schedule
 from solvers.problem.chain_schedule import RUNS
 from solvers.problem.chain_simulator import LiveSet, alive_before, alive_before_each
@@ -241,14 +241,15 @@ class _Explained:
         stages: it is named here as far as there are bytes left for it.
         """
         kept = MADE_AGAIN if k in self._again else KEPT
-        for what, storages in ((kept, _kept_storages(menu, option)), (OUTPUTS, _outputs_not_kept(menu, option))):
+        ops, chosen = menu.flow(menu.options[option - 1] if option else None)
+        for what, storages in ((kept, _kept_storages(ops, chosen)), (OUTPUTS, _outputs_not_kept(ops, chosen))):
             for number in storages:
-                entry = menu.ops.storages[number]
+                entry = ops.storages[number]
                 if number in self._gone.get(k, ()):
                     continue
                 if not entry.returned or entry.size_bytes <= left:
                     left -= entry.size_bytes
-                    yield self._made(what, k, menu.ops, number)
+                    yield self._made(what, k, ops, number)
 
     def _output(self, k: int, size_bytes: int) -> PeakPart:
         menu = self._menu(k)
@@ -277,11 +278,11 @@ class _Explained:
         return None if self._plan is None or not 0 <= menu < len(self._plan.menus) else self._plan.menus[menu]
 
 
-def _kept_storages(menu: MenuRecord, option: int) -> list[int]:
+def _kept_storages(ops: StageOps, option: OptionRecord | None) -> list[int]:
     """Storages that an option keeps itself, those that the stage returns last."""
-    storages = menu.ops.storages
-    if option:
-        chosen = storages_kept_by(menu.ops, menu.options[option - 1])
+    storages = ops.storages
+    if option is not None:
+        chosen = storages_kept_by(ops, option)
         kept = [n for n in chosen if storages[n].op >= 0 or not storages[n].dies_after_stage]
     else:
         kept = [
@@ -290,7 +291,7 @@ def _kept_storages(menu: MenuRecord, option: int) -> list[int]:
     return sorted(kept, key=lambda n: storages[n].returned)
 
 
-def _outputs_not_kept(menu: MenuRecord, option: int) -> list[int]:
+def _outputs_not_kept(ops: StageOps, option: OptionRecord | None) -> list[int]:
     """Storages that the stage returns and the option does not keep."""
-    kept = set(_kept_storages(menu, option))
-    return [n for n, s in enumerate(menu.ops.storages) if s.returned and s.op >= 0 and n not in kept]
+    kept = set(_kept_storages(ops, option))
+    return [n for n, s in enumerate(ops.storages) if s.returned and s.op >= 0 and n not in kept]

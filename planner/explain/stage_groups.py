@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from planner.plans.plan import Plan, StageDecision
 from planner.plans.short_names import names_in_short
+from profiler.op_graph import StageOps
 from profiler.records import MenuRecord, OptionRecord
 from solvers.problem.chain_schedule import RUNS
 
@@ -33,8 +34,19 @@ class StageGroup:
 
     @property
     def chosen(self) -> OptionRecord | None:
-        """The option inside the stages; None for keeping everything."""
-        return self.menu.options[self.option - 1] if self.menu is not None and self.option else None
+        """The option inside the stages, by the numbers of ``ops``; None for keeping everything."""
+        return self._flow[1]
+
+    @property
+    def ops(self) -> StageOps | None:
+        """The stages' ops; None where they are not known."""
+        return self._flow[0]
+
+    @property
+    def _flow(self) -> tuple[StageOps | None, OptionRecord | None]:
+        if self.menu is None:
+            return None, None
+        return self.menu.flow(self.menu.options[self.option - 1] if self.option else None)
 
     @property
     def title(self) -> str:

@@ -214,7 +214,7 @@ class PlannedCalls:
         self._compiled = CompiledCalls(plan, lowered.selective)
         self._plan = plan
         self._selections = selections_of(plan)
-        self._programs = StagePrograms(plan, lowered)
+        self._programs = StagePrograms(plan, lowered, model)
         self._deviations = Deviations(turns=CheckTurns(lowered.dropped))
         self._shapes = BatchShapes(plan)
         self._batch = SameBatch(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -12,24 +13,18 @@ from planner.plans.plan import Plan
 from planner.runtime.plan_checks import warn_once
 from profiler.capture.call_guard import CallGuard, differing_attributes
 from profiler.capture.call_program import BoundProgram, CallProgram
-from profiler.capture.captured_call import CapturedCall, capture_call
+from profiler.capture.capture_cache import captured, captures_of, holds_for
+from profiler.capture.captured_call import CapturedCall
 from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import StepOrder
 from profiler.capture.step_dataflow import step_graph_of
+from profiler.records import MenuRecord
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import Forward
 
 leave_uncompiled(__name__)
 
 _MOST_CAPTURES = 4  # of one stage: what changes more often than that would be captured over and over
-
-
-class _Capture(NamedTuple):
-    """A captured call, the module that it is of, and what it takes for granted."""
-
-    call: CapturedCall
-    module: nn.Module
-    guard: CallGuard
 
 
 class _Bound(NamedTuple):
@@ -44,10 +39,12 @@ class StagePrograms:
 
     Args:
         plan, lowered: that are applied.
+        model: to which they are.
     """
 
-    def __init__(self, plan: Plan, lowered: LoweredSchedule) -> None:
+    def __init__(self, plan: Plan, lowered: LoweredSchedule, model: nn.Module) -> None:
         self._plan = plan
+        self._model = weakref.ref(model)
         options = dict(lowered.selective)
         for reruns in lowered.reruns.values():
             options |= {rerun.stage: rerun.option for rerun in reruns if rerun.mode == "keep"}
@@ -57,7 +54,6 @@ class StagePrograms:
             for k, option in options.items()
             if option and k not in sent and plan.menus[plan.stages[k].menu].options[option - 1].runs is not None
         }
-        self._captures: dict[int, list[_Capture]] = {}
         self._programs: dict[tuple[int, int], CallProgram] = {}
         self._bound: dict[int, list[_Bound]] = {}
         self._refused: set[int] = set()
@@ -97,25 +93,29 @@ class StagePrograms:
         return None
 
     def _bind(self, position: int, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> _Bound:
-        number = self._plan.stages[position].menu
-        menu, captures = self._plan.menus[number], self._captures.setdefault(number, [])
-        capture = next((each for each in captures if self._shares(each, module, args, kwargs, menu.unread)), None)
-        guard = CallGuard(module, args, kwargs)
-        if capture is None:
-            capture = _Capture(capture_call(module, forward, args, kwargs), module, guard)
-            assert menu.graph is not None
-            if what := first_difference(menu.graph, step_graph_of(capture.call.graph)):
-                raise CaptureError(f"expected the ops that were profiled, got others: {what}")
-            captures.append(capture)
-        key = id(capture.call), self._options[position]
+        menu = self._plan.menus[self._plan.stages[position].menu]
+        option = menu.options[self._options[position] - 1]
+        assert menu.graph is not None and option.runs is not None
+        call = self._call(menu, module, forward, args, kwargs)
+        key = id(call), self._options[position]
         if key not in self._programs:
-            assert menu.graph is not None
-            runs = menu.options[self._options[position] - 1].runs
-            assert runs is not None
-            self._programs[key] = CallProgram(capture.call, StepOrder.of(menu.graph, runs))
-        return _Bound(guard, self._programs[key].bound(module))
+            self._programs[key] = CallProgram(call, StepOrder.of(menu.graph, option.runs))
+        return _Bound(CallGuard(module, args, kwargs), self._programs[key].bound(module))
 
-    def _shares(self, capture: _Capture, module: nn.Module, args: Any, kwargs: Any, unread: tuple[str, ...]) -> bool:
-        """Whether a capture of another stage of this kind holds for a call of a module."""
-        differing = differing_attributes(capture.module, module)
-        return differing is not None and differing <= set(unread) and not capture.guard.other_arguments(args, kwargs)
+    def _call(self, menu: MenuRecord, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> CapturedCall:
+        """A captured call that holds for this one: known already, of the module or of one like it, or traced now."""
+        model = self._model()
+        assert model is not None and menu.graph is not None
+        for known in captures_of(model):
+            if known.module is module:
+                holds = holds_for(known, args, kwargs)
+            else:
+                differing = differing_attributes(known.module, module)
+                may_share = differing is not None and differing <= set(menu.unread)
+                holds = may_share and not known.guard.other_arguments(args, kwargs)
+            if holds and not first_difference(menu.graph, step_graph_of(known.call.graph)):
+                return known.call
+        call = captured(model, module, forward, args, kwargs).call
+        if what := first_difference(menu.graph, step_graph_of(call.graph)):
+            raise CaptureError(f"expected the ops that were profiled, got others: {what}")
+        return call

@@ -18,6 +18,8 @@ from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, w
 from profiler.workload.compiled_forwards import Forward
 
 _Code = Callable[[list[Any]], Sequence[Any]]
+# Who looks at runs of modules that run as programs: each is given the module and what runs, and returns what that does.
+WATCHERS: list[Callable[[nn.Module, Callable[[], Any]], Any]] = []
 
 
 class Saved(Protocol):
@@ -73,29 +75,29 @@ class BoundProgram:
     """
 
     def __init__(self, program: CallProgram, module: nn.Module) -> None:
-        self.program = program
+        self.program, self._module = program, module
         tables = [None if isinstance(each, int) else _table_of(module, each) for each in program.captured.sources]
         self._sources = [*zip(tables, program.captured.sources, strict=True)]
         self._written = [_table_of(module, name) for name in program.captured.written]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's forward returns for these arguments."""
-        return self._returned(_Call.apply(self, *self._inputs(args, kwargs)))
+        return self._seen(lambda: self._returned(_Call.apply(self, *self._inputs(args, kwargs))))
 
     def dropping(self, saved: Saved, args: Any, kwargs: Any) -> Any:
         """The same, handing nothing over to backward, which asks ``saved`` for it."""
-        return self._returned(_DroppedCall.apply(self, saved, *self._inputs(args, kwargs)))
+        return self._seen(lambda: self._returned(_DroppedCall.apply(self, saved, *self._inputs(args, kwargs))))
 
     def outputs(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors that a second run of the call returns, without history; buffers stay as they are."""
         with torch.no_grad(), torch._C._DisableAutocast():
-            made = self.program.outputs_code(self._inputs(args, kwargs))
+            made = self._seen(lambda: self.program.outputs_code(self._inputs(args, kwargs)))
         return list(made[len(self._written) :])
 
     def handed_over(self, args: Any, kwargs: Any) -> tuple[list[Any], list[Tensor]]:
         """What a second run of the call hands over to backward, and the tensors that it returns."""
         with torch.no_grad(), torch._C._DisableAutocast():
-            made = self.program.forward_code(self._inputs(args, kwargs))
+            made = self._seen(lambda: self.program.forward_code(self._inputs(args, kwargs)))
         returned = self.program.captured.graph.forward_outputs
         return list(made[returned:]), list(made[len(self._written) : returned])
 
@@ -103,6 +105,10 @@ class BoundProgram:
         """Put the new contents into the buffers that the forward changes."""
         for (table, name), value in zip(self._written, values, strict=True):
             table[name].copy_(value)
+
+    def _seen(self, run: Callable[[], Any]) -> Any:
+        """Run something in the place of the module's forward, as those see it who look at its calls."""
+        return WATCHERS[-1](self._module, run) if WATCHERS else run()
 
     def _inputs(self, args: Any, kwargs: Any) -> list[Tensor]:
         arguments = tensors_in((args, kwargs))

@@ -8,7 +8,7 @@ parameters and buffers and does not hold them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +25,10 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch.fx.traceback import annotate, preserve_node_meta
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from profiler.capture.joint_graph import CaptureError, JointGraph, storages_of
+from profiler.capture.joint_graph import MODULE, CaptureError, JointGraph, storages_of
 from profiler.recomputation.module_rerun import CallState
 from profiler.step_graph import StepGraph
 from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
@@ -89,7 +91,7 @@ def capture_call(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwa
     arguments = tensors_in((args, kwargs))
     flat = _FlatCall(module, forward, without_tensors((args, kwargs)))
     state = CallState(module, device_of((args, kwargs)), draws_random=True)
-    with state.reinstated(), torch.enable_grad(), contextlib.ExitStack() as stack:
+    with state.reinstated(), torch.enable_grad(), _naming_modules(module), contextlib.ExitStack() as stack:
         try:
             joint = aot_export_joint_with_descriptors(stack, flat, tuple(arguments))
         except Exception as error:  # The module's own code runs here, and torch's tracing.
@@ -114,6 +116,32 @@ def capture_call(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwa
     # Behind them comes a gradient for each input; of one that takes none nothing is described.
     forward_outputs = next(k for k, each in enumerate(described) if each is None or isinstance(each, GradAOTOutput))
     return _described(JointGraph(module_graph, forward_outputs), described, flat.returned, outputs)
+
+
+@contextlib.contextmanager
+def _naming_modules(module: nn.Module) -> Iterator[None]:
+    """Inside, tracing notes for each op which of the modules inside this one calls it."""
+    names = {inner: name for name, inner in module.named_modules() if name}
+    open_calls: list[contextlib.AbstractContextManager[Any]] = []
+
+    def begins(inner: nn.Module, _: Any) -> None:
+        if inner in names:
+            open_calls.append(annotate({MODULE: names[inner]}))
+            open_calls[-1].__enter__()
+
+    def ends(inner: nn.Module, *_: Any) -> None:
+        if inner in names:
+            open_calls.pop().__exit__(None, None, None)
+
+    hooks = register_module_forward_pre_hook(begins), register_module_forward_hook(ends, always_call=True)
+    try:
+        with preserve_node_meta():
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        while open_calls:
+            open_calls.pop().__exit__(None, None, None)
 
 
 class _FlatCall(nn.Module):

@@ -147,6 +147,8 @@ def _needed_by(outputs: tuple[Any, ...]) -> set[fx.Node]:
 
 def module_of(op: fx.Node) -> str:
     """Name of the module whose forward calls an op, or whose forward it is the backward of; empty where unknown."""
+    if (named := op.meta.get("custom")) is not None and MODULE in named:
+        return named[MODULE]
     stack = op.meta.get("nn_module_stack") or op.meta.get("fwd_nn_module_stack") or {}
     names = [name for name, _ in stack.values()]
     return names[-1].rpartition("__self__")[2].removeprefix(".") if names else ""
@@ -157,6 +159,9 @@ def storages_of(node: Any) -> dict[int, int]:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     storages = [leaf.untyped_storage() for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+MODULE = "planner_module"  # in what tracing notes of an op: the module that calls it
 
 
 class _Captured(Exception):

@@ -12,7 +12,8 @@ from profiler.agreement import agreed, first_failure
 from profiler.call_replay import CallReplay, call_replay, name_of_runs
 from profiler.capture.call_guard import differing_attributes
 from profiler.capture.call_program import BoundProgram, CallProgram, difference
-from profiler.capture.captured_call import CapturedCall, capture_call
+from profiler.capture.capture_cache import captured
+from profiler.capture.captured_call import CapturedCall
 from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import order_of
 from profiler.capture.step_dataflow import step_graph_of
@@ -55,11 +56,14 @@ class StageCaptures:
     Args:
         stages: of the step.
         first_runs: their calls, with what they were given.
+        model: whose modules they are of.
         device: of the step.
     """
 
-    def __init__(self, stages: Sequence[ChosenStage], first_runs: Sequence[FirstRun], device: torch.device) -> None:
-        self._stages, self._first_runs, self._device = stages, first_runs, device
+    def __init__(
+        self, stages: Sequence[ChosenStage], first_runs: Sequence[FirstRun], model: nn.Module, device: torch.device
+    ) -> None:
+        self._stages, self._first_runs, self._model, self._device = stages, first_runs, model, device
 
     def capture(self, members: Sequence[int]) -> CapturedKind:
         """The stages at these positions, which are alike."""
@@ -100,13 +104,13 @@ class StageCaptures:
             module = self._stages[k].call.module
             shared = next((each for each in programs if not self._difference(k, each[0])), None)
             if shared is None:
-                captured = self._captured(k)
-                program = CallProgram(captured, order_of(captured.graph))
+                call = self._captured(k)
+                program = CallProgram(call, order_of(call.graph))
                 if what := self._difference(k, program):
                     return f"a program of its ops gives other bits than the stage: {what}"
-                graph = captured.with_arguments(step_graph_of(captured.graph))
+                graph = call.with_arguments(step_graph_of(call.graph))
                 if kind.graph is None:
-                    kind.graph = captured.with_arguments(measured_graph(captured.graph, self._device))
+                    kind.graph = call.with_arguments(measured_graph(call.graph, self._device))
                 elif graph != _without_costs(kind.graph):
                     return _OTHER_GRAPH
                 programs.append((program, module))
@@ -120,7 +124,7 @@ class StageCaptures:
         first = self._first_runs[k]
         args, kwargs = in_new_containers(first.arguments)
         with first.state.reinstated():
-            return capture_call(self._stages[k].call.module, first.call, args, kwargs)
+            return captured(self._model, self._stages[k].call.module, first.call, args, kwargs).call
 
     def _difference(self, k: int, program: CallProgram) -> str:
         """What a program of a stage's ops computes otherwise, and the stage itself does not when it runs twice."""

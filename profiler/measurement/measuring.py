@@ -49,6 +49,7 @@ from profiler.workload.steps import (
     until_stepped,
 )
 from profiler.workload.workload import Workload
+from profiler.workload.wrapped_models import inner_model
 
 Progress = Callable[[str, int, int], None]
 TURNS = 3  # of a plain step and a forward without keeping
@@ -272,7 +273,8 @@ class Measuring:
         if known is None and groups and not self._compiled:
             failed = {k for k, rerun in enumerate(reruns) if rerun.failure}
             captured = [group for group in groups if failed.isdisjoint(group.members)]
-            capture_groups(captured, StageCaptures(stages, timed.first_runs, self._device))
+            model = inner_model(self._workload.model)
+            capture_groups(captured, StageCaptures(stages, timed.first_runs, model, self._device))
         return timed.phases, reruns
 
     def _measure_menus(

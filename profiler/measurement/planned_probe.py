@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import nn
 
+from profiler.capture.call_program import WATCHERS
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place
 from profiler.measurement.stage_marks import MarkedStep, StepProbe
 from profiler.workload.workload import Workload
@@ -34,6 +36,18 @@ class PlannedProbe(StepProbe):
         positions = {(model.get_submodule(name), call): k for k, (name, call) in enumerate(stages)}
         super().__init__(workload, positions, compile_safe=False)
         self.again = again or {}
+
+    def __enter__(self) -> Self:
+        WATCHERS.append(self._run_as_program)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        WATCHERS.remove(self._run_as_program)
+
+    def _run_as_program(self, module: nn.Module, run: Callable[[], Any]) -> Any:
+        """Mark what runs in the place of a stage's forward."""
+        return self._marked(run, module)()
 
     def step(self, meter: Meter) -> MarkedPhases:
         """One step under a meter: forward, backward, optimizer; what lay between its marks."""

@@ -1,0 +1,63 @@
+"""Captured calls of a model's modules, kept as long as the model is: a plan need not trace again what was profiled."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from profiler.capture.call_guard import CallGuard
+from profiler.capture.captured_call import CapturedCall, capture_call
+from profiler.workload.compiled_forwards import Forward, leave_uncompiled
+
+leave_uncompiled(__name__)
+
+
+class Capture(NamedTuple):
+    """A captured call, the module that it is of, and what it takes for granted; not how ``forward`` is patched."""
+
+    call: CapturedCall
+    module: nn.Module
+    guard: CallGuard
+
+
+_OF_MODELS: weakref.WeakKeyDictionary[nn.Module, list[Capture]] = weakref.WeakKeyDictionary()
+_MOST = 256  # of one model: the oldest go
+
+
+def captures_of(model: nn.Module) -> list[Capture]:
+    """The captures of a model's modules, the latest first."""
+    return _OF_MODELS.get(model, [])
+
+
+def captured(model: nn.Module, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Capture:
+    """Trace a call of one of a model's modules and keep the capture; arguments and errors as of ``capture_call``."""
+    with without_forward(module):
+        guard = CallGuard(module, args, kwargs)
+    capture = Capture(capture_call(module, forward, args, kwargs), module, guard)
+    if module is not model:  # Captures hold their modules.
+        kept = _OF_MODELS.setdefault(model, [])
+        kept.insert(0, capture)
+        del kept[_MOST:]
+    return capture
+
+
+def holds_for(capture: Capture, args: Any, kwargs: Any) -> bool:
+    """Whether a capture holds for a call of its module."""
+    with without_forward(capture.module):
+        return not capture.guard.refusal(args, kwargs)
+
+
+@contextmanager
+def without_forward(module: nn.Module) -> Iterator[None]:
+    """Inside, a module has no ``forward`` of its own beside its class's: who patches it is no matter."""
+    attributes = vars(module)
+    patched: Callable[..., Any] | None = attributes.pop("forward", None)
+    try:
+        yield
+    finally:
+        if patched is not None:
+            attributes["forward"] = patched
