@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from profiler.op_graph import StageOp, StageOps, StageStorage
@@ -105,6 +106,30 @@ def kept_and_rerun(graph: StepGraph, runs: StepRuns) -> tuple[tuple[int, ...], t
     forward = {ordinal for ordinal, op in enumerate(graph.ops) if op.side == "forward"}
     made = {number for ordinal in forward for number in graph.ops[ordinal].makes}
     return tuple(sorted(handed & made)), tuple(sorted(forward.intersection(runs.again)))
+
+
+def runs_with(graph: StepGraph, again: Collection[int]) -> StepRuns:
+    """The order in which these ops of the forward run again, each once, just before what first needs them in backward.
+
+    What they read is kept where they do not make it themselves.
+    """
+    once = runs_once(graph)
+    maker = {number: ordinal for ordinal in again for number in graph.ops[ordinal].makes}
+    backward: list[int] = []
+    remade: set[int] = set()
+
+    def remake(ordinal: int) -> None:
+        for number in graph.ops[ordinal].reads:
+            before = maker.get(number)
+            if before is not None and before not in remade:
+                remade.add(before)
+                remake(before)
+                backward.append(before)
+
+    for ordinal in once.backward:
+        remake(ordinal)
+        backward.append(ordinal)
+    return StepRuns(once.forward, tuple(backward))
 
 
 def name_of_runs(graph: StepGraph, runs: StepRuns) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from profiler.call_replay import forward_flow, kept_and_rerun
+from profiler.call_replay import call_replay, forward_flow, kept_and_rerun, name_of_runs
 from profiler.json_files import check_positions, from_plain, read_document, to_plain, write_document
 from profiler.op_graph import StageOps
 from profiler.step_graph import Bytes, Seconds, StepGraph
@@ -194,6 +194,42 @@ class MenuRecord:
             runs = () if option.runs is None else (*option.runs.forward, *option.runs.backward)
             check_positions("ops that an option runs", (*runs, *option.rerun, *option.packed), count)
 
+    @property
+    def once(self) -> OptionRecord | None:
+        """The program in which each op runs once, as measured; None of opaque stages."""
+        return next((option for option in self.options if option.runs is not None and not option.rerun), None)
+
+    def program(self, runs: StepRuns) -> OptionRecord:
+        """What a program costs: what its replay says beyond that of the measured one, and its ops' seconds at its pace.
+
+        Args:
+            runs: the order of the runs of the graph's ops.
+        """
+        once = self.once
+        assert once is not None and once.runs is not None and self.graph is not None
+        measured, replayed = call_replay(self.graph, once.runs), call_replay(self.graph, runs)
+        inputs = self.ops.inputs
+        held = {inputs[number] for number in replayed.arguments if number < len(inputs)}
+        above, above_measured = (r.backward_peak_bytes - r.backward_start_bytes for r in (replayed, measured))
+        forward_bytes = replayed.forward_peak_bytes - measured.forward_peak_bytes
+        return OptionRecord(
+            name=name_of_runs(self.graph, runs),
+            runs=runs,
+            kept=tuple(sorted(number for number in held if number >= 0)),
+            rerun=tuple(sorted(runs.again)),
+            forward_seconds=_at_pace(once.forward_seconds, replayed.forward_seconds, measured.forward_seconds),
+            backward_seconds=_at_pace(once.backward_seconds, replayed.backward_seconds, measured.backward_seconds),
+            freed_bytes=once.freed_bytes + measured.kept_bytes - replayed.kept_bytes,
+            kept_output_bytes=replayed.kept_output_bytes,
+            forward_peak_bytes=max(0, once.forward_peak_bytes + forward_bytes),
+            backward_peak_bytes=max(0, once.backward_peak_bytes + above - above_measured),
+        )
+
+    def with_programs(self, orders: Iterable[StepRuns]) -> MenuRecord:
+        """The menu with these programs in the place of those that it has."""
+        others = [option for option in self.options if option.runs is None]
+        return replace(self, options=(*map(self.program, orders), *others))
+
     def flow(self, option: OptionRecord | None) -> tuple[StageOps, OptionRecord | None]:
         """The ops of stages under an option, and the option by their numbers; of a program those of its graph."""
         if option is None or option.runs is None or self.graph is None:
@@ -213,6 +249,10 @@ class MenuRecord:
         least = self.keep_forward_seconds * self.ops.share_of(set(option.rerun) - set(option.packed))
         forward = option.forward_seconds - self.keep_forward_seconds
         return max(0.0, forward), max(least, option.backward_seconds - self.keep_backward_seconds)
+
+
+def _at_pace(seconds: float, ops_seconds: float, measured_ops_seconds: float) -> float:
+    return seconds * ops_seconds / measured_ops_seconds if measured_ops_seconds > 0 else seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

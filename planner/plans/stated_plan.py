@@ -22,6 +22,7 @@ from planner.plans.rules import Rule, Rules, rules_from
 from planner.plans.solving import complete, plan_of, plan_with_headroom
 from planner.plans.stage_decisions import undecided_stages
 from planner.units import parse_bytes
+from profiler.call_replay import forward_flow, runs_with
 from profiler.graph_profile import GraphProfile
 from profiler.op_graph import NamedStage, StageOps
 from profiler.records import Profile, StageRecord
@@ -103,6 +104,7 @@ def state(
         )
     outside = {op.module for op in profile.op_records if op.place == "outside"}
     resolved = resolve_rules(rules_from(rules), _named_stages(profile), outside)
+    profile = _with_choices(profile, resolved)
     chain = chain_of(profile)
     spans = _spans(profile, chain, resolved)
 
@@ -205,8 +207,24 @@ def _named_stages(profile: Profile) -> list[NamedStage]:
 
 def _ops(profile: Profile, record: StageRecord) -> StageOps:
     if record.menu >= 0:
-        return profile.menus[record.menu].ops
+        menu = profile.menus[record.menu]
+        return menu.ops if menu.graph is None else replace(forward_flow(menu.graph), modules=menu.ops.modules)
     return StageOps(ops=(), storages=(), modules=(("", record.module_class),))  # of a release without ops in profiles
+
+
+def _with_choices(profile: Profile, resolved: ResolvedRules) -> Profile:
+    """The profile with programs for what is stated of the ops of captured stages."""
+    menus = [*profile.menus]
+    stages = [record for record in profile.stages if record.kind == "stage"]
+    for record, directive in zip(stages, resolved.directives, strict=True):
+        graph = menus[record.menu].graph if record.menu >= 0 else None
+        if directive.choice is None or graph is None:
+            continue
+        runs = runs_with(graph, directive.choice.rerun)
+        if all(option.runs != runs for option in menus[record.menu].options):
+            added = menus[record.menu].program(runs)
+            menus[record.menu] = replace(menus[record.menu], options=(*menus[record.menu].options, added))
+    return replace(profile, menus=tuple(menus))
 
 
 def _spans(profile: Profile, chain: Chain, resolved: ResolvedRules) -> list[Segment]:
@@ -248,8 +266,9 @@ def _option(profile: Profile, record: StageRecord, directive: StageDirective) ->
     """The number of the measured option that is the choice."""
     assert directive.choice is not None
     menu = profile.menus[record.menu]
+    runs = None if menu.graph is None else runs_with(menu.graph, directive.choice.rerun)
     for number, option in enumerate(menu.options, start=1):
-        if option.again == directive.choice.again:
+        if option.runs == runs if runs is not None else option.again == directive.choice.again:
             return number
     if menu.reason:
         raise ValueError(

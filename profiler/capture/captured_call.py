@@ -14,17 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch._aot_autograd.descriptors import (
-    BufferAOTInput,
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    ParamAOTInput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
-)
-from torch._functorch._aot_autograd.schemas import OutputType
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -35,7 +24,7 @@ from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, w
 from profiler.workload.compiled_forwards import Forward
 
 _INSIDE = "module."
-_FRESH = (OutputType.non_alias, OutputType.unsafe_view_alias)  # kinds of outputs with memory of their own
+_FRESH = ("non_alias", "unsafe_view_alias")  # kinds of outputs with memory of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +77,9 @@ def capture_call(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwa
         CaptureError: it is no single graph of ops (Python looks at values, or an op has no fake tensors), computes
             nothing to train, or does or returns what a program could not.
     """
+    # It loads what torch.compile is made of.
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
     arguments = tensors_in((args, kwargs))
     flat = _FlatCall(module, forward, without_tensors((args, kwargs)))
     state = CallState(module, device_of((args, kwargs)), draws_random=True)
@@ -105,8 +97,7 @@ def capture_call(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwa
                 "draws numbers that are not torch's: a program would not"
             )
     outputs = joint._aot_state.fw_metadata.output_info
-    kinds = {each.output_type for each in outputs} - set(_FRESH)
-    if kinds:
+    if any(each.output_type.name not in _FRESH for each in outputs):
         raise CaptureError(
             "expected a call that returns tensors of its own, got one that returns an input, or a view of something"
         )
@@ -114,7 +105,8 @@ def capture_call(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwa
     (output,) = module_graph.graph.find_nodes(op="output")
     described = output.meta["desc"]
     # Behind them comes a gradient for each input; of one that takes none nothing is described.
-    forward_outputs = next(k for k, each in enumerate(described) if each is None or isinstance(each, GradAOTOutput))
+    kinds = [type(each).__name__ for each in described]
+    forward_outputs = next(k for k, kind in enumerate(kinds) if kind in ("NoneType", "GradAOTOutput"))
     return _described(JointGraph(module_graph, forward_outputs), described, flat.returned, outputs)
 
 
@@ -161,6 +153,13 @@ class _FlatCall(nn.Module):
 
 
 def _described(graph: JointGraph, described: Any, returned: Any, outputs: Any) -> CapturedCall:
+    from torch._functorch._aot_autograd.descriptors import (
+        BufferAOTInput,
+        InputMutationAOTOutput,
+        PlainAOTOutput,
+        TangentAOTInput,
+    )
+
     sources = tuple(_source(node.meta["desc"]) for node in graph.inputs)
     of_inputs = enumerate(described[graph.forward_outputs :])
     gradients = {each.grad_of: number for number, each in of_inputs if each is not None}
@@ -192,6 +191,8 @@ def _described(graph: JointGraph, described: Any, returned: Any, outputs: Any) -
 
 
 def _source(described: Any) -> str | int:
+    from torch._functorch._aot_autograd.descriptors import BufferAOTInput, ParamAOTInput, PlainAOTInput
+
     if isinstance(described, PlainAOTInput):
         return described.idx
     if isinstance(described, (ParamAOTInput, BufferAOTInput)):

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from profiler.agreement import agreed, first_failure
-from profiler.call_replay import CallReplay, call_replay, name_of_runs
 from profiler.capture.call_guard import differing_attributes
 from profiler.capture.call_program import BoundProgram, CallProgram, difference
 from profiler.capture.capture_cache import captured
@@ -20,10 +19,8 @@ from profiler.capture.step_dataflow import step_graph_of
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.op_costs import measured_graph
 from profiler.measurement.stage_probe import FirstRun
-from profiler.op_graph import StageOps
-from profiler.records import OptionRecord
 from profiler.step_graph import StepGraph
-from profiler.step_replay import StepRuns, runs_once
+from profiler.step_replay import StepRuns
 from profiler.tensors.tensor_trees import in_new_containers
 from profiler.trace.obstacles import why_not_recomputable
 from profiler.trace.partition import ChosenStage
@@ -150,42 +147,3 @@ def _without_costs(graph: StepGraph | None) -> StepGraph | None:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "")
-
-
-def program_options(
-    graph: StepGraph, ops: StageOps, orders: Sequence[StepRuns], once: OptionRecord
-) -> tuple[OptionRecord, ...]:
-    """What stages of a kind can do as programs, from one that was measured.
-
-    Args:
-        graph: of their ops.
-        ops: the same ops as the stages run them.
-        orders: of the runs of the graph's ops.
-        once: measured, with each op run once.
-    """
-    measured = call_replay(graph, runs_once(graph))
-    return tuple(_option(graph, ops, call_replay(graph, runs), measured, once) for runs in orders)
-
-
-def _option(
-    graph: StepGraph, ops: StageOps, replayed: CallReplay, measured: CallReplay, once: OptionRecord
-) -> OptionRecord:
-    """An order's costs: what the replay says of it beyond the measured one, and the ops' seconds at its pace."""
-    held = {ops.inputs[number] for number in replayed.arguments if number < len(ops.inputs)}
-    above_start = (each.backward_peak_bytes - each.backward_start_bytes for each in (replayed, measured))
-    return OptionRecord(
-        name=name_of_runs(graph, replayed.runs),
-        runs=replayed.runs,
-        kept=tuple(sorted(number for number in held if number >= 0)),
-        rerun=tuple(sorted(replayed.runs.again)),
-        forward_seconds=_at_pace(once.forward_seconds, replayed.forward_seconds, measured.forward_seconds),
-        backward_seconds=_at_pace(once.backward_seconds, replayed.backward_seconds, measured.backward_seconds),
-        freed_bytes=once.freed_bytes + measured.kept_bytes - replayed.kept_bytes,
-        kept_output_bytes=replayed.kept_output_bytes,
-        forward_peak_bytes=max(0, once.forward_peak_bytes + replayed.forward_peak_bytes - measured.forward_peak_bytes),
-        backward_peak_bytes=max(0, once.backward_peak_bytes + next(above_start) - next(above_start)),
-    )
-
-
-def _at_pace(seconds: float, ops_seconds: float, measured_ops_seconds: float) -> float:
-    return seconds * ops_seconds / measured_ops_seconds if measured_ops_seconds > 0 else seconds

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 from profiler.agreement import agreed, first_failure, gathered
 from profiler.largest_values import merged_largest
-from profiler.measurement.captured_stages import ProposeRuns, program_options
+from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.joined_phases import PhasesOfMark, by_mark
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, time_meter
 from profiler.measurement.option_costs import Costs
@@ -32,7 +32,7 @@ from profiler.measurement.stage_probe import SelectiveStep, StageProbe
 from profiler.op_graph import Choice
 from profiler.recomputation.selection import Selection
 from profiler.records import MenuRecord, OptionRecord, Phase
-from profiler.step_replay import StepRuns
+from profiler.step_replay import StepRuns, runs_once
 from profiler.workload.snapshot import RandomState
 
 # Steps in which what runs again is held against the forward; each without the ops that the one before found.
@@ -214,16 +214,13 @@ def _as_captured(menu: MenuRecord, group: OptionGroup, orders: Sequence[StepRuns
     """The menu with programs in the place of the one that was measured."""
     if group.captured is None:
         return menu
-    graph, once = group.captured.graph, next((o for o in menu.options if o.name == PROGRAM.name), None)
-    if graph is None or once is None or orders is None:
+    graph, measured = group.captured.graph, next((o for o in menu.options if o.name == PROGRAM.name), None)
+    if graph is None or measured is None or orders is None:
         return replace(menu, opaque=group.captured.opaque or menu.reason)
-    others = [option for option in menu.options if option is not once]
-    return replace(
-        menu,
-        graph=graph,
-        options=(*program_options(graph, group.ops, orders, once), *others),
-        unread=tuple(sorted(group.captured.unread)),
-    )
+    once = replace(measured, runs=runs_once(graph))
+    options = [once if option is measured else option for option in menu.options]
+    menu = replace(menu, graph=graph, options=tuple(options), unread=tuple(sorted(group.captured.unread)))
+    return menu.with_programs(orders)
 
 
 def _option(choice: Choice, cost: ChoiceCost) -> OptionRecord:

@@ -58,11 +58,11 @@ class OptionGroup:
     captured: CapturedKind | None = None
 
     def capture(self, kind: CapturedKind) -> None:
-        """The stages were captured: they are measured as a program, and by what a person asked for."""
+        """The stages were captured: they are measured as a program."""
         self.captured = kind
         if kind.graph is not None:
             self.reason = ""
-            self.choices = [PROGRAM, *(choice for choice in self.choices if choice.stated)]
+            self.choices = [PROGRAM]
 
     def take(self, proposed: Sequence[Choice]) -> None:
         """Measure what a person asked for, and of what else is proposed a choice that there is room for."""
