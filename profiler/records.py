@@ -157,6 +157,11 @@ class OptionRecord:
         """As that of the ``Choice`` that was measured."""
         return frozenset(self.rerun), frozenset(self.packed)
 
+    @property
+    def runs_as(self) -> object:
+        """Equal for options that do the same to stages of the same ops."""
+        return self.again if self.runs is None else self.runs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MenuRecord:
@@ -243,9 +248,12 @@ class MenuRecord:
         As measured, but nothing gets faster by keeping less, and what runs again takes at least its share of the
         forward: where less was measured, that was noise, of which a solver would choose the luckiest.
         """
-        if option.runs is not None:
-            forward = option.forward_seconds - self.keep_forward_seconds
-            return max(0.0, forward), max(0.0, option.backward_seconds - self.keep_backward_seconds)
+        if option.runs is not None and (once := self.once) is not None:
+            # What a program whose ops run once takes beyond the stage's own code is measured, and may be noise.
+            forward = max(0.0, once.forward_seconds - self.keep_forward_seconds)
+            backward = max(0.0, once.backward_seconds - self.keep_backward_seconds)
+            forward += option.forward_seconds - once.forward_seconds
+            return forward, backward + option.backward_seconds - once.backward_seconds
         least = self.keep_forward_seconds * self.ops.share_of(set(option.rerun) - set(option.packed))
         forward = option.forward_seconds - self.keep_forward_seconds
         return max(0.0, forward), max(least, option.backward_seconds - self.keep_backward_seconds)

@@ -13,6 +13,8 @@ import numpy as np
 
 from profiler.op_graph import StageOps
 from profiler.records import MenuRecord, OptionRecord, Profile, StageRecord
+from profiler.step_graph import StepGraph
+from profiler.step_replay import StepRuns
 
 # Deviation from a line, as a share of what the bytes grow by, that counts as none: a CUDA allocator rounds every tensor
 # up to 512 bytes, which of tensors of half a megabyte is that share.
@@ -170,7 +172,8 @@ def _blend(parts: Sequence[Any], fit: _Fit, name: str) -> Any:
     if isinstance(last, tuple):
         if len({len(part) for part in parts}) > 1:
             raise _incompatible([len(part) for part in parts], f"{{}} {name}")
-        return tuple(_blend(items, fit, name) for items in zip(*parts, strict=True))
+        blended = (_blend(items, fit, name) for items in zip(*parts, strict=True))
+        return StepRuns(*blended) if isinstance(last, StepRuns) else tuple(blended)
     if isinstance(last, bool):
         return all(parts) if name == "recomputable" else any(parts)
     if isinstance(last, int):
@@ -233,7 +236,9 @@ def _common(menus: Sequence[MenuRecord | None]) -> list[MenuRecord]:
     known = [menu for menu in menus if menu is not None]
     if len(known) < len(menus) or len({flow_of(menu.ops) for menu in known}) > 1:
         return []
-    by_rerun: list[dict[object, OptionRecord]] = [{o.again: o for o in menu.options} for menu in known]
+    if len({graph_flow(menu.graph) for menu in known}) > 1:
+        known = [_without_programs(menu) for menu in known]
+    by_rerun: list[dict[object, OptionRecord]] = [{o.runs_as: o for o in menu.options} for menu in known]
     shared = [rerun for rerun in by_rerun[-1] if all(rerun in options for options in by_rerun)]
     shared = [rerun for rerun in shared if len({options[rerun].kept for options in by_rerun}) == 1]
     # What an option is called follows the order of its ops' bytes or seconds, which may differ: one name for all.
@@ -242,6 +247,18 @@ def _common(menus: Sequence[MenuRecord | None]) -> list[MenuRecord]:
         replace(menu, options=tuple(replace(options[rerun], name=names[rerun]) for rerun in shared))
         for menu, options in zip(known, by_rerun, strict=True)
     ]
+
+
+def _without_programs(menu: MenuRecord) -> MenuRecord:
+    return replace(menu, graph=None, options=tuple(option for option in menu.options if option.runs is None))
+
+
+def graph_flow(graph: StepGraph | None) -> tuple[Any, ...]:
+    """What the ops of a graph do, whatever the sizes of their tensors and their seconds."""
+    if graph is None:
+        return ()
+    ops = tuple((op.name, op.op, op.module, op.reads, op.makes, op.arguments, op.random) for op in graph.ops)
+    return ops, tuple((s.returned, s.written, s.gradient, s.of_loss) for s in graph.storages)
 
 
 def flow_of(ops: StageOps) -> tuple[Any, ...]:

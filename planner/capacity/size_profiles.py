@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from planner.capacity.scaling import ProfileScaling, flow_of, whole_at
+from planner.capacity.scaling import ProfileScaling, flow_of, graph_flow, whole_at
 from planner.capacity.step_trial import Build, has_room, release
 from planner.distributed.collective import profile, profile_choices
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress
 from profiler.op_graph import Choice, StageOps
 from profiler.records import MenuRecord, Profile
+from profiler.step_graph import StepGraph
+from profiler.step_replay import StepRuns, runs_once
 from profiler.workload.workload import Workload
 
 # Halving and doubling takes two profiles for each doubling of the limit, and each training mode has its own: enough
@@ -54,7 +56,8 @@ def with_size(
 
 
 def _like(other: Profile, workload: Workload, progress: Progress) -> Profile:
-    return profile_choices(workload, same_choices(other), progress=progress)
+    same = same_choices(other)
+    return profile_choices(workload, same, None if same is None else same.programs, progress=progress)
 
 
 def same_choices(other: Profile) -> SameChoices | None:
@@ -67,11 +70,19 @@ class SameChoices:
 
     def __init__(self, menus: Sequence[MenuRecord]) -> None:
         self._choices: dict[object, dict[object, Choice]] = {}
+        self._orders: dict[object, list[StepRuns]] = {}
         for menu in menus:
+            if menu.graph is not None:
+                orders = self._orders.setdefault(graph_flow(menu.graph), [])
+                orders += [o.runs for o in menu.options if o.runs is not None and o.runs not in orders]
             choices = self._choices.setdefault(flow_of(menu.ops), {})
-            for option in menu.options:
+            for option in (option for option in menu.options if option.runs is None):
                 rerun, packed = option.again
                 choices[option.again] = Choice(option.name, option.kept, rerun, stated=True, packed=packed)
+
+    def programs(self, graph: StepGraph) -> list[StepRuns]:
+        """The orders of a graph's ops that the stages were profiled with; each op once, where they were not."""
+        return self._orders.get(graph_flow(graph), [runs_once(graph)])
 
     def __call__(self, ops: StageOps) -> list[Choice]:
         return list(self._choices.get(flow_of(ops), {}).values())

@@ -27,6 +27,7 @@ from planner.runtime.applier import Handle, handle_of
 from planner.units import format_bytes, format_seconds
 from profiler.graph_profile import GraphProfile
 from profiler.measurement import step_measurement
+from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.measuring import Progress
 from profiler.measurement.profiling import profile as measured_profile
 from profiler.measurement.stage_options import ProposeChoices
@@ -143,14 +144,20 @@ def _profiled(workload: Workload, settings: dict[str, Any]) -> Profile | GraphPr
         return _of_all(ranks, profiling.profile(workload, **settings))
 
 
-def profile_choices(workload: Workload, propose: ProposeChoices | None, *, progress: Progress | None = None) -> Profile:
-    """A profile of the options that ``propose`` names inside stages, as ``profile`` otherwise; raises as it does."""
+def profile_choices(
+    workload: Workload,
+    propose: ProposeChoices | None,
+    programs: ProposeRuns | None,
+    *,
+    progress: Progress | None = None,
+) -> Profile:
+    """A profile of the options and programs that these name, as ``profile`` otherwise; raises as it does."""
     ranks = current_ranks()
     if ranks is None:
-        return measured_profile(workload, propose=propose, progress=progress)
+        return measured_profile(workload, propose=propose, programs=programs, progress=progress)
     with ranks.together("profile"):
         check_alike(ranks, "profile", workload)
-        return _of_all(ranks, measured_profile(workload, propose=propose, progress=progress))
+        return _of_all(ranks, measured_profile(workload, propose=propose, programs=programs, progress=progress))
 
 
 def _of_all(ranks: Ranks, mine: Profile) -> Profile:

@@ -113,9 +113,9 @@ class StagePrograms:
                 differing = differing_attributes(known.module, module)
                 may_share = differing is not None and differing <= set(menu.unread)
                 holds = may_share and not known.guard.other_arguments(args, kwargs)
-            if holds and not first_difference(menu.graph, step_graph_of(known.call.graph)):
+            if holds and not first_difference(menu.graph, step_graph_of(known.call.graph), sizes_differ=True):
                 return known.call
         call = captured(model, module, forward, args, kwargs).call
-        if what := first_difference(menu.graph, step_graph_of(call.graph)):
+        if what := first_difference(menu.graph, step_graph_of(call.graph), sizes_differ=True):
             raise CaptureError(f"expected the ops that were profiled, got others: {what}")
         return call

@@ -77,7 +77,9 @@ def profiles_of(
 
 def _profile_like(alike: Profile, workload: Workload, stages: Sequence[StagePattern] | None) -> Profile:
     names = list(dict.fromkeys(split_name(s.name)[0] for s in alike.stages if s.kind == "stage"))
-    return profiling.profile(workload, stages=stages or names or None, propose=same_choices(alike))
+    same = same_choices(alike)
+    programs = None if same is None else same.programs
+    return profiling.profile(workload, stages=stages or names or None, propose=same, programs=programs)
 
 
 def _elements(workload: Workload) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -44,6 +45,8 @@ class CallProgram:
         self.forward_code: _Code = forward.forward
         self.backward_code: _Code = backward.forward
         self.outputs_code: _Code = outputs_program(captured.graph, order).forward
+        # By argument of the function that autograd calls: an input stands there once for each use of it.
+        self.gradient_of = [number for numbers in captured.gradients for number in numbers or (-1,)]
         tangents = [node.meta["val"] for node in captured.graph.tangents]
         self.layouts = [(tangent.size(), tangent.stride()) for tangent in tangents]
 
@@ -52,7 +55,7 @@ class CallProgram:
         return BoundProgram(self, module)
 
     def gradients(self, saved: list[Any], gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
-        """The gradient of each input of the forward; empties both lists.
+        """What backward contributes to the gradients of the inputs of the forward; empties both lists.
 
         Args:
             saved: what the forward handed over.
@@ -63,7 +66,7 @@ class CallProgram:
         gradients.clear()
         with torch._C._DisableAutocast():
             made = self.backward_code(saved)
-        return tuple(None if number is None else made[number] for number in self.captured.gradients)
+        return tuple(made[number] if number >= 0 else None for number in self.gradient_of)
 
 
 class BoundProgram:
@@ -78,15 +81,16 @@ class BoundProgram:
         self.program, self._module = program, module
         tables = [None if isinstance(each, int) else _table_of(module, each) for each in program.captured.sources]
         self._sources = [*zip(tables, program.captured.sources, strict=True)]
+        self._times = [max(1, len(numbers)) for numbers in program.captured.gradients]
         self._written = [_table_of(module, name) for name in program.captured.written]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's forward returns for these arguments."""
-        return self._seen(lambda: self._returned(_Call.apply(self, *self._inputs(args, kwargs))))
+        return self._seen(lambda: self._returned(_Call.apply(self, *self._repeated(args, kwargs))))
 
     def dropping(self, saved: Saved, args: Any, kwargs: Any) -> Any:
         """The same, handing nothing over to backward, which asks ``saved`` for it."""
-        return self._seen(lambda: self._returned(_DroppedCall.apply(self, saved, *self._inputs(args, kwargs))))
+        return self._seen(lambda: self._returned(_DroppedCall.apply(self, saved, *self._repeated(args, kwargs))))
 
     def outputs(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors that a second run of the call returns, without history; buffers stay as they are."""
@@ -117,6 +121,16 @@ class BoundProgram:
             for table, key in self._sources
         ]
 
+    def _repeated(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """The inputs, each as often as it has contributions to its gradient, which autograd adds up one by one."""
+        inputs = self._inputs(args, kwargs)
+        return [tensor for tensor, times in zip(inputs, self._times, strict=True) for _ in range(times)]
+
+    def once(self, repeated: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs from such a list, each once."""
+        places = itertools.accumulate(self._times, initial=0)
+        return [repeated[place] for place, _ in zip(places, self._times, strict=False)]
+
     def _returned(self, outputs: Sequence[Tensor]) -> Any:
         return with_tensors(self.program.captured.returned, outputs)
 
@@ -138,7 +152,7 @@ class _Call(torch.autograd.Function):
     def forward(ctx: Any, bound: BoundProgram, *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         program = bound.program
         with torch._C._DisableAutocast():
-            made = program.forward_code(list(inputs))
+            made = program.forward_code(bound.once(inputs))
         returned = program.captured.graph.forward_outputs
         ctx.save_for_backward(*made[returned:])
         ctx.program, ctx.saved = program, None
@@ -162,7 +176,7 @@ class _DroppedCall(torch.autograd.Function):
     def forward(ctx: Any, bound: BoundProgram, saved: Saved, *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.saved = saved
         with torch._C._DisableAutocast():
-            made = bound.program.outputs_code(list(inputs))
+            made = bound.program.outputs_code(bound.once(inputs))
         return _outputs_of(ctx, bound, made)
 
     @staticmethod
@@ -217,9 +231,11 @@ def _observed(call: Forward, module: nn.Module, args: Any, kwargs: Any) -> dict[
     output = call(*given, **named)
     drawn = random_state(device_of(leaves))
     outputs = tensors_in(output)
-    trained = [tensor for tensor in outputs if tensor.requires_grad]
     sources = {f"the gradient of argument {k}": leaf for k, leaf in enumerate(leaves) if leaf.requires_grad}
     sources |= {f"the gradient of {name!r}": p for name, p in module.named_parameters() if p.requires_grad}
+    trained = [tensor for tensor in outputs if tensor.requires_grad]
+    # What others contribute to the gradients of inputs comes first, as of tensors that calls share.
+    trained += [t * 1 for t in sources.values()]
     numbers = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape) for t in trained]
     gradients = torch.autograd.grad(trained, [*sources.values()], numbers, allow_unused=True)
     seen: dict[str, Tensor | None] = {f"output {k}": tensor.detach() for k, tensor in enumerate(outputs)}

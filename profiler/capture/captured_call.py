@@ -8,14 +8,16 @@ parameters and buffers and does not hold them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils import _pytree as pytree
 
 from profiler.capture.joint_graph import MODULE, CaptureError, JointGraph, storages_of
 from profiler.recomputation.module_rerun import CallState
@@ -38,7 +40,8 @@ class CapturedCall:
         returned: the call's output, with what stands for its tensors.
         differentiable: of each tensor in the output, whether it takes a gradient.
         tangents: of each gradient that the backward takes, the number of the tensor in the output that it is of.
-        gradients: of each input of the forward, which output of the backward is its gradient; None where it takes none.
+        gradients: of each input of the forward, which outputs of the backward add up to its gradient, in this order:
+            one for each use, since what other calls contribute may have to come before them in the sum.
         written: names of buffers that get new contents as the forward ends, in the order of its first outputs.
     """
 
@@ -47,7 +50,7 @@ class CapturedCall:
     returned: Any
     differentiable: tuple[bool, ...]
     tangents: tuple[int, ...]
-    gradients: tuple[int | None, ...]
+    gradients: tuple[tuple[int, ...], ...]
     written: tuple[str, ...]
 
     def with_arguments(self, step: StepGraph) -> StepGraph:
@@ -80,7 +83,7 @@ def capture_call(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwa
     # It loads what torch.compile is made of.
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    arguments = tensors_in((args, kwargs))
+    arguments = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors_in((args, kwargs))]
     flat = _FlatCall(module, forward, without_tensors((args, kwargs)))
     state = CallState(module, device_of((args, kwargs)), draws_random=True)
     with state.reinstated(), torch.enable_grad(), _naming_modules(module), contextlib.ExitStack() as stack:
@@ -96,6 +99,10 @@ def capture_call(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwa
                 "expected a call that changes nothing but buffers, got one that sets attributes of its modules, or "
                 "draws numbers that are not torch's: a program would not"
             )
+    if flat.changed_arguments:
+        raise CaptureError(
+            "expected a call that leaves its arguments as they are, got one that adds to or takes from them"
+        )
     outputs = joint._aot_state.fw_metadata.output_info
     if any(each.output_type.name not in _FRESH for each in outputs):
         raise CaptureError(
@@ -107,6 +114,8 @@ def capture_call(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwa
     # Behind them comes a gradient for each input; of one that takes none nothing is described.
     kinds = [type(each).__name__ for each in described]
     forward_outputs = next(k for k, kind in enumerate(kinds) if kind in ("NoneType", "GradAOTOutput"))
+    graph = JointGraph(module_graph, forward_outputs)
+    described = [*described[:forward_outputs], *_split_sums(graph, described[forward_outputs:])]
     return _described(JointGraph(module_graph, forward_outputs), described, flat.returned, outputs)
 
 
@@ -141,15 +150,48 @@ class _FlatCall(nn.Module):
 
     def __init__(self, module: nn.Module, forward: Forward, arguments: Any) -> None:
         super().__init__()
-        self.module, self.returned = module, None
+        self.module, self.returned, self.changed_arguments = module, None, False
         self._forward: Callable[..., Any] = forward
         self._arguments = arguments
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = with_tensors(self._arguments, tensors)
         output = self._forward(*args, **kwargs)
+        left = tensors_in((args, kwargs))
+        self.changed_arguments = len(left) != len(tensors) or any(map(operator.is_not, left, tensors))
         self.returned = without_tensors(output)
         return tuple(tensors_in(output))
+
+
+def _split_sums(graph: JointGraph, described: Sequence[Any]) -> list[Any]:
+    """Have the graph return what each use of an input contributes to its gradient; what is returned then."""
+    inputs = {node.meta["desc"]: node for node in graph.inputs}
+    (output,) = graph.module.graph.find_nodes(op="output")
+    returned, split = list(graph.outputs[: graph.forward_outputs]), list[Any]()
+    for gradient, each in zip(graph.outputs[graph.forward_outputs :], described, strict=True):
+        uses = 0 if each is None else _uses(inputs[each.grad_of], graph)
+        parts = [gradient]
+        while len(parts) < uses and _is_sum(parts[0]):
+            parts[:1] = parts[0].args
+        returned += parts
+        split += [each] * len(parts)
+    output.args = (type(output.args[0])(returned),)
+    graph.module.graph.eliminate_dead_code(lambda node: not _is_sum(node))
+    graph.module.recompile()
+    return split
+
+
+def _uses(node: fx.Node, graph: JointGraph) -> int:
+    """How often ops of the forward take an input."""
+    return sum([*pytree.tree_leaves((op.args, op.kwargs))].count(node) for op in node.users if op in graph.forward_ops)
+
+
+def _is_sum(node: Any) -> bool:
+    """Whether a node only adds two tensors of the layout of the sum."""
+    if not isinstance(node, fx.Node) or node.target is not torch.ops.aten.add.Tensor or node.kwargs:
+        return False
+    values = [each.meta["val"] if isinstance(each, fx.Node) else None for each in (node, *node.args)]
+    return all(isinstance(each, Tensor) and each.shape == values[0].shape for each in values) and len(node.users) <= 1
 
 
 def _described(graph: JointGraph, described: Any, returned: Any, outputs: Any) -> CapturedCall:
@@ -161,8 +203,10 @@ def _described(graph: JointGraph, described: Any, returned: Any, outputs: Any) -
     )
 
     sources = tuple(_source(node.meta["desc"]) for node in graph.inputs)
-    of_inputs = enumerate(described[graph.forward_outputs :])
-    gradients = {each.grad_of: number for number, each in of_inputs if each is not None}
+    gradients: dict[Any, list[int]] = {}
+    for number, each in enumerate(described[graph.forward_outputs :]):
+        if each is not None:
+            gradients.setdefault(each.grad_of, []).append(number)
     written: list[str] = []
     for each in described[: graph.forward_outputs]:
         if isinstance(each, InputMutationAOTOutput):
@@ -185,7 +229,7 @@ def _described(graph: JointGraph, described: Any, returned: Any, outputs: Any) -
         returned=returned,
         differentiable=tuple(each.requires_grad for each in outputs),
         tangents=tuple(tangents),
-        gradients=tuple(gradients.get(node.meta["desc"]) for node in graph.inputs),
+        gradients=tuple(tuple(gradients.get(node.meta["desc"], ())) for node in graph.inputs),
         written=tuple(written),
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from profiler.agreement import agreed, first_failure
+from profiler.agreement import agreed, first_failure, gathered
 from profiler.capture.call_guard import differing_attributes
 from profiler.capture.call_program import BoundProgram, CallProgram, difference
 from profiler.capture.capture_cache import captured
@@ -78,7 +78,7 @@ class StageCaptures:
             graph = agreed(kind.graph)
             other = _OTHER_GRAPH if _without_costs(graph) != _without_costs(kind.graph) else ""
             opaque = first_failure(other)
-            kind.graph = graph
+            kind.graph, kind.unread = graph, frozenset().union(*gathered(kind.unread))
         return kind if not opaque else CapturedKind(opaque=opaque)
 
     def _obstacle(self, k: int) -> str:
