@@ -40,19 +40,25 @@ class CallReplay:
     backward_seconds: float
 
     @property
+    def above_start_bytes(self) -> int:
+        """The peak of backward above what is there as it begins."""
+        return self.backward_peak_bytes - self.backward_start_bytes
+
+    @property
     def seconds(self) -> float:
         """Of both."""
         return self.forward_seconds + self.backward_seconds
 
 
-def call_replay(graph: StepGraph, runs: StepRuns) -> CallReplay:
+def call_replay(graph: StepGraph, runs: StepRuns, *, gradients_held: bool = False) -> CallReplay:
     """The replay of an order of the runs of a call's ops.
 
     Args:
         graph: of the call.
         runs: the order.
+        gradients_held: others hold the gradients of what the call returned until its backward is over.
     """
-    replay = replay_step(graph, runs, held=False)
+    replay = replay_step(graph, runs, held=False, gradients_held=gradients_held)
     sizes = [storage.size_bytes for storage in graph.storages] + [op.state_bytes for op in graph.ops]
     returned = {number for number, storage in enumerate(graph.storages) if storage.returned}
     forward_seconds, backward_seconds = (sum(graph.ops[ordinal].seconds for ordinal in side) for side in runs)

@@ -175,6 +175,7 @@ class MenuRecord:
         graph: of the ops of stages that can run as programs; None for opaque ones.
         opaque: why stages are opaque; empty where they are captured, or that was not tried.
         unread: attributes in which the stages' modules differ, and which their graph does not depend on.
+        gradients_held: the gradients of what the stages return are held by others until their backward is over.
     """
 
     ops: StageOps
@@ -185,6 +186,7 @@ class MenuRecord:
     graph: StepGraph | None = None
     opaque: str = ""
     unread: tuple[str, ...] = ()
+    gradients_held: bool = False
 
     def check_positions(self) -> None:
         """Raises ValueError where it refers to an op or a storage that it does not have."""
@@ -215,7 +217,12 @@ class MenuRecord:
         measured, replayed = call_replay(self.graph, once.runs), call_replay(self.graph, runs)
         inputs = self.ops.inputs
         held = {inputs[number] for number in replayed.arguments if number < len(inputs)}
-        above, above_measured = (r.backward_peak_bytes - r.backward_start_bytes for r in (replayed, measured))
+        backward_bytes = replayed.above_start_bytes - measured.above_start_bytes
+        if self.gradients_held:  # In some of the stages: it counts where it is more.
+            orders = (
+                call_replay(self.graph, order, gradients_held=True).above_start_bytes for order in (runs, once.runs)
+            )
+            backward_bytes = max(backward_bytes, next(orders) - next(orders))
         forward_bytes = replayed.forward_peak_bytes - measured.forward_peak_bytes
         return OptionRecord(
             name=name_of_runs(self.graph, runs),
@@ -227,7 +234,7 @@ class MenuRecord:
             freed_bytes=once.freed_bytes + measured.kept_bytes - replayed.kept_bytes,
             kept_output_bytes=replayed.kept_output_bytes,
             forward_peak_bytes=max(0, once.forward_peak_bytes + forward_bytes),
-            backward_peak_bytes=max(0, once.backward_peak_bytes + above - above_measured),
+            backward_peak_bytes=max(0, once.backward_peak_bytes + backward_bytes),
         )
 
     def with_programs(self, orders: Iterable[StepRuns]) -> MenuRecord:

@@ -106,7 +106,9 @@ def with_copies(runs: Sequence[Run], side: Side, copies: Iterable[StepCopy]) -> 
     yield from before.get(len(runs), ())
 
 
-def replay_step(step: StepGraph, runs: StepRuns, *, held: bool, copies: Sequence[StepCopy] = ()) -> StepReplay:
+def replay_step(
+    step: StepGraph, runs: StepRuns, *, held: bool, copies: Sequence[StepCopy] = (), gradients_held: bool = False
+) -> StepReplay:
     """The bytes of an order of runs.
 
     Args:
@@ -114,8 +116,9 @@ def replay_step(step: StepGraph, runs: StepRuns, *, held: bool, copies: Sequence
         runs: what runs when; who reads a storage comes after who makes it.
         held: whoever calls forward holds what it returns through backward, where it is not counted then.
         copies: what is in host memory meanwhile, where it does not count. What comes back is read on the same side.
+        gradients_held: others hold the gradients that backward begins with until it ends.
     """
-    sizes, sides = _sizes(step), _sides(step, runs, copies, held)
+    sizes, sides = _sizes(step), _sides(step, runs, copies, held, gradients_held)
     return StepReplay(
         forward=_replay(*sides.forward, sizes),
         backward=_replay(*sides.backward, sizes),
@@ -150,7 +153,9 @@ class _Sides(NamedTuple):
     handed: frozenset[int]
 
 
-def _sides(step: StepGraph, runs: StepRuns, copies: Sequence[StepCopy], held: bool) -> _Sides:
+def _sides(
+    step: StepGraph, runs: StepRuns, copies: Sequence[StepCopy], held: bool, gradients_held: bool = False
+) -> _Sides:
     storages = [*enumerate(step.storages)]
     of_loss = frozenset(s for s, storage in storages if storage.of_loss)
     gradients = frozenset(s for s, storage in storages if storage.gradient)
@@ -162,7 +167,7 @@ def _sides(step: StepGraph, runs: StepRuns, copies: Sequence[StepCopy], held: bo
     taken = handed - returned if held else handed
     return _Sides(
         forward=_SideRuns(forward, frozenset(), returned | written | handed),
-        backward=_SideRuns(backward, taken | of_loss, gradients),
+        backward=_SideRuns(backward, taken | of_loss, gradients | of_loss if gradients_held else gradients),
         handed=handed,
     )
 

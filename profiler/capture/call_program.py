@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from profiler.capture.captured_call import CapturedCall
 from profiler.capture.joint_graph import CaptureError
@@ -37,16 +37,20 @@ class CallProgram:
     Args:
         captured: one of the calls.
         order: of the runs of its ops.
+
+    Attributes:
+        gradients_held: whether others held a gradient of what a call returned when its backward was over.
     """
 
     def __init__(self, captured: CapturedCall, order: StepOrder) -> None:
-        self.captured = captured
+        self.captured, self.gradients_held = captured, False
         forward, backward = programs_of(captured.graph, order)
         self.forward_code: _Code = forward.forward
         self.backward_code: _Code = backward.forward
         self.outputs_code: _Code = outputs_program(captured.graph, order).forward
-        # By argument of the function that autograd calls: an input stands there once for each use of it.
-        self.gradient_of = [number for numbers in captured.gradients for number in numbers or (-1,)]
+        self.contributions = _contributions(captured)
+        inputs = [number for number, _ in self.contributions]
+        self.places = [inputs.index(number) for number in range(len(captured.sources))]
         tangents = [node.meta["val"] for node in captured.graph.tangents]
         self.layouts = [(tangent.size(), tangent.stride()) for tangent in tangents]
 
@@ -63,10 +67,25 @@ class CallProgram:
         """
         for number, (size, stride) in zip(self.captured.tangents, self.layouts, strict=True):
             saved.append(_as_traced(gradients[number], size, stride))
+        taken = [StorageWeakRef(gradients[number].untyped_storage()) for number in self.captured.tangents]
         gradients.clear()
         with torch._C._DisableAutocast():
             made = self.backward_code(saved)
-        return tuple(made[number] if number >= 0 else None for number in self.gradient_of)
+        self.gradients_held = self.gradients_held or not all(storage.expired() for storage in taken)
+        return tuple(None if number is None else made[number] for _, number in self.contributions)
+
+
+def _contributions(captured: CapturedCall) -> list[tuple[int, int | None]]:
+    """Each input with an output of the backward that adds to its gradient, in the order in which they are made.
+
+    A tensor may be several inputs, and has several uses. Inputs without a gradient come last.
+    """
+    graph = captured.graph
+    made = {node: place for place, node in enumerate(graph.module.graph.nodes)}
+    gradients = graph.outputs[graph.forward_outputs :]
+    found = [(number, each) for number, numbers in enumerate(captured.gradients) for each in numbers]
+    found.sort(key=lambda each: made[gradients[each[1]]])
+    return [*found, *((number, None) for number, numbers in enumerate(captured.gradients) if not numbers)]
 
 
 class BoundProgram:
@@ -81,7 +100,6 @@ class BoundProgram:
         self.program, self._module = program, module
         tables = [None if isinstance(each, int) else _table_of(module, each) for each in program.captured.sources]
         self._sources = [*zip(tables, program.captured.sources, strict=True)]
-        self._times = [max(1, len(numbers)) for numbers in program.captured.gradients]
         self._written = [_table_of(module, name) for name in program.captured.written]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,12 +142,7 @@ class BoundProgram:
     def _repeated(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The inputs, each as often as it has contributions to its gradient, which autograd adds up one by one."""
         inputs = self._inputs(args, kwargs)
-        return [tensor for tensor, times in zip(inputs, self._times, strict=True) for _ in range(times)]
-
-    def once(self, repeated: Sequence[Tensor]) -> list[Tensor]:
-        """The inputs from such a list, each once."""
-        places = itertools.accumulate(self._times, initial=0)
-        return [repeated[place] for place, _ in zip(places, self._times, strict=False)]
+        return [inputs[number] for number, _ in self.program.contributions]
 
     def _returned(self, outputs: Sequence[Tensor]) -> Any:
         return with_tensors(self.program.captured.returned, outputs)
@@ -152,7 +165,7 @@ class _Call(torch.autograd.Function):
     def forward(ctx: Any, bound: BoundProgram, *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         program = bound.program
         with torch._C._DisableAutocast():
-            made = program.forward_code(bound.once(inputs))
+            made = program.forward_code([inputs[place] for place in program.places])
         returned = program.captured.graph.forward_outputs
         ctx.save_for_backward(*made[returned:])
         ctx.program, ctx.saved = program, None
@@ -176,7 +189,7 @@ class _DroppedCall(torch.autograd.Function):
     def forward(ctx: Any, bound: BoundProgram, saved: Saved, *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.saved = saved
         with torch._C._DisableAutocast():
-            made = bound.program.outputs_code(bound.once(inputs))
+            made = bound.program.outputs_code([inputs[place] for place in bound.program.places])
         return _outputs_of(ctx, bound, made)
 
     @staticmethod

@@ -176,6 +176,7 @@ def _split_sums(graph: JointGraph, described: Sequence[Any]) -> list[Any]:
         returned += parts
         split += [each] * len(parts)
     output.args = (type(output.args[0])(returned),)
+    output.meta["desc"] = [*output.meta["desc"][: graph.forward_outputs], *split]
     graph.module.graph.eliminate_dead_code(lambda node: not _is_sum(node))
     graph.module.recompile()
     return split
@@ -190,8 +191,9 @@ def _is_sum(node: Any) -> bool:
     """Whether a node only adds two tensors of the layout of the sum."""
     if not isinstance(node, fx.Node) or node.target is not torch.ops.aten.add.Tensor or node.kwargs:
         return False
-    values = [each.meta["val"] if isinstance(each, fx.Node) else None for each in (node, *node.args)]
-    return all(isinstance(each, Tensor) and each.shape == values[0].shape for each in values) and len(node.users) <= 1
+    shape = node.meta["val"].shape
+    parts = [each.meta["val"] if isinstance(each, fx.Node) else None for each in node.args]
+    return all(isinstance(each, Tensor) and each.shape == shape for each in parts) and len(node.users) <= 1
 
 
 def _described(graph: JointGraph, described: Any, returned: Any, outputs: Any) -> CapturedCall:
@@ -204,8 +206,9 @@ def _described(graph: JointGraph, described: Any, returned: Any, outputs: Any) -
 
     sources = tuple(_source(node.meta["desc"]) for node in graph.inputs)
     gradients: dict[Any, list[int]] = {}
-    for number, each in enumerate(described[graph.forward_outputs :]):
-        if each is not None:
+    made = graph.outputs[graph.forward_outputs :]
+    for number, (each, node) in enumerate(zip(described[graph.forward_outputs :], made, strict=True)):
+        if each is not None and node is not None:
             gradients.setdefault(each.grad_of, []).append(number)
     written: list[str] = []
     for each in described[: graph.forward_outputs]:

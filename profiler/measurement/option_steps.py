@@ -219,7 +219,13 @@ def _as_captured(menu: MenuRecord, group: OptionGroup, orders: Sequence[StepRuns
         return replace(menu, opaque=group.captured.opaque or menu.reason)
     once = replace(measured, runs=runs_once(graph))
     options = [once if option is measured else option for option in menu.options]
-    menu = replace(menu, graph=graph, options=tuple(options), unread=tuple(sorted(group.captured.unread)))
+    menu = replace(
+        menu,
+        graph=graph,
+        options=tuple(options),
+        unread=tuple(sorted(group.captured.unread)),
+        gradients_held=any(program.program.gradients_held for program in group.captured.once.values()),
+    )
     return menu.with_programs(orders)
 
 
