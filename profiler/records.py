@@ -158,6 +158,11 @@ class OptionRecord:
         return frozenset(self.rerun), frozenset(self.packed)
 
     @property
+    def ops_again(self) -> int:
+        """How many ops run again, each as often as it does."""
+        return len(self.rerun) - len(self.packed) if self.runs is None else self.runs.again.total()
+
+    @property
     def runs_as(self) -> object:
         """Equal for options that do the same to stages of the same ops."""
         return self.again if self.runs is None else self.runs

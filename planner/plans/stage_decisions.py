@@ -110,7 +110,7 @@ def with_decisions(
     run_counts = Counter(action.stage for action in runs)
     last_options = {action.stage: action.option for action in runs if action.option is not None}
     sent = sent_bytes(chain, schedule)
-    extra_seconds, extra_ops = _extra_runs(stages, chain, replayed)
+    extra_seconds, extra_ops = _extra_runs(stages, menus, chain, replayed)
     decided: list[PlannedStage] = []
     for k, stage in enumerate(stages):
         decision = _decision(lowered, k, sends=k in sent)
@@ -119,7 +119,7 @@ def with_decisions(
             chosen = menus[stage.menu].options[option - 1]
             options = chain.stages[k].options
             extra_seconds[k] += options[option].backward_seconds - options[0].backward_seconds
-            extra_ops[k] += len(chosen.rerun) - len(chosen.packed)
+            extra_ops[k] += chosen.ops_again
         decided.append(
             replace(
                 stage,
@@ -146,11 +146,12 @@ def _decision(lowered: LoweredSchedule, k: int, *, sends: bool) -> StageDecision
 
 
 def _extra_runs(
-    stages: Sequence[PlannedStage], chain: Chain, replayed: Replay
+    stages: Sequence[PlannedStage], menus: Sequence[MenuRecord], chain: Chain, replayed: Replay
 ) -> tuple[defaultdict[int, float], Counter[int]]:
     """What forward runs of a stage take beyond one that keeps everything, and the ops of every run but its first."""
     extra_seconds: defaultdict[int, float] = defaultdict(float)
     extra_ops: Counter[int] = Counter()
+    programs = _ops_of_programs(stages, menus, replayed)
     seen: set[int] = set()
     for moment in replayed.timeline:
         action = moment.action
@@ -164,9 +165,19 @@ def _extra_runs(
             # With an option inside it does not stop at its last saved tensor: see ``planner.plans.lowering``.
             stops = action.kind == "recompute" and not action.option
             stage = stages[action.stage]
-            extra_ops[action.stage] += stage.recompute_ops if stops else stage.forward_ops
+            extra_ops[action.stage] += programs.get(action.stage) or (
+                stage.recompute_ops if stops else stage.forward_ops
+            )
         seen.add(action.stage)
     return extra_seconds, extra_ops
+
+
+def _ops_of_programs(stages: Sequence[PlannedStage], menus: Sequence[MenuRecord], replayed: Replay) -> dict[int, int]:
+    """How many ops the forward of each stage has that goes backward as a program."""
+    actions = [moment.action for moment in replayed.timeline]
+    chosen = {action.stage: action.option for action in actions if action.kind in RUNS and action.option}
+    options = {k: menus[stages[k].menu].options[option - 1] for k, option in chosen.items()}
+    return {k: len(option.runs.forward) for k, option in options.items() if option.runs is not None}
 
 
 def _offload_units(stage: PlannedStage, menus: Sequence[MenuRecord], chosen: OptionRecord | None) -> tuple[int, ...]:

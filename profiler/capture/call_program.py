@@ -37,13 +37,10 @@ class CallProgram:
     Args:
         captured: one of the calls.
         order: of the runs of its ops.
-
-    Attributes:
-        gradients_held: whether others held a gradient of what a call returned when its backward was over.
     """
 
     def __init__(self, captured: CapturedCall, order: StepOrder) -> None:
-        self.captured, self.gradients_held = captured, False
+        self.captured = captured
         forward, backward = programs_of(captured.graph, order)
         self.forward_code: _Code = forward.forward
         self.backward_code: _Code = backward.forward
@@ -67,11 +64,9 @@ class CallProgram:
         """
         for number, (size, stride) in zip(self.captured.tangents, self.layouts, strict=True):
             saved.append(_as_traced(gradients[number], size, stride))
-        taken = [StorageWeakRef(gradients[number].untyped_storage()) for number in self.captured.tangents]
         gradients.clear()
         with torch._C._DisableAutocast():
             made = self.backward_code(saved)
-        self.gradients_held = self.gradients_held or not all(storage.expired() for storage in taken)
         return tuple(None if number is None else made[number] for _, number in self.contributions)
 
 
@@ -94,10 +89,13 @@ class BoundProgram:
     Args:
         program: for modules like this one.
         module: whose parameters and buffers are read.
+
+    Attributes:
+        gradients_held: whether others held a gradient of what a call returned when its backward was over.
     """
 
     def __init__(self, program: CallProgram, module: nn.Module) -> None:
-        self.program, self._module = program, module
+        self.program, self._module, self.gradients_held = program, module, False
         tables = [None if isinstance(each, int) else _table_of(module, each) for each in program.captured.sources]
         self._sources = [*zip(tables, program.captured.sources, strict=True)]
         self._written = [_table_of(module, name) for name in program.captured.written]
@@ -168,7 +166,7 @@ class _Call(torch.autograd.Function):
             made = program.forward_code([inputs[place] for place in program.places])
         returned = program.captured.graph.forward_outputs
         ctx.save_for_backward(*made[returned:])
-        ctx.program, ctx.saved = program, None
+        ctx.bound, ctx.saved = bound, None
         return _outputs_of(ctx, bound, made[:returned])
 
     @staticmethod
@@ -177,7 +175,12 @@ class _Call(torch.autograd.Function):
         saved = list(ctx.saved_tensors if ctx.saved is None else ctx.saved)
         if _get_current_graph_task_keep_graph():
             ctx.saved = list(saved)
-        return (None, *ctx.program.gradients(saved, gradients))
+        bound: BoundProgram = ctx.bound
+        program = bound.program
+        taken = [StorageWeakRef(gradients[number].untyped_storage()) for number in program.captured.tangents]
+        made = program.gradients(saved, gradients)
+        bound.gradients_held = bound.gradients_held or not all(storage.expired() for storage in taken)
+        return (None, *made)
 
 
 class _DroppedCall(torch.autograd.Function):

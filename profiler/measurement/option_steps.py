@@ -224,7 +224,7 @@ def _as_captured(menu: MenuRecord, group: OptionGroup, orders: Sequence[StepRuns
         graph=graph,
         options=tuple(options),
         unread=tuple(sorted(group.captured.unread)),
-        gradients_held=any(program.program.gradients_held for program in group.captured.once.values()),
+        gradients_held=any(group.captured.once[k].gradients_held for k in group.members),
     )
     return menu.with_programs(orders)
 
