@@ -55,7 +55,7 @@ class StagePrograms:
             if option and k not in sent and plan.menus[plan.stages[k].menu].options[option - 1].runs is not None
         }
         self._programs: dict[tuple[int, int], CallProgram] = {}
-        self._bound: dict[int, list[_Bound]] = {}
+        self._bound: dict[tuple[int, nn.Module], list[_Bound]] = {}  # another module may take a stage's place
         self._refused: set[int] = set()
 
     def runs(self, position: int) -> bool:
@@ -74,7 +74,7 @@ class StagePrograms:
         if position not in self._options or position in self._refused:
             return None
         why = ""
-        bound = self._bound.setdefault(position, [])
+        bound = self._bound.setdefault((position, module), [])
         for each in bound:
             refusal = each.guard.refusal(args, kwargs)
             if not refusal:

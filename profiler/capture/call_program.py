@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -45,6 +45,7 @@ class CallProgram:
         self.forward_code: _Code = forward.forward
         self.backward_code: _Code = backward.forward
         self.outputs_code: _Code = outputs_program(captured.graph, order).forward
+        self.parameters = _parameters_among(captured, forward)
         self.contributions = _contributions(captured)
         inputs = [number for number, _ in self.contributions]
         self.places = [inputs.index(number) for number in range(len(captured.sources))]
@@ -70,17 +71,35 @@ class CallProgram:
         return tuple(None if number is None else made[number] for _, number in self.contributions)
 
 
-def _contributions(captured: CapturedCall) -> list[tuple[int, int | None]]:
-    """Each input with an output of the backward that adds to its gradient, in the order in which they are made.
+def _parameters_among(captured: CapturedCall, forward: fx.GraphModule) -> list[tuple[int, int]]:
+    """What a forward hands over of what its module holds: the place of each there, and its number among the inputs."""
+    (output,) = forward.graph.find_nodes(op="output")
+    inputs = {node.name: number for number, node in enumerate(captured.graph.inputs)}
+    handed = output.args[0][captured.graph.forward_outputs :]
+    found = [(place, inputs[node.name]) for place, node in enumerate(handed) if node.op == "placeholder"]
+    return [(place, number) for place, number in found if isinstance(captured.sources[number], str)]
 
-    A tensor may be several inputs, and has several uses. Inputs without a gradient come last.
+
+def _contributions(captured: CapturedCall) -> list[tuple[int, int | None]]:
+    """Each input with an output of the backward that adds to its gradient, in the order in which they are added.
+
+    A tensor may be several inputs, of which that comes first whose gradient is made first. Those of an input keep their
+    order. Inputs without a gradient come last.
     """
     graph = captured.graph
     made = {node: place for place, node in enumerate(graph.module.graph.nodes)}
     gradients = graph.outputs[graph.forward_outputs :]
-    found = [(number, each) for number, numbers in enumerate(captured.gradients) for each in numbers]
-    found.sort(key=lambda each: made[gradients[each[1]]])
-    return [*found, *((number, None) for number, numbers in enumerate(captured.gradients) if not numbers)]
+    found: list[tuple[int, int, int]] = []
+    for number, numbers in enumerate(captured.gradients):
+        place = -1
+        for each in numbers:
+            place = max(place, made[gradients[each]])
+            found.append((place, number, each))
+    without = [number for number, numbers in enumerate(captured.gradients) if not numbers]
+    return [
+        *((number, each) for _, number, each in sorted(found, key=lambda one: one[0])),
+        *((n, None) for n in without),
+    ]
 
 
 class BoundProgram:
@@ -190,15 +209,20 @@ class _DroppedCall(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bound: BoundProgram, saved: Saved, *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        program = bound.program
+        # Autograd sees to it that they stay, and hooks around the model see them.
+        ctx.save_for_backward(*(inputs[program.places[number]] for _, number in program.parameters))
         ctx.saved = saved
         with torch._C._DisableAutocast():
-            made = bound.program.outputs_code([inputs[place] for place in bound.program.places])
+            made = program.outputs_code([inputs[place] for place in program.places])
         return _outputs_of(ctx, bound, made)
 
     @staticmethod
     def backward(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _refuse_graphs_of_gradients()
         program, saved = ctx.saved.taken(again=_get_current_graph_task_keep_graph())
+        for (place, _), parameter in zip(program.parameters, ctx.saved_tensors, strict=True):
+            saved[place] = parameter
         return None, None, *program.gradients(saved, gradients)
 
 
