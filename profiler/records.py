@@ -80,6 +80,7 @@ class StageRecord:
         gather_seconds: of doing so once, beside nothing else.
         behind_peak_bytes, dropped_behind_peak_bytes: above those at the start of its forward, while ops without
             gradients ran behind it outside of stages, which count as its own; 0 where there are none.
+        gradient_strides: how the gradients of what it returns lie, of those that take one; empty where none came.
     """
 
     name: str
@@ -120,6 +121,7 @@ class StageRecord:
     gather_seconds: Seconds = 0.0
     behind_peak_bytes: Bytes = 0
     dropped_behind_peak_bytes: Bytes = 0
+    gradient_strides: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,6 +53,7 @@ class PlannedStage:
         calls: as in the profile.
         forward_ops, recompute_ops, boundary_bytes: as in the profile; with them a plan can be solved again by itself.
         saved_bytes: kept from its forward to its backward where all of it is kept.
+        gradient_strides: as in the profile.
         keeps_gathered: whether its unit of ``fully_shard`` keeps its parameters gathered from forward to backward.
     """
 
@@ -80,6 +81,7 @@ class PlannedStage:
     boundary_bytes: int = 0
     calls: int = 0
     keeps_gathered: bool = False
+    gradient_strides: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

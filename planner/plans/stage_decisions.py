@@ -53,6 +53,7 @@ def _undecided_stage(profile: Profile, k: int, *, keeps_gathered: bool) -> Plann
         recompute_ops=record.recompute_ops,
         saved_bytes=record.kept_bytes if inside else max(0, record.forward.end_bytes - record.forward.start_bytes),
         boundary_bytes=record.boundary_bytes,
+        gradient_strides=record.gradient_strides,
         keeps_gathered=keeps_gathered,
     )
 

@@ -14,7 +14,7 @@ from planner.runtime.plan_checks import warn_once
 from profiler.capture.call_guard import CallGuard, differing_attributes
 from profiler.capture.call_program import BoundProgram, CallProgram
 from profiler.capture.capture_cache import captured, captures_of, holds_for
-from profiler.capture.captured_call import CapturedCall
+from profiler.capture.captured_call import CapturedCall, Strides
 from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import StepOrder
 from profiler.capture.step_dataflow import step_graph_of
@@ -24,6 +24,7 @@ from profiler.workload.forward_patches import Forward
 
 leave_uncompiled(__name__)
 
+_OTHER_LAYOUT = "gradients of what it returns lie otherwise than when profiled, and may be off in their last bits"
 _MOST_CAPTURES = 4  # of one stage: what changes more often than that would be captured over and over
 
 
@@ -76,7 +77,7 @@ class StagePrograms:
         why = ""
         bound = self._bound.setdefault((position, module), [])
         for each in bound:
-            refusal = each.guard.refusal(args, kwargs)
+            refusal = each.guard.refusal(args, kwargs) or (_OTHER_LAYOUT if each.program.lay_otherwise else "")
             if not refusal:
                 return each.program
             why = why or refusal
@@ -96,17 +97,22 @@ class StagePrograms:
         menu = self._plan.menus[self._plan.stages[position].menu]
         option = menu.options[self._options[position] - 1]
         assert menu.graph is not None and option.runs is not None
-        call = self._call(menu, module, forward, args, kwargs)
+        strides = self._plan.stages[position].gradient_strides
+        call = self._call(menu, strides, module, forward, args, kwargs)
         key = id(call), self._options[position]
         if key not in self._programs:
             self._programs[key] = CallProgram(call, StepOrder.of(menu.graph, option.runs))
         return _Bound(CallGuard(module, args, kwargs), self._programs[key].bound(module))
 
-    def _call(self, menu: MenuRecord, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> CapturedCall:
+    def _call(
+        self, menu: MenuRecord, strides: Strides, module: nn.Module, forward: Forward, args: Any, kwargs: Any
+    ) -> CapturedCall:
         """A captured call that holds for this one: known already, of the module or of one like it, or traced now."""
         model = self._model()
         assert model is not None and menu.graph is not None
         for known in captures_of(model):
+            if known.gradient_strides != strides:
+                continue
             if known.module is module:
                 holds = holds_for(known, args, kwargs)
             else:
@@ -115,7 +121,7 @@ class StagePrograms:
                 holds = may_share and not known.guard.other_arguments(args, kwargs)
             if holds and not first_difference(menu.graph, step_graph_of(known.call.graph), sizes_differ=True):
                 return known.call
-        call = captured(model, module, forward, args, kwargs).call
+        call = captured(model, module, forward, args, kwargs, strides).call
         if what := first_difference(menu.graph, step_graph_of(call.graph), sizes_differ=True):
             raise CaptureError(f"expected the ops that were profiled, got others: {what}")
         return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -111,10 +112,12 @@ class BoundProgram:
 
     Attributes:
         gradients_held: whether others held a gradient of what a call returned when its backward was over.
+        lay_otherwise: whether a gradient of what a call returned lay otherwise than the traced one.
     """
 
     def __init__(self, program: CallProgram, module: nn.Module) -> None:
-        self.program, self._module, self.gradients_held = program, module, False
+        self.program, self._module = program, module
+        self.gradients_held = self.lay_otherwise = False
         tables = [None if isinstance(each, int) else _table_of(module, each) for each in program.captured.sources]
         self._sources = [*zip(tables, program.captured.sources, strict=True)]
         self._written = [_table_of(module, name) for name in program.captured.written]
@@ -139,6 +142,12 @@ class BoundProgram:
             made = self._seen(lambda: self.program.forward_code(self._inputs(args, kwargs)))
         returned = self.program.captured.graph.forward_outputs
         return list(made[returned:]), list(made[len(self._written) : returned])
+
+    def look_at(self, gradients: Sequence[Tensor]) -> None:
+        """Gradients of what a call returned have come."""
+        program = self.program
+        for number, (_, stride) in zip(program.captured.tangents, program.layouts, strict=True):
+            self.lay_otherwise = self.lay_otherwise or gradients[number].stride() != stride
 
     def write(self, values: Sequence[Tensor]) -> None:
         """Put the new contents into the buffers that the forward changes."""
@@ -196,6 +205,7 @@ class _Call(torch.autograd.Function):
             ctx.saved = list(saved)
         bound: BoundProgram = ctx.bound
         program = bound.program
+        bound.look_at(gradients)
         taken = [StorageWeakRef(gradients[number].untyped_storage()) for number in program.captured.tangents]
         made = program.gradients(saved, gradients)
         bound.gradients_held = bound.gradients_held or not all(storage.expired() for storage in taken)
@@ -212,7 +222,7 @@ class _DroppedCall(torch.autograd.Function):
         program = bound.program
         # Autograd sees to it that they stay, and hooks around the model see them.
         ctx.save_for_backward(*(inputs[program.places[number]] for _, number in program.parameters))
-        ctx.saved = saved
+        ctx.bound, ctx.saved = bound, saved
         with torch._C._DisableAutocast():
             made = program.outputs_code([inputs[place] for place in program.places])
         return _outputs_of(ctx, bound, made)
@@ -220,6 +230,7 @@ class _DroppedCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _refuse_graphs_of_gradients()
+        ctx.bound.look_at(gradients)
         program, saved = ctx.saved.taken(again=_get_current_graph_task_keep_graph())
         for (place, _), parameter in zip(program.parameters, ctx.saved_tensors, strict=True):
             saved[place] = parameter
@@ -255,15 +266,26 @@ def difference(bound: Forward, module: nn.Module, forward: Forward, args: Any, k
         module, forward, args, kwargs: the call.
     """
     state = CallState(module, device_of((args, kwargs)), draws_random=True)
-    expected = _observed(forward, module, args, kwargs)
+    expected = _observed(forward, bound, module, args, kwargs)
     with state.reinstated(), torch.enable_grad():
-        got = _observed(bound, module, args, kwargs)
+        got = _observed(bound, bound, module, args, kwargs)
     if expected.keys() != got.keys():
         return "the number of its outputs"
     return next((what for what, value in expected.items() if not _same_bits(value, got[what])), "")
 
 
-def _observed(call: Forward, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Tensor | None]:
+def _numbers_like(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
+    """Other numbers everywhere, in a tensor that lies so; in the rows that lie at one place the same."""
+    if stride is None:
+        stride = tensor.stride()
+    sizes = [1 if not step else size for size, step in zip(tensor.shape, stride, strict=True)]
+    count = math.prod(sizes)
+    numbers = torch.linspace(-1, 1, count, dtype=tensor.dtype, device=tensor.device).reshape(sizes)
+    lying = torch.empty_strided(sizes, stride, dtype=tensor.dtype, device=tensor.device).copy_(numbers)
+    return lying.as_strided(tensor.shape, stride)
+
+
+def _observed(call: Forward, bound: Forward, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Tensor | None]:
     """Outputs and gradients of a call, and what is in buffers and in the generator after it."""
     leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors_in((args, kwargs))]
     # Modules may write to what they are given: not to a leaf.
@@ -276,7 +298,9 @@ def _observed(call: Forward, module: nn.Module, args: Any, kwargs: Any) -> dict[
     trained = [tensor for tensor in outputs if tensor.requires_grad]
     # What others contribute to the gradients of inputs comes first, as of tensors that calls share.
     trained += [t * 1 for t in sources.values()]
-    numbers = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape) for t in trained]
+    layouts = bound.program.layouts if isinstance(bound, BoundProgram) else []
+    strides = [stride for _, stride in layouts] + [None] * len(trained)
+    numbers = [_numbers_like(tensor, stride) for tensor, stride in zip(trained, strides, strict=False)]
     gradients = torch.autograd.grad(trained, [*sources.values()], numbers, allow_unused=True)
     seen: dict[str, Tensor | None] = {f"output {k}": tensor.detach() for k, tensor in enumerate(outputs)}
     seen |= zip(sources, gradients, strict=True)
@@ -297,4 +321,6 @@ def _as_traced(gradient: Tensor, size: torch.Size, stride: Sequence[int]) -> Ten
     """A gradient that lies as the traced one did."""
     if gradient.stride() == tuple(stride):
         return gradient
+    if 0 in stride:
+        return gradient.contiguous()
     return torch.empty_strided(size, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)

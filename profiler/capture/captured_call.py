@@ -25,6 +25,7 @@ from profiler.step_graph import StepGraph
 from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import Forward
 
+Strides = Sequence[tuple[int, ...]]
 _INSIDE = "module."
 _FRESH = ("non_alias", "unsafe_view_alias")  # kinds of outputs with memory of their own
 
@@ -68,13 +69,21 @@ class CapturedCall:
         return replace(step, ops=tuple(replace(op, arguments=tuple(sorted(read[op.name]))) for op in step.ops))
 
 
-def capture_call(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CapturedCall:
+def capture_call(
+    module: nn.Module,
+    forward: Forward,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    gradient_strides: Strides = (),
+) -> CapturedCall:
     """Trace a call of a module.
 
     Args:
         module: whose parameters and buffers it uses.
         forward: what is called: the module's own forward.
         args, kwargs: of the call, with tensors as they come in training.
+        gradient_strides: of the gradients that come to what it returns, in the order of the tensors that take one;
+            empty for one that is not known, which is taken to be contiguous.
 
     Raises:
         CaptureError: it is no single graph of ops (Python looks at values, or an op has no fake tensors), computes
@@ -87,6 +96,7 @@ def capture_call(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwa
     flat = _FlatCall(module, forward, without_tensors((args, kwargs)))
     state = CallState(module, device_of((args, kwargs)), draws_random=True)
     with state.reinstated(), torch.enable_grad(), _naming_modules(module), contextlib.ExitStack() as stack:
+        stack.enter_context(_tangents_lying(gradient_strides))
         try:
             joint = aot_export_joint_with_descriptors(stack, flat, tuple(arguments))
         except Exception as error:  # The module's own code runs here, and torch's tracing.
@@ -117,6 +127,27 @@ def capture_call(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwa
     graph = JointGraph(module_graph, forward_outputs)
     described = [*described[:forward_outputs], *_split_sums(graph, described[forward_outputs:])]
     return _described(JointGraph(module_graph, forward_outputs), described, flat.returned, outputs)
+
+
+@contextlib.contextmanager
+def _tangents_lying(strides: Strides) -> Iterator[None]:
+    """Inside, AOTAutograd traces backward with gradients that lie so: kernels add up in another order otherwise."""
+    from torch._functorch._aot_autograd import collect_metadata_analysis as analysis
+
+    usual, wanted = analysis.coerce_tangent_and_suggest_memory_format, iter(strides)
+
+    def coerced(tangent: Tensor) -> Any:
+        made, *more = usual(tangent)
+        lies = next(wanted, ())
+        if len(lies) == tangent.dim() > 0 and isinstance(made, Tensor):
+            made = made.new_empty_strided(made.size(), lies)
+        return made, *more
+
+    analysis.coerce_tangent_and_suggest_memory_format = coerced
+    try:
+        yield
+    finally:
+        analysis.coerce_tangent_and_suggest_memory_format = usual
 
 
 @contextlib.contextmanager

@@ -52,6 +52,7 @@ class Measured:
     late_releases: list[tuple[int, int, Mark]]
     gathered_bytes: dict[int, int]
     copied_bytes: dict[int, int]
+    gradient_strides: dict[int, list[tuple[int, ...]]]
     seconds: dict[Mark, float]
     step_seconds: list[float]
     dropped_memory: PhasesOfMark
@@ -297,6 +298,7 @@ class _Assembly:
             gather_seconds=rerun.gather_seconds if unit_bytes else 0.0,
             links=stage.links,
             recomputable=not reason,
+            gradient_strides=tuple(m.gradient_strides.get(k, ())),
             reason=reason,
             remedy=remedy_for(stage.call) or rerun.remedy if reason else "",
             menu=m.menu_of[k],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -55,12 +55,19 @@ class StageCaptures:
         first_runs: their calls, with what they were given.
         model: whose modules they are of.
         device: of the step.
+        gradient_strides: of the gradients of what the stages return.
     """
 
     def __init__(
-        self, stages: Sequence[ChosenStage], first_runs: Sequence[FirstRun], model: nn.Module, device: torch.device
+        self,
+        stages: Sequence[ChosenStage],
+        first_runs: Sequence[FirstRun],
+        model: nn.Module,
+        device: torch.device,
+        gradient_strides: Mapping[int, Sequence[tuple[int, ...]]],
     ) -> None:
         self._stages, self._first_runs, self._model, self._device = stages, first_runs, model, device
+        self._gradient_strides = {k: tuple(each) for k, each in gradient_strides.items()}
 
     def capture(self, members: Sequence[int]) -> CapturedKind:
         """The stages at these positions, which are alike."""
@@ -96,10 +103,11 @@ class StageCaptures:
         return "it has units of fully_shard inside" if self._first_runs[k].state.units.inside else ""
 
     def _capture(self, kind: CapturedKind, members: Sequence[int]) -> str:
-        programs: list[tuple[CallProgram, nn.Module]] = []
+        programs: list[tuple[CallProgram, nn.Module, int]] = []
         for k in members:
-            module = self._stages[k].call.module
-            shared = next((each for each in programs if not self._difference(k, each[0])), None)
+            module, strides = self._stages[k].call.module, self._gradient_strides.get(k)
+            known = [each for each in programs if self._gradient_strides.get(each[2]) == strides]
+            shared = next((each for each in known if not self._difference(k, each[0])), None)
             if shared is None:
                 call = self._captured(k)
                 program = CallProgram(call, order_of(call.graph))
@@ -110,7 +118,7 @@ class StageCaptures:
                     kind.graph = call.with_arguments(measured_graph(call.graph, self._device))
                 elif graph != _without_costs(kind.graph):
                     return _OTHER_GRAPH
-                programs.append((program, module))
+                programs.append((program, module, k))
             else:
                 program = shared[0]
                 kind.unread |= differing_attributes(shared[1], module) or frozenset()
@@ -121,7 +129,8 @@ class StageCaptures:
         first = self._first_runs[k]
         args, kwargs = in_new_containers(first.arguments)
         with first.state.reinstated():
-            return captured(self._model, self._stages[k].call.module, first.call, args, kwargs).call
+            module, strides = self._stages[k].call.module, self._gradient_strides.get(k, ())
+            return captured(self._model, module, first.call, args, kwargs, strides).call
 
     def _difference(self, k: int, program: CallProgram) -> str:
         """What a program of a stage's ops computes otherwise, and the stage itself does not when it runs twice."""

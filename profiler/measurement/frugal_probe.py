@@ -49,6 +49,7 @@ class ComposedStep:
     late_releases: list[tuple[int, int, Mark]] = field(default_factory=list)
     gathered_bytes: dict[int, int] = field(default_factory=dict)
     copied_bytes: dict[int, int] = field(default_factory=dict)
+    gradient_strides: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     held: set[StageTensor] = field(default_factory=set)
     varied: list[str] = field(default_factory=list)
 

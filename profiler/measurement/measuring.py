@@ -91,6 +91,7 @@ class Measuring:
         self._randomness = randomness
         self._report = report
         self._late_phases: list[Phase] = []
+        self._gradient_strides: dict[int, list[tuple[int, ...]]] = {}
 
     def measure(
         self,
@@ -108,6 +109,7 @@ class Measuring:
             stages = stages_of(trace, calls)
         with self._probe(trace, stages) as probe:
             saving = self._saving_step(probe)
+            self._gradient_strides = saving.gradient_strides
             memory = by_mark(saving.phases)
             # They depend on seconds and bytes, and say which steps are to come.
             groups = agreed(
@@ -134,6 +136,7 @@ class Measuring:
             late_releases=saving.late_releases,
             gathered_bytes=saving.gathered_bytes,
             copied_bytes=saving.copied_bytes,
+            gradient_strides=saving.gradient_strides,
             seconds=typical_seconds(steps),
             step_seconds=[sum(phase.seconds for _, phase in step) for step in steps],
             dropped_memory=by_mark(dropping.phases),
@@ -274,7 +277,8 @@ class Measuring:
             failed = {k for k, rerun in enumerate(reruns) if rerun.failure}
             captured = [group for group in groups if failed.isdisjoint(group.members)]
             model = inner_model(self._workload.model)
-            capture_groups(captured, StageCaptures(stages, timed.first_runs, model, self._device))
+            captures = StageCaptures(stages, timed.first_runs, model, self._device, self._gradient_strides)
+            capture_groups(captured, captures)
         return timed.phases, reruns
 
     def _measure_menus(

@@ -48,6 +48,7 @@ class PlainStep(Protocol):
     late_releases: list[tuple[int, int, Mark]]
     gathered_bytes: dict[int, int]
     copied_bytes: dict[int, int]
+    gradient_strides: dict[int, list[tuple[int, ...]]]
     held: set[StageTensor]
     varied: list[str]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,7 @@ class SavingStep(MarkedStep):
         gathered_bytes: by stage that is a unit of ``fully_shard``, the buffer that its parameters were gathered in. Its
             second interval begins when they are there.
         copied_bytes: by stage, of copies of other gradients that may be there as its backward begins.
+        gradient_strides: by stage, how the gradients of its outputs lie, of those that take one; empty for none.
     """
 
     def __init__(self, probe: StageProbe, meter: Meter) -> None:
@@ -124,6 +126,7 @@ class SavingStep(MarkedStep):
         self.late_releases: list[tuple[int, int, Mark]] = []
         self.gathered_bytes: dict[int, int] = {}
         self.copied_bytes: dict[int, int] = {}
+        self.gradient_strides: dict[int, list[tuple[int, ...]]] = {}
         self._saved_storages: dict[int, tuple[int, int, weakref.ref[Any]]] = {}  # with stage and bytes
         self._saved: dict[int, list[weakref.ref[Tensor]]] = {}
         self.input_deaths: dict[StageTensor, Mark] = {}
@@ -174,8 +177,19 @@ class SavingStep(MarkedStep):
             self._inputs.update(storages_of(position, (args, kwargs)))
             output = forward(*args, **kwargs)
             self._outputs.update(storages_of(position, output))
+        self._note_gradients(position, output)
         self.varied += _varied(self._stages[position], len(saved))
         return output
+
+    def _note_gradients(self, position: int, output: Any) -> None:
+        trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.grad_fn is not None]
+        strides = self.gradient_strides[position] = [()] * len(trained)
+
+        def note(number: int, gradient: Tensor) -> None:
+            strides[number] = gradient.stride() if gradient.layout is torch.strided else ()
+
+        for number, tensor in enumerate(trained):
+            tensor.register_hook(functools.partial(note, number))
 
     def _note_saved(self, position: int, tensor: Tensor) -> None:
         key = storage_key(tensor)
