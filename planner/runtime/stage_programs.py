@@ -14,11 +14,13 @@ from planner.runtime.plan_checks import warn_once
 from profiler.capture.call_guard import CallGuard, differing_attributes
 from profiler.capture.call_program import BoundProgram, CallProgram
 from profiler.capture.capture_cache import captured, captures_of, holds_for
-from profiler.capture.captured_call import CapturedCall, Strides
+from profiler.capture.captured_call import CapturedCall, GradientLayouts
 from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import StepOrder
 from profiler.capture.step_dataflow import step_graph_of
 from profiler.records import MenuRecord
+from profiler.tensors.tensor_parts import sizes_of
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import Forward
 
@@ -97,21 +99,23 @@ class StagePrograms:
         menu = self._plan.menus[self._plan.stages[position].menu]
         option = menu.options[self._options[position] - 1]
         assert menu.graph is not None and option.runs is not None
-        strides = self._plan.stages[position].gradient_strides
-        call = self._call(menu, strides, module, forward, args, kwargs)
+        stage = self._plan.stages[position]
+        same_sizes = [*map(sizes_of, tensors_in((args, kwargs)))] == list(stage.input_shapes)
+        gradients = GradientLayouts(stage.gradient_strides, same_sizes)
+        call = self._call(menu, gradients, module, forward, args, kwargs)
         key = id(call), self._options[position]
         if key not in self._programs:
             self._programs[key] = CallProgram(call, StepOrder.of(menu.graph, option.runs))
         return _Bound(CallGuard(module, args, kwargs), self._programs[key].bound(module))
 
     def _call(
-        self, menu: MenuRecord, strides: Strides, module: nn.Module, forward: Forward, args: Any, kwargs: Any
+        self, menu: MenuRecord, gradients: GradientLayouts, module: nn.Module, forward: Forward, args: Any, kwargs: Any
     ) -> CapturedCall:
         """A captured call that holds for this one: known already, of the module or of one like it, or traced now."""
         model = self._model()
         assert model is not None and menu.graph is not None
         for known in captures_of(model):
-            if known.gradient_strides != strides:
+            if known.gradients != gradients:
                 continue
             if known.module is module:
                 holds = holds_for(known, args, kwargs)
@@ -121,7 +125,7 @@ class StagePrograms:
                 holds = may_share and not known.guard.other_arguments(args, kwargs)
             if holds and not first_difference(menu.graph, step_graph_of(known.call.graph), sizes_differ=True):
                 return known.call
-        call = captured(model, module, forward, args, kwargs, strides).call
+        call = captured(model, module, forward, args, kwargs, gradients).call
         if what := first_difference(menu.graph, step_graph_of(call.graph), sizes_differ=True):
             raise CaptureError(f"expected the ops that were profiled, got others: {what}")
         return call

@@ -291,7 +291,8 @@ def _observed(call: Forward, bound: Forward, module: nn.Module, args: Any, kwarg
     # Modules may write to what they are given: not to a leaf.
     given, named = with_tensors(without_tensors((args, kwargs)), [t * 1 if t.requires_grad else t for t in leaves])
     output = call(*given, **named)
-    drawn = random_state(device_of(leaves))
+    drawn_on = device_of(leaves)
+    drawn = random_state(drawn_on)
     outputs = tensors_in(output)
     sources = {f"the gradient of argument {k}": leaf for k, leaf in enumerate(leaves) if leaf.requires_grad}
     sources |= {f"the gradient of {name!r}": p for name, p in module.named_parameters() if p.requires_grad}
@@ -301,9 +302,13 @@ def _observed(call: Forward, bound: Forward, module: nn.Module, args: Any, kwarg
     layouts = bound.program.layouts if isinstance(bound, BoundProgram) else []
     strides = [stride for _, stride in layouts] + [None] * len(trained)
     numbers = [_numbers_like(tensor, stride) for tensor, stride in zip(trained, strides, strict=False)]
-    gradients = torch.autograd.grad(trained, [*sources.values()], numbers, allow_unused=True)
     seen: dict[str, Tensor | None] = {f"output {k}": tensor.detach() for k, tensor in enumerate(outputs)}
-    seen |= zip(sources, gradients, strict=True)
+    # A loop goes backward outside of autocast, as a rule.
+    for autocast in dict.fromkeys((False, torch.is_autocast_enabled(drawn_on.type))):
+        with torch.autocast(drawn_on.type, enabled=autocast, dtype=torch.get_autocast_dtype(drawn_on.type)):
+            gradients = torch.autograd.grad(trained, [*sources.values()], numbers, allow_unused=True, retain_graph=True)
+        where = ", under autocast" if autocast else ""
+        seen |= {name + where: gradient for name, gradient in zip(sources, gradients, strict=True)}
     seen |= {f"buffer {name!r}": buffer.detach().clone() for name, buffer in module.named_buffers()}
     return seen | {"the random numbers that it draws": drawn}
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from profiler.capture.call_guard import CallGuard
-from profiler.capture.captured_call import CapturedCall, Strides, capture_call
+from profiler.capture.captured_call import CONTIGUOUS, CapturedCall, GradientLayouts, capture_call
 from profiler.workload.compiled_forwards import Forward, leave_uncompiled
 
 leave_uncompiled(__name__)
@@ -22,7 +22,7 @@ class Capture(NamedTuple):
     call: CapturedCall
     module: nn.Module
     guard: CallGuard
-    gradient_strides: Strides
+    gradients: GradientLayouts
 
 
 _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, list[Capture]] = weakref.WeakKeyDictionary()
@@ -35,13 +35,18 @@ def captures_of(model: nn.Module) -> list[Capture]:
 
 
 def captured(
-    model: nn.Module, module: nn.Module, forward: Forward, args: Any, kwargs: Any, gradient_strides: Strides = ()
+    model: nn.Module,
+    module: nn.Module,
+    forward: Forward,
+    args: Any,
+    kwargs: Any,
+    gradients: GradientLayouts = CONTIGUOUS,
 ) -> Capture:
     """Trace a call of one of a model's modules and keep the capture; arguments and errors as of ``capture_call``."""
     with without_forward(module):
         guard = CallGuard(module, args, kwargs)
-    call = capture_call(module, forward, args, kwargs, gradient_strides)
-    capture = Capture(call, module, guard, gradient_strides)
+    call = capture_call(module, forward, args, kwargs, gradients)
+    capture = Capture(call, module, guard, gradients)
     if module is not model:  # Captures hold their modules.
         kept = _OF_MODELS.setdefault(model, [])
         kept.insert(0, capture)

@@ -8,10 +8,11 @@ parameters and buffers and does not hold them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,7 +26,33 @@ from profiler.step_graph import StepGraph
 from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import Forward
 
-Strides = Sequence[tuple[int, ...]]
+
+class GradientLayouts(NamedTuple):
+    """How the gradients of what a call returns lie, of those that take one.
+
+    Attributes:
+        strides: of each; empty where that is not known: it is taken to be contiguous.
+        same_sizes: they are of a call with the sizes of this one; else the order of the dimensions counts.
+    """
+
+    strides: tuple[tuple[int, ...], ...] = ()
+    same_sizes: bool = True
+
+    def of(self, number: int, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """The strides of a gradient of this shape; None where they are not known."""
+        strides = self.strides[number] if number < len(self.strides) else ()
+        if not strides or len(strides) != len(shape):
+            return None
+        if self.same_sizes:
+            return strides
+        made, step = [0] * len(shape), 1
+        for place in sorted(range(len(shape)), key=lambda place: (strides[place], -place)):
+            if strides[place]:
+                made[place], step = step, step * shape[place]
+        return tuple(made)
+
+
+CONTIGUOUS = GradientLayouts()
 _INSIDE = "module."
 _FRESH = ("non_alias", "unsafe_view_alias")  # kinds of outputs with memory of their own
 
@@ -74,7 +101,7 @@ def capture_call(
     forward: Forward,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    gradient_strides: Strides = (),
+    gradients: GradientLayouts = CONTIGUOUS,
 ) -> CapturedCall:
     """Trace a call of a module.
 
@@ -82,8 +109,7 @@ def capture_call(
         module: whose parameters and buffers it uses.
         forward: what is called: the module's own forward.
         args, kwargs: of the call, with tensors as they come in training.
-        gradient_strides: of the gradients that come to what it returns, in the order of the tensors that take one;
-            empty for one that is not known, which is taken to be contiguous.
+        gradients: that come to what it returns.
 
     Raises:
         CaptureError: it is no single graph of ops (Python looks at values, or an op has no fake tensors), computes
@@ -96,7 +122,7 @@ def capture_call(
     flat = _FlatCall(module, forward, without_tensors((args, kwargs)))
     state = CallState(module, device_of((args, kwargs)), draws_random=True)
     with state.reinstated(), torch.enable_grad(), _naming_modules(module), contextlib.ExitStack() as stack:
-        stack.enter_context(_tangents_lying(gradient_strides))
+        stack.enter_context(_tangents_lying(gradients))
         try:
             joint = aot_export_joint_with_descriptors(stack, flat, tuple(arguments))
         except Exception as error:  # The module's own code runs here, and torch's tracing.
@@ -130,17 +156,17 @@ def capture_call(
 
 
 @contextlib.contextmanager
-def _tangents_lying(strides: Strides) -> Iterator[None]:
+def _tangents_lying(layouts: GradientLayouts) -> Iterator[None]:
     """Inside, AOTAutograd traces backward with gradients that lie so: kernels add up in another order otherwise."""
     from torch._functorch._aot_autograd import collect_metadata_analysis as analysis
 
-    usual, wanted = analysis.coerce_tangent_and_suggest_memory_format, iter(strides)
+    usual, numbers = analysis.coerce_tangent_and_suggest_memory_format, itertools.count()
 
     def coerced(tangent: Tensor) -> Any:
         made, *more = usual(tangent)
-        lies = next(wanted, ())
-        if len(lies) == tangent.dim() > 0 and isinstance(made, Tensor):
-            made = made.new_empty_strided(made.size(), lies)
+        strides = layouts.of(next(numbers), tangent.shape)
+        if strides is not None and isinstance(made, Tensor):
+            made = made.new_empty_strided(made.size(), strides)
         return made, *more
 
     analysis.coerce_tangent_and_suggest_memory_format = coerced

@@ -12,7 +12,7 @@ from profiler.agreement import agreed, first_failure, gathered
 from profiler.capture.call_guard import differing_attributes
 from profiler.capture.call_program import BoundProgram, CallProgram, difference
 from profiler.capture.capture_cache import captured
-from profiler.capture.captured_call import CapturedCall
+from profiler.capture.captured_call import CapturedCall, GradientLayouts
 from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import order_of
 from profiler.capture.step_dataflow import step_graph_of
@@ -130,7 +130,7 @@ class StageCaptures:
         args, kwargs = in_new_containers(first.arguments)
         with first.state.reinstated():
             module, strides = self._stages[k].call.module, self._gradient_strides.get(k, ())
-            return captured(self._model, module, first.call, args, kwargs, strides).call
+            return captured(self._model, module, first.call, args, kwargs, GradientLayouts(strides)).call
 
     def _difference(self, k: int, program: CallProgram) -> str:
         """What a program of a stage's ops computes otherwise, and the stage itself does not when it runs twice."""
