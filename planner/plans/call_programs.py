@@ -9,7 +9,7 @@ from __future__ import annotations
 from planner.plans.graph_solving import GraphSearch, order_within
 from planner.plans.refusals import NoPlan
 from planner.steps.graph_problem import StepSurroundings, step_problem
-from profiler.call_replay import CallReplay, call_replay
+from profiler.program_replay import CallReplay, call_replay
 from profiler.step_graph import StepGraph
 from profiler.step_replay import replay_step, runs_once
 

@@ -22,9 +22,9 @@ from planner.plans.rules import Rule, Rules, rules_from
 from planner.plans.solving import complete, plan_of, plan_with_headroom
 from planner.plans.stage_decisions import undecided_stages
 from planner.units import parse_bytes
-from profiler.call_replay import forward_flow, runs_with
 from profiler.graph_profile import GraphProfile
 from profiler.op_graph import NamedStage, StageOps
+from profiler.program_replay import forward_flow, runs_with
 from profiler.records import Profile, StageRecord
 from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
 from solvers.chain.fixed_stages import expanded, restricted

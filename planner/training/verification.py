@@ -24,8 +24,7 @@ from planner.training.graph_verification import GraphVerification, verify_graph_
 from planner.training.solver_comparison import seconds_in_turns
 from profiler.agreement import agreed, largest, made_by_first
 from profiler.graph_profile import GraphProfile
-from profiler.measurement.joined_phases import typical_seconds
-from profiler.measurement.meter import Mark, MarkedPhases, Place, time_meter
+from profiler.measurement.meter import Mark, MarkedPhases, Place, time_meter, typical_seconds
 from profiler.measurement.planned_probe import PlannedProbe
 from profiler.progress import tell
 from profiler.workload.compiled_forwards import is_compiled, unwrapped

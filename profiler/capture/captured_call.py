@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ from profiler.recomputation.module_rerun import CallState
 from profiler.step_graph import StepGraph
 from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import Forward
+from profiler.workload.plain_objects import MOST_ITEMS, copied, refill
+from profiler.workload.reachable import globals_of
 
 
 class GradientLayouts(NamedTuple):
@@ -121,6 +124,7 @@ def capture_call(
     arguments = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors_in((args, kwargs))]
     flat = _FlatCall(module, forward, without_tensors((args, kwargs)))
     state = CallState(module, device_of((args, kwargs)), draws_random=True)
+    containers = [(container, copied(container)) for container in _containers_in_globals(module)]
     with state.reinstated(), torch.enable_grad(), _naming_modules(module), contextlib.ExitStack() as stack:
         stack.enter_context(_tangents_lying(gradients))
         try:
@@ -135,6 +139,13 @@ def capture_call(
                 "expected a call that changes nothing but buffers, got one that sets attributes of its modules, or "
                 "draws numbers that are not torch's: a program would not"
             )
+    if written := [container for container, before in containers if copied(container) != before]:
+        for container, before in containers:
+            refill(container, before)
+        raise CaptureError(
+            f"expected a call that changes nothing but buffers, got one that changes a {type(written[0]).__name__} of "
+            "its file: a program would not"
+        )
     if flat.changed_arguments:
         raise CaptureError(
             "expected a call that leaves its arguments as they are, got one that adds to or takes from them"
@@ -200,6 +211,19 @@ def _naming_modules(module: nn.Module) -> Iterator[None]:
             hook.remove()
         while open_calls:
             open_calls.pop().__exit__(None, None, None)
+
+
+def _containers_in_globals(module: nn.Module) -> Iterator[Any]:
+    """Lists, dicts and sets that the forwards of a module and those inside it name in their files."""
+    known: set[int] = set()
+    for kind in dict.fromkeys(type(inner) for inner in module.modules()):
+        forward = kind.forward
+        if isinstance(forward, types.FunctionType) and forward.__module__.partition(".")[0] != "torch":
+            for name in globals_of(forward):
+                value: Any = forward.__globals__.get(name)
+                if type(value) in (list, dict, set) and id(value) not in known and len(value) <= MOST_ITEMS:
+                    known.add(id(value))
+                    yield value
 
 
 class _FlatCall(nn.Module):

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from profiler.measurement.joined_phases import PhasesOfMark, extended, highest, joined
-from profiler.measurement.meter import Mark, Place
+from profiler.measurement.meter import Mark, PhasesOfMark, Place, extended, highest, joined
 from profiler.measurement.stage_marks import StageTensor
 from profiler.measurement.stage_reruns import RerunTimes
 from profiler.recomputation.op_schema import overload_of, traits_of

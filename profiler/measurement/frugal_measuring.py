@@ -9,9 +9,8 @@ from typing import Any
 from profiler.measurement.assembly import Measured
 from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.frugal_probe import FrugalProbe
-from profiler.measurement.joined_phases import PhasesOfMark
 from profiler.measurement.measuring import Measuring, ProgressReporter
-from profiler.measurement.meter import MarkedPhases, Meter, NoMeter, time_meter
+from profiler.measurement.meter import MarkedPhases, Meter, NoMeter, PhasesOfMark, time_meter
 from profiler.measurement.option_steps import OptionSteps
 from profiler.measurement.stage_marks import PlainStep
 from profiler.measurement.stage_options import OptionGroup, ProposeChoices

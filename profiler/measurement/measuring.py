@@ -12,8 +12,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from profiler.agreement import agreed, any_rank, gathered, largest
 from profiler.measurement.assembly import Measured
 from profiler.measurement.captured_stages import ProposeRuns, StageCaptures
-from profiler.measurement.joined_phases import PhasesOfMark, by_mark, typical_seconds
-from profiler.measurement.meter import Mark, MarkedPhases, Meter, ShardedMemoryMeter, memory_meter, time_meter
+from profiler.measurement.meter import (
+    Mark,
+    MarkedPhases,
+    Meter,
+    PhasesOfMark,
+    ShardedMemoryMeter,
+    by_mark,
+    memory_meter,
+    time_meter,
+    typical_seconds,
+)
 from profiler.measurement.option_steps import OptionSteps
 from profiler.measurement.stage_marks import PlainStep
 from profiler.measurement.stage_options import (

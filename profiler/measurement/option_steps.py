@@ -9,8 +9,7 @@ from dataclasses import asdict, replace
 from profiler.agreement import agreed, first_failure, gathered
 from profiler.largest_values import merged_largest
 from profiler.measurement.captured_stages import ProposeRuns
-from profiler.measurement.joined_phases import PhasesOfMark, by_mark
-from profiler.measurement.meter import Mark, MarkedPhases, Meter, time_meter
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, PhasesOfMark, by_mark, time_meter
 from profiler.measurement.option_costs import Costs
 from profiler.measurement.stage_options import (
     KEEP,

@@ -18,10 +18,19 @@ from profiler.capture.step_dataflow import step_graph_of
 from profiler.graph_profile import GraphProfile
 from profiler.measurement.assembly import what_ran_where
 from profiler.measurement.device_memory import ran_out
-from profiler.measurement.joined_phases import highest, joined
 from profiler.measurement.link_bandwidth import measure_link
 from profiler.measurement.measuring import SEVERAL_CALLS, Progress, ProgressReporter
-from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, metered_step, time_meter
+from profiler.measurement.meter import (
+    Mark,
+    MarkedPhases,
+    Meter,
+    Place,
+    highest,
+    joined,
+    memory_meter,
+    metered_step,
+    time_meter,
+)
 from profiler.measurement.op_costs import measured_graph
 from profiler.measurement.profiling import check_profilable, ran_out_in_words
 from profiler.measurement.step_measurement import beside_bytes, measure

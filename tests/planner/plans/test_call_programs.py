@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from planner.plans.call_programs import program_menu
-from profiler.call_replay import CallReplay, call_replay
 from profiler.capture.call_program import CallProgram
 from profiler.capture.captured_call import CapturedCall, capture_call
 from profiler.capture.programs import StepOrder
 from profiler.measurement.op_costs import measured_graph
+from profiler.program_replay import CallReplay, call_replay
 from profiler.step_graph import StepGraph, StepOp, StepStorage
 from profiler.step_replay import StepRuns, runs_once
 

@@ -112,7 +112,8 @@ def test_marks_are_no_ops_of_a_stage_of_which_a_part_runs_again() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*other ops")
         marks, peak = marks_of(work, plan, planned=True)
-    assert peak == plan.predicted_peak_bytes
+    # Room for the random state of a second run counts, and there is none.
+    assert peak <= plan.predicted_peak_bytes <= plan.unplanned_peak_bytes
     assert not any(mark.phase == "again" for mark in marks)
 
 

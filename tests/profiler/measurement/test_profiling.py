@@ -194,7 +194,7 @@ def test_a_profile_survives_its_file(tmp_path: Any) -> None:
     ("spoil", "message"),
     [
         (lambda text: text[: len(text) // 2], "breaks off"),
-        (lambda text: text.replace('"version": 1', '"version": 99'), "version 1, got 99"),
+        (lambda text: text.replace('"version": 2', '"version": 99'), "version 2, got 99"),
         (lambda text: text.replace("planner-profile", "planner-plan"), "got 'planner-plan'"),
         (lambda text: text.replace('"unplanned_seconds": ', '"unplanned_seconds": NaN, "x": '), "finite"),
         (lambda text: text.replace('"unplanned_peak_bytes": ', '"unplanned_peak_bytes": -'), "unplanned_peak_bytes"),

@@ -127,10 +127,10 @@ def test_calls_of_a_module_that_stores_tensors_do_not_run_choices_in_one_step() 
 
 
 def test_how_many_steps_the_measurement_takes() -> None:
-    assert [rounds_for(steps) for steps in (0, 1, 2, 3, 4, 5, 100)] == [4, 4, 2, 1, 1, 1, 1]
+    assert [rounds_for(steps) for steps in (0, 1, 2, 3, 4, 5, 100)] == [3, 3, 1, 1, 1, 1, 1]
     groups = [group([0, 1], 3), group([2], 1, family=1)]
-    # Bytes: 3 choices on 2 stages. Seconds the same, each twice.
-    assert steps_for(groups) == 2 + 2 * 2
+    # Bytes: 3 choices on 2 stages. Seconds the same.
+    assert steps_for(groups) == 2 + 2
 
 
 def chained(seconds: Sequence[float]) -> StageOps:
