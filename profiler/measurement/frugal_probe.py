@@ -348,6 +348,7 @@ class FrugalProbe(StageProbe):
             if rep in step.gathered_bytes:
                 plain.gathered_bytes[k] = step.gathered_bytes[rep]
             plain.copied_bytes[k] = step.copied_bytes.get(rep, 0)
+            plain.gradient_strides[k] = step.gradient_strides.get(k, [])
             plain.held |= {(k, number) for stage, number in step.held if stage == rep}
             plain.varied += [self.stages[k].name for name in step.varied if name == self.stages[rep].name]
             for stage, size_bytes, mark in step.late_releases:

@@ -174,4 +174,5 @@ class FrugalSavingStep(FrugalStep, SavingStep):
         self._inputs.update(storages_of(position, (args, kwargs)))
         output = FrugalStep.run_stage(self, position, forward, args, kwargs)
         self._outputs.update(storages_of(position, output))
+        self._note_gradients(position, output)
         return output

@@ -12,13 +12,20 @@ import torch
 
 import planner
 from planner.plans.cost_model import chain_of
+from planner.plans.profiling import choices_for
 from planner.plans.solving import plan_of
+from profiler.measurement import profiling
 from profiler.workload.workload import Workload
 from solvers import Chain, Problem, Schedule, Solution, replay
 from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
 from solvers.problem.link import Link
 
 DEPTHS = (0.0, 0.3, 0.6)
+
+
+def profile_of_opaque(work: Workload, **settings: Any) -> planner.Profile:
+    """A profile in which no stage is captured, with the options that are measured inside stages then."""
+    return profiling.profile(work, propose=choices_for, **settings)
 
 
 def state_after(work: Workload, steps: int = 2) -> dict[str, Any]:

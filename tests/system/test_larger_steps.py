@@ -50,9 +50,9 @@ def test_a_rate_that_was_nothing_when_profiled_is_said_once() -> None:
         for module in work.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.2
-        (said,) = said_in(work)
-    assert "6 more differentiable ops" in said
-    assert "the peak is not promised" in said
+        said = said_in(work)
+    assert all("its modules hold something else" in each and "is recomputed as a whole" in each for each in said[:-1])
+    assert "more differentiable ops" in said[-1] and "the peak is not promised" in said[-1]
 
 
 class Alternating(nn.Module):
@@ -131,7 +131,7 @@ def test_ops_that_are_taken_for_those_that_were_left_out_are_said() -> None:
         skipping = [part for part in work.model.modules() if isinstance(part, Skipping)]
         skipping[2].skips = True
         (said,) = said_in(work)
-    assert "'blocks.2': it runs other ops than when profiled" in said
+    assert "'blocks.2': it does not run as the program that was planned" in said and "recomputed as a whole" in said
 
 
 class Dividing(nn.Module):

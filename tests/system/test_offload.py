@@ -19,7 +19,7 @@ from profiler.workload.workload import Workload
 from solvers import Chain, Schedule
 from solvers.problem.chain_schedule import Action
 from solvers.problem.link import Link
-from tests.support.exactness import assert_same, choosing_inside, state_after
+from tests.support.exactness import assert_same, choosing_inside, profile_of_opaque, state_after
 from tests.support.odd_models import workload
 from tests.support.offload_plans import SCHEDULES, kept, planned
 
@@ -60,7 +60,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedCopyEngine]:
 def profiles() -> Iterator[dict[str, planner.Profile]]:
     patch = pytest.MonkeyPatch()
     patch.setattr(offloadable, "SMALLEST_OFFLOAD_UNIT_BYTES", 64)
-    yield {name: planner.profile(workload(name)) for name in MODELS}
+    yield {name: profile_of_opaque(workload(name)) for name in MODELS}
     patch.undo()
 
 
@@ -340,9 +340,10 @@ def with_option(number: int) -> Callable[[Chain], Schedule]:
 
 @pytest.mark.filterwarnings("error:planned stage")
 def test_under_every_option_of_a_transformers_block_what_is_left_travels(
-    blocks: planner.Profile, engines: list[SimulatedCopyEngine]
+    engines: list[SimulatedCopyEngine],
 ) -> None:
     settings = {"layers": 3, "batch": 2, "hidden": 32, "seq": 32, "vocab": 100}
+    blocks = profile_of_opaque(zoo.build("gpt2", **settings))
     expected = gradients(zoo.build("gpt2", **settings))
     for number in range(1, 1 + max(len(menu.options) for menu in blocks.menus)):
         plan, work = planned(blocks, with_option(number)), zoo.build("gpt2", **settings)

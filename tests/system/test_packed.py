@@ -14,7 +14,7 @@ import planner
 from planner.plans.cost_model import chain_of
 from solvers import Action, Schedule
 from solvers.chain import baselines
-from tests.support.exactness import assert_same, following, state_after
+from tests.support.exactness import assert_same, following, profile_of_opaque, state_after
 from tests.support.step_peaks import peaks_of_steps
 
 WIDTH, ROWS = 32, 512
@@ -91,7 +91,7 @@ def with_option(base: Schedule, options: dict[int, int], *, again: bool) -> Sche
 def test_options_with_bits_are_exact_and_take_the_bytes_predicted(
     block: Callable[[], nn.Module], autocast: torch.dtype | None
 ) -> None:
-    profile = planner.profile(built(block, autocast), stages=["*"])
+    profile = profile_of_opaque(built(block, autocast), stages=["*"])
     chain = chain_of(profile)
     keeping = baselines.keep_all(chain)[0]
     expected = state_after(built(block, autocast))
@@ -112,7 +112,7 @@ def test_options_with_bits_are_exact_and_take_the_bytes_predicted(
 
 
 def test_plans_that_draw_again_and_that_unpack_are_not_the_same() -> None:
-    profile = planner.profile(built(Dropping), stages=["*"])
+    profile = profile_of_opaque(built(Dropping), stages=["*"])
     chain = chain_of(profile)
     menu = profile.menus[profile.stages[1].menu]
     number = next(n for n, option in enumerate(menu.options, start=1) if option.packed)
