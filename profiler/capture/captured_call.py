@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from profiler.capture.joint_graph import MODULE, CaptureError, JointGraph, storages_of
 from profiler.recomputation.module_rerun import CallState
@@ -125,7 +126,14 @@ def capture_call(
     flat = _FlatCall(module, forward, without_tensors((args, kwargs)))
     state = CallState(module, device_of((args, kwargs)), draws_random=True)
     containers = [(container, copied(container)) for container in _containers_in_globals(module)]
-    with state.reinstated(), torch.enable_grad(), _naming_modules(module), contextlib.ExitStack() as stack:
+    # Modes that look at the ops of a step see none of tracing.
+    with (
+        _disable_current_modes(),
+        state.reinstated(),
+        torch.enable_grad(),
+        _naming_modules(module),
+        contextlib.ExitStack() as stack,
+    ):
         stack.enter_context(_tangents_lying(gradients))
         try:
             joint = aot_export_joint_with_descriptors(stack, flat, tuple(arguments))

@@ -1,0 +1,84 @@
+"""A guard refuses a call wherever something that tracing took for granted is another, and says what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from profiler.capture.call_guard import CallGuard, differing_attributes
+
+SLOPE = 0.5
+
+
+class Block(nn.Module):
+    """Depends on attributes, a container, a global and plain arguments."""
+
+    def __init__(self, rate: float = 0.1, number: int = 0) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(rate)
+        self.number, self.scales = number, [1.0, 2.0]
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.dropout(self.linear(x)) * scale * self.scales[0] * SLOPE
+
+
+def set_global(value: float) -> None:
+    globals()["SLOPE"] = value
+
+
+CHANGES: dict[str, tuple[Callable[[Block], object], str]] = {
+    "a rate": (lambda block: setattr(block.dropout, "p", 0.2), "modules hold something else"),
+    "the mode": (lambda block: block.eval(), "modules hold something else"),
+    "a container": (lambda block: block.scales.append(3.0), "modules hold something else"),
+    "a hook": (lambda block: block.linear.register_forward_hook(lambda *_: None), "modules hold something else"),
+    "a frozen parameter": (lambda block: block.linear.bias.requires_grad_(False), "other parameters are trained"),
+    "a global": (lambda block: set_global(0.25), "a global"),
+}
+CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "another shape": ((torch.randn(3, 4),), {}),
+    "other strides": ((torch.randn(4, 2).t(),), {}),
+    "another type": ((torch.randn(2, 4, dtype=torch.float64),), {}),
+    "a gradient": ((torch.randn(2, 4, requires_grad=True),), {}),
+    "a plain argument": ((torch.randn(2, 4),), {"scale": 2.0}),
+    "another kind of number": ((torch.randn(2, 4),), {"scale": True}),
+}
+
+
+def test_the_same_call_passes() -> None:
+    block = Block()
+    guard = CallGuard(block, (torch.randn(2, 4),), {})
+    block(torch.randn(2, 4))
+    assert guard.refusal((torch.randn(2, 4),), {}) == ""
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_the_module_is_refused(name: str) -> None:
+    block, (change, said) = Block(), CHANGES[name]
+    guard = CallGuard(block, (torch.randn(2, 4),), {})
+    try:
+        change(block)
+        assert said in guard.refusal((torch.randn(2, 4),), {})
+    finally:
+        set_global(0.5)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_other_arguments_are_refused(name: str) -> None:
+    guard = CallGuard(Block(), (torch.randn(2, 4),), {})
+    assert "it is called with" in guard.refusal(*CALLS[name])
+
+
+def test_other_settings_of_torch_are_refused() -> None:
+    guard = CallGuard(Block(), (torch.randn(2, 4),), {})
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "torch's settings" in guard.refusal((torch.randn(2, 4),), {})
+
+
+def test_modules_of_one_structure_differ_in_the_attributes_that_differ() -> None:
+    assert differing_attributes(Block(), Block()) == frozenset()
+    assert differing_attributes(Block(), Block(rate=0.3, number=2)) == {".number", "dropout.p"}
+    assert differing_attributes(Block(), nn.Linear(4, 4)) is None

@@ -1,0 +1,132 @@
+"""Plans of captured stages: exact and to the byte, and what their guards refuse is exact, too."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+import planner
+from tests.support.exactness import assert_same
+
+WIDTH, LENGTH = 32, 16
+
+
+class Block(nn.Module):
+    """A block of a GPT."""
+
+    def __init__(self, rate: float = 0.1) -> None:
+        super().__init__()
+        self.norm, self.other_norm, self.dropout = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(rate)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = self.qkv(self.norm(x)).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(scaled_dot_product_attention(*split.unbind(), is_causal=True).transpose(1, 2).flatten(-2))
+        return x + self.dropout(self.down(gelu(self.up(self.other_norm(x)))))
+
+
+class Net(nn.Module):
+    """Blocks, of which the second half reads what the first half made; lengths of batches may change."""
+
+    def __init__(self, count: int = 6, skips: bool = False) -> None:
+        super().__init__()
+        self.skips = skips
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(count)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: list[Tensor] = []
+        for number, block in enumerate(self.blocks):
+            half = len(self.blocks) // 2
+            x = block(x + made[number - half] if self.skips and number >= half else x)
+            made.append(x)
+        return self.head(x)
+
+
+def workload(skips: bool = False) -> planner.Workload:
+    torch.manual_seed(0)
+    return planner.Workload(Net(skips=skips), torch.randn(8, LENGTH, WIDTH), loss=lambda y: y.square().mean())
+
+
+def trained(model: nn.Module, batches: list[Tensor], *, retain: bool = False) -> list[Tensor | None]:
+    torch.manual_seed(1)
+    found: list[Tensor | None] = []
+    for batch in batches:
+        model.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward(retain_graph=retain)
+        if retain:
+            loss.backward()
+        found += [loss.detach(), *(p.grad for p in model.parameters())]
+    return [*found, torch.rand(3)]
+
+
+def plans(profile: planner.Profile) -> Iterator[planner.Plan]:
+    with pytest.raises(planner.Infeasible) as refusal:
+        planner.solve(profile, 1)
+    least, most = refusal.value.minimum_budget_bytes, profile.unplanned_peak_bytes
+    for share in (0.0, 0.25, 0.5, 0.8):
+        yield planner.solve(profile, least + int((most - least) * share))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skips", [False, True])
+def test_every_plan_is_exact_and_takes_the_bytes_predicted(skips: bool) -> None:
+    work = workload(skips)
+    profile = planner.profile(work)
+    assert not any(menu.opaque for menu in profile.menus) and any(len(menu.options) > 2 for menu in profile.menus)
+    expected = trained(copy.deepcopy(work.model), [work.inputs] * 2)
+    for plan in plans(profile):
+        with planner.apply(work.model, plan):
+            assert_same(trained(work.model, [work.inputs] * 2), expected)
+            assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
+        assert planner.Plan.from_document(plan.to_document(), "here") == plan
+
+
+@pytest.mark.slow
+def test_a_plan_is_carried_out_on_another_model_of_its_kind() -> None:
+    plan = list(plans(planner.profile(workload())))[1]
+    work = workload()
+    expected = trained(copy.deepcopy(work.model), [work.inputs] * 2)
+    with planner.apply(work.model, plan):
+        assert_same(trained(work.model, [work.inputs] * 2), expected)
+
+
+@pytest.mark.slow
+def test_batches_of_other_lengths_are_exact() -> None:
+    work = workload()
+    plan = list(plans(planner.profile(work)))[1]
+    batches = [torch.randn(8, length, WIDTH) for length in (LENGTH, 12, 20, LENGTH, 12)]
+    expected = trained(copy.deepcopy(work.model), batches)
+    with planner.apply(work.model, plan), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same(trained(work.model, batches), expected)
+
+
+@pytest.mark.slow
+def test_a_rate_that_is_changed_is_followed() -> None:
+    work = workload()
+    plan = list(plans(planner.profile(work)))[1]
+    other = copy.deepcopy(work.model)
+    with planner.apply(work.model, plan):
+        for rate in (0.1, 0.3, 0.5):
+            for model in (work.model, other):
+                for block in model.blocks:  # type: ignore[union-attr]
+                    block.dropout.p = rate
+            assert_same(trained(work.model, [work.inputs]), trained(other, [work.inputs]))
+
+
+@pytest.mark.slow
+def test_a_graph_that_is_retained_goes_backward_twice() -> None:
+    work = workload()
+    plan = list(plans(planner.profile(work)))[3]
+    expected = trained(copy.deepcopy(work.model), [work.inputs], retain=True)
+    with planner.apply(work.model, plan), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same(trained(work.model, [work.inputs], retain=True), expected)
