@@ -19,7 +19,7 @@ from profiler.step_replay import StepRuns
 # Deviation from a line, as a share of what the bytes grow by, that counts as none: a CUDA allocator rounds every tensor
 # up to 512 bytes, which of tensors of half a megabyte is that share.
 STRAIGHT = 0.001
-_SHAPES = ("input_shapes", "parameter_shapes")
+_SHAPES = ("input_shapes", "parameter_shapes", "gradient_strides")
 _COUNTS = ("recompute_ops", "forward_ops", "saved_tensors", "alike")
 _ROWS_OF_BYTES = ("parameters", "buffers", "optimizer", "inputs", "gradients", "loop")
 
@@ -170,6 +170,8 @@ def _blend(parts: Sequence[Any], fit: _Fit, name: str) -> Any:
         names = [field.name for field in dataclasses.fields(last)]
         return type(last)(**{key: _blend([getattr(part, key) for part in parts], fit, key) for key in names})
     if isinstance(last, tuple):
+        if name == "gradient_strides" and len({len(part) for part in parts}) > 1:
+            return ()
         if len({len(part) for part in parts}) > 1:
             raise _incompatible([len(part) for part in parts], f"{{}} {name}")
         blended = (_blend(items, fit, name) for items in zip(*parts, strict=True))

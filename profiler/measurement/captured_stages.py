@@ -98,9 +98,21 @@ class StageCaptures:
         for name, inner in call.module.named_modules():
             if name and any(getattr(inner, kind) for kind in _HOOKS):
                 return f"{name!r} inside it has hooks, which a program would not run"
+        if self._first_runs[k].state.casts() and self._shares_parameters(call.module):
+            return (
+                "autocast casts its parameters once for it and for other calls that use them, and adds up in the cast"
+            )
         if any(type(p) not in (nn.Parameter, torch.Tensor) for p in call.module.parameters()):
             return "its parameters are of a type of their own"
         return "it has units of fully_shard inside" if self._first_runs[k].state.units.inside else ""
+
+    def _shares_parameters(self, module: nn.Module) -> bool:
+        """Whether other calls use parameters of a module, or it is called several times."""
+        if sum(stage.call.module is module for stage in self._stages) > 1:
+            return True
+        mine, inside = {id(p) for p in module.parameters()}, set(module.modules())
+        others = (inner for inner in self._model.modules() if inner not in inside)
+        return any(id(p) in mine for inner in others for p in inner._parameters.values())
 
     def _capture(self, kind: CapturedKind, members: Sequence[int]) -> str:
         programs: list[tuple[CallProgram, nn.Module, int]] = []

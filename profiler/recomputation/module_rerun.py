@@ -73,6 +73,10 @@ class CallState:
         with running_again(), gathered, self._torch.reinstated(), numbers, host, self._modules.reinstated():
             yield
 
+    def casts(self) -> bool:
+        """Whether it runs under autocast."""
+        return self._torch.casts()
+
     def has_changed(self) -> bool:
         """Whether what the modules hold, tensors' contents aside, or a generator of the host is another now."""
         return not self._modules.holds_what_it_held() or (self._host is not None and self._host.has_advanced())

@@ -33,6 +33,10 @@ class TorchState:
         self._function_modes = _function_modes()
         self._cached_parametrizations = _cached_parametrizations()
 
+    def casts(self) -> bool:
+        """Whether autocast is on."""
+        return any(on for _, on, _ in self._autocast[0])
+
     def is_now(self) -> bool:
         """Whether everything is as it was when this was made."""
         modes = _function_modes()
