@@ -69,7 +69,7 @@ def profile(
         workload,
         stages=stages,
         propose=choices_for if menus and not compiled else None,
-        programs=_orders_for if menus and not compiled else None,
+        programs=None if compiled else _orders_for if menus else _once if stated is not None else None,
         state=None if stated is None else (lambda named, outside: _choices(stated, named, outside, compiled)),
         progress=progress,
         limit_bytes=None if limit is None else parse_bytes(limit),
@@ -80,6 +80,10 @@ def _orders_for(graph: StepGraph) -> list[StepRuns]:
     """The orders of a captured call's ops that no other one beats; each op once first, whatever it is worth."""
     once = runs_once(graph)
     return [once, *(each.runs for each in program_menu(graph) if each.runs != once)]
+
+
+def _once(graph: StepGraph) -> list[StepRuns]:
+    return [runs_once(graph)]
 
 
 def _choices(rules: Rules, named: Sequence[NamedStage], outside: Sequence[str], compiled: bool) -> Mapping[int, Choice]:

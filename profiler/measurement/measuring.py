@@ -31,6 +31,7 @@ from profiler.measurement.stage_options import (
     capture_groups,
     grouped,
     steps_for,
+    take_stated,
     take_turns,
 )
 from profiler.measurement.stage_probe import StageProbe
@@ -121,12 +122,12 @@ class Measuring:
             self._gradient_strides = saving.gradient_strides
             memory = by_mark(saving.phases)
             # They depend on seconds and bytes, and say which steps are to come.
-            groups = agreed(
-                grouped(uncompiled_trace, uncompiled_stages, alike(uncompiled_stages), memory, propose, state)
-            )
+            groups = agreed(grouped(uncompiled_trace, uncompiled_stages, alike(uncompiled_stages), memory, propose))
             self._begin("memory, nothing kept")
             dropping = probe.dropping_forward(self._memory_meter(), hold_all=False)
             steps, dropped_seconds, reruns = self._time_in_turns(probe, stages, groups if programs is not None else ())
+            if state is not None:
+                take_stated(groups, uncompiled_trace, uncompiled_stages, state)
             take_turns(groups, stages, [k for k, rerun in enumerate(reruns) if rerun.failure == STORES])
             self._report.runs += steps_for(groups)
             menus = self._measure_menus(probe, groups, memory, propose, programs, steps)

@@ -12,6 +12,7 @@ from torch import nn
 from profiler.measurement.captured_stages import CapturedKind, StageCaptures
 from profiler.measurement.meter import Mark, Place
 from profiler.op_graph import Choice, ChoiceError, StageOps
+from profiler.program_replay import forward_flow
 from profiler.recomputation.op_schema import overload_of, traits_of
 from profiler.recomputation.selection import Selection
 from profiler.records import Phase
@@ -102,7 +103,6 @@ def grouped(
     kinds: Sequence[int],
     plain: Mapping[Mark, list[Phase]],
     propose: ProposeChoices,
-    state: StateChoices | None = None,
 ) -> list[OptionGroup]:
     """The groups of stages that do the same ops, on the same kinds of storages and in the same bytes, with choices.
 
@@ -111,25 +111,17 @@ def grouped(
         kinds: a number for each stage; equal where structure and shapes are equal.
         plain: the intervals of an unplanned step under the memory meter.
         propose: names the choices that are worth measuring.
-        state: names the choices that a person asks for.
-
-    Raises:
-        ChoiceError: what a person asks for cannot be.
     """
     groups: dict[tuple[int, StageOps], OptionGroup] = {}
     proposals: dict[int, Sequence[Choice]] = {}
     flows = [_rerunnable(stage_ops_of(trace, stage), stage) for stage in stages]
     for k, flow in enumerate(flows):
         groups.setdefault((kinds[k], without_seconds(flow)), OptionGroup(flow, [])).members.append(k)
-    stated = {} if state is None else state(with_names(trace, stages, flows), names_outside(trace, stages))
     all_bytes = sum(group.ops.saved_bytes * len(group.members) for group in groups.values())
     for group in groups.values():
         group.ops = pooled([flows[k] for k in group.members])
-        group.choices = list({stated[k].again: stated[k] for k in group.members if k in stated}.values())
         group.reason = _why_unrecorded(group, stages)
-        if group.reason:
-            _refuse_stated(group, stages[group.members[0]].name)
-        elif group.ops.saved_bytes * len(group.members) >= SMALLEST_SHARE * all_bytes:
+        if not group.reason and group.ops.saved_bytes * len(group.members) >= SMALLEST_SHARE * all_bytes:
             proposals[id(group)] = propose(group.ops)
     steps = MEMORY_STEPS - 1 if _neighbours_interfere([*groups.values()]) else MEMORY_STEPS
     parts: list[OptionGroup] = []
@@ -157,13 +149,40 @@ def _why_unrecorded(group: OptionGroup, stages: Sequence[ChosenStage]) -> str:
     return _CASTING if any(traits_of(overload_of(op.op)).casts for op in group.ops.ops) else ""
 
 
-def _refuse_stated(group: OptionGroup, name: str) -> None:
-    """Refuse what a person asks for inside stages that have no choices; raises ChoiceError."""
-    if group.choices:
-        raise ChoiceError(
-            f"rules: expected whole stages, got a choice of ops inside {name!r}: {group.reason}; state it for the "
-            "whole stage"
-        )
+def take_stated(
+    groups: Sequence[OptionGroup], trace: Trace, stages: Sequence[ChosenStage], state: StateChoices
+) -> None:
+    """Have what a person asks for inside opaque stages measured; programs of captured ones need not be.
+
+    Args:
+        groups: of all stages, captured where that is possible.
+        trace, stages: the traced step and its stages.
+        state: names the choices that a person asks for.
+
+    Raises:
+        ChoiceError: what a person asks for cannot be.
+    """
+    flows = {k: _flow_of(group) for group in groups for k in group.members}
+    named = with_names(trace, stages, [flows[k] for k in range(len(stages))])
+    stated = state(named, names_outside(trace, stages))
+    for group in groups:
+        asked = {stated[k].again: stated[k] for k in group.members if k in stated}
+        if not asked or (group.captured is not None and group.captured.graph is not None):
+            continue
+        if group.reason:
+            raise ChoiceError(
+                f"rules: expected whole stages, got a choice of ops inside {stages[group.members[0]].name!r}: "
+                f"{group.reason}; state it for the whole stage"
+            )
+        others = [choice for choice in group.choices if choice.again not in asked]
+        group.choices = list(asked.values())
+        group.take(others)
+
+
+def _flow_of(group: OptionGroup) -> StageOps:
+    """The ops of a group's stages as a person can name them."""
+    graph = None if group.captured is None else group.captured.graph
+    return group.ops if graph is None else replace(forward_flow(graph), modules=group.ops.modules)
 
 
 def spread_out(choices: Sequence[Choice], ops: StageOps, most: int) -> list[Choice]:

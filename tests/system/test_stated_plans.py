@@ -218,10 +218,6 @@ def test_checkpoints_cost_what_chen_s_segments_cost(gpt2_profile):
         (Rules(rules=[Rule(modules="*.h.9")]), "'\\*.h.9', which matches nothing; nearest: "),
         (Rules(rules=[Rule(modules="lm_head")]), "'lm_head', which runs outside of stages"),
         (Rules(rules=[Rule(modules="*.mlp", ops="gelu")]), "which matches nothing; nearest: "),
-        (
-            Rules(rules=[Rule(modules="*.h.1", ops="*norm")]),
-            "layer_norm.*run again, got one that has not; profile",
-        ),
         (Rules(rules=[BLOCKS], rest="solve"), "expected a budget for the stages left to the solver"),
         (Rules(rules=[Rule(modules="*", action="solve")]), "expected a budget"),
     ],
@@ -231,11 +227,11 @@ def test_rules_that_do_not_fit_the_profile_are_refused(gpt2_profile, rules, word
         planner.state(gpt2_profile.stage_level(), rules)
 
 
-def test_wrong_names_are_refused_before_anything_is_measured():
+def test_wrong_names_are_refused_before_options_are_measured():
     runs = []
     with pytest.raises(ChoiceError, match="nearest: blocks.1"):
         planner.profile(workload("plain"), rules=[Rule(modules="block.1")], progress=lambda *what: runs.append(what[0]))
-    assert set(runs) <= {"warm up", "look for what is drawn at random", "trace", "memory"}
+    assert not any("options" in what for what in runs)
 
 
 def test_a_stage_that_cannot_be_recomputed_is_refused_with_the_reason_and_its_ops_are_not():
@@ -280,12 +276,6 @@ def test_random_numbers_of_an_own_generator_are_not_drawn_again_unless_forced():
     assert decisions(plan) == ["selective"] * 3 and "(forced)" in plan.stated[0]
     with planner.apply(work.model, plan):
         assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
-
-
-def test_stated_options_are_there_for_the_solver_too(solved_rules, gpt2_profile):
-    options = [option.rerun for menu in gpt2_profile.menus for option in menu.options]
-    assert any(len(rerun) == 1 for rerun in options)
-    assert planner.solve(gpt2_profile, "90%").predicted_peak_bytes <= 0.9 * gpt2_profile.unplanned_peak_bytes
 
 
 class OutOfSight(nn.Module):

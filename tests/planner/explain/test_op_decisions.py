@@ -185,7 +185,7 @@ def test_every_op_is_listed_on_request(plan: planner.Plan) -> None:
     assert text.count("held anyway") == len(kinds)
     assert all(text.count("_safe_softmax") >= 1 for _ in kinds)
     rows = sum(line.split()[0].isdigit() for line in text.splitlines() if line.split())
-    assert rows == sum(len(found.menu.ops.ops) for found in kinds if found.menu is not None)
+    assert rows == sum(len(found.ops.ops) for found in kinds if found.ops is not None)
 
 
 def test_a_plan_without_menus_says_decisions_alone(plan: planner.Plan) -> None:
