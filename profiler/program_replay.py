@@ -11,6 +11,8 @@ from profiler.step_graph import StepGraph
 from profiler.step_replay import StepRuns, replay_step, runs_once
 
 _KINDS_NAMED = 3
+# What tracing calls otherwise than eager code does.
+_EAGER_NAMES = {"aten._native_batch_norm_legit_functional.default": "aten.native_batch_norm.default"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ def forward_flow(graph: StepGraph) -> StageOps:
     return StageOps(
         ops=tuple(
             StageOp(
-                op=op.op,
+                op=_EAGER_NAMES.get(op.op, op.op),
                 module=op.module,
                 seconds=op.seconds,
                 reads=tuple((number, 0) for number in op.reads),
