@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -27,6 +28,7 @@ from profiler.workload.forward_patches import Forward
 leave_uncompiled(__name__)
 
 _OTHER_LAYOUT = "gradients of what it returns lie otherwise than when profiled, and may be off in their last bits"
+_MOST_FAILURES = 3  # to capture a stage: one may be called once with all of it frozen
 _MOST_CAPTURES = 4  # of one stage: what changes more often than that would be captured over and over
 
 
@@ -60,6 +62,7 @@ class StagePrograms:
         self._programs: dict[tuple[int, int], CallProgram] = {}
         self._bound: dict[tuple[int, nn.Module], list[_Bound]] = {}  # another module may take a stage's place
         self._refused: set[int] = set()
+        self._failures: Counter[int] = Counter()
 
     def runs(self, position: int) -> bool:
         """Whether the plan runs a stage as a program."""
@@ -87,9 +90,10 @@ class StagePrograms:
             try:
                 bound.append(self._bind(position, module, forward, args, kwargs))
                 return bound[-1].program
-            except CaptureError as error:
-                why = why or str(error)
-        if not bound or len(bound) == _MOST_CAPTURES:
+            except Exception as error:  # noqa: BLE001 - the stage's own code runs here, and torch's tracing.
+                why = why or (str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}")
+                self._failures[position] += 1
+        if len(bound) == _MOST_CAPTURES or self._failures[position] == _MOST_FAILURES:
             self._refused.add(position)
         stage = self._plan.stages[position]
         warn_once(stage.name, f"it does not run as the program that was planned: {why}; it is recomputed as a whole")

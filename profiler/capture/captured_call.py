@@ -58,6 +58,7 @@ class GradientLayouts(NamedTuple):
 
 CONTIGUOUS = GradientLayouts()
 _INSIDE = "module."
+_NOTHING_TRAINED = "expected a call that computes something to train, got one without"
 _FRESH = ("non_alias", "unsafe_view_alias")  # kinds of outputs with memory of their own
 
 
@@ -168,7 +169,9 @@ def capture_call(
     described = output.meta["desc"]
     # Behind them comes a gradient for each input; of one that takes none nothing is described.
     kinds = [type(each).__name__ for each in described]
-    forward_outputs = next(k for k, kind in enumerate(kinds) if kind in ("NoneType", "GradAOTOutput"))
+    forward_outputs = next((k for k, kind in enumerate(kinds) if kind in ("NoneType", "GradAOTOutput")), len(kinds))
+    if forward_outputs == len(kinds):
+        raise CaptureError(_NOTHING_TRAINED)
     graph = JointGraph(module_graph, forward_outputs)
     described = [*described[:forward_outputs], *_split_sums(graph, described[forward_outputs:])]
     return _described(JointGraph(module_graph, forward_outputs), described, flat.returned, outputs)
@@ -314,7 +317,7 @@ def _described(graph: JointGraph, described: Any, returned: Any, outputs: Any) -
             raise CaptureError("expected gradients of what the call returns, got one of something else")
         tangents.append(of.idx)
     if not tangents:
-        raise CaptureError("expected a call that computes something to train, got one without")
+        raise CaptureError(_NOTHING_TRAINED)
     return CapturedCall(
         graph=graph,
         sources=sources,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.capture.call_program import CallProgram, difference
-from profiler.capture.captured_call import capture_call
+from profiler.capture.captured_call import GradientLayouts, capture_call
 from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import StepOrder, order_of
 from profiler.tensors.tensor_trees import tensors_in
@@ -265,3 +265,33 @@ class Writing(nn.Module):
 def test_what_no_program_could_do_is_refused(module: nn.Module, why: str) -> None:
     with pytest.raises(CaptureError, match=why):
         capture_call(module, module.forward, (torch.randn(4, 8, requires_grad=True) * 1,), {})
+
+
+def test_a_call_without_anything_to_train_is_refused() -> None:
+    module = nn.Linear(8, 8).requires_grad_(False)
+    with pytest.raises(CaptureError, match="something to train"):
+        capture_call(module, module.forward, (torch.randn(4, 8),), {})
+
+
+def test_uses_of_an_input_add_up_in_the_order_of_eager_code() -> None:
+    """What others contribute to the gradient comes first, and sums of three floats depend on the order."""
+
+    class Uses(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin() * 3 + x.exp() / 7 + x
+
+    module, args = Uses(), (torch.randn(64, requires_grad=True) * 1,)
+    captured = capture_call(module, module.forward, args, {})
+    assert [len(numbers) for numbers in captured.gradients] == [3]
+    program = CallProgram(captured, order_of(captured.graph))
+    assert difference(program.bound(module), module, module.forward, args, {}) == ""
+
+
+def test_gradients_lie_as_they_are_said_to() -> None:
+    layouts = GradientLayouts(((8, 1, 2), (4, 0, 1)))
+    assert [layouts.of(0, (3, 2, 4)), layouts.of(1, (2, 3, 4)), layouts.of(2, (2,))] == [(8, 1, 2), (4, 0, 1), None]
+    other = layouts._replace(same_sizes=False)
+    assert [other.of(0, (5, 3, 6)), other.of(1, (7, 3, 5)), other.of(0, (2, 2))] == [(18, 1, 3), (5, 0, 1), None]
+    module, args = nn.Linear(8, 4), (torch.randn(2, 3, 8, requires_grad=True) * 1,)
+    captured = capture_call(module, module.forward, args, {}, GradientLayouts(((1, 2, 6),)))
+    assert CallProgram(captured, order_of(captured.graph)).layouts == [((2, 3, 4), (1, 2, 6))]
