@@ -93,8 +93,8 @@ class StagePrograms:
             except Exception as error:  # noqa: BLE001 - the stage's own code runs here, and torch's tracing.
                 why = why or (str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}")
                 self._failures[position] += 1
-        if len(bound) == _MOST_CAPTURES or self._failures[position] == _MOST_FAILURES:
-            self._refused.add(position)
+                if self._failures[position] == _MOST_FAILURES:
+                    self._refused.add(position)
         stage = self._plan.stages[position]
         warn_once(stage.name, f"it does not run as the program that was planned: {why}; it is recomputed as a whole")
         return None
