@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ def call_replay(graph: StepGraph, runs: StepRuns, *, gradients_held: bool = Fals
     )
 
 
+@functools.lru_cache(maxsize=64)
 def forward_flow(graph: StepGraph) -> StageOps:
     """The forward of a call as the ops of a stage, with the ordinals and numbers that they have in the graph."""
     ops = [op for op in graph.ops if op.side == "forward"]
@@ -108,6 +110,7 @@ def forward_flow(graph: StepGraph) -> StageOps:
     )
 
 
+@functools.lru_cache(maxsize=256)
 def kept_and_rerun(graph: StepGraph, runs: StepRuns) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What an order keeps of what its forward makes, and which ops of the forward it runs again."""
     handed = replay_step(graph, runs, held=False).handed

@@ -43,8 +43,9 @@ class StagePrograms:
     """Finds the program of each call of a stage that the plan runs as one.
 
     Args:
-        plan, lowered: that are applied.
-        model: to which they are.
+        plan: the applied plan.
+        lowered: what its schedule does at each stage.
+        model: the model that it is applied to.
     """
 
     def __init__(self, plan: Plan, lowered: LoweredSchedule, model: nn.Module) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Any
 
@@ -12,9 +10,9 @@ from torch import Tensor, nn
 
 from profiler.recomputation.module_state import ModuleState
 from profiler.recomputation.torch_state import TorchState
-from profiler.tensors.tensor_trees import device_of, tensors_in, without_tensors
+from profiler.tensors.tensor_trees import TensorSlot, device_of, tensors_in, without_tensors
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.reachable import globals_of
+from profiler.workload.reachable import globals_of_forwards
 from profiler.workload.sharded_units import units_of
 
 leave_uncompiled(__name__)
@@ -38,7 +36,7 @@ class CallGuard:
         self._torch = TorchState(device_of(tensors))
         self._modules = ModuleState(module, (), units_of(module), values=False)
         self._parameters = [(p, p.requires_grad) for p in module.parameters()]
-        self._globals = [*_plain_globals(module)]
+        self._globals = [each for each in globals_of_forwards(module) if isinstance(each[2], _PLAIN)]
 
     def other_arguments(self, args: Any, kwargs: Any) -> str:
         """What is another in the arguments of a call than it was in the captured one; empty where nothing is."""
@@ -110,8 +108,7 @@ def _frozen(tree: Any) -> Any:
         return kind, tuple((key, _frozen(value)) for key, value in tree.items())
     if isinstance(tree, _PLAIN):
         return kind, tree
-    slot = getattr(tree, "number", None)
-    return (kind, slot) if slot is not None and kind.__name__ == "_TensorSlot" else _Same(tree)
+    return (kind, tree.number) if isinstance(tree, TensorSlot) else _Same(tree)
 
 
 class _Same:
@@ -126,15 +123,3 @@ class _Same:
         return isinstance(other, _Same) and self._value is other._value
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _plain_globals(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Plain values that the forwards of a module and those inside it read from their files."""
-    for kind in dict.fromkeys(type(inner) for inner in module.modules()):
-        forward = kind.forward
-        if not isinstance(forward, types.FunctionType) or forward.__module__.partition(".")[0] == "torch":
-            continue
-        for name in globals_of(forward):
-            value = forward.__globals__.get(name)
-            if isinstance(value, _PLAIN):
-                yield forward.__globals__, name, value

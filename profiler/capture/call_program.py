@@ -111,13 +111,14 @@ class BoundProgram:
         module: whose parameters and buffers are read.
 
     Attributes:
+        watches_gradients: whether backward looks at who else holds the gradients of what a call returned.
         gradients_held: whether others held a gradient of what a call returned when its backward was over.
         lay_otherwise: whether a gradient of what a call returned lay otherwise than the traced one.
     """
 
     def __init__(self, program: CallProgram, module: nn.Module) -> None:
         self.program, self._module = program, module
-        self.gradients_held = self.lay_otherwise = False
+        self.watches_gradients = self.gradients_held = self.lay_otherwise = False
         tables = [None if isinstance(each, int) else _table_of(module, each) for each in program.captured.sources]
         self._sources = [*zip(tables, program.captured.sources, strict=True)]
         self._written = [_table_of(module, name) for name in program.captured.written]
@@ -206,7 +207,8 @@ class _Call(torch.autograd.Function):
         bound: BoundProgram = ctx.bound
         program = bound.program
         bound.look_at(gradients)
-        taken = [StorageWeakRef(gradients[number].untyped_storage()) for number in program.captured.tangents]
+        watched = program.captured.tangents if bound.watches_gradients else ()
+        taken = [StorageWeakRef(gradients[number].untyped_storage()) for number in watched]
         made = program.gradients(saved, gradients)
         bound.gradients_held = bound.gradients_held or not all(storage.expired() for storage in taken)
         return (None, *made)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from profiler.step_graph import StepGraph
 from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import Forward
 from profiler.workload.plain_objects import MOST_ITEMS, copied, refill
-from profiler.workload.reachable import globals_of
+from profiler.workload.reachable import globals_of_forwards
 
 
 class GradientLayouts(NamedTuple):
@@ -224,17 +223,10 @@ def _naming_modules(module: nn.Module) -> Iterator[None]:
             open_calls.pop().__exit__(None, None, None)
 
 
-def _containers_in_globals(module: nn.Module) -> Iterator[Any]:
-    """Lists, dicts and sets that the forwards of a module and those inside it name in their files."""
-    known: set[int] = set()
-    for kind in dict.fromkeys(type(inner) for inner in module.modules()):
-        forward = kind.forward
-        if isinstance(forward, types.FunctionType) and forward.__module__.partition(".")[0] != "torch":
-            for name in globals_of(forward):
-                value: Any = forward.__globals__.get(name)
-                if type(value) in (list, dict, set) and id(value) not in known and len(value) <= MOST_ITEMS:
-                    known.add(id(value))
-                    yield value
+def _containers_in_globals(module: nn.Module) -> list[Any]:
+    """Lists, dicts and sets that the forwards of a module and those inside it name in their files, each once."""
+    named = (value for _, _, value in globals_of_forwards(module) if type(value) in (list, dict, set))
+    return [*{id(each): each for each in named if len(each) <= MOST_ITEMS}.values()]
 
 
 class _FlatCall(nn.Module):

@@ -22,11 +22,11 @@ from profiler.measurement.stage_probe import FirstRun
 from profiler.step_graph import StepGraph
 from profiler.step_replay import StepRuns
 from profiler.tensors.tensor_trees import in_new_containers
+from profiler.trace.alike_stages import HOOKS_OF_CALLS
 from profiler.trace.obstacles import why_not_recomputable
 from profiler.trace.partition import ChosenStage
 
 ProposeRuns = Callable[[StepGraph], Sequence[StepRuns]]
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OTHER_GRAPH = "stages like it are captured as another graph"
 
 
@@ -96,7 +96,7 @@ class StageCaptures:
         if call.distributed:
             return "its tensors are distributed (DTensor), or it calls collectives"
         for name, inner in call.module.named_modules():
-            if name and any(getattr(inner, kind) for kind in _HOOKS):
+            if name and any(getattr(inner, kind) for kind in HOOKS_OF_CALLS):
                 return f"{name!r} inside it has hooks, which a program would not run"
         if self._first_runs[k].state.casts() and self._shares_parameters(call.module):
             return (
@@ -135,6 +135,7 @@ class StageCaptures:
                 program = shared[0]
                 kind.unread |= differing_attributes(shared[1], module) or frozenset()
             kind.once[k] = program.bound(module)
+            kind.once[k].watches_gradients = True
         return ""
 
     def _captured(self, k: int) -> CapturedCall:

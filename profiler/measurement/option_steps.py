@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 
-from profiler.agreement import agreed, first_failure, gathered
+from profiler.agreement import first_failure, gathered, made_by_first
 from profiler.largest_values import merged_largest
 from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, PhasesOfMark, by_mark, time_meter
@@ -150,7 +150,8 @@ class OptionSteps:
         orders: dict[int, Sequence[StepRuns]] = {}
         for group in groups:
             if programs is not None and group.captured is not None and group.captured.graph is not None:
-                orders[group.family] = orders.get(group.family) or agreed([*programs(group.captured.graph)])
+                graph = group.captured.graph
+                orders[group.family] = orders.get(group.family) or made_by_first(lambda graph=graph: [*programs(graph)])
         return [_as_captured(menu, group, orders.get(group.family)) for menu, group in zip(menus, groups, strict=True)]
 
     def _costs(

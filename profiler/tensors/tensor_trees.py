@@ -201,7 +201,7 @@ def _map_dataclass(change: Callable[[Any], Any], tree: Any, kind: type, known: _
     return changed
 
 
-class _TensorSlot:
+class TensorSlot:
     """Stands in a tree for its n-th tensor."""
 
     __slots__ = ("number",)
@@ -213,9 +213,9 @@ class _TensorSlot:
 def without_tensors(tree: Any) -> Any:
     """The tree with a slot for each of its tensors."""
     numbers = itertools.count()
-    return map_tensors(lambda _: _TensorSlot(next(numbers)), tree)
+    return map_tensors(lambda _: TensorSlot(next(numbers)), tree)
 
 
 def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
     """What ``without_tensors`` made, with tensors in their slots again."""
-    return map_tensors(lambda slot: tensors[slot.number], tree, kind=_TensorSlot)
+    return map_tensors(lambda slot: tensors[slot.number], tree, kind=TensorSlot)

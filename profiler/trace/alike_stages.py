@@ -29,7 +29,7 @@ def alike(stages: Sequence[ChosenStage]) -> list[int]:
     return kinds
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS_OF_CALLS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def _hooks_of(module: nn.Module) -> tuple[tuple[str, str, str], ...]:
@@ -37,7 +37,7 @@ def _hooks_of(module: nn.Module) -> tuple[tuple[str, str, str], ...]:
     on_modules = [
         (name, kind, getattr(hook, "__qualname__", type(hook).__name__))
         for name, inner in module.named_modules()
-        for kind in _HOOKS
+        for kind in HOOKS_OF_CALLS
         for hook in getattr(inner, kind).values()
     ]
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")

@@ -217,6 +217,15 @@ def globals_of(function: types.FunctionType) -> list[str]:
     return [name for name in names_in(function.__code__) if name in function.__globals__]
 
 
+def globals_of_forwards(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Globals that the forwards of a module and of those inside it name, each with its file's names and its value."""
+    for kind in dict.fromkeys(type(inner) for inner in module.modules()):
+        forward = kind.forward
+        if isinstance(forward, types.FunctionType):
+            for name in globals_of(forward):
+                yield forward.__globals__, name, forward.__globals__[name]
+
+
 @cached_by_identity
 def names_in(code: types.CodeType) -> tuple[str, ...]:
     """The names in a function's code and in that of the functions that it defines, each once."""
