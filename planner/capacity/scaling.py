@@ -92,7 +92,7 @@ class ProfileScaling:
         )
         profile = _blend([replace(part, link=None) for part in parts], fit, "")
         stages = tuple(_ordered(stage) for stage in profile.stages)
-        return replace(profile, stages=stages, link=parts[-1].link)
+        return replace(profile, stages=stages, menus=tuple(map(_replayed, profile.menus)), link=parts[-1].link)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +227,12 @@ def _aligned(profiles: Sequence[Profile]) -> list[Profile]:
         )
         for profile, menus_of_profile in zip(profiles, menus, strict=True)
     ]
+
+
+def _replayed(menu: MenuRecord) -> MenuRecord:
+    """The menu with its programs replayed on the graph as it scales: a peak may lie elsewhere at another size."""
+    orders = [option.runs for option in menu.options if option.runs is not None]
+    return menu if menu.once is None else menu.with_programs(orders)
 
 
 def _menu_of(profile: Profile, record: StageRecord) -> MenuRecord | None:

@@ -13,7 +13,7 @@ import planner
 from planner import Rule, Rules
 from profiler.workload.workload import Workload
 from tests.support.events import Events
-from tests.support.exactness import assert_same, state_after, state_of
+from tests.support.exactness import assert_same, profile_of_opaque, state_after, state_of
 from tests.support.odd_models import workload
 
 RULES = Rules(rules=[Rule(modules="blocks.*", ops=["gelu", "native_layer_norm"])])
@@ -31,7 +31,7 @@ def altered() -> Workload:
 
 @pytest.fixture(scope="module")
 def plan() -> planner.Plan:
-    found = planner.state(planner.profile(workload("dropout"), rules=RULES, menus=False), RULES)
+    found = planner.state(profile_of_opaque(workload("dropout"), RULES), RULES)
     assert {stage.decision for stage in found.stages if stage.name.startswith("blocks")} == {"selective"}
     return found
 
