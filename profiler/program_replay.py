@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from profiler.op_graph import StageOp, StageOps, StageStorage
 from profiler.step_graph import StepGraph
-from profiler.step_replay import StepRuns, replay_step, runs_once
+from profiler.step_replay import SideReplay, StepRuns, replay_step, runs_once
 
 _KINDS_NAMED = 3
 # What tracing calls otherwise than eager code does.
@@ -28,6 +29,7 @@ class CallReplay:
         backward_peak_bytes: the most alive in backward: what was kept, gradients of what forward returned, what its
             ops make.
         backward_start_bytes: of these, what is there as backward begins.
+        above_start_bytes: the peak of backward above what is there as it begins, arguments included.
         arguments: numbers of the tensors among the arguments that backward reads.
         forward_seconds, backward_seconds: of the ops.
     """
@@ -38,14 +40,10 @@ class CallReplay:
     forward_peak_bytes: int
     backward_peak_bytes: int
     backward_start_bytes: int = 0
+    above_start_bytes: int = 0
     arguments: frozenset[int] = frozenset()
     forward_seconds: float
     backward_seconds: float
-
-    @property
-    def above_start_bytes(self) -> int:
-        """The peak of backward above what is there as it begins."""
-        return self.backward_peak_bytes - self.backward_start_bytes
 
     @property
     def seconds(self) -> float:
@@ -53,13 +51,20 @@ class CallReplay:
         return self.forward_seconds + self.backward_seconds
 
 
-def call_replay(graph: StepGraph, runs: StepRuns, *, gradients_held: bool = False) -> CallReplay:
+def call_replay(
+    graph: StepGraph,
+    runs: StepRuns,
+    *,
+    gradients_held: bool = False,
+    argument_bytes: Mapping[int, int] = MappingProxyType({}),
+) -> CallReplay:
     """The replay of an order of the runs of a call's ops.
 
     Args:
         graph: of the call.
         runs: the order.
         gradients_held: others hold the gradients of what the call returned until its backward is over.
+        argument_bytes: of the tensors among the arguments that go when backward has read them.
     """
     replay = replay_step(graph, runs, held=False, gradients_held=gradients_held)
     sizes = [storage.size_bytes for storage in graph.storages] + [op.state_bytes for op in graph.ops]
@@ -72,10 +77,21 @@ def call_replay(graph: StepGraph, runs: StepRuns, *, gradients_held: bool = Fals
         forward_peak_bytes=replay.forward.peak_bytes,
         backward_peak_bytes=replay.backward.peak_bytes,
         backward_start_bytes=replay.backward.start_bytes,
+        above_start_bytes=_above_start(graph, runs, replay.backward, argument_bytes),
         arguments=frozenset(number for ordinal in runs.backward for number in graph.ops[ordinal].arguments),
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
     )
+
+
+def _above_start(graph: StepGraph, runs: StepRuns, replay: SideReplay, argument_bytes: Mapping[int, int]) -> int:
+    """The peak of backward above what is there as it begins; an argument goes after the run that reads it last."""
+    last = {n: place for place, ordinal in enumerate(runs.backward) for n in graph.ops[ordinal].arguments}
+    above, gone_bytes = 0, 0
+    for place, peak_bytes in enumerate(replay.peaks):
+        above = max(above, peak_bytes - replay.start_bytes - gone_bytes)
+        gone_bytes += sum(size for number, size in argument_bytes.items() if last.get(number) == place)
+    return above
 
 
 @functools.lru_cache(maxsize=64)

@@ -221,15 +221,18 @@ class MenuRecord:
         """
         once = self.once
         assert once is not None and once.runs is not None and self.graph is not None
-        measured, replayed = call_replay(self.graph, once.runs), call_replay(self.graph, runs)
         inputs = self.ops.inputs
+        exclusive = {n: self.ops.storages[storage] for n, storage in enumerate(inputs) if storage >= 0}
+        own_bytes = {n: storage.size_bytes for n, storage in exclusive.items() if storage.dies_after_stage}
+        measured, replayed = (call_replay(self.graph, order, argument_bytes=own_bytes) for order in (once.runs, runs))
         held = {inputs[number] for number in replayed.arguments if number < len(inputs)}
         backward_bytes = replayed.above_start_bytes - measured.above_start_bytes
         if self.gradients_held:  # In some of the stages: it counts where it is more.
-            orders = (
-                call_replay(self.graph, order, gradients_held=True).above_start_bytes for order in (runs, once.runs)
+            with_gradients, once_with_gradients = (
+                call_replay(self.graph, order, argument_bytes=own_bytes, gradients_held=True).above_start_bytes
+                for order in (runs, once.runs)
             )
-            backward_bytes = max(backward_bytes, next(orders) - next(orders))
+            backward_bytes = max(backward_bytes, with_gradients - once_with_gradients)
         forward_bytes = replayed.forward_peak_bytes - measured.forward_peak_bytes
         return OptionRecord(
             name=name_of_runs(self.graph, runs),
