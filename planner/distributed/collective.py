@@ -34,7 +34,7 @@ from profiler.measurement.stage_options import ProposeChoices
 from profiler.measurement.step_measurement import Measurement
 from profiler.progress import tell
 from profiler.records import Profile
-from profiler.trace.partition import StagePattern
+from profiler.trace.partition import Stages
 from profiler.workload.steps import check_workload
 from profiler.workload.workload import Workload
 
@@ -47,7 +47,7 @@ def profile(workload: Workload, *, graph: Literal[True], progress: Progress | No
 def profile(
     workload: Workload,
     *,
-    stages: Sequence[StagePattern] | None = ...,
+    stages: Stages = ...,
     menus: bool = ...,
     rules: Rules | Rule | Sequence[Rule] | str | Path | None = ...,
     limit: str | int | None = ...,
@@ -59,7 +59,7 @@ def profile(
 def profile(
     workload: Workload,
     *,
-    stages: Sequence[StagePattern] | None = None,
+    stages: Stages = None,
     menus: bool = True,
     rules: Rules | Rule | Sequence[Rule] | str | Path | None = None,
     limit: str | int | None = None,

@@ -18,7 +18,7 @@ from profiler.op_graph import Choice, ChoiceError, NamedStage, StageOp, StageOps
 from profiler.records import Profile
 from profiler.step_graph import StepGraph
 from profiler.step_replay import StepRuns, runs_once
-from profiler.trace.partition import StagePattern
+from profiler.trace.partition import Stages
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.steps import check_workload
 from profiler.workload.workload import Workload
@@ -33,7 +33,7 @@ def profile(workload: Workload, *, graph: Literal[True], progress: Progress | No
 def profile(
     workload: Workload,
     *,
-    stages: Sequence[StagePattern] | None = ...,
+    stages: Stages = ...,
     menus: bool = ...,
     rules: Rules | Rule | Sequence[Rule] | str | Path | None = ...,
     limit: str | int | None = ...,
@@ -45,7 +45,7 @@ def profile(
 def profile(
     workload: Workload,
     *,
-    stages: Sequence[StagePattern] | None = None,
+    stages: Stages = None,
     menus: bool = True,
     rules: Rules | Rule | Sequence[Rule] | str | Path | None = None,
     limit: str | int | None = None,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
+from planner.plans.call_programs import with_exact_programs
 from planner.plans.cost_model import chain_of, lone_chain_of
 from planner.plans.given_sources import profile_of_either_kind
 from planner.plans.graph_plan import AnyPlan, GraphPlan
@@ -33,12 +35,16 @@ from profiler.state_bytes import states_bytes
 from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
 from solvers.chain.micro_batches import Beside, solve_beside_others, without_others
 from solvers.graph.registry import DEFAULT_GAP
+from solvers.problem.deadline import Deadline
 
 OFFLOAD_ONLY = "offload_only"
 Reshard = Literal["profiled", "solve"]
 _WAYS = 8  # numbers of units that are tried, each with a chain to solve; a model has a dozen, or many equal ones
 # So little leaves out the integer program for short chains, which proves the best plan and hardly ever betters it.
 SEARCH_SECONDS = 1e-3
+EXACT_SECONDS = 5.0  # in each round, for programs of exactly the room that a plan leaves
+_EXACT_ROUNDS = 3
+_EXACT_GAIN = 1e-3  # of a step's time, that makes another round worth it
 COMPARE_SECONDS = 10.0  # for ilp and for auto, where all solvers are compared
 NO_LINK = "no link is known: run on a device that has one, or give its speed with --link-gbps"
 
@@ -116,13 +122,13 @@ def _solved(
     headroom: Headroom,
     ways: Sequence[tuple[int, ...]],
 ) -> Plan:
-    chain = chain_of(profile)
-    link, why = usable_link(offload_request, chain, profile.link)
-    seconds_outside_chain = profile.unplanned_seconds - chain.unplanned_seconds
+    link, why = usable_link(offload_request, chain_of(profile), profile.link)
     method = solver_for(offload_request, solver)
     accepts = accepted_by(profile)
 
-    def plan_gathering(gathered: tuple[int, ...], planned_bytes: int) -> Plan:
+    def plan_with(profile: Profile, gathered: tuple[int, ...], planned_bytes: int) -> Plan:
+        chain = chain_of(profile)
+        seconds_outside_chain = profile.unplanned_seconds - chain.unplanned_seconds
         with_units = with_units_gathered(chain, profile, gathered)
         problem = Problem(chain=with_units, budget_bytes=planned_bytes, link=link, accepts=accepts)
         try:
@@ -136,12 +142,52 @@ def _solved(
         only = method == OFFLOAD_ONLY
         return plan_of(profile, problem, solution, no_offload=why, offload_only=only, gathered=gathered)
 
+    def plan_gathering(gathered: tuple[int, ...], planned_bytes: int) -> Plan:
+        return _with_exact_programs(
+            plan_with(profile, gathered, planned_bytes),
+            profile,
+            lambda other: plan_with(other, gathered, planned_bytes),
+            time_limit_seconds,
+        )
+
     def plan_within(planned_bytes: int) -> Plan:
         plan = plan_gathering(ways[0], planned_bytes)
         others = [partial(plan_gathering, way, planned_bytes) for way in ways[1:]]
         return _fastest(plan, profile, others) if others and not plan.interrupted else plan
 
     return plan_with_headroom(budget_bytes, headroom, plan_within)
+
+
+def _with_exact_programs(
+    plan: Plan, profile: Profile, solved: Callable[[Profile], Plan], time_limit_seconds: float | None
+) -> Plan:
+    """The plan, or a faster one in which programs of captured stages are made for exactly the room that it leaves.
+
+    Args:
+        plan, profile: to begin with.
+        solved: the plan of a profile whose menus have other programs.
+        time_limit_seconds: for all searches; None: as long as there is something to gain, within a few seconds.
+    """
+    seconds = EXACT_SECONDS if time_limit_seconds is None else min(EXACT_SECONDS, time_limit_seconds)
+    with Deadline(math.inf if time_limit_seconds is None else time_limit_seconds):
+        for _ in range(_EXACT_ROUNDS):
+            if plan.interrupted or plan.chain is None or plan.beside:
+                break
+            problem = Problem(chain=plan.chain, budget_bytes=plan.budget_bytes, link=plan.link)
+            try:
+                more = with_exact_programs(profile, problem, plan.schedule, seconds)
+                if more is profile:
+                    break
+                better = solved(more)
+            except KeyboardInterrupt:
+                return replace(plan, interrupted=True)
+            if better.predicted_seconds >= plan.predicted_seconds:
+                break
+            worth_more = better.predicted_seconds < plan.predicted_seconds * (1 - _EXACT_GAIN)
+            plan, profile = better, more
+            if not worth_more:
+                break
+    return plan
 
 
 def _ways_to_gather(profile: Profile) -> list[tuple[int, ...]]:
@@ -200,7 +246,7 @@ def quick_plan(profile: Profile, budget_bytes: int, offload_request: Offload) ->
 
 
 def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_seconds: float | None = None) -> Plan:
-    """Solve the plan's own chain again, over the same link.
+    """Solve the plan's own chain again, with the programs of stages that it has, over the same link.
 
     Args:
         plan: with its chain; nothing of it was stated by hand.

@@ -31,6 +31,7 @@ from solvers.chain.fixed_stages import expanded, restricted
 from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.minimum_memory import shortage_of
 from solvers.chain.segments import Segment, segmented_schedule
+from solvers.problem.chain_schedule import RUNS, Action
 
 _PROVEN = 1e-9  # relative distance from the bound that counts as none
 _KEEP = StageDirective(kind="keep")
@@ -133,7 +134,7 @@ def _fully_stated(
     profile: Profile, chain: Chain, spans: Sequence[Segment], budget_bytes: int | None, start: float
 ) -> Plan:
     """Everything is stated: the schedule is there, and the solver only bounds it."""
-    schedule = segmented_schedule(spans)
+    schedule = _as_programs(profile, segmented_schedule(spans))
     replayed = replay(chain, schedule)
     budget_bytes = replayed.peak_bytes if budget_bytes is None else budget_bytes
     if replayed.peak_bytes > budget_bytes:
@@ -172,10 +173,28 @@ def _partly_stated(
     solved = _with_proofs(solved, problem, spans)
     require_schedule(solved, problem.budget_bytes, f"{SOLVER} and {solver}", seconds_outside_chain)
     assert solved.schedule is not None
-    solution = replace(solved, schedule=expanded(solved.schedule, spans), solver=f"{SOLVER} and {solved.solver}")
+    schedule = _as_programs(profile, expanded(solved.schedule, spans))
+    if replay(problem.chain, schedule).peak_bytes > problem.budget_bytes:
+        schedule = expanded(solved.schedule, spans)
+    solution = replace(solved, schedule=schedule, solver=f"{SOLVER} and {solved.solver}")
     plan = plan_of(profile, problem, solution)
     assert plan.predicted_peak_bytes <= plan.budget_bytes
     return replace(plan, restricted=True)
+
+
+def _as_programs(profile: Profile, schedule: Schedule) -> Schedule:
+    """The schedule, in which captured stages that run again as a whole do so as programs: they cost less to call."""
+    actions: list[Action] = []
+    seen: set[int] = set()
+    for action in schedule.actions:
+        menu = profile.stages[action.stage].menu
+        once = profile.menus[menu].once if menu >= 0 else None
+        if action.kind in RUNS and action.option == 0 and action.stage in seen and once is not None:
+            action = replace(action, option=1 + profile.menus[menu].options.index(once))
+        if action.kind in RUNS:
+            seen.add(action.stage)
+        actions.append(action)
+    return replace(schedule, actions=tuple(actions))
 
 
 def _with_proofs(solved: Solution[Schedule], problem: Problem, spans: Sequence[Segment]) -> Solution[Schedule]:

@@ -188,11 +188,15 @@ class Wrappers(Protocol):
 
 def install(model: nn.Module, planned: Wrappers, stages: Iterable[str], patches: ForwardPatches) -> None:
     """Wrap the forward of the model, and of the modules of these names, or that stages of these names are calls of."""
-    patches.wrap(model, planned.whole)
-    for name in dict.fromkeys(split_name(stage)[0] for stage in stages):
+    names = dict.fromkeys(split_name(stage)[0] for stage in stages)
+    if "" not in names:
+        patches.wrap(model, planned.whole)
+    for name in names:
         module = module_named(model, name)
         what = f"planner.apply: stage {name!r} is run by its plan, not inside one graph; leave out fullgraph=True"
         patches.wrap(module, lambda forward, n=name, m=module: planned.stage(forward, n, m), what)
+    if "" in names:  # As a stage of itself it runs inside of its planned step.
+        patches.wrap(model, planned.whole)
 
 
 class PlannedCalls:

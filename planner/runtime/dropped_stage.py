@@ -173,9 +173,11 @@ class DroppedStage:
         """The first forward: autograd gets placeholders in place of what it saves."""
         # Whether it draws is not asked of the profile: a dropout's rate may have been changed since.
         device, changing = device_of((args, kwargs)), self.stage.mutated_buffers
+        if (program := self._program) is not None:
+            draws, held = program.program.draws, program.held()
+            self._state = CallState(self._module, device, draws_random=draws, changing=changing, inputs=held)
+            return self._run_first_as_program(program, args, kwargs)
         self._state = CallState(self._module, device, draws_random=True, changing=changing)
-        if self._program is not None:
-            return self._run_first_as_program(self._program, args, kwargs)
         undefined = self._runs.deviations.undefined.get(self.position, ())
         checked = self._runs.deviations.turns.checked(self.position)
         state_storages = self._state.state_storages() if checked else set()

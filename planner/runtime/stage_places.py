@@ -9,6 +9,7 @@ from torch import nn
 
 from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.compiled_models import module_named
+from profiler.trace.partition import WHOLE_MODEL
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name
 
 leave_uncompiled(__name__)
@@ -108,11 +109,13 @@ class StagePlaces:
 def split_name(stage: str) -> tuple[str, int]:
     """A stage's module name and call number: ``"block#2"`` is the third call of ``block``.
 
-    What runs outside of stages is named after those around it, and has no number.
+    What runs outside of stages is named after those around it, and has no number. The model's own name is empty.
 
     >>> split_name("block#2"), split_name("between block#1 and head")
     (('block', 2), ('between block#1 and head', 0))
     """
+    if stage == WHOLE_MODEL:
+        return "", 0
     name, _, number = stage.partition("#")
     return (name, int(number)) if number.isdecimal() else (stage, 0)
 

@@ -15,7 +15,7 @@ from planner.training.dynamic_profiles import Training
 from planner.training.dynamic_shapes import apply_dynamic
 from planner.training.plan_cache import CACHE_SIZE
 from planner.training.verification import can_verify, verify as verified
-from profiler.trace.partition import StagePattern
+from profiler.trace.partition import Stages
 from profiler.workload.optimizers import Optimizers
 from profiler.workload.workload import LossFunction, Workload
 
@@ -33,7 +33,7 @@ def auto_checkpoint(
     clip_norm: float | None = None,
     keeps_output: bool = True,
     step: Callable[[], Any] | None = None,
-    stages: Sequence[StagePattern] | None = None,
+    stages: Stages = None,
     solver: str = "auto",
     offload: Offload | OffloadMode = "auto",
     headroom: str | int = 0,

@@ -17,7 +17,7 @@ from planner.training.input_signatures import ReadsSignatures, Signature
 from profiler.measurement import profiling
 from profiler.records import Profile
 from profiler.tensors.tensor_trees import tensors_in
-from profiler.trace.partition import StagePattern
+from profiler.trace.partition import Stages
 from profiler.workload.optimizers import Optimizers
 from profiler.workload.workload import LossFunction, Workload
 
@@ -51,7 +51,7 @@ class Training:
 def profiles_of(
     workloads: Sequence[Workload],
     reader: ReadsSignatures,
-    stages: Sequence[StagePattern] | None,
+    stages: Stages,
     known: Mapping[Signature, Profile],
 ) -> dict[Signature, Profile]:
     """Profile each workload whose signature is new, the largest of each kind first.
@@ -75,11 +75,12 @@ def profiles_of(
     return {signature: p for signature, p in measured.items() if signature not in known}
 
 
-def _profile_like(alike: Profile, workload: Workload, stages: Sequence[StagePattern] | None) -> Profile:
+def _profile_like(alike: Profile, workload: Workload, stages: Stages) -> Profile:
     names = list(dict.fromkeys(split_name(s.name)[0] for s in alike.stages if s.kind == "stage"))
     same = same_choices(alike)
     programs = None if same is None else same.programs
-    return profiling.profile(workload, stages=stages or names or None, propose=same, programs=programs)
+    like = "whole" if names == [""] else names or None
+    return profiling.profile(workload, stages=stages or like, propose=same, programs=programs)
 
 
 def _elements(workload: Workload) -> int:

@@ -19,7 +19,7 @@ from planner.training.plan_cache import CACHE_SIZE, Entry, PlanCache, PlanStatus
 from planner.units import parse_bytes
 from profiler.caller_warnings import warn_caller
 from profiler.records import Profile
-from profiler.trace.partition import StagePattern
+from profiler.trace.partition import Stages
 from profiler.workload.compiled_forwards import Forward, is_compiled, unwrapped
 from profiler.workload.forward_patches import ForwardPatches
 
@@ -158,7 +158,7 @@ class Switch:
         book: PlanCache,
         reader: ReadsSignatures,
         training: Training,
-        stages: Sequence[StagePattern] | None = None,
+        stages: Stages = None,
         strict: bool = False,
     ) -> None:
         self.book = book
@@ -225,7 +225,7 @@ def apply_dynamic(
     sizes: Sequence[Any],
     budget: str | int,
     training: Training,
-    stages: Sequence[StagePattern] | None,
+    stages: Stages,
     solver: str,
     headroom: str | int,
     cache_size: int,

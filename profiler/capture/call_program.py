@@ -13,12 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from profiler.capture.captured_call import CapturedCall
 from profiler.capture.joint_graph import CaptureError
-from profiler.capture.programs import StepOrder, outputs_program, programs_of
-from profiler.capture.random_ops import random_state
+from profiler.capture.programs import StepOrder, outputs_program, programs_of, with_direct_calls
+from profiler.capture.random_ops import draws, random_state
 from profiler.recomputation.module_rerun import CallState
 from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import Forward
 
+_NORMALISES = "_native_batch_norm_legit_functional"
 _Code = Callable[[list[Any]], Sequence[Any]]
 # Who looks at runs of modules that run as programs: each is given the module and what runs, and returns what that does.
 WATCHERS: list[Callable[[nn.Module, Callable[[], Any]], Any]] = []
@@ -38,15 +39,20 @@ class CallProgram:
     Args:
         captured: one of the calls.
         order: of the runs of its ops.
+
+    Attributes:
+        draws: whether any op draws random numbers.
     """
 
     def __init__(self, captured: CapturedCall, order: StepOrder) -> None:
         self.captured = captured
         forward, backward = programs_of(captured.graph, order)
-        self.forward_code: _Code = forward.forward
-        self.backward_code: _Code = backward.forward
-        self.outputs_code: _Code = outputs_program(captured.graph, order).forward
         self.parameters = _parameters_among(captured, forward)
+        self.forward_code: _Code = with_direct_calls(forward).forward
+        self.backward_code: _Code = with_direct_calls(backward).forward
+        self.outputs_code: _Code = with_direct_calls(outputs_program(captured.graph, order)).forward
+        self.draws = any(map(draws, (*captured.graph.module.graph.nodes,)))
+        self.statistics = _statistics_among(captured)
         self.contributions = _contributions(captured)
         inputs = [number for number, _ in self.contributions]
         self.places = [inputs.index(number) for number in range(len(captured.sources))]
@@ -67,7 +73,7 @@ class CallProgram:
         for number, (size, stride) in zip(self.captured.tangents, self.layouts, strict=True):
             saved.append(_as_traced(gradients[number], size, stride))
         gradients.clear()
-        with torch._C._DisableAutocast():
+        with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             made = self.backward_code(saved)
         return tuple(None if number is None else made[number] for _, number in self.contributions)
 
@@ -79,6 +85,16 @@ def _parameters_among(captured: CapturedCall, forward: fx.GraphModule) -> list[t
     handed = output.args[0][captured.graph.forward_outputs :]
     found = [(place, inputs[node.name]) for place, node in enumerate(handed) if node.op == "placeholder"]
     return [(place, number) for place, number in found if isinstance(captured.sources[number], str)]
+
+
+def _statistics_among(captured: CapturedCall) -> frozenset[int]:
+    """Numbers of the inputs that are running statistics alone: what is normalised by the batch's own ignores them."""
+    return frozenset(
+        number
+        for number, node in enumerate(captured.graph.inputs)
+        if node.users and all(_NORMALISES in str(user.target) for user in node.users)
+        if isinstance(captured.sources[number], str) and captured.sources[number] in captured.written
+    )
 
 
 def _contributions(captured: CapturedCall) -> list[tuple[int, int | None]]:
@@ -111,13 +127,14 @@ class BoundProgram:
         module: whose parameters and buffers are read.
 
     Attributes:
+        program, module: as given.
         watches_gradients: whether backward looks at who else holds the gradients of what a call returned.
         gradients_held: whether others held a gradient of what a call returned when its backward was over.
         lay_otherwise: whether a gradient of what a call returned lay otherwise than the traced one.
     """
 
     def __init__(self, program: CallProgram, module: nn.Module) -> None:
-        self.program, self._module = program, module
+        self.program, self.module = program, module
         self.watches_gradients = self.gradients_held = self.lay_otherwise = False
         tables = [None if isinstance(each, int) else _table_of(module, each) for each in program.captured.sources]
         self._sources = [*zip(tables, program.captured.sources, strict=True)]
@@ -133,16 +150,22 @@ class BoundProgram:
 
     def outputs(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors that a second run of the call returns, without history; buffers stay as they are."""
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             made = self._seen(lambda: self.program.outputs_code(self._inputs(args, kwargs)))
         return list(made[len(self._written) :])
 
     def handed_over(self, args: Any, kwargs: Any) -> tuple[list[Any], list[Tensor]]:
         """What a second run of the call hands over to backward, and the tensors that it returns."""
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             made = self._seen(lambda: self.program.forward_code(self._inputs(args, kwargs)))
         returned = self.program.captured.graph.forward_outputs
         return list(made[returned:]), list(made[len(self._written) : returned])
+
+    def held(self) -> list[Tensor]:
+        """The parameters and buffers that what a call makes for backward depends on."""
+        sources = enumerate(self._sources)
+        statistics = self.program.statistics
+        return [table[0][table[1]] for n, (table, _) in sources if table is not None and n not in statistics]
 
     def look_at(self, gradients: Sequence[Tensor]) -> None:
         """Gradients of what a call returned have come."""
@@ -157,7 +180,7 @@ class BoundProgram:
 
     def _seen(self, run: Callable[[], Any]) -> Any:
         """Run something in the place of the module's forward, as those see it who look at its calls."""
-        return WATCHERS[-1](self._module, run) if WATCHERS else run()
+        return WATCHERS[-1](self.module, run) if WATCHERS else run()
 
     def _inputs(self, args: Any, kwargs: Any) -> list[Tensor]:
         arguments = tensors_in((args, kwargs))
@@ -191,7 +214,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bound: BoundProgram, *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         program = bound.program
-        with torch._C._DisableAutocast():
+        with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             made = program.forward_code([inputs[place] for place in program.places])
         returned = program.captured.graph.forward_outputs
         ctx.save_for_backward(*made[returned:])
@@ -225,7 +248,7 @@ class _DroppedCall(torch.autograd.Function):
         # Autograd sees to it that they stay, and hooks around the model see them.
         ctx.save_for_backward(*(inputs[program.places[number]] for _, number in program.parameters))
         ctx.bound, ctx.saved = bound, saved
-        with torch._C._DisableAutocast():
+        with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             made = program.outputs_code([inputs[place] for place in program.places])
         return _outputs_of(ctx, bound, made)
 

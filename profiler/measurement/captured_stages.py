@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from profiler.agreement import agreed, first_failure, gathered
-from profiler.capture.call_guard import differing_attributes
+from profiler.capture.call_guard import CallGuard, differing_attributes
 from profiler.capture.call_program import BoundProgram, CallProgram, difference
 from profiler.capture.capture_cache import captured
 from profiler.capture.captured_call import CapturedCall, GradientLayouts
@@ -45,6 +46,14 @@ class CapturedKind:
     opaque: str = ""
     unread: frozenset[str] = frozenset()
     once: dict[int, BoundProgram] = field(default_factory=dict)
+    _guards: dict[int, CallGuard] = field(default_factory=dict)
+
+    def run(self, k: int, args: Any, kwargs: Any) -> Any:
+        """Call a stage as that program, and ask its guard before, as it is called where a plan is applied."""
+        program, guard = self.once[k], self._guards.get(k)
+        if guard is None or guard.refusal(args, kwargs):  # Under the memory meter modules hold something else.
+            self._guards[k] = CallGuard(program.module, args, kwargs)
+        return program(*args, **kwargs)
 
 
 class StageCaptures:

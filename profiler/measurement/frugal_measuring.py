@@ -18,7 +18,7 @@ from profiler.measurement.stage_probe import StageProbe
 from profiler.measurement.stage_reruns import RerunTimes
 from profiler.records import MenuRecord, ResidentBytes
 from profiler.trace.alike_stages import alike
-from profiler.trace.partition import ChosenStage, StagePattern, choose_stages
+from profiler.trace.partition import ChosenStage, Stages, choose_stages
 from profiler.trace.stage_names import StateChoices
 from profiler.trace.step_record import Trace
 from profiler.trace.step_trace import StepRecorder, named_modules, trace_forward
@@ -32,7 +32,7 @@ _KEPT_BY_NODES = (
 )
 
 
-def frugal_first_step(workload: Workload, patterns: Sequence[StagePattern] | None, limit_bytes: int) -> None:
+def frugal_first_step(workload: Workload, patterns: Stages, limit_bytes: int) -> None:
     """As ``first_step``, with every stage run again in backward."""
     trace = trace_forward(workload)
     stages = choose_stages(trace, patterns)
@@ -65,7 +65,7 @@ class FrugalMeasuring(Measuring):
 
     def measure(
         self,
-        patterns: Sequence[StagePattern] | None,
+        patterns: Stages,
         propose: ProposeChoices,
         state: StateChoices | None,
         programs: ProposeRuns | None = None,

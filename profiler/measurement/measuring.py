@@ -42,7 +42,7 @@ from profiler.records import MenuRecord, Phase, ResidentBytes
 from profiler.trace.alike_stages import alike
 from profiler.trace.compiled_trace import trace_compiled
 from profiler.trace.left_out import left_out_of
-from profiler.trace.partition import ChosenStage, StagePattern, StagesError, choose_stages, stages_of
+from profiler.trace.partition import ChosenStage, Stages, StagesError, choose_stages, stages_of
 from profiler.trace.stage_names import StateChoices, names_unseen
 from profiler.trace.step_record import Trace
 from profiler.trace.step_trace import trace_step
@@ -105,7 +105,7 @@ class Measuring:
 
     def measure(
         self,
-        patterns: Sequence[StagePattern] | None,
+        patterns: Stages,
         propose: ProposeChoices,
         state: StateChoices | None,
         programs: ProposeRuns | None = None,
@@ -211,7 +211,7 @@ class Measuring:
         self._report(what)
         return until_stepped(self._workload, run_with_the_same_numbers)
 
-    def _trace(self, patterns: Sequence[StagePattern] | None) -> tuple[Trace, tuple[ChosenStage, ...]]:
+    def _trace(self, patterns: Stages) -> tuple[Trace, tuple[ChosenStage, ...]]:
         self._begin("trace")
         trace = self._traced()
         if sum(call.parent < 0 for call in trace.calls) > 1:

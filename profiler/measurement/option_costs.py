@@ -144,21 +144,33 @@ def steady_seconds(samples: Sequence[Sample]) -> dict[Hashable, float]:
     A machine stalls and never hurries, so of several timings the lower quartile
     counts. It may be slower throughout a whole step, as others use it: every
     step's pace is the median, over the things timed in it, of their seconds there
-    over their typical ones, and timings are divided by it before they count. What is timed once shows no pace.
+    over their typical ones, each with the weight of these, and timings are divided by it before they count. What is
+    timed once shows no pace.
 
     >>> slow = [Sample(0, "a", 2.0), Sample(0, "b", 4.0)]
     >>> steady_seconds([*slow, Sample(1, "a", 1.0), Sample(1, "b", 2.0)])
     {'a': 1.0, 'b': 2.0}
     """
     typical = _quartiles(samples)
-    paces: dict[int, list[float]] = {}
+    paces: dict[int, list[tuple[float, float]]] = {}
     times = Counter(sample.what for sample in samples)
     for step, what, seconds in samples:
         if typical[what] > 0 and times[what] > 1:
-            paces.setdefault(step, []).append(seconds / typical[what])
+            paces.setdefault(step, []).append((seconds / typical[what], typical[what]))
     # The quartile is the pace of a quick step: none is counted as quicker.
-    pace = {step: max(1.0, statistics.median(ratios)) for step, ratios in paces.items()}
+    pace = {step: max(1.0, _weighted_median(ratios)) for step, ratios in paces.items()}
     return _quartiles([Sample(step, what, seconds / pace.get(step, 1.0)) for step, what, seconds in samples])
+
+
+def _weighted_median(ratios: Sequence[tuple[float, float]]) -> float:
+    """The ratio below and above which the others have the same weight."""
+    half = sum(weight for _, weight in ratios) / 2
+    below = 0.0
+    for ratio, weight in sorted(ratios):
+        below += weight
+        if below >= half:
+            return ratio
+    return 1.0
 
 
 def _quartiles(samples: Sequence[Sample]) -> dict[Hashable, float]:

@@ -31,7 +31,7 @@ from profiler.measurement.step_measurement import allocator_bytes_of
 from profiler.op_graph import ChoiceError
 from profiler.records import Profile
 from profiler.tensors.tensor_trees import tensors_in
-from profiler.trace.partition import StagePattern, StagesError
+from profiler.trace.partition import Stages, StagesError
 from profiler.trace.stage_names import StateChoices
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.forward_patches import is_patched
@@ -56,7 +56,7 @@ SHARE_OF_ROOM = 0.75
 def profile(
     workload: Workload,
     *,
-    stages: Sequence[StagePattern] | None = None,
+    stages: Stages = None,
     propose: ProposeChoices | None = None,
     state: StateChoices | None = None,
     programs: ProposeRuns | None = None,
@@ -138,7 +138,7 @@ def check_profilable(workload: Workload) -> None:
 class _Request(NamedTuple):
     """What is to be measured; as for ``profile``."""
 
-    stages: Sequence[StagePattern] | None
+    stages: Stages
     propose: ProposeChoices
     state: StateChoices | None
     programs: ProposeRuns | None

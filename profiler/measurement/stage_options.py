@@ -379,7 +379,8 @@ def selections(groups: Sequence[OptionGroup], assignment: Assignment) -> dict[in
 def _way_to_run(group: OptionGroup, k: int, choice: Choice) -> Selection | Forward:
     if choice.program:
         assert group.captured is not None
-        return group.captured.once[k]
+        captured = group.captured
+        return lambda *args, **kwargs: captured.run(k, args, kwargs)
     return Selection.of(group.ops, *choice.again)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -44,6 +44,7 @@ class CallState:
         device: of its arguments.
         draws_random: it may advance a random generator, of torch, Python or numpy.
         changing: names (relative to the module) of buffers that it is known to change.
+        inputs: parameters and buffers, of a program, which reads nothing else of the modules.
 
     Attributes:
         units: of ``fully_shard``, whose parameters the call uses.
@@ -52,13 +53,19 @@ class CallState:
     __slots__ = ("_host", "_modules", "_random", "_torch", "units")
 
     def __init__(
-        self, module: nn.Module, device: torch.device, *, draws_random: bool, changing: Collection[str] = ()
+        self,
+        module: nn.Module,
+        device: torch.device,
+        *,
+        draws_random: bool,
+        changing: Collection[str] = (),
+        inputs: Sequence[Tensor] | None = None,
     ) -> None:
         self._torch = TorchState(device)
         self._random = states_on(device) if draws_random else []
-        self._host = HostRandomness() if draws_random else None
+        self._host = HostRandomness() if draws_random and inputs is None else None
         self.units = units_of(module)
-        self._modules = ModuleState(module, changing, self.units)
+        self._modules = ModuleState(module, changing, self.units, inputs=inputs)
 
     @contextmanager
     def reinstated(self) -> Iterator[None]:

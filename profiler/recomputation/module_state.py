@@ -6,7 +6,7 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -68,6 +68,7 @@ class ModuleState:
         changing: names (relative to the module) of buffers that its run changes; kernels may do so uncounted.
         units: whose parameters it uses: these are registered and taken out by the sharding, not by the call.
         values: whether values of tensors are copied; without, it only says whether the same things are held.
+        inputs: parameters and buffers, where its run reads nothing else of what the modules hold.
     """
 
     __slots__ = (
@@ -89,7 +90,15 @@ class ModuleState:
         "_variables",
     )
 
-    def __init__(self, module: nn.Module, changing: Collection[str], units: StageUnits, *, values: bool = True) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        changing: Collection[str],
+        units: StageUnits,
+        *,
+        values: bool = True,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
         self._units, self._module = units, module
         self._contents: list[tuple[Any, Any]] = []  # each mutable holder with what is in it
         self._empty: list[dict[str, Any]] = []  # registers of modules in which there is nothing
@@ -103,11 +112,17 @@ class ModuleState:
         self._statistics: set[int] = set()  # ids of tensors that the call changes and does not read
         self._changing: set[int] = set()  # of those that it changes
         self._values: dict[int, UncountedCopy] = {}
-        under = _modules_under(module)
-        self._known.update(map(id, under))
         self._found: list[Tensor] = []  # parameters
-        for inner in under:
-            self._note_module(inner)
+        if inputs is None:
+            under = _modules_under(module)
+            self._known.update(map(id, under))
+            for inner in under:
+                self._note_module(inner)
+        for tensor in inputs or ():
+            if isinstance(tensor, nn.Parameter):
+                self._found.append(tensor)
+            else:
+                self._note_tensor("a buffer", tensor)
         self._parameters = RememberedParameters(self._found)
         if changing or self._changing:
             self._changing |= {id(buffer) for buffer in _buffers_named(module, changing)}

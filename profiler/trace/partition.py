@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import nn
 
@@ -15,6 +16,8 @@ from profiler.trace.obstacles import why_not_recomputable
 from profiler.trace.step_record import Call, Trace
 
 StagePattern = str | type[nn.Module]
+Stages = Sequence[StagePattern] | Literal["whole"] | None
+WHOLE_MODEL = "the model"  # what its call is called where it is one stage
 
 # A finer cut must pay: with fewer, larger stages there is less to patch and more to choose inside them.
 # A cut is taken if its memory is at most this factor above the best cut's.
@@ -43,19 +46,22 @@ class ChosenStage:
     boundary_storages: frozenset[int] = frozenset()
 
 
-def choose_stages(trace: Trace, patterns: Sequence[StagePattern] | None = None) -> tuple[ChosenStage, ...]:
+def choose_stages(trace: Trace, patterns: Stages = None) -> tuple[ChosenStage, ...]:
     """The stages of a traced step, in forward order.
 
     Args:
         trace: one traced step.
         patterns: None to find them automatically (the cut of the call tree
             whose recomputation, each stage on its own, needs the least memory);
-            otherwise module names, glob patterns or module classes.
+            "whole" for the model's call as one stage; otherwise module names, glob patterns or module classes.
 
     Raises:
         StagesError: a pattern matches no module that ran.
     """
-    chosen = best_cut(trace) if patterns is None else _matching(trace, patterns)
+    if patterns == "whole":
+        chosen = [i for i, call in enumerate(trace.calls) if call.parent < 0 and _has_backward(call)]
+    else:
+        chosen = best_cut(trace) if patterns is None else _matching(trace, patterns)
     calls = sorted(chosen, key=lambda i: trace.calls[i].first_node)
     return stages_of(trace, [trace.calls[i] for i in calls])
 
@@ -234,6 +240,8 @@ def _no_match(trace: Trace, pattern: StagePattern) -> str:
 
 def stage_name(call: Call) -> str:
     """The module's name, with ``#n`` for its n-th further call."""
+    if call.parent < 0:
+        return WHOLE_MODEL
     return call.name if call.index == 0 else f"{call.name}#{call.index}"
 
 

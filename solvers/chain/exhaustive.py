@@ -155,7 +155,8 @@ def _forwards(chain: Chain, state: SearchState, k: int) -> Iterator[Edge]:
     if stage.recomputable or first:
         for o, option in enumerate(stage.options):
             after = _keeping(ran, k, o)
-            yield Edge(after, Action("forward", k, o), option.forward_seconds, option.forward_peak_bytes, state)
+            seconds = option.forward_seconds if first else option.rerun_seconds
+            yield Edge(after, Action("forward", k, o), seconds, option.forward_peak_bytes, state)
 
 
 def _pending_edges(chain: Chain, state: SearchState) -> Iterator[Edge]:

@@ -109,7 +109,7 @@ class ChainModel:
         """Seconds of the step, less those of first runs that keep nothing."""
         stages, variables = self._stages, self._variables
         terms: Terms = [(x, stages[k].forward_seconds) for (_, k), x in variables.run.items()]
-        terms += [(x, stages[k].options[o].forward_seconds) for (_, k, o), x in variables.keep.items()]
+        terms += [(x, stages[k].options[o].rerun_seconds) for (_, k, o), x in variables.keep.items()]
         terms += [(x, stages[t].options[o].recompute_seconds) for (t, o), x in variables.recompute.items()]
         for t, stage in enumerate(stages):
             for o, option in enumerate(stage.options):

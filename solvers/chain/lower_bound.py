@@ -142,15 +142,11 @@ def _dropped_seconds(stage: Stage, weights: _Weights, made_again: bool = False) 
     """
     if not stage.recomputable:
         return math.inf
-    again = min(_again_seconds(option) + option.backward_seconds for option in stage.options)
+    again = min(option.recompute_seconds + option.backward_seconds for option in stage.options)
     if made_again:
-        both = min(option.forward_seconds + option.backward_seconds for option in stage.options)
+        both = min(option.rerun_seconds + option.backward_seconds for option in stage.options)
         again = min(both, stage.forward_seconds + again)
     return weights.before * stage.forward_seconds + weights.after * again
-
-
-def _again_seconds(option: Option) -> float:
-    return min(option.forward_seconds, option.recompute_seconds)
 
 
 def _least_seconds(stage: Stage, weights: _Weights = _BOTH) -> float:
@@ -158,7 +154,7 @@ def _least_seconds(stage: Stage, weights: _Weights = _BOTH) -> float:
     kept = min(_kept_seconds(option, weights) for option in stage.options)
     if not stage.recomputable:
         return kept
-    again = min(weights.before * _again_seconds(o) + weights.after * o.backward_seconds for o in stage.options)
+    again = min(weights.before * o.recompute_seconds + weights.after * o.backward_seconds for o in stage.options)
     return min(kept, weights.before * stage.forward_seconds + again)
 
 

@@ -107,7 +107,7 @@ def _dropped_run(sizes: ChainBytes, k: int, q: int) -> ChoiceStep:
     level_needs = [need + shift for (need, _), shift in zip(keeps, shifts, strict=False)]
     level_needs.append(sizes.recompute(q - 1, 0) + shifts[-1])
     options = [stage.options[0] for stage in stages]
-    again = sum(option.forward_seconds for option in options[:-1]) + options[-1].recompute_seconds
+    again = sum(option.rerun_seconds for option in options[:-1]) + options[-1].recompute_seconds
     return ChoiceStep(
         choice=PersistentChoice("drop", q),
         stop=q,

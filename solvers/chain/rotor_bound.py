@@ -24,7 +24,7 @@ import numpy as np
 
 from solvers.arrays import Floats, Indices, Integers
 from solvers.chain.persistent import ChainBytes
-from solvers.chain.rotor_grid import NEVER, CostPacking, OptionColumn, keep_columns, recompute_columns
+from solvers.chain.rotor_grid import NEVER, CostPacking, keep_columns, recompute_columns
 from solvers.problem.chain import Chain
 from solvers.problem.deadline import check_deadline
 
@@ -94,10 +94,8 @@ class PersistentBound:
         freed = -np.minimum.reduce([np.minimum(column.shifts, 0) for column in self._keeps])
         return int((-(-freed // self._step) + (freed > 0)).sum())
 
-    def _seconds_of(self, column: OptionColumn) -> Floats:
-        return np.where(
-            column.costs < NEVER, (column.costs >> self._packing.bits) * self._packing.tick_seconds, math.inf
-        )
+    def _seconds(self, costs: Integers) -> Floats:
+        return np.where(costs < NEVER, (costs >> self._packing.bits) * self._packing.tick_seconds, math.inf)
 
     def _slots(self, levels: Integers) -> Indices:
         """The last slot at or below each level."""
@@ -122,7 +120,7 @@ class PersistentBound:
         for column in self._keeps:
             lowest = column.needs(entries, slice(rows))
             lowest[column.costs[:rows] == NEVER] = _UNREACHED
-            shifts, seconds = column.shifts[:rows], self._seconds_of(column)[:rows, None]
+            shifts, seconds = column.shifts[:rows], self._seconds(column.again_costs)[:rows, None]
             if length:
                 rest = self._shifted(self._values[length - 1][1:], shifts)
                 lowest = np.maximum(lowest, self._needs[length - 1][1:] + shifts)
@@ -131,7 +129,7 @@ class PersistentBound:
                 yield np.repeat(seconds, self._size, axis=1), np.maximum(lowest, entries + shifts)
         for column in self._recomputes if not length else []:
             lowest = np.where(column.costs < NEVER, column.backward_needs, _UNREACHED)
-            yield np.repeat(self._seconds_of(column)[:, None], self._size, axis=1), lowest
+            yield np.repeat(self._seconds(column.costs)[:, None], self._size, axis=1), lowest
 
     def _dropped(self, rows: int, length: int) -> Iterator[tuple[Floats, Integers]]:
         entries = self._entries[length : length + rows]
@@ -193,7 +191,7 @@ class PersistentBound:
         for column in self._keeps:
             if column.costs[start] < NEVER:
                 shift, entry = int(column.shifts[start]), self._bytes.entry(start, self._count)
-                rest = self._moved(start + 1, shift) + self._seconds_of(column)[start]
+                rest = self._moved(start + 1, shift) + self._seconds(column.costs)[start]
                 yield rest, max(int(column.needs(entry, start)), int(self._first_needs[start + 1]) + shift)
 
     def _first_dropped(self, start: int) -> Iterator[tuple[Floats, int]]:

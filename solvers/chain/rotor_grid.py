@@ -146,7 +146,7 @@ def _most_seconds(chain: Chain) -> float:
     """More than any schedule of the table lasts: one forward per stage before each backward, and one to start with."""
     count = len(chain.stages)
     slowest = [
-        max(max(o.forward_seconds, o.recompute_seconds) + o.backward_seconds for o in stage.options)
+        max(o.rerun_seconds + o.backward_seconds for o in stage.options)
         for stage in chain.stages
     ]
     return (count + 2) * (sum(stage.forward_seconds for stage in chain.stages) + sum(slowest))
@@ -179,6 +179,7 @@ class OptionColumn(NamedTuple):
     Attributes:
         options: the option's number in the stage.
         costs: of its forward and backward.
+        again_costs: of these where the forward is no first one.
         shifts: by how much it shifts the rest of a range.
         backward_needs: the level that its backward needs; for recomputing, its whole need.
         forward_peak_bytes: of its forward.
@@ -186,6 +187,7 @@ class OptionColumn(NamedTuple):
 
     options: Integers
     costs: Integers
+    again_costs: Integers
     shifts: Integers
     backward_needs: Integers
     forward_peak_bytes: Integers
@@ -195,15 +197,17 @@ class OptionColumn(NamedTuple):
         return np.maximum(entries + self.forward_peak_bytes[stages], self.backward_needs[stages])
 
 
-_Row = tuple[int, int, int, int, int]
+_Row = tuple[int, int, int, int, int, int]
 
 
 def keep_columns(sizes: ChainBytes, packing: CostPacking) -> list[OptionColumn]:
     """The options to keep that no other one of the stage beats in everything."""
 
     def row(s: int, o: int, option: Option) -> _Row:
-        cost = packing.cost(option.forward_seconds) + packing.cost(option.backward_seconds)
-        return o, cost, sizes.keep(s, s, o)[1], sizes.backward(s, o), option.forward_peak_bytes
+        forward, again, backward = map(
+            packing.cost, (option.forward_seconds, option.rerun_seconds, option.backward_seconds)
+        )
+        return o, forward + backward, again + backward, sizes.keep(s, s, o)[1], sizes.backward(s, o), option.forward_peak_bytes
 
     return _columns([[row(s, o, x) for o, x in enumerate(stage.options)] for s, stage in enumerate(sizes.stages)])
 
@@ -213,14 +217,14 @@ def recompute_columns(sizes: ChainBytes, packing: CostPacking) -> list[OptionCol
 
     def row(s: int, o: int, option: Option) -> _Row:
         cost = packing.cost(option.recompute_seconds) + packing.cost(option.backward_seconds)
-        return o, cost, 0, sizes.recompute(s, o), 0
+        return o, cost, cost, 0, sizes.recompute(s, o), 0
 
     return _columns([[row(s, o, x) for o, x in enumerate(stage.options)] for s, stage in enumerate(sizes.stages)])
 
 
 def _columns(rows: list[list[_Row]]) -> list[OptionColumn]:
     options = [_unbeaten(row) for row in rows]
-    nothing: _Row = (0, NEVER, 0, 0, 0)
+    nothing: _Row = (0, NEVER, NEVER, 0, 0, 0)
     columns = zip_longest(*options, fillvalue=nothing)
     return [OptionColumn(*np.array(column, dtype=np.int64).T.copy()) for column in columns]
 

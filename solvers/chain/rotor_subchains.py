@@ -221,10 +221,10 @@ class Ranges:
                 rest = self.answers[length - 1]
                 slots = reached_slots(rest.needs[1:], grid, self._keep_below[code][:rows], column.shifts[:rows], window)
                 sums = rest.costs[1:].ravel().take(slots, mode="clip")
-                sums += column.costs[:rows, None] + code
+                sums += column.again_costs[:rows, None] + code
             else:
                 needs = np.maximum(needs, entries + column.shifts)
-                sums = np.repeat(column.costs[:, None] + code, best.shape[1], axis=1)
+                sums = np.repeat(column.again_costs[:, None] + code, best.shape[1], axis=1)
             forbid(sums, grid.first(needs) - window.start)
             np.minimum(best, sums, out=best)
         if not length:

@@ -24,7 +24,7 @@ class Option:
 
     Attributes:
         name: what a person calls it, for example ``"keep"``.
-        forward_seconds: one forward that keeps ``kept_bytes``.
+        forward_seconds: the first forward, which keeps ``kept_bytes``.
         backward_seconds: its backward, inner recomputation included.
         kept_bytes: bytes alive from the end of the forward to the end of the
             backward, in addition to the boundaries before and after the stage. Negative
@@ -50,6 +50,11 @@ class Option:
     recompute_seconds: float
     recompute_peak_bytes: int
     offload_units: tuple[int, ...] = ()
+
+    @property
+    def rerun_seconds(self) -> float:
+        """The forward when it is run again to its end, as one that is not directly before its backward is."""
+        return max(self.forward_seconds, self.recompute_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -276,7 +276,8 @@ class _ReplayState:
             return stage.forward_peak_bytes + self._held_on_bytes(k, first, dropped=True), stage.forward_seconds
         self.residues.discard(k)
         option = self.kept[k] = self._option(action)
-        return option.forward_peak_bytes + self._held_on_bytes(k, first, dropped=False), option.forward_seconds
+        seconds = option.forward_seconds if first else option.rerun_seconds
+        return option.forward_peak_bytes + self._held_on_bytes(k, first, dropped=False), seconds
 
     def _held_on_bytes(self, k: int, first: bool, dropped: bool) -> int:
         """Shared bytes that this forward would let go of before its peak, if nothing held them now that it has run."""

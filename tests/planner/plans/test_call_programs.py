@@ -78,13 +78,18 @@ def block() -> tuple[nn.Module, Tensor, CapturedCall, StepGraph]:
     return module, x, captured, measured_graph(captured.graph, torch.device("cpu"))
 
 
-def test_of_two_choices_one_keeps_less_and_the_other_is_faster(
+def test_of_two_choices_one_takes_less_and_the_other_is_faster(
     block: tuple[nn.Module, Tensor, CapturedCall, StepGraph],
 ) -> None:
     menu = program_menu(block[3])
     assert len(menu) > 2 and menu[0] == call_replay(block[3], runs_once(block[3]))
-    for one, other in itertools.pairwise(menu):
-        assert one.seconds < other.seconds and one.kept_bytes > other.kept_bytes
+    for one, other in itertools.combinations(menu, 2):
+        assert one.seconds <= other.seconds
+        assert (
+            one.kept_bytes > other.kept_bytes
+            or one.forward_peak_bytes > other.forward_peak_bytes
+            or one.backward_peak_bytes > other.backward_peak_bytes
+        )
     most = max(menu[0].forward_peak_bytes, menu[0].backward_peak_bytes)
     assert all(max(each.forward_peak_bytes, each.backward_peak_bytes) <= most for each in menu)
 

@@ -1,4 +1,4 @@
-"""Replanning: a plan's own chain gives what its profile would give, at every budget."""
+"""Replanning: a plan's own chain gives what its profile would give, but for programs of other budgets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def alike(plan: planner.Plan) -> planner.Plan:
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
 @pytest.mark.parametrize("linked", [False, True])
-def test_it_gives_what_the_profile_gives(blocks, tmp_path, share, linked):
+def test_it_gives_what_the_profile_gives_of_whole_stages(blocks, tmp_path, share, linked):
+    blocks = blocks.stage_level()
     offload = planner.Offload(link_gbps=1.0) if linked else "never"
     whole = planner.solve(blocks, "100%", offload=offload)
     whole.save(tmp_path / "plan.json")
@@ -29,6 +30,14 @@ def test_it_gives_what_the_profile_gives(blocks, tmp_path, share, linked):
     # Not auto: what its integer programs find in their time depends on how busy the machine is.
     again = replan(loaded, budget, solver="rotor")
     assert alike(again) == alike(planner.solve(blocks, budget, solver="rotor", offload=offload))
+
+
+def test_it_chooses_among_the_programs_that_the_plan_has(blocks):
+    whole = planner.solve(blocks, "100%", offload="never")
+    budget = int(0.7 * blocks.unplanned_peak_bytes)
+    again = replan(whole, budget, solver="rotor")
+    assert again.predicted_peak_bytes <= budget and again.menus == whole.menus
+    assert again.predicted_seconds >= planner.solve(blocks, budget, solver="rotor", offload="never").predicted_seconds
 
 
 def recomputes(plan: planner.Plan) -> bool:
